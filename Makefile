@@ -1,0 +1,42 @@
+# Two commands do everything on a machine with Python 3.11, pip and make:
+#   make train    install into .venv, train the reference model on two processes, show the result
+#   make test     install into .venv, run all tests
+PYTHON ?= python3
+VENV   ?= .venv
+STEPS  ?= 600
+RANKS  ?= 2
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: train test test-fast check clean help
+help:
+	@sed -n 's/^#   //p' Makefile
+
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Paceline needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.11 ...")'
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing Paceline into $(VENV) (the first time this fetches PyTorch: a few minutes) ..."
+	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt --editable '.[report]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) install --constraint constraints.txt --editable '.[report,dev]'
+	touch $@
+
+train: $(VENV)/.run
+	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train
+
+test: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -q
+
+test-fast: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -q tests/pure tests/cli
+
+check: $(VENV)/.dev
+	$(VENV)/bin/ruff check src tests examples
+	$(VENV)/bin/ruff format --check src tests examples
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .hypothesis

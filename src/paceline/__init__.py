@@ -1,0 +1,51 @@
+"""Paceline: exact, explained data-parallel training with PyTorch.
+
+    import paceline as pl
+
+    world = pl.init()
+    model = pl.DataParallel(net, sync="sharded")
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
+
+Names are loaded when they are first used (PEP 562), so that ``import paceline`` and
+``paceline --help`` need no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.errors import PacelineError as PacelineError
+    from paceline.sync.engine import DataParallel as DataParallel
+    from paceline.sync.plan import Sync as Sync
+    from paceline.sync.shard import ShardedOptimizer as ShardedOptimizer
+    from paceline.world import World as World
+    from paceline.world import init as init
+    from paceline.world import shutdown as shutdown
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DataParallel": "paceline.sync.engine",
+    "PacelineError": "paceline.errors",
+    "ShardedOptimizer": "paceline.sync.shard",
+    "Sync": "paceline.sync.plan",
+    "World": "paceline.world",
+    "init": "paceline.world",
+    "shutdown": "paceline.world",
+}
+
+__all__ = ["DataParallel", "PacelineError", "ShardedOptimizer", "Sync", "World", "__version__", "init", "shutdown"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,97 @@
+"""How gradients are synchronised, as a point in a plane: :class:`Sync`.
+
+The names that people know are points of it:
+
+| name         | bucket_mib | overlap | shard        | what happens                                              |
+|--------------|-----------:|---------|--------------|-----------------------------------------------------------|
+| `naive`      |          0 | no      | none         | one all-reduce per parameter, after backward              |
+| `flat`       |          ∞ | no      | none         | one all-reduce of everything, after backward              |
+| `overlap`    |          0 | yes     | none         | one all-reduce per parameter, as soon as it is ready      |
+| `bucketed`   |         25 | yes     | none         | one all-reduce per bucket, as soon as it is full          |
+| `sharded`    |         25 | yes     | optimizer    | reduce-scatter per bucket, each rank updates 1/N (ZeRO-1) |
+| `full-shard` |          – | yes     | parameters   | PyTorch FSDP2: parameters, gradients, state are 1/N       |
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.errors import UsageError, unknown
+
+__all__ = ["STRATEGIES", "Shard", "Sync"]
+
+Shard = Literal["none", "optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A way to synchronise gradients.
+
+    Attributes:
+        bucket_mib: bucket size in MiB (2**20 bytes) of gradients. 0: one bucket per parameter;
+            ``math.inf``: a single bucket.
+        overlap: launch a bucket while backward still runs, rather than after it.
+        shard: what each rank keeps only 1/N of: ``"none"``, the ``"optimizer"`` state (ZeRO-1,
+            arXiv 1910.02054 §5.1) or the ``"parameters"`` too (PyTorch FSDP2).
+
+    Raises:
+        UsageError: a value is out of range.
+
+    Example:
+        >>> Sync.of("flat")
+        Sync(bucket_mib=inf, overlap=False, shard='none')
+        >>> Sync(bucket_mib=4).name
+        'bucketed'
+    """
+
+    bucket_mib: float = 25.0
+    overlap: bool = True
+    shard: Shard = "none"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bucket_mib, int | float) or math.isnan(self.bucket_mib) or self.bucket_mib < 0:
+            raise UsageError(
+                f"bucket_mib={self.bucket_mib!r} is no bucket size",
+                remedy="give MiB > 0, 0 for one bucket per parameter, or math.inf for a single bucket",
+            )
+        if self.shard not in ("none", "optimizer", "parameters"):
+            raise unknown("shard", self.shard, ["none", "optimizer", "parameters"])
+
+    @classmethod
+    def of(cls, sync: str | Sync) -> Sync:
+        """Return the point that `sync` names; a `Sync` is returned as it is.
+
+        Raises:
+            UsageError: no strategy has that name (the nearest one is suggested).
+        """
+        if isinstance(sync, Sync):
+            return sync
+        if sync not in STRATEGIES:
+            raise unknown("strategy", sync, STRATEGIES)
+        return STRATEGIES[sync]
+
+    @property
+    def name(self) -> str:
+        """The strategy's usual name."""
+        if self.shard != "none":
+            return "sharded" if self.shard == "optimizer" else "full-shard"
+        if self.bucket_mib == 0:
+            return "overlap" if self.overlap else "naive"
+        return "bucketed" if self.overlap else "flat"
+
+    @property
+    def bucket_nbytes(self) -> float:
+        """The bucket size in bytes; may be infinite."""
+        return self.bucket_mib * 2**20
+
+
+STRATEGIES: dict[str, Sync] = {
+    "naive": Sync(bucket_mib=0, overlap=False),
+    "flat": Sync(bucket_mib=math.inf, overlap=False),
+    "overlap": Sync(bucket_mib=0),
+    "bucketed": Sync(),
+    "sharded": Sync(shard="optimizer"),
+    "full-shard": Sync(shard="parameters"),
+}
