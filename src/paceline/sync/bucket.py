@@ -1,0 +1,210 @@
+"""Which parameter lies where in which contiguous gradient buffer.
+
+`plan_buckets` decides over plain numbers; `Bucket` is the memory. A parameter's gradient is a view into
+its bucket, so backward writes where the collective reads: nothing is packed or unpacked.
+
+    flat   | grad 0 | grad 1 |..pad..| grad 2 | ledger or padding |
+             └ slots[0].view
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["Bucket", "Piece", "Slot", "plan_buckets", "storage_dtype", "storage_numel"]
+
+ALIGN = 16
+"""Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
+
+
+def plan_buckets(
+    order: Iterable[int], nbytes: Sequence[int], kinds: Sequence[object], cap: float
+) -> list[list[int]]:
+    """Return the parameters of each bucket, buckets in the order in which they fill.
+
+    A bucket closes before the parameter that would take it over `cap`, so `cap` is kept unless one
+    parameter alone exceeds it.
+
+    Args:
+        order: parameter indices in the order in which their gradients become ready.
+        nbytes: bytes of each parameter's gradient, by parameter index.
+        kinds: what must not be mixed in one buffer (device, dtype), by parameter index.
+        cap: bytes per bucket; 0: one parameter each; ``math.inf``: one bucket per kind.
+
+    Example:
+        >>> plan_buckets([2, 1, 0], nbytes=[8, 4, 4], kinds=["f", "f", "f"], cap=10)
+        [[2, 1], [0]]
+    """
+    filling: dict[object, list[int]] = {}
+    held: dict[object, int] = {}
+    closed: list[list[int]] = []
+    for index in order:
+        kind = kinds[index]
+        if kind in filling and (cap == 0 or held[kind] + nbytes[index] > cap):
+            closed.append(filling.pop(kind))
+        if kind not in filling:
+            filling[kind], held[kind] = [], 0
+        filling[kind].append(index)
+        held[kind] += nbytes[index]
+    return closed + list(filling.values())
+
+
+def storage_dtype(param: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the real dtype in which `param`'s gradient is kept: complex numbers as pairs."""
+    if param.is_complex():
+        return param.dtype.to_real()
+    low = param.dtype in (torch.bfloat16, torch.float16)
+    return reduce_dtype if low and reduce_dtype is not None else param.dtype
+
+
+def storage_numel(param: torch.Tensor) -> int:
+    """Return how many real numbers `param`'s gradient takes."""
+    return param.numel() * (2 if param.is_complex() else 1)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter and the place of its gradient.
+
+    Attributes:
+        index: position among the trainable parameters, in registration order.
+        name: as in ``named_parameters()``.
+        expected: firings of its hook that one backward brings (more than 1 with re-entrant checkpoints).
+        fired: firings in the backward under way.
+        used: the view holds a gradient (of this rank, or of any rank once reduced).
+        start: first element in `bucket.flat`; numel: elements there.
+        view: the gradient in the bucket, shaped and strided as the parameter.
+        staged: the bucket keeps another dtype than the parameter, so gradients are added to it.
+    """
+
+    index: int
+    name: str
+    param: torch.nn.Parameter
+    expected: int = 1
+    fired: int = 0
+    used: bool = False
+    start: int = 0
+    numel: int = 0
+    staged: bool = False
+    bucket: Bucket = field(init=False, repr=False)
+    view: torch.Tensor = field(init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one rank's shard.
+
+    Attributes:
+        slot: the parameter.
+        start: first element of the flattened parameter in storage order; stop: one past the last.
+        data: 1-D view of the parameter's elements; grad: of its gradient's.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    data: torch.Tensor
+    grad: torch.Tensor
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """Return `slot`'s part of `flat` with the parameter's shape and, where it is dense, its strides."""
+    param, part = slot.param, flat[slot.start : slot.start + slot.numel]
+    if param.is_complex():
+        return torch.view_as_complex(part.view(*param.shape, 2))
+    if param.numel() and torch._debug_has_internal_overlap(param) == 0 and _is_dense(param):
+        return part.as_strided(param.shape, param.stride())
+    return part.view(param.shape)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor without overlap fills its span of memory."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel()
+
+
+class Bucket:
+    """One contiguous gradient buffer and, where the optimizer is sharded, the parameters' own buffer.
+
+    Args:
+        index: position in launch order.
+        slots: the parameters, in ready order; may be empty (a bucket that carries the ledger alone).
+        dtype: of the buffer. device: of the buffer.
+        tail: elements to add behind the gradients for the ledger.
+        shards: number of equal parts that the buffer must divide into.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        slots: list[Slot],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tail: int = 0,
+        shards: int = 1,
+    ) -> None:
+        self.index, self.slots = index, slots
+        self.pending = len(slots)
+        self.launched = False
+        used = 0
+        for slot in slots:
+            slot.start, slot.numel = used, storage_numel(slot.param)
+            used = _round_up(used + slot.numel, ALIGN)
+        total = _round_up(max(used + tail, 1), shards * (ALIGN if shards > 1 else 1))
+        self.flat = torch.zeros(total, dtype=dtype, device=device)
+        self.ledger = self.flat[used : used + tail]
+        self.params: torch.Tensor | None = None
+        for slot in slots:
+            slot.bucket, slot.view = self, _shaped(self.flat, slot)
+            slot.staged = not slot.param.is_complex() and slot.param.dtype != dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient buffer."""
+        return self.flat.nbytes
+
+    def adopt_gradients(self) -> None:
+        """Move the parameters' gradients in, one by one, so that no second set of them exists."""
+        for slot in self.slots:
+            grad = slot.param.grad
+            if grad is not None:
+                slot.view.copy_(grad.detach())
+                slot.param.grad = None
+
+    def adopt_parameters(self) -> None:
+        """Move the parameters into one buffer laid out like the gradients, so that a shard is a slice."""
+        dtype = self.slots[0].param.dtype
+        real = dtype.to_real() if dtype.is_complex else dtype
+        self.params = torch.zeros(self.flat.numel(), dtype=real, device=self.flat.device)
+        with torch.no_grad():
+            for slot in self.slots:
+                place = _shaped(self.params, slot)
+                place.copy_(slot.param)
+                slot.param.data = place
+
+    def span(self, rank: int, shards: int) -> tuple[int, int]:
+        """Return first and one-past-last element of `rank`'s shard."""
+        length = self.flat.numel() // shards
+        return rank * length, (rank + 1) * length
+
+    def pieces(self, rank: int, shards: int) -> list[Piece]:
+        """Return the parts of parameters that lie in `rank`'s shard (after `adopt_parameters`)."""
+        assert self.params is not None, "parameters were not adopted"
+        low, high = self.span(rank, shards)
+        found = []
+        for slot in self.slots:
+            first, last = max(low, slot.start), min(high, slot.start + slot.numel)
+            if first < last:
+                at = slice(first, last)
+                found.append(
+                    Piece(slot, first - slot.start, last - slot.start, self.params[at], self.flat[at])
+                )
+        return found

@@ -1,0 +1,245 @@
+"""`DataParallel`: a module whose gradients are the mean over all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from paceline.errors import SyncError, UsageError
+from paceline.sync import gate
+from paceline.sync.clip import clip_global_norm_
+from paceline.sync.full_shard import FullShard
+from paceline.sync.plan import Sync
+from paceline.sync.reducer import Reducer
+from paceline.sync.replica import broadcast_tensors, describe, verify_same
+from paceline.sync.timings import SyncTimings
+from paceline.sync.wire import Wire
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(torch.nn.Module):
+    """Wraps a module so that after backward every rank holds the same gradient: the mean over all samples.
+
+    Parameters and buffers are checked to be alike on all ranks and copied from rank 0. After that,
+    ``loss.backward()`` synchronises as torch's DistributedDataParallel does (every rank counts the same), and
+    ``model.backward(loss, samples=n)`` weighs each rank by its samples, which is exact for unequal batches.
+
+    Args:
+        module: the model, on its device; the same on every rank.
+        sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
+            ``"full-shard"``) or a `Sync`.
+        group: the ranks to synchronise with; None: all. Without a process group, a world of one.
+        reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
+            example ``torch.float32``; None: the parameters' own.
+        units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of
+            every ``ModuleList`` with at least 100,000 parameters.
+
+    Raises:
+        UsageError: an unknown strategy, or parameters that can't be synchronised (sparse gradients).
+        MismatchError: ranks hold different models; names the first parameter and the ranks.
+
+    Example:
+        >>> model = DataParallel(torch.nn.Linear(4, 2), sync="bucketed")
+        >>> loss = model(torch.ones(8, 4)).mean()
+        >>> model.backward(loss, samples=8)
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        sync: str | Sync = "bucketed",
+        group: dist.ProcessGroup | None = None,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        units: list[torch.nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.plan = Sync.of(sync)
+        _refuse_unfit(module)
+        wire = Wire(group)
+        verify_same(wire, [*describe(module, self.plan), f"reduce dtype: {reduce_dtype}"], "the model")
+        broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
+        self.module = module
+        self.wire = wire
+        self.engine = self._build_engine(reduce_dtype, units)
+        gate.guard(self.engine)
+
+    def _build_engine(
+        self, reduce_dtype: torch.dtype | None, units: list[torch.nn.Module] | None
+    ) -> Reducer | FullShard:
+        if self.plan.shard == "parameters" and self.wire.size > 1:
+            return FullShard(self.module, self.wire, self.plan, reduce_dtype, units)
+        named = list(self.module.named_parameters())
+        trained = [(name, param) for name, param in named if param.requires_grad]
+        frozen = [(name, param) for name, param in named if not param.requires_grad]
+        return Reducer(trained, self.wire, self.plan, reduce_dtype, frozen)
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; its outputs tell the engine when a plain ``backward()`` begins."""
+        self._before_forward(args, kwargs)
+        outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._watch(outputs)
+        return outputs
+
+    @torch.compiler.disable
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.engine.recover()
+        self.engine.before_forward(args, kwargs)
+
+    @torch.compiler.disable
+    def _watch(self, outputs: Any) -> None:
+        engine = self.engine
+        for tensor in pytree.tree_leaves(outputs):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _grad: engine.begin_in_backward())
+
+    def backward(
+        self, loss: torch.Tensor | None, samples: float | None = None, *, retain_graph: bool = False
+    ) -> None:
+        """Run backward and synchronise: the result is the gradient of the mean over all samples.
+
+        The global gradient is Σ nᵢ·gᵢ / Σ nᵢ over all ranks and all backwards since ``zero_grad()``, where gᵢ
+        is the gradient of `loss` and nᵢ = `samples`. Inside `accumulate` nothing is sent yet.
+
+        Args:
+            loss: scalar, the mean over this rank's samples; None on a rank that has none (``samples=0``).
+            samples: how many samples (or tokens) `loss` is the mean of; None: every rank counts the same,
+                as with ``loss.backward()``.
+            retain_graph: as in ``torch.Tensor.backward``.
+
+        Raises:
+            UsageError: `loss` is no scalar, or `samples` is negative, not finite, or 0 without need.
+            BackwardFailed: another rank raised in its backward; no rank has a gradient.
+            SyncError: ranks mixed calls with and without samples.
+        """
+        samples = self._checked(loss, samples)
+        self.engine.begin(samples)
+        try:
+            if loss is None or samples == 0:
+                self.engine.take_part(loss)
+            elif samples is None:
+                loss.backward(retain_graph=retain_graph)
+            else:
+                weight = torch.full_like(loss, self.engine.weight(samples))
+                loss.backward(weight, retain_graph=retain_graph)
+        except BaseException:
+            self._fail()
+            raise
+        self.engine.finish()
+
+    def _fail(self) -> None:
+        """Complete the round without a result, and let the exception that caused it speak."""
+        with contextlib.suppress(SyncError):
+            self.engine.finish(failed=True)
+
+    def _checked(self, loss: torch.Tensor | None, samples: float | None) -> float | None:
+        """Return `samples` once both arguments make sense."""
+        where = {"rank": self.wire.rank, "step": self.engine.step}
+        if loss is None and samples != 0:
+            raise UsageError(
+                f"backward(None, samples={samples!r})",
+                remedy="a rank without a loss passes samples=0",
+                **where,
+            )
+        if loss is not None and loss.numel() != 1:
+            raise UsageError(
+                f"loss has shape {list(loss.shape)}, not one number",
+                remedy="take its mean over this rank's samples",
+                **where,
+            )
+        if samples is None:
+            return None
+        if not math.isfinite(samples) or samples < 0:
+            raise UsageError(f"samples={samples!r}", remedy="pass the number of samples, 0 or more", **where)
+        return float(samples)
+
+    # ------------------------------------------------------------------ accumulation, clipping, timings
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Keep the gradients of backwards in this block to this rank; the next one outside sends the sum.
+
+        What counts is where *backward* runs. ``optimizer.step()`` synchronises what is left over.
+        """
+        before = self.engine.sync_enabled
+        self.engine.sync_enabled = False
+        try:
+            yield
+        finally:
+            self.engine.sync_enabled = before
+
+    no_sync = accumulate
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients so that the norm over all parameters and shards is at most `max_norm`.
+
+        Args:
+            max_norm: the largest norm allowed; ``math.inf`` only measures.
+            norm_type: the p of the p-norm; may be ``math.inf``.
+
+        Returns:
+            The norm before clipping, a scalar tensor, the same on every rank.
+
+        Raises:
+            UsageError: `max_norm` or `norm_type` is not positive.
+        """
+        if not max_norm > 0 or not norm_type > 0:
+            raise UsageError(f"clip_grad_norm_({max_norm!r}, {norm_type!r})", remedy="both must be above 0")
+        gate.close(self.engine)
+        return clip_global_norm_(self.engine, max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; with ``set_to_none=True`` too, buckets stay where they are."""
+        self.engine.drop()
+        super().zero_grad(set_to_none)
+
+    def broadcast_buffers(self, source: int = 0) -> None:
+        """Copy the buffers (running statistics of BatchNorm, for example) from rank `source` to all ranks."""
+        broadcast_tensors(self.wire, list(self.module.buffers()), source=source)
+
+    @property
+    def timings(self) -> SyncTimings:
+        """What the latest synchronised backward and the step behind it cost on this rank."""
+        return self.engine.timings
+
+    @property
+    def samples(self) -> float:
+        """Samples of all ranks behind the latest gradient (0 where backward got none)."""
+        return self.engine.total_samples
+
+    def whole_parameters(self) -> list[torch.Tensor]:
+        """Return copies of all parameters, whole on every rank, in registration order (each once).
+
+        With ``"full-shard"`` this gathers them, so all ranks must call it.
+        """
+        return self.engine.whole([param for param in self.module.parameters()])
+
+    def bucket_plan(self) -> list[tuple[int, list[str]]]:
+        """Return (bytes, names of parameters) per collective, in launch order; empty before the first backward."""
+        return self.engine.bucket_plan()
+
+
+def _refuse_unfit(module: torch.nn.Module) -> None:
+    """Raise for parameters whose gradients can't be kept in a dense buffer, by name."""
+    for name, child in module.named_modules():
+        if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            raise UsageError(
+                f"parameter {f'{name}.weight'.lstrip('.')!r} has sparse gradients",
+                remedy="build the embedding with sparse=False",
+            )
+    for name, param in module.named_parameters():
+        if isinstance(param, torch.nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet (a lazy module)",
+                remedy="run one forward before wrapping",
+            )

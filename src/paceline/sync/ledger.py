@@ -1,0 +1,86 @@
+"""What ranks tell one another at the end of a round of synchronisation.
+
+The ledger is a short vector that is summed with the last bucket. Every rank writes its own columns and adds
+to shared flags, so that after the sum all ranks hold the same page:
+
+    | samples, high part: N | samples, low part: N | status: N | late gradients | used: one per parameter |
+
+`samples` weigh the mean, so a short last batch, unequal shares, an empty rank and token masks are one
+mechanism; `used` tells whether any rank has a gradient (a parameter that nobody used keeps ``grad=None``,
+as in one process); `late` that a gradient came after its bucket had left; `status` lets a rank that failed
+in backward finish the round and say so.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Page", "Status", "decode", "encode", "length"]
+
+
+class Status(enum.IntEnum):
+    """What a rank brought to the round."""
+
+    SAMPLES = 0
+    """Gradients weighted by a number of samples (``model.backward(loss, samples=n)``)."""
+    EQUAL = 1
+    """Gradients that count as every other rank's (``loss.backward()``)."""
+    FAILED = 2
+    """An exception in backward; this round has no result."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A ledger as all ranks read it.
+
+    Attributes:
+        samples: per rank. status: per rank. used: per parameter, whether any rank has a gradient.
+        late: gradients, over all ranks, that came after their bucket had left.
+    """
+
+    samples: tuple[float, ...]
+    status: tuple[Status, ...]
+    used: tuple[bool, ...]
+    late: int = 0
+
+    @property
+    def total(self) -> float:
+        """Samples of all ranks."""
+        return sum(self.samples)
+
+    def ranks(self, status: Status) -> list[int]:
+        """Return the ranks with that status."""
+        return [rank for rank, value in enumerate(self.status) if value is status]
+
+
+def length(ranks: int, params: int) -> int:
+    """Return the number of elements of a ledger."""
+    return 3 * ranks + 1 + params
+
+
+def _float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def encode(
+    rank: int, ranks: int, samples: float, status: Status, used: Sequence[bool], late: int = 0
+) -> list[float]:
+    """Return this rank's ledger, ready to be summed; exact for 48 bits of `samples` in float32."""
+    page = [0.0] * (3 * ranks)
+    high = _float32(samples)
+    page[rank], page[ranks + rank], page[2 * ranks + rank] = high, samples - high, float(status)
+    return [*page, float(late), *map(float, used)]
+
+
+def decode(summed: Sequence[float], ranks: int) -> Page:
+    """Return the page that a summed ledger holds."""
+    high, low, status = summed[:ranks], summed[ranks : 2 * ranks], summed[2 * ranks : 3 * ranks]
+    return Page(
+        samples=tuple(upper + lower for upper, lower in zip(high, low, strict=True)),
+        status=tuple(Status(round(value)) for value in status),
+        late=round(summed[3 * ranks]),
+        used=tuple(value > 0 for value in summed[3 * ranks + 1 :]),
+    )

@@ -1,0 +1,83 @@
+"""Building the buckets once, in the order in which gradients become ready, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.sync import ledger
+from paceline.sync.bucket import Bucket, Slot, plan_buckets, storage_dtype, storage_numel
+from paceline.sync.plan import Sync
+from paceline.sync.wire import Wire
+
+__all__ = ["agree_order", "build_buckets"]
+
+
+def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> list[int]:
+    """Return the ready order that all ranks will use, and set every slot's `expected` firings.
+
+    Both are rank 0's: a parameter is ready at its last firing, and those that rank 0 did not see come last,
+    in reverse registration order.
+
+    Args:
+        wire: the ranks; blocks for one broadcast.
+        slots: the parameters. firings: the slots whose hooks fired in this rank's first backward, in order.
+    """
+    if not slots:
+        return []
+    last = {index: position for position, index in enumerate(firings)}
+    seen = sorted(last, key=last.__getitem__)
+    unseen = [slot.index for slot in reversed(slots) if slot.index not in last]
+    device = slots[0].param.device if slots else torch.device("cpu")
+    agreed = torch.tensor([seen + unseen, [slot.fired for slot in slots]], dtype=torch.int64, device=device)
+    wire.broadcast(agreed)
+    order, expected = agreed.tolist()
+    for slot, count in zip(slots, expected, strict=True):
+        slot.expected = max(count, 1)
+    return order
+
+
+def build_buckets(
+    slots: Sequence[Slot],
+    order: Sequence[int],
+    plan: Sync,
+    ranks: int,
+    *,
+    flags: int,
+    sharded: bool,
+    reduce_dtype: torch.dtype | None,
+) -> list[Bucket]:
+    """Return the buckets in launch order; the last one carries the ledger.
+
+    `flags` is the number of parameters that the ledger reports on. Gradients that the parameters have are
+    moved in. When `sharded`, so are the parameters, and the ledger, which every rank must see whole, gets a
+    bucket of its own; as it does where the last bucket's dtype can't count.
+    """
+    dtypes = [storage_dtype(slot.param, reduce_dtype) for slot in slots]
+    sizes = [storage_numel(slot.param) * dtype.itemsize for slot, dtype in zip(slots, dtypes, strict=True)]
+    kinds = [(slot.param.device, dtype, slot.param.dtype) for slot, dtype in zip(slots, dtypes, strict=True)]
+    grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
+    tail = ledger.length(ranks, flags)
+    countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
+    inside = countable and not sharded
+    buckets = []
+    for index, members in enumerate(grouped):
+        held = [slots[member] for member in members]
+        buckets.append(
+            Bucket(
+                index,
+                held,
+                dtypes[members[0]],
+                held[0].param.device,
+                tail=tail if inside and index == len(grouped) - 1 else 0,
+                shards=ranks if sharded else 1,
+            )
+        )
+        buckets[-1].adopt_gradients()
+        if sharded:
+            buckets[-1].adopt_parameters()
+    if not inside:
+        device = slots[0].param.device if slots else torch.device("cpu")
+        buckets.append(Bucket(len(grouped), [], torch.float64, device, tail=tail))
+    return buckets

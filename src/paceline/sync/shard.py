@@ -1,0 +1,265 @@
+"""`ShardedOptimizer`: every rank updates its N-th of the parameters and gathers the rest (ZeRO-1).
+
+    backward                      step()
+    reduce-scatter per bucket  →  update own shard  →  all-gather per bucket
+
+Optimizer state exists only for the own shard, so it takes 1/N of the memory and the update 1/N of the time
+(Rajbhandari et al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be
+elementwise: what happens to a number may depend on that number's own past only. That is checked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from paceline import trace
+from paceline.errors import UsageError
+from paceline.sync.bucket import Piece
+from paceline.sync.engine import DataParallel
+from paceline.sync.gate import ConsumesShards
+from paceline.sync.reducer import Reducer
+
+__all__ = ["ShardedOptimizer"]
+
+_Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
+    """Runs any elementwise torch optimizer on this rank's shard of a `DataParallel` model.
+
+    Where the model's strategy shards nothing, or shards parameters itself, it is that optimizer on all of
+    them, so a program need not change with the strategy. Learning-rate schedulers, parameter groups and
+    closures work as with any torch optimizer. ``step()`` uses the gradients up: a sharded model starts the
+    next backward from zero even without ``zero_grad()``.
+
+    Args:
+        model: the wrapped model.
+        optimizer: the class, for example ``torch.optim.AdamW``.
+        params: parameters or groups, as any torch optimizer takes them; None: all that are trained.
+        options: passed to `optimizer`: ``lr``, ``betas``, ``fused`` …
+
+    Raises:
+        UsageError: the optimizer is not elementwise or rejects the options, or parameters are not the model's.
+
+    Example:
+        >>> optim = ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        optimizer: type[torch.optim.Optimizer],
+        params: _Params | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, DataParallel):
+            raise UsageError(
+                f"ShardedOptimizer({type(model).__name__}, ...)",
+                remedy="wrap the model: paceline.DataParallel(model)",
+            )
+        engine = model.engine
+        self._reducer = engine if isinstance(engine, Reducer) and engine.sharded else None
+        self._class, self._options = optimizer, options
+        probe = _probe(optimizer, options)
+        given = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
+        super().__init__(given, dict(probe.defaults))
+        self._check_owned(model)
+        self._whole: torch.optim.Optimizer | None = None
+        if self._reducer is None:
+            self._whole = optimizer(self.param_groups, **options)
+            self._whole.param_groups = self.param_groups  # one list: schedulers change what the update reads
+        elif not _is_elementwise(optimizer, options):
+            raise UsageError(
+                f"{optimizer.__name__} is not elementwise, so it can't update parts of parameters",
+                remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
+            )
+        self._inner: torch.optim.Optimizer | None = None
+        self._pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = []
+        self._loaded: dict[str, list[dict[str, Any]]] = {}
+
+    def _check_owned(self, model: DataParallel) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not model.engine.holds(param):
+                    raise UsageError(
+                        f"a parameter of shape {list(param.shape)} is not one of the model's",
+                        remedy="pass parameters of the wrapped model",
+                    )
+
+    # ------------------------------------------------------------------ step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update this rank's shard with the synchronised gradients and gather the other ranks' shards.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as for torch's optimizers.
+
+        Returns:
+            The closure's result, or None.
+        """
+        if self._whole is not None:
+            return self._whole.step(closure) if closure is not None else self._whole.step()
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        reducer = self._reducer
+        assert reducer is not None, "without an inner optimizer the model is sharded"
+        if reducer.unsynced:
+            reducer.synchronise()
+        if reducer.settled:  # no backward yet: nothing to update
+            self._update(reducer)
+        return result
+
+    def _update(self, reducer: Reducer) -> None:
+        inner = self._inner or self._build(reducer)
+        for group, mine, pieces in zip(self.param_groups, inner.param_groups, self._pieces, strict=True):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+            for piece, param in pieces:
+                param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
+        inner.step()
+        self._gather(reducer)
+        reducer.drop()
+
+    def _gather(self, reducer: Reducer) -> None:
+        """Fill every rank's parameters with all shards."""
+        started = time.perf_counter()
+        flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
+        under_way = [reducer.wire.all_gather(flat) for flat in flats]
+        for pending in under_way:
+            pending.wait()
+        seconds = time.perf_counter() - started
+        timings = reducer.timings
+        timings.calls += len(flats)
+        timings.nbytes += sum(flat.nbytes for flat in flats)
+        timings.exposed_seconds += seconds
+        timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
+        trace.add("gather", started, seconds, step=reducer.step, calls=len(flats))
+
+    def _build(self, reducer: Reducer) -> torch.optim.Optimizer:
+        """Return the optimizer of this rank's pieces, one group per group, with any loaded state."""
+        group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
+        self._pieces = [[] for _ in self.param_groups]
+        for piece in reducer.pieces():
+            at = group_of.get(id(piece.slot.param))
+            if at is not None:
+                self._pieces[at].append((piece, torch.nn.Parameter(piece.data)))
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [param for _, param in pieces]}
+            for group, pieces in zip(self.param_groups, self._pieces, strict=True)
+        ]
+        self._inner = self._class(groups, **self._options)
+        for pieces in self._pieces:
+            for piece, param in pieces:
+                if piece.slot.name in self._loaded:
+                    self._inner.state[param] = _cut(piece, self._loaded[piece.slot.name])
+        self._loaded = {}
+        return self._inner
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; buckets stay where they are."""
+        if self._reducer is not None:
+            self._reducer.drop()
+        super().zero_grad(set_to_none)
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options of each group and this rank's shards of the state.
+
+        Returns:
+            ``{"param_groups": [options …], "shards": {parameter name: [{"start", "stop", "state"} …]}}``,
+            `start` and `stop` counting elements of the flattened parameter. Unsharded, the plain optimizer's.
+        """
+        if self._whole is not None:
+            return self._whole.state_dict()
+        shards: dict[str, list[dict[str, Any]]] = {}
+        if self._inner is None:
+            shards = self._loaded
+        for pieces in self._pieces:
+            for piece, param in pieces:
+                state = dict(self._inner.state[param]) if self._inner is not None else {}
+                part = {"start": piece.start, "stop": piece.stop, "state": state}
+                shards.setdefault(piece.slot.name, []).append(part)
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        return {"param_groups": options, "shards": shards}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take up a state: shards of one or of all ranks, cut to fit however many ranks there are now.
+
+        Raises:
+            UsageError: the number of groups differs, or (at the first step) a part of the state is missing.
+        """
+        if self._whole is not None:
+            self._whole.load_state_dict(state_dict)
+            self.param_groups = self._whole.param_groups
+            return
+        options = state_dict["param_groups"]
+        if len(options) != len(self.param_groups):
+            raise UsageError(
+                f"the state has {len(options)} parameter groups, this optimizer {len(self.param_groups)}"
+            )
+        for group, loaded in zip(self.param_groups, options, strict=True):
+            group.update(loaded)
+        self._loaded = state_dict["shards"]
+        self._inner, self._pieces = None, []
+
+
+def _probe(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer on one number, to see whether it takes the options."""
+    try:
+        return optimizer([torch.nn.Parameter(torch.zeros(1))], **options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{optimizer.__name__} rejects its options: {error}") from error
+
+
+def _is_elementwise(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
+    """Tell whether updating two halves of a matrix, flattened, gives what updating the matrix gives."""
+    generator = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(4, 4, generator=generator), torch.randn(3, 4, 4, generator=generator)
+    whole = torch.nn.Parameter(start.clone())
+    halves = [torch.nn.Parameter(half.clone()) for half in start.reshape(2, 8)]
+    try:
+        one, two = optimizer([whole], **options), optimizer(halves, **options)
+        for grad in grads:
+            whole.grad = grad.clone()
+            for half, part in zip(halves, grad.reshape(2, 8), strict=True):
+                half.grad = part.clone()
+            one.step()
+            two.step()
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False  # it wants matrices, a closure, sparse gradients …
+    return torch.allclose(whole.detach().reshape(2, 8), torch.stack([half.detach() for half in halves]))
+
+
+def _cut(piece: Piece, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state of `piece`, put together from `parts` of the same parameter."""
+    state: dict[str, Any] = {}
+    covered = 0
+    for part in parts:
+        low, high = max(piece.start, part["start"]), min(piece.stop, part["stop"])
+        if low >= high:
+            continue
+        covered += high - low
+        for key, value in part["state"].items():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.numel() == part["stop"] - part["start"]
+                and value.dim()
+            ):
+                whole = state.setdefault(key, value.new_zeros(piece.stop - piece.start))
+                whole[low - piece.start : high - piece.start] = value[
+                    low - part["start"] : high - part["start"]
+                ]
+            else:  # a number that belongs to the whole parameter, such as the step count
+                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    if parts and any(part["state"] for part in parts) and covered < piece.stop - piece.start:
+        raise UsageError(
+            f"the state of parameter {piece.slot.name!r} covers {covered} of {piece.stop - piece.start} elements",
+            remedy="load the shards of all ranks that wrote the state",
+        )
+    return state

@@ -1,0 +1,25 @@
+"""What one synchronised step cost on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["SyncTimings"]
+
+
+@dataclass
+class SyncTimings:
+    """The cost of the latest synchronised backward and the `step()` behind it.
+
+    Attributes:
+        calls: collectives launched by this rank.
+        nbytes: bytes of the buffers handed to them.
+        exposed_seconds: time in which this rank did nothing but wait for collectives or complete them.
+        call_seconds: per collective, from its launch until this rank saw its end. With overlap that
+            includes the work done in between, so it is an upper bound; without, it is the call itself.
+    """
+
+    calls: int = 0
+    nbytes: int = 0
+    exposed_seconds: float = 0.0
+    call_seconds: list[float] = field(default_factory=list)

@@ -1,0 +1,129 @@
+"""Every strategy gives, on any number of ranks, what one process gives on the whole batch."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import zoo
+
+import paceline as pl
+
+STEPS = 5
+TOLERANCE = 1e-11
+STRATEGIES = ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"]
+SHARES = {1: [10], 2: [4, 16], 3: [10, 4, 6], 4: [10, 10, 4, 16]}
+EMPTY = {2: [0, 16], 3: [10, 0, 6], 4: [10, 10, 0, 16]}
+
+
+def optimizer(name, params):
+    if name == "sgd":
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.05)
+
+
+OPTIONS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.05}),
+}
+
+
+def batches(shares, accumulate):
+    """Return, for every step and micro-step, the inputs and targets of each rank."""
+    generator = torch.Generator().manual_seed(17)
+    return [
+        [
+            [
+                (
+                    torch.randn(n, zoo.WIDTH, generator=generator, dtype=torch.float64) + 0.5 * rank,
+                    torch.randn(n, 1, generator=generator, dtype=torch.float64),
+                )
+                for rank, n in enumerate(shares)
+            ]
+            for _ in range(accumulate)
+        ]
+        for _ in range(STEPS)
+    ]
+
+
+def one_process(name, kind, data, clip):
+    """Train on whole batches without Paceline; return the parameters."""
+    model = zoo.build(name)
+    cls, options = OPTIONS[kind]
+    optim = cls([param for param in model.parameters() if param.requires_grad], **options)
+    for step in data:
+        x = torch.cat([x for micro in step for x, _ in micro])
+        y = torch.cat([y for micro in step for _, y in micro])
+        zoo.loss_of(model, name, x, y).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optim.step()
+        optim.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def many_ranks(rank, name, sync, kind, data, clip):
+    """Train on this rank's part of each batch; return the parameters, whole."""
+    model = pl.DataParallel(zoo.build(name), sync=sync)
+    cls, options = OPTIONS[kind]
+    optim = pl.ShardedOptimizer(model, cls, **options)
+    for step in data:
+        for index, micro in enumerate(step):
+            x, y = micro[rank]
+            if index < len(step) - 1:
+                with model.accumulate():
+                    run_backward(model, name, x, y)
+            else:
+                run_backward(model, name, x, y)
+        if clip:
+            model.clip_grad_norm_(clip)
+        optim.step()
+        optim.zero_grad()
+    return model.whole_parameters()
+
+
+def run_backward(model, name, x, y):
+    if len(x):
+        model.backward(zoo.loss_of(model, name, x, y), samples=len(x))
+    else:
+        model.backward(None, samples=0)
+
+
+def differences(rank, size, cases):
+    """Return, per case, the largest difference of any parameter from one process."""
+    found = {}
+    for name, sync, kind, accumulate, shares, clip in cases:
+        data = batches(shares, accumulate)
+        expected = one_process(name, kind, data, clip)
+        actual = many_ranks(rank, name, sync, kind, data, clip)
+        gap = max(
+            ((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True) if e.numel()),
+            default=0,
+        )
+        found[name, str(sync), kind, accumulate, tuple(shares), clip] = gap
+    return found
+
+
+def check(pool, ranks, cases, timeout=240):
+    for found in pool(ranks).run(differences, cases, timeout=timeout):
+        wrong = {case: gap for case, gap in found.items() if not gap <= TOLERANCE}
+        assert not wrong
+        assert len(found) == len(cases)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_equal_to_one_process(pool, ranks, sync):
+    cases = [
+        (name, sync, kind, accumulate, shares, None)
+        for name, kind, accumulate in itertools.product(zoo.MODELS, OPTIONS, [1, 3])
+        for shares in [SHARES[ranks], *([EMPTY[ranks]] if ranks > 1 else [])]
+    ]
+    check(pool, ranks, cases)
+
+
+@pytest.mark.parametrize("sync", STRATEGIES)
+def test_clipping_with_accumulation_and_an_empty_rank(pool, sync):
+    cases = [(name, sync, "adamw", 3, EMPTY[3], 0.05) for name in ("Plain", "Branches", "Strided")]
+    check(pool, 3, cases)
