@@ -78,6 +78,8 @@ class Slot:
         start: first element in `bucket.flat`; numel: elements there.
         view: the gradient in the bucket, shaped and strided as the parameter.
         staged: the bucket keeps another dtype than the parameter, so gradients are added to it.
+        early: the gradient in the dtype of the reduction while there is no bucket; None where that is the
+            parameter's own dtype.
     """
 
     index: int
@@ -89,8 +91,31 @@ class Slot:
     start: int = 0
     numel: int = 0
     staged: bool = False
+    early: torch.Tensor | None = None
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
+
+    def keep_early(self, dtype: torch.dtype) -> None:
+        """Add the gradient that autograd brought to `early`, where the reduction has another dtype."""
+        grad = self.param.grad
+        if grad is None or grad.is_complex() or grad.dtype == dtype:
+            return
+        self.early = grad.detach().to(dtype) if self.early is None else self.early.add_(grad.detach())
+        self.param.grad = None
+
+    def show(self, visible: bool) -> None:
+        """Let ``param.grad`` be the gradient (rounded, where the bucket is more precise) or None."""
+        if not visible:
+            self.param.grad = None
+        elif self.early is not None:
+            self.param.grad = self.early.to(self.param.dtype)
+        elif self.placed:
+            self.param.grad = self.view.to(self.param.dtype) if self.staged else self.view
+
+    @property
+    def placed(self) -> bool:
+        """Whether the slot has its place in a bucket."""
+        return hasattr(self, "bucket")
 
 
 @dataclass(frozen=True)
@@ -174,10 +199,10 @@ class Bucket:
     def adopt_gradients(self) -> None:
         """Move the parameters' gradients in, one by one, so that no second set of them exists."""
         for slot in self.slots:
-            grad = slot.param.grad
+            grad = slot.early if slot.early is not None else slot.param.grad
             if grad is not None:
                 slot.view.copy_(grad.detach())
-                slot.param.grad = None
+                slot.param.grad, slot.early = None, None
 
     def adopt_parameters(self) -> None:
         """Move the parameters into one buffer laid out like the gradients, so that a shard is a slice."""

@@ -91,12 +91,12 @@ class DataParallel(torch.nn.Module):
             self._watch(outputs)
         return outputs
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine.recover()
         self.engine.before_forward(args, kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def _watch(self, outputs: Any) -> None:
         engine = self.engine
         for tensor in pytree.tree_leaves(outputs):
@@ -123,14 +123,19 @@ class DataParallel(torch.nn.Module):
             SyncError: ranks mixed calls with and without samples.
         """
         samples = self._checked(loss, samples)
+        weight = None
+        if loss is not None and samples is not None:
+            weight = torch.full_like(loss, self.engine.weights.of_loss(samples))
+            if loss.dtype in (
+                torch.bfloat16,
+                torch.float16,
+            ):  # count the samples that the rounded weight means
+                samples = self.engine.weights.samples_of(weight.item())
         self.engine.begin(samples)
         try:
             if loss is None or samples == 0:
                 self.engine.take_part(loss)
-            elif samples is None:
-                loss.backward(retain_graph=retain_graph)
             else:
-                weight = torch.full_like(loss, self.engine.weight(samples))
                 loss.backward(weight, retain_graph=retain_graph)
         except BaseException:
             self._fail()
@@ -215,7 +220,7 @@ class DataParallel(torch.nn.Module):
     @property
     def samples(self) -> float:
         """Samples of all ranks behind the latest gradient (0 where backward got none)."""
-        return self.engine.total_samples
+        return self.engine.weights.total
 
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).

@@ -1,7 +1,7 @@
 """`full-shard`: PyTorch FSDP2 (``fully_shard``) behind the engine's surface.
 
 FSDP2 shards parameters, gradients and optimizer state, and runs its own collectives. This engine adds what
-it lacks: the weighted mean (FSDP2 only sums here; the weights are the reducer's, see [Note: weights]),
+it lacks: the weighted mean (FSDP2 only sums here; the weights are the reducer's, see `weights`),
 parameters that some or all ranks do not use, ranks without data, and the gate.
 
 Parameters that FSDP2 can't shard (scalars, complex or non-contiguous ones, other dtypes than the rest) stay
@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
 from paceline.sync.direct import DirectAllGather, DirectReduceScatter
-from paceline.sync.ledger import Page, Status
+from paceline.sync.ledger import Page
 from paceline.sync.plan import Sync
 from paceline.sync.reducer import Reducer
 from paceline.sync.wire import Wire
@@ -152,11 +152,9 @@ class FullShard(Reducer):
     def _kept_elsewhere(self) -> bool:
         return self._shards_local or any(param.grad is not None for _, param in self.shards)
 
-    def _carry(self) -> None:
-        equal = self._status is Status.EQUAL
-        scale = self.wire.size if equal else self.total_samples / self._reference
-        super()._carry()
-        self._multiply_shards(scale)
+    def _carry_results(self, factor: float) -> None:
+        super()._carry_results(factor)
+        self._multiply_shards(factor)
 
     def _watch_shards(self) -> None:
         for fsdp_param in _fsdp_params(self._parts()):
@@ -241,11 +239,9 @@ class FullShard(Reducer):
             if not used:
                 param.grad = None
 
-    def _scale(self, page: Page) -> None:
-        equal = self._status is Status.EQUAL
-        factor = 1 / self.wire.size if equal else self._reference / page.total
-        super()._scale(page)
-        self._multiply_shards(factor)
+    def _scale(self, factor: float) -> None:
+        super()._scale(factor)
+        self._multiply_shards(1 / self.wire.size if self.weights.equal else factor)
 
     def _multiply_shards(self, factor: float) -> None:
         grads = self._shard_grads()

@@ -18,6 +18,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.errors import BackwardFailed, SyncError
+
 __all__ = ["Page", "Status", "decode", "encode", "length"]
 
 
@@ -54,6 +56,28 @@ class Page:
     def ranks(self, status: Status) -> list[int]:
         """Return the ranks with that status."""
         return [rank for rank, value in enumerate(self.status) if value is status]
+
+    def judge(self, rank: int, step: int) -> None:
+        """Raise if the round has no result; `rank` and `step` are for the message.
+
+        Raises:
+            BackwardFailed: a rank raised an exception in backward.
+            SyncError: some ranks passed samples and others did not.
+        """
+        if bad := self.ranks(Status.FAILED):
+            raise BackwardFailed(
+                f"backward raised an exception on rank {', '.join(map(str, bad))}; no rank has a gradient",
+                rank=bad[0],
+                step=step,
+                remedy="see that rank's own error; training can go on with the next step",
+            )
+        if (equal := self.ranks(Status.EQUAL)) and (weighted := self.ranks(Status.SAMPLES)):
+            raise SyncError(
+                f"ranks {weighted} called model.backward(loss, samples=...) and ranks {equal} plain backward()",
+                rank=rank,
+                step=step,
+                remedy="use the same call on every rank",
+            )
 
 
 def length(ranks: int, params: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -66,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         self._class, self._options = optimizer, options
         probe = _probe(optimizer, options)
         given = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
-        super().__init__(given, dict(probe.defaults))
+        super().__init__(cast(Any, given), dict(probe.defaults))
         self._check_owned(model)
         self._whole: torch.optim.Optimizer | None = None
         if self._reducer is None:
@@ -92,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     # ------------------------------------------------------------------ step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's shard with the synchronised gradients and gather the other ranks' shards.
 
         Args:
@@ -188,7 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         return {"param_groups": options, "shards": shards}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state: shards of one or of all ranks, cut to fit however many ranks there are now.
 
         Raises:
@@ -210,9 +210,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
 
 def _probe(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer on one number, to see whether it takes the options."""
+    """Return the optimizer on one small matrix, to see whether it takes the options."""
     try:
-        return optimizer([torch.nn.Parameter(torch.zeros(1))], **options)
+        return optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{optimizer.__name__} rejects its options: {error}") from error
 

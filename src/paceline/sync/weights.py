@@ -1,0 +1,66 @@
+"""Who counts how much: samples behind gradients, and the factors that make a sum the mean over samples.
+
+A rank's gradient is weighted by samples / reference inside its own backward, which costs nothing. The
+reference is the total of the previous round, so if the total has not changed, the sum over ranks already is
+the mean over all samples. If it has, one multiplication by reference / total mends it.
+"""
+
+from __future__ import annotations
+
+from paceline.sync.ledger import Page, Status
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The weights of one rank among `ranks`.
+
+    Attributes:
+        status: whether the gradient under way is weighted by samples or counts as every other rank's.
+        samples: of this rank, behind gradients that no round has seen.
+        total: of all ranks, behind the latest result.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._reference = float(ranks)
+        self.status = Status.EQUAL
+        self.samples = 0.0
+        self.total = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether every rank counts the same, as with ``loss.backward()``."""
+        return self.status is Status.EQUAL
+
+    def of_loss(self, samples: float) -> float:
+        """Return the factor for a loss that is the mean over `samples` samples."""
+        return samples / self._reference
+
+    def samples_of(self, weight: float) -> float:
+        """Return the samples that a (rounded) factor stands for."""
+        return weight * self._reference
+
+    def carry(self) -> float:
+        """Take the latest result into the next round; return the factor for the ranks that carry it.
+
+        A result that zero_grad() did not drop must count once, not once per rank. So one rank carries it and
+        the others start from zero; when sharded, each rank carries its own shard.
+        """
+        if self.equal:
+            return float(self._ranks)
+        self.samples = self.total if self._rank == 0 else 0.0
+        return self.total / self._reference
+
+    def close(self, page: Page, *, summed: bool) -> float:
+        """Take note of a round's totals; return the factor that makes its result the mean.
+
+        Args:
+            page: the round's ledger; at least one sample, where samples are counted.
+            summed: the collective summed rather than averaged ranks that count the same.
+        """
+        self.samples, self.total = 0.0, page.total
+        if self.equal:
+            return 1 / self._ranks if summed else 1.0
+        factor, self._reference = self._reference / page.total, page.total
+        return factor

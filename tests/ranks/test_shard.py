@@ -1,0 +1,212 @@
+"""The sharded optimizer: state is 1/N, cut to fit, and updates what the whole would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+
+import paceline as pl
+from paceline.errors import UsageError
+
+ADAMW = {"lr": 0.02, "weight_decay": 0.05}
+
+
+def train(model, optim, rank, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step)
+        x = torch.randn(12, zoo.WIDTH, generator=generator, dtype=torch.float64)
+        y = torch.randn(12, 1, generator=generator, dtype=torch.float64)
+        size = model.wire.size
+        x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+        model.backward(zoo.loss_of(model, "Plain", x, y), samples=len(x))
+        optim.step()
+        optim.zero_grad()
+
+
+def build(kind, group=None, sync="sharded", **options):
+    model = pl.DataParallel(zoo.build("Plain"), sync=sync, group=group)
+    return model, pl.ShardedOptimizer(model, kind, **options)
+
+
+def state_numel(rank, size):
+    model, optim = build(torch.optim.AdamW, **ADAMW)
+    train(model, optim, rank, range(2))
+    held = sum(
+        value.numel()
+        for parts in optim.state_dict()["shards"].values()
+        for part in parts
+        for key, value in part["state"].items()
+        if key == "exp_avg"
+    )
+    return held, sum(param.numel() for param in model.parameters())
+
+
+def test_every_rank_holds_its_part_of_the_state(pool):
+    held, total = zip(*pool(3).run(state_numel), strict=True)
+    assert sum(held) == total[0]
+    assert max(held) <= total[0] / 3 + 64  # shards are padded to whole cache lines
+
+
+def regroup(rank, size, first, second):
+    """Train 3 steps on `first` ranks, carry the state to `second` ranks, train 3 more; compare with one run."""
+    groups = {n: dist.new_group(list(range(n))) for n in (first, second)}
+    states, weights = None, None
+    if rank < first:
+        model, optim = build(torch.optim.AdamW, group=groups[first], **ADAMW)
+        train(model, optim, rank, range(3))
+        states, weights = optim.state_dict(), [param.detach().clone() for param in model.parameters()]
+    box = [None] * size
+    dist.all_gather_object(box, (states, weights))
+    if rank >= second:
+        return 0.0
+    model, optim = build(torch.optim.AdamW, group=groups[second], **ADAMW)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), box[0][1], strict=True):
+            param.copy_(value)
+    merged = {"param_groups": box[0][0]["param_groups"], "shards": {}}
+    for state, _ in box[:first]:
+        for name, parts in state["shards"].items():
+            merged["shards"].setdefault(name, []).extend(parts)
+    optim.load_state_dict(merged)
+    train(model, optim, rank, range(3, 6))
+    reference = pl.DataParallel(zoo.build("Plain"), group=groups[second], sync="naive")
+    other = torch.optim.AdamW(reference.parameters(), **ADAMW)
+    train(reference, other, rank, range(6))
+    return max(
+        (a - b).abs().max().item() for a, b in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (3, 2)])
+def test_state_is_dealt_anew_to_any_number_of_ranks(pool, first, second):
+    assert max(pool(3).run(regroup, first, second)) < 1e-12
+
+
+def part_of_the_state(rank, size):
+    model, optim = build(torch.optim.AdamW, **ADAMW)
+    train(model, optim, rank, range(1))
+    state = optim.state_dict()
+    fewer = {name: parts for name, parts in state["shards"].items()}
+    fresh, other = build(torch.optim.AdamW, **ADAMW)
+    if rank == 0:
+        name = next(iter(fewer))
+        fewer[name] = [{**fewer[name][0], "stop": fewer[name][0]["start"] + 1}]
+    other.load_state_dict({**state, "shards": fewer})
+    return fresh, other
+
+
+def incomplete_state(rank, size):
+    model, other = part_of_the_state(rank, size)
+    x, y = torch.ones(2, zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+    model.backward(zoo.loss_of(model, "Plain", x, y), samples=2)
+    if rank == 0:
+        with pytest.raises(UsageError, match="covers 1 of"):
+            other.step()
+
+
+def test_a_missing_part_of_the_state_is_named(pool):
+    pool(2).run(incomplete_state)
+
+
+def groups_and_schedule(rank, size, sync):
+    def optimizer(model, make):
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [p for n, p in named if n.endswith("weight")], "weight_decay": 0.3},
+            {"params": [p for n, p in named if not n.endswith("weight")], "lr": 0.001, "weight_decay": 0.0},
+        ]
+        return make(groups)
+
+    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = optimizer(model, lambda groups: pl.ShardedOptimizer(model, torch.optim.AdamW, groups, lr=0.02))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
+    reference = pl.DataParallel(zoo.build("Plain"), sync="naive")
+    other = optimizer(reference, lambda groups: torch.optim.AdamW(groups, lr=0.02))
+    theirs = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    for step in range(4):
+        train(model, optim, rank, [step])
+        train(reference, other, rank, [step])
+        schedule.step(), theirs.step()
+    pairs = zip(model.whole_parameters(), reference.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs), optim.param_groups[0][
+        "lr"
+    ] == other.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed", "full-shard"])
+def test_parameter_groups_and_schedulers_work(pool, sync):
+    for gap, same in pool(2).run(groups_and_schedule, sync):
+        assert gap < 1e-12
+        assert same
+
+
+def every_elementwise(rank, size):
+    gaps = {}
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Adagrad",
+        "Adadelta",
+        "Adamax",
+        "ASGD",
+        "Rprop",
+    ):
+        kind = getattr(torch.optim, name)
+        model, optim = build(kind, lr=0.01)
+        train(model, optim, rank, range(3))
+        reference = pl.DataParallel(zoo.build("Plain"), sync="naive")
+        train(reference, kind(reference.parameters(), lr=0.01), rank, range(3))
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        gaps[name] = max((a - b).abs().max().item() for a, b in pairs)
+    return gaps
+
+
+def test_any_elementwise_optimizer(pool):
+    for gaps in pool(2).run(every_elementwise):
+        assert {name: gap for name, gap in gaps.items() if not gap < 1e-9} == {}
+        assert len(gaps) == 11
+
+
+def refused(rank, size):
+    for name in ("Adafactor", "LBFGS", "Muon"):
+        kind = getattr(torch.optim, name, None)
+        if kind is not None:
+            with pytest.raises(UsageError, match="not elementwise"):
+                build(kind, lr=0.01)
+    with pytest.raises(UsageError, match="rejects its options"):
+        build(torch.optim.AdamW, learning_rate=0.1)
+    with pytest.raises(UsageError, match="wrap the model"):
+        pl.ShardedOptimizer(zoo.build("Plain"), torch.optim.AdamW)
+    model = pl.DataParallel(zoo.build("Plain"), sync="sharded")
+    with pytest.raises(UsageError, match="not one of the model's"):
+        pl.ShardedOptimizer(model, torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(3))])
+
+
+def test_what_can_not_be_sharded_is_refused(pool):
+    pool(2).run(refused)
+
+
+def with_closure(rank, size, sync):
+    model, optim = build(torch.optim.SGD, sync=sync, lr=0.1)
+    x, y = torch.ones(2, zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+
+    def closure():
+        optim.zero_grad()
+        loss = zoo.loss_of(model, "Plain", x, y)
+        model.backward(loss, samples=2)
+        return loss
+
+    first = optim.step(closure).item()
+    return first, optim.step(closure).item()
+
+
+@pytest.mark.parametrize("sync", ["sharded", "bucketed"])
+def test_a_closure_is_evaluated_and_its_loss_returned(pool, sync):
+    for first, second in pool(2).run(with_closure, sync):
+        assert second < first
