@@ -91,7 +91,7 @@ def part_of_the_state(rank, size):
     fewer = {name: parts for name, parts in state["shards"].items()}
     fresh, other = build(torch.optim.AdamW, **ADAMW)
     if rank == 0:
-        name = next(iter(fewer))
+        name = next(name for name, parts in fewer.items() if parts[0]["stop"] - parts[0]["start"] > 1)
         fewer[name] = [{**fewer[name][0], "stop": fewer[name][0]["start"] + 1}]
     other.load_state_dict({**state, "shards": fewer})
     return fresh, other

@@ -1,0 +1,102 @@
+"""``paceline``: finds the command, runs it, and turns errors into one message and an exit code.
+
+A command is listed here by name, by where it lives and by one line of help; its module is imported when it is
+used, so that ``paceline --help`` answers at once. Exit codes: 0 all well, 1 it failed, 2 it was called
+wrongly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import paceline
+from paceline.errors import PacelineError, UsageError
+
+__all__ = ["app", "main"]
+
+# name: (module, a function or a typer.Typer in it, help)
+COMMANDS = {
+    "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
+    "bench": ("paceline.cli.bench", "app", "Measure training steps, beside torch's own DDP."),
+    "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
+    "report": ("paceline.cli.report", "report", "Turn a run's folder into one HTML page."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Commands that are known by name and help, and loaded when one is invoked."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=line)
+            for name, (module, _, line) in COMMANDS.items()
+            if find_spec(module) is not None
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the command that `args` ask for, loaded."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else _load(name), rest
+
+
+app = typer.Typer(
+    name="paceline",
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _load(name: str) -> Any:
+    module, attribute, line = COMMANDS[name]
+    target = getattr(import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        group = typer.main.get_group(target)
+        group.name, group.help = name, group.help or line
+        return group
+    single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    single.command(name)(target)
+    return typer.main.get_command(single)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {paceline.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Exact, explained data-parallel training with PyTorch."""
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    try:
+        typer.main.get_command(app)(prog_name="paceline")
+    except PacelineError as error:
+        _show(error)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _show(error: PacelineError) -> None:
+    """Write an error to the terminal, without a traceback: it is the user's to mend."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("Error: ", "bold red"), (str(error), "red")))

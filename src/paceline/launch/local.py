@@ -1,0 +1,212 @@
+"""Running a program as the ranks of one world on this machine.
+
+Phases of :func:`run_ranks`: start all ranks; watch until all have ended, or one has failed, or time is up;
+then, however that went, end whatever still runs and remove what was made. Each rank leads a process group of
+its own, so that its children end with it and Ctrl-C reaches this process alone, which then ends them in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from paceline.errors import RankFailed, UsageError
+from paceline.launch import leash
+
+__all__ = ["run_ranks"]
+
+_LOOK_SECONDS = 0.05  # how often the ranks are looked at
+_FOLLOW_SECONDS = (
+    1.0  # how long other ranks may take to fail of the same cause, to be told apart from the first
+)
+_END_SECONDS = 5.0  # between asking a rank to end and killing it
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+
+    def exit_code(self) -> int | None:
+        """Return the exit code (−n: ended by signal n), None while it runs; its process id stays taken."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to this rank and its children; call only before the process is reaped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def run_ranks(
+    argv: Sequence[str],
+    ranks: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    log_dir: str | Path | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Run ``python *argv`` as `ranks` processes that form one world, and return when all have ended well.
+
+    Rank 0 writes to this terminal, the others to ``rank<k>.log``. The ranks are told their places in torchrun's
+    variables and meet in a file (``PACELINE_INIT_METHOD``), so no port is needed. They end with this process,
+    however it ends.
+
+    Args:
+        argv: arguments to this Python, such as ``["-m", "my.module", "--steps", "3"]``.
+        ranks: how many processes, at least 1.
+        env: variables to set besides those of this process.
+        log_dir: folder for the logs of ranks 1 and up, made if absent; None: kept only to explain a failure.
+        timeout: seconds until the run counts as hung; None: no limit.
+
+    Raises:
+        RankFailed: a rank ended with an error, or time was up; the others have been ended.
+        UsageError: no program, or fewer than one rank.
+    """
+    if not argv:
+        raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
+    running: list[_Rank] = []
+    private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
+    try:
+        with _termination_raises():
+            logs = private if log_dir is None else Path(log_dir)
+            logs.mkdir(parents=True, exist_ok=True)
+            variables = {
+                **os.environ,
+                **(env or {}),
+                "PACELINE_INIT_METHOD": f"{private.as_uri()}/rendezvous",
+            }
+            for rank in range(ranks):
+                running.append(_start(argv, rank, ranks, variables, logs))  # noqa: PERF401 — end those started if one fails
+            _watch(running, timeout, logs_stay=log_dir is not None)
+    finally:
+        _end(running)
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path) -> _Rank:
+    place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    env = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"} | dict(variables)
+    env |= {name: str(value) for name, value in place.items()}
+    command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable, *argv]
+    log = logs / f"rank{rank}.log" if rank else None
+    with contextlib.ExitStack() as files:
+        output = files.enter_context(log.open("wb")) if log else None
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            process_group=0,
+        )
+    return _Rank(rank, process, log)
+
+
+def _watch(running: Sequence[_Rank], timeout: float | None, *, logs_stay: bool) -> None:
+    """Return when all ranks have ended well; raise when one has not, or when time is up."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        codes = {one.rank: one.exit_code() for one in running}
+        failed = [one for one in running if codes[one.rank]]
+        if failed:
+            raise _failure(running, failed, logs_stay=logs_stay)
+        if all(code == 0 for code in codes.values()):
+            return
+        if deadline is not None and time.monotonic() > deadline:
+            still = [one for one in running if codes[one.rank] is None]
+            raise RankFailed(
+                f"not finished within {timeout:g} s: rank {', '.join(str(one.rank) for one in still)} still running"
+                + "".join(_tail(one) for one in still),
+                rank=still[0].rank,
+                remedy="raise the time limit, or find out what the rank waits for",
+            )
+        time.sleep(_LOOK_SECONDS)
+
+
+def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) -> RankFailed:
+    """Return the error for the rank that failed first; whoever follows within a moment is named too."""
+    first = min(
+        failed, key=lambda one: (one.exit_code() or 0, one.rank)
+    )  # those that a signal ended before others
+    others = [one for one in running if one is not first]
+    deadline = time.monotonic() + _FOLLOW_SECONDS
+    while time.monotonic() < deadline and any(one.exit_code() is None for one in others):
+        time.sleep(_LOOK_SECONDS)
+    followed = [f"rank {one.rank} ({_how(one)})" for one in others if one.exit_code()]
+    after = f"; after it {', '.join(followed)}" if followed else ""
+    where = f"; its whole output is in {first.log}" if first.log and logs_stay else ""
+    shown = _tail(first) if first.log else "; its output is above"
+    return RankFailed(f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=_remedy(first))
+
+
+def _how(one: _Rank) -> str:
+    code = one.exit_code() or 0
+    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def _remedy(one: _Rank) -> str:
+    if one.exit_code() == -signal.SIGKILL:
+        return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
+    return "correct what its output says; the other ranks have been ended"
+
+
+def _tail(one: _Rank) -> str:
+    """Return the last lines that a rank wrote, to be appended to a message."""
+    if one.log is None:
+        return ""
+    lines = one.log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
+    return "".join(f"\n  rank {one.rank} | {line}" for line in lines) or "\n  (it wrote nothing)"
+
+
+def _end(running: Sequence[_Rank]) -> None:
+    """End every rank and its children: first asked, then killed."""
+    for one in running:
+        if one.exit_code() is None:
+            one.signal_group(signal.SIGTERM)
+            one.signal_group(signal.SIGCONT)
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline and any(one.exit_code() is None for one in running):
+        time.sleep(_LOOK_SECONDS)
+    for one in running:
+        one.signal_group(signal.SIGKILL)
+        one.process.wait()
+
+
+@contextlib.contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the ranks are ended in order; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

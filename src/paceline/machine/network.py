@@ -1,0 +1,68 @@
+"""Network interfaces, and the address at which gloo would listen."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+import psutil
+
+__all__ = ["Interface", "host_address", "interfaces", "is_loopback"]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface.
+
+    Attributes:
+        name: as the system calls it, and as GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME want it.
+        addresses: its IP addresses.
+        up: whether it is in use.
+        bytes_per_second: speed of the link, 0 if it does not tell.
+        mtu: largest packet in bytes.
+    """
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    bytes_per_second: float
+    mtu: int
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it leads nowhere but to this machine."""
+        return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Return the network interfaces that have an address, in order of name."""
+    found = []
+    states = psutil.net_if_stats()
+    for name, entries in sorted(psutil.net_if_addrs().items()):
+        families = (socket.AF_INET, socket.AF_INET6)
+        addresses = tuple(entry.address.partition("%")[0] for entry in entries if entry.family in families)
+        state = states.get(name)
+        if addresses and state is not None:
+            speed = state.speed * 1e6 / 8 if 0 < state.speed < 65535 else 0.0  # 65535: unknown
+            found.append(Interface(name, addresses, state.isup, speed, state.mtu))
+    return tuple(found)
+
+
+def host_address() -> str:
+    """Return what this host's own name resolves to, empty if to nothing.
+
+    gloo listens there unless GLOO_SOCKET_IFNAME names an interface, so other hosts must be able to reach it.
+    """
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, proto=socket.IPPROTO_TCP)[0][4][0])
+    except OSError:
+        return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether `address` is one of this machine to itself."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return False

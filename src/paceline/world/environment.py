@@ -1,0 +1,231 @@
+"""Reading this process's place in the world from arguments and environment variables.
+
+All functions here are pure: the environment is an argument. Arguments beat variables, and what a
+launcher nearer to the process says beats what an outer one says (torchrun started by srun, say). Two
+sources that ought to agree and don't are an error that names both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import WorldError
+from paceline.world.address import meeting_point
+
+__all__ = ["Place", "read_environment"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in the world, as far as arguments and variables tell it.
+
+    Attributes:
+        rank, size: which process of how many.
+        local_rank, local_size: the same among the processes of one node, None if nothing tells.
+        node, nodes: which node of how many, None if nothing tells.
+        init_method: where the ranks meet: ``file:///path``, ``tcp://host:port``, or ``env://`` for the store
+            of a torchrun agent. None: a world of one that meets nobody.
+        source: who said so, for messages.
+    """
+
+    rank: int
+    size: int
+    local_rank: int | None
+    local_size: int | None
+    node: int | None
+    nodes: int | None
+    init_method: str | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The names under which a launcher tells a process its place; an empty name: it doesn't tell."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str = ""
+    local_size: str = ""
+    node: str = ""
+    nodes: str = ""
+
+
+TORCHRUN = Launcher(
+    "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
+)
+OPEN_MPI = Launcher(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+MPICH = Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = Launcher(
+    "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", node="SLURM_NODEID", nodes="SLURM_NNODES"
+)
+
+# Steps that Slurm numbers from the top are shells (sbatch script, salloc), not tasks (slurm.h).
+_FIRST_SHELL_STEP = 0xFFFFFFF0
+
+
+def read_environment(
+    env: Mapping[str, str],
+    *,
+    init_method: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+) -> Place:
+    """Return this process's place in the world.
+
+    Args:
+        env: the environment variables.
+        init_method: where the ranks meet; beats ``PACELINE_INIT_METHOD`` and ``MASTER_ADDR``/``MASTER_PORT``.
+        rank: beats the launcher's rank.
+        size: beats the launcher's world size.
+        local_rank: beats the launcher's rank on this node.
+
+    Raises:
+        WorldError: variables or arguments are missing, malformed or contradict each other.
+
+    Example:
+        >>> env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pc1", "MASTER_PORT": "29500"}
+        >>> place = read_environment(env)
+        >>> place.rank, place.size, place.init_method, place.source
+        (1, 2, 'tcp://pc1:29500', 'torchrun')
+        >>> read_environment({}).size
+        1
+    """
+    launcher = None if rank is not None and size is not None else find_launcher(env)
+    meeting = init_method or env.get("PACELINE_INIT_METHOD")
+    if meeting and launcher is None and rank is None and size is None:
+        raise WorldError(
+            f"the ranks are to meet at {meeting!r}, but nothing tells this process its rank",
+            remedy="pass rank= and size= too, set RANK and WORLD_SIZE, or use torchrun, srun or mpirun",
+        )
+    rank, size = _rank_and_size(env, launcher, rank, size)
+    local = _local(env, launcher, rank, size)
+    if local_rank is not None:
+        _check_index(
+            "local_rank (argument)", local_rank, "the number of ranks on this node", local["local_size"]
+        )
+        local["local_rank"] = local_rank
+    name = launcher.name if launcher else ""
+    method = meeting_point(env, init_method, name, rank, size, local["local_size"], local["nodes"])
+    return Place(rank=rank, size=size, init_method=method, source=name or "arguments", **local)
+
+
+def find_launcher(env: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that started this process, None if there is none.
+
+    Raises:
+        WorldError: two launchers that don't run inside each other tell different places.
+    """
+    found = [launcher for launcher in (TORCHRUN, OPEN_MPI, MPICH, SLURM) if _speaks(env, launcher)]
+    if not found:
+        return None
+    if found[0] is TORCHRUN and ("TORCHELASTIC_RUN_ID" in env or "PACELINE_INIT_METHOD" in env):
+        return TORCHRUN  # it started this process itself; whoever else speaks started the starter
+    chosen = next((launcher for launcher in found if launcher.rank in env and launcher.size in env), found[0])
+    for other in found:
+        if chosen in (OPEN_MPI, MPICH) and other is SLURM:
+            continue  # mpirun inside a Slurm job: Slurm's tasks are its daemons, not its ranks
+        for mine, theirs in ((chosen.rank, other.rank), (chosen.size, other.size)):
+            if mine in env and theirs in env and env[mine] != env[theirs]:
+                raise WorldError(
+                    f"{chosen.name} and {other.name} disagree: {_shown(env, mine)}, {_shown(env, theirs)}",
+                    remedy=f"unset the variables of {chosen.name} or those of {other.name}",
+                )
+    return chosen
+
+
+def _speaks(env: Mapping[str, str], launcher: Launcher) -> bool:
+    if launcher is SLURM:
+        step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0"))
+        return (
+            launcher.rank in env
+            and launcher.size in env
+            and not (step.isdigit() and int(step) >= _FIRST_SHELL_STEP)
+        )
+    return launcher.rank in env or launcher.size in env
+
+
+def _rank_and_size(
+    env: Mapping[str, str], launcher: Launcher | None, rank: int | None, size: int | None
+) -> tuple[int, int]:
+    """Return rank and size: arguments, else the launcher's, else a world of one."""
+    rank_source, size_source = "rank (argument)", "size (argument)"
+    if launcher is None and rank is None and size is None:
+        return 0, 1
+    if rank is None:
+        if launcher is None:
+            raise WorldError(
+                f"size={size} was given, but no rank", remedy="pass rank= too, or start with torchrun"
+            )
+        rank, rank_source = _required(env, launcher.rank, launcher.size, launcher), launcher.rank
+    if size is None:
+        if launcher is None:
+            raise WorldError(
+                f"rank={rank} was given, but no size", remedy="pass size= too, or start with torchrun"
+            )
+        size, size_source = _required(env, launcher.size, launcher.rank, launcher), launcher.size
+    if size < 1:
+        raise WorldError(
+            f"{size_source} is {size}; a world has at least one rank", remedy=f"set {size_source} ≥ 1"
+        )
+    _check_index(rank_source, rank, size_source, size)
+    return rank, size
+
+
+def _local(env: Mapping[str, str], launcher: Launcher | None, rank: int, size: int) -> dict[str, int | None]:
+    """Return local_rank, local_size, node and nodes as the launcher tells them of this very rank."""
+    told: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "node", "nodes"))
+    if launcher is None or (_integer(env, launcher.rank), _integer(env, launcher.size)) != (rank, size):
+        return told  # arguments describe another world than the launcher's
+    for field in told:
+        told[field] = _integer(env, getattr(launcher, field))
+    local_size, nodes = told["local_size"], told["nodes"]
+    _check_index(launcher.local_rank, told["local_rank"], launcher.local_size, local_size)
+    _check_index(launcher.node, told["node"], launcher.nodes, nodes)
+    if local_size is not None and local_size > size:
+        raise WorldError(
+            f"{_shown(env, launcher.local_size)}, more than {_shown(env, launcher.size)}",
+            remedy=f"{launcher.local_size} counts the ranks of one node, {launcher.size} those of all",
+        )
+    return told
+
+
+def _integer(env: Mapping[str, str], name: str) -> int | None:
+    if not name or name not in env:
+        return None
+    try:
+        return int(env[name])
+    except ValueError:
+        raise WorldError(
+            f"{_shown(env, name)} is no whole number", remedy=f"set {name} to a whole number, or unset it"
+        ) from None
+
+
+def _required(env: Mapping[str, str], name: str, other: str, launcher: Launcher) -> int:
+    value = _integer(env, name)
+    if value is None:
+        raise WorldError(
+            f"{_shown(env, other)}, but {name} is not set",
+            remedy=f"set {name} too (as {launcher.name} does), or unset {other} for a world of one",
+        )
+    return value
+
+
+def _check_index(name: str, index: int | None, limit_name: str, limit: int | None) -> None:
+    if index is None or (index >= 0 and (limit is None or index < limit)):
+        return
+    most = f"{limit_name} is {limit}" if limit is not None else "it is negative"
+    valid = f"valid: 0 to {limit - 1}" if limit is not None and limit > 0 else "valid: 0 or more"
+    raise WorldError(f"{name} is {index}, but {most}", remedy=f"{valid}; ranks are counted from 0")
+
+
+def _shown(env: Mapping[str, str], name: str) -> str:
+    return f"{name}={env[name]!r}" if name in env else f"{name} is not set"

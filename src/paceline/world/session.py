@@ -1,0 +1,224 @@
+"""The world of this process: :func:`init` enters it, :func:`shutdown` leaves it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from paceline.errors import UsageError, WorldError, unknown
+from paceline.world.device import choose_device
+from paceline.world.environment import Place, read_environment
+from paceline.world.rollcall import Claim, roll_call
+from paceline.world.store import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+__all__ = ["World", "init", "shutdown"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among all processes of a training.
+
+    Attributes:
+        rank: number of this process, 0 ≤ rank < size.
+        size: the world size, processes in all.
+        local_rank: number of this process on its node.
+        local_size: processes on this node.
+        node: number of this node.
+        nodes: nodes in all.
+        backend: ``"gloo"``, ``"nccl"``, or ``"none"`` for a world of one without a process group.
+        device: ``"cpu"`` or ``"cuda:<index>"``.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node: int = 0
+    nodes: int = 1
+    backend: str = "none"
+    device: str = "cpu"
+
+
+@dataclass
+class _Session:
+    """What this process holds between init and shutdown, and what outlives shutdown.
+
+    `servers` keeps TCP stores open for the life of the process: rank 0 may leave a world and enter the next
+    one at the same address while others still leave the first.
+    """
+
+    world: World | None = None
+    init_method: str | None = None
+    owns_group: bool = False
+    servers: dict[str, Store] = field(default_factory=dict)
+
+
+_session = _Session()
+
+
+def init(
+    backend: str | None = None,
+    *,
+    init_method: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+    local_rank: int | None = None,
+    device: str | None = None,
+    timeout: float = 300.0,
+) -> World:
+    """Enter the world of ranks that this process was started in, and return its place there.
+
+    torchrun, Slurm, Open MPI and MPICH tell the place by environment variables; arguments beat them. With
+    nothing set this is a world of one, which needs no process group. A second call returns the same world.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
+        init_method: where the ranks meet: ``"file:///path"``, ``"tcp://host:port"`` or ``"env://"``.
+        rank: number of this process.
+        size: world size.
+        local_rank: number of this process on its node; by default told by the launcher, or found out.
+        device: ``"cpu"``, ``"cuda"`` (this node's GPU number `local_rank`) or ``"cuda:<index>"``; by default
+            CUDA where there is a GPU.
+        timeout: seconds to wait for the other ranks, here and in every collective.
+
+    Raises:
+        WorldError: arguments or variables are missing, wrong or contradict each other.
+        MissingRanks: the world did not complete in time; the message names who is missing.
+        UsageError: an unknown backend, device or time-out.
+
+    Example:
+        >>> init(device="cpu").size
+        1
+        >>> shutdown()
+    """
+    _check_arguments(backend, timeout)
+    if _session.world is not None:
+        _check_same(_session.world, backend, init_method, rank, size, local_rank, device)
+        return _session.world
+    place = read_environment(os.environ, init_method=init_method, rank=rank, size=size, local_rank=local_rank)
+    if place.init_method is None and backend is None:
+        chosen, _ = choose_device(device, backend, place.local_rank or 0, 1)
+        world = World(device=chosen)
+    else:
+        world = _join(place, backend, device, timeout)
+    _session.world, _session.init_method = world, place.init_method
+    return world
+
+
+def shutdown() -> None:
+    """Leave the world; without one, do nothing. A later :func:`init` enters a new one."""
+    if _session.owns_group:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    _session.world, _session.init_method, _session.owns_group = None, None, False
+
+
+def _join(place: Place, backend: str | None, device: str | None, timeout: float) -> World:
+    """Meet the others, find out who shares a node with whom, and build the process group."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise WorldError(
+            "torch.distributed has a process group already, which Paceline did not make",
+            remedy="leave init_process_group() to paceline.init(), or destroy_process_group() first",
+        )
+    store = _open(place, timeout)
+    roster = roll_call(store, place.rank, place.size, timeout, restarted=place.init_method == "env://")
+    local = _local_place(place, roster.claims)
+    chosen, backend = choose_device(device, backend, local.local_rank, local.local_size)
+    gpu = None
+    if chosen.startswith("cuda"):
+        gpu = torch.device(chosen)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"paceline/group/{roster.name}", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=gpu if backend == "nccl" else None,
+    )
+    _session.owns_group = True
+    return World(
+        place.rank, place.size, local.local_rank, local.local_size, local.node, local.nodes, backend, chosen
+    )
+
+
+def _open(place: Place, timeout: float) -> Store:
+    """Return the store where this world meets."""
+    import torch.distributed as dist
+
+    method = place.init_method
+    if method is None:
+        return dist.HashStore()
+    store = _session.servers.get(method) or open_store(method, place.rank, place.size, timeout)
+    if not method.startswith("file://"):
+        _session.servers[method] = store
+    return store
+
+
+@dataclass(frozen=True)
+class _Local:
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+
+
+def _local_place(place: Place, claims: Sequence[Claim]) -> _Local:
+    """Return the place on this node: what was told, and for the rest which ranks share a host.
+
+    Nodes are numbered by their lowest rank, and ranks of a node by rank.
+    """
+    hosts = [(claim.host, claim.boot) for claim in claims]
+    mine = hosts[place.rank]
+    order = list(dict.fromkeys(hosts))
+    told = place.local_rank, place.local_size, place.node, place.nodes
+    found = hosts[: place.rank].count(mine), hosts.count(mine), order.index(mine), len(order)
+    return _Local(*(seen if said is None else said for said, seen in zip(told, found, strict=True)))
+
+
+def _check_arguments(backend: str | None, timeout: float) -> None:
+    if backend not in (None, "gloo", "nccl"):
+        raise unknown("backend", backend, ["gloo", "nccl"])
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise UsageError(
+            f"timeout={timeout!r} is no time to wait", remedy="give seconds > 0, for example 300"
+        )
+
+
+def _check_same(
+    world: World,
+    backend: str | None,
+    init_method: str | None,
+    rank: int | None,
+    size: int | None,
+    local_rank: int | None,
+    device: str | None,
+) -> None:
+    """Raise if arguments of a second init ask for another world than the present one."""
+    asked = {"backend": backend, "rank": rank, "size": size, "local_rank": local_rank}
+    differing = [
+        f"{name}={value!r} (now {getattr(world, name)!r})"
+        for name, value in asked.items()
+        if value is not None and value != getattr(world, name)
+    ]
+    if device is not None and device not in (world.device, world.device.partition(":")[0]):
+        differing.append(f"device={device!r} (now {world.device!r})")
+    if init_method is not None and init_method not in (_session.init_method, "env://"):
+        differing.append(f"init_method={init_method!r} (now {_session.init_method!r})")
+    if differing:
+        raise WorldError(
+            f"this process is in another world already: {', '.join(differing)}",
+            remedy="call paceline.shutdown() first, or paceline.init() without arguments for this world",
+        )

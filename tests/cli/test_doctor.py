@@ -1,0 +1,96 @@
+"""``paceline doctor``: it runs here, its JSON holds what it shows, and it fails only for what is essential."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import typer
+
+from paceline.cli import doctor as module
+from paceline.cli.doctor import doctor, try_loopback
+from paceline.machine import Loopback, machine
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return machine()
+
+
+def test_it_runs_here_and_its_json_is_right(tmp_path):
+    env = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "paceline", "doctor", "--json", str(tmp_path / "doctor.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    record = json.loads((tmp_path / "doctor.json").read_text())
+    assert (record["kind"], record["schema"]) == ("doctor", 1)
+    assert record["machine"]["threads"] == os.cpu_count()
+    assert record["machine"]["thread_variables"]["OMP_NUM_THREADS"] == "1"
+    loopback = record["loopback"]
+    assert loopback["right"] is True
+    assert loopback["ranks"] == 2
+    assert 0 < loopback["small_seconds"] < loopback["seconds"]
+    subjects = [finding["subject"] for finding in record["findings"]]
+    assert len(set(subjects)) == len(subjects)
+    for finding in record["findings"]:
+        assert finding["status"] in ("ok", "note", "warn")
+        assert finding["subject"] in ended.stdout
+    assert "Traceback" not in ended.stderr
+    assert "Warning" not in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
+
+
+def test_something_essential_that_is_broken_is_an_exit_code(monkeypatch, facts, capsys):
+    monkeypatch.setattr(module, "machine", lambda: replace(facts, torch=None))
+    with pytest.raises(typer.Exit) as caught:
+        doctor(None, ranks=2)
+    assert caught.value.exit_code == 1
+    shown = capsys.readouterr().out
+    assert "pip install 'torch>=" in shown
+    assert "2 broken" in shown
+
+
+def test_a_failed_all_reduce_is_told_and_is_an_exit_code(monkeypatch, facts, capsys, tmp_path):
+    monkeypatch.setattr(module, "machine", lambda: facts)
+    monkeypatch.setattr(module, "try_loopback", lambda ranks: "[rank 1] ended with exit code 1")
+    with pytest.raises(typer.Exit):
+        doctor(tmp_path / "d.json", ranks=2)
+    assert "[rank 1] ended with exit code 1" in capsys.readouterr().out
+    assert json.loads((tmp_path / "d.json").read_text())["loopback"] == "[rank 1] ended with exit code 1"
+
+
+def test_no_ranks_try_no_all_reduce(monkeypatch, facts, capsys):
+    monkeypatch.setattr(module, "machine", lambda: facts)
+    monkeypatch.setattr(module, "try_loopback", lambda ranks: pytest.fail("tried"))
+    doctor(None, ranks=0)
+    assert "not tried" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--ranks", "1"], ["--ranks", "-2"], ["--json", "/no/such/folder/d.json"], ["--ranks", "two"]],
+)
+def test_wrong_options_are_one_message(arguments):
+    ended = subprocess.run(
+        [sys.executable, "-m", "paceline", "doctor", *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2
+    assert arguments[0] in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_all_reduce_is_right_between_three_ranks():
+    measured = try_loopback(3)
+    assert isinstance(measured, Loopback)
+    assert (measured.ranks, measured.right) == (3, True)
+
+
+def test_what_breaks_the_all_reduce_is_told(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    told = try_loopback(2)
+    assert isinstance(told, str)
+    assert "no-such-interface" in told or "ended with exit code 1" in told

@@ -1,0 +1,82 @@
+"""A made-up run folder in the form that `paceline train` writes, for tests of what reads it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+
+def write_run(
+    folder: Path, *, ranks: int = 2, steps: int = 200, slow_rank: int | None = None, wait: float = 0.012
+) -> Path:
+    """Write a run; `slow_rank` computes half as much longer, and the others wait for it beyond `wait` s."""
+    chance = random.Random(0)
+    (folder / "trace").mkdir(parents=True)
+    facts = {
+        "command": f"paceline train --ranks {ranks} --steps {steps}",
+        "settings": {
+            "size": "mini",
+            "sync": "sharded",
+            "batch_size": 16,
+            "context": 128,
+            "lr": 1e-3,
+            "seed": 0,
+        },
+        "world": {"size": ranks, "nodes": 1, "backend": "gloo", "device": "cpu"},
+        "versions": {"paceline": "0.1.0", "torch": "2.13.0", "python": "3.11.2"},
+        "machine": {"cpu": "AMD EPYC 7763", "cores": 2, "memory_gib": 23.5, "system": "Linux 6.1"},
+        "parameters": 3_281_000,
+        "started": "2026-08-01T10:11:12+00:00",
+    }
+    (folder / "run.json").write_text(json.dumps(facts))
+    clock, lines = 1_785_000_000.0, []
+    traces: list[list[str]] = [[] for _ in range(ranks)]
+    for step in range(steps):
+        seconds = 0.0
+        for rank, trace in enumerate(traces):
+            pace = (1.5 if rank == slow_rank else 1.0) * chance.uniform(0.97, 1.05)
+            idle = wait if slow_rank in (None, rank) else wait + 0.06
+            seconds = max(seconds, _write_step(trace, rank, step, clock, pace, idle))
+        loss = 1.45 + 4.1 * math.exp(-step / 60) + chance.gauss(0, 0.05)
+        line = {
+            "step": step + 1,
+            "loss": loss,
+            "tokens_per_second": ranks * 16 * 128 / seconds,
+            "step_seconds": seconds,
+            "exposed_share": wait / seconds,
+            "samples": 16 * ranks,
+            "lr": 1e-3,
+        }
+        if step % 50 == 0 or step == steps - 1:
+            line["val_loss"] = 1.55 + 4.0 * math.exp(-step / 60)
+        lines.append(json.dumps(line))
+        clock += seconds
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    for rank, trace in enumerate(traces):
+        (folder / "trace" / f"rank{rank}.jsonl").write_text("\n".join(trace) + "\n")
+    (folder / "sample.txt").write_text("def parse(self, line):\n    if not line:\n        return None\n")
+    return folder
+
+
+def _write_step(trace: list[str], rank: int, step: int, clock: float, pace: float, idle: float) -> float:
+    start = clock
+    parts = {
+        "data": 0.001,
+        "forward": 0.042 * pace,
+        "backward": 0.081 * pace + idle,
+        "optimizer": 0.011 * pace,
+    }
+    if step == 0:
+        parts["forward"] += 1.0  # what happens once
+    for name, seconds in parts.items():
+        span = {"name": name, "start": clock, "seconds": seconds, "rank": rank, "step": step}
+        trace.append(json.dumps(span))
+        if name == "backward":
+            exposed = {"name": "exposed", "start": clock + seconds - idle, "seconds": idle, "rank": rank}
+            trace.append(json.dumps(exposed | {"step": step, "calls": 7, "nbytes": 26_248_000}))
+        clock += seconds
+    whole = {"name": "step", "start": start, "seconds": clock - start + 0.0005, "rank": rank, "step": step}
+    trace.append(json.dumps(whole))
+    return whole["seconds"]

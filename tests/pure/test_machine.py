@@ -1,0 +1,192 @@
+"""What facts of a machine mean: pure judgements, and the few readings that can be held against files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import psutil
+import pytest
+
+from paceline.machine import Loopback, Machine, findings, machine
+from paceline.machine.facts import cpu_quota, memory_limit
+from paceline.machine.network import Interface, is_loopback
+from paceline.machine.software import Compiler, Gpu, Mpi, Torch, compiler, mpi
+
+GIB = 2**30
+LO = Interface("lo", ("127.0.0.1", "::1"), True, 0.0, 65536)
+ETH = Interface("eth0", ("10.0.0.5",), True, 125e6, 1500)
+TORCH = Torch("2.13.0+cpu", "", 8, ("gloo",), ())
+GPU = Gpu("H100", 80 * GIB, "9.0")
+GOOD = Machine(
+    host="pc1",
+    address="10.0.0.5",
+    system="Linux 6.1 x86_64",
+    python="3.11.7",
+    cpu="some CPU",
+    cores=8,
+    threads=16,
+    usable_cores=16.0,
+    load=0.5,
+    thread_variables={},
+    memory_nbytes=64 * GIB,
+    available_nbytes=50 * GIB,
+    shm_nbytes=32 * GIB,
+    shm_free_nbytes=32 * GIB,
+    open_files=65536,
+    locked_nbytes=-1,
+    processes=-1,
+    infiniband=(),
+    nvidia=False,
+    interfaces=(ETH, LO),
+    gloo_interface="",
+    torch=TORCH,
+    mpi=Mpi("4.0", "/usr/bin/mpiexec"),
+    compiler=Compiler("/usr/bin/g++", "g++ 12.2.0"),
+)
+MEASURED = Loopback(2, True, 250e-6, 25 * 2**20, 0.02)
+
+
+def found(facts, subject, loopback=MEASURED):
+    [finding] = [finding for finding in findings(facts, loopback) if finding.subject == subject]
+    return finding
+
+
+def test_a_good_machine_has_nothing_to_mend():
+    assert {finding.status for finding in findings(GOOD, MEASURED)} == {"ok", "note"}
+    assert [finding.subject for finding in findings(GOOD, MEASURED) if finding.status == "note"] == ["GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "subject", "status", "said"),
+    [
+        ({"load": 20.0}, "cores", "warn", "20.0 processes"),
+        ({"usable_cores": 1.5}, "cores", "ok", "1.5 of 16"),
+        ({"thread_variables": {"OMP_NUM_THREADS": "64"}}, "thread variables", "warn", "OMP_NUM_THREADS=64"),
+        ({"thread_variables": {"OMP_NUM_THREADS": "1"}}, "thread variables", "ok", "OMP_NUM_THREADS=1"),
+        ({"available_nbytes": GIB}, "memory", "warn", "1 GiB available"),
+        ({"shm_nbytes": 64 * 2**20, "shm_free_nbytes": 64 * 2**20}, "shared memory", "warn", "64 MiB"),
+        ({"shm_nbytes": 0, "shm_free_nbytes": 0}, "shared memory", "warn", "no /dev/shm"),
+        ({"open_files": 1024}, "open files", "warn", "at most 1024"),
+        ({"open_files": -1}, "open files", "ok", "no limit"),
+        ({"locked_nbytes": 65536}, "locked memory", "ok", "64 KiB"),
+        ({"locked_nbytes": 65536, "infiniband": ("mlx5_0",)}, "locked memory", "warn", "mlx5_0"),
+        ({"locked_nbytes": -1, "infiniband": ("mlx5_0",)}, "locked memory", "ok", "no limit"),
+        ({"torch": None}, "torch", "broken", "can't be imported"),
+        ({"torch": replace(TORCH, version="2.8.1")}, "torch", "broken", "2.8.1"),
+        ({"torch": replace(TORCH, version="2.9.0a0+git")}, "torch", "ok", "built for CPU"),
+        ({"torch": replace(TORCH, version="3.0", cuda="13.0")}, "torch", "ok", "CUDA 13.0"),
+        ({"torch": None}, "backends", "broken", "none"),
+        ({"torch": replace(TORCH, backends=())}, "backends", "broken", "none"),
+        ({"torch": replace(TORCH, gpus=(GPU,))}, "backends", "warn", "gloo"),
+        ({"torch": replace(TORCH, gpus=(GPU,), backends=("gloo", "nccl"))}, "backends", "ok", "nccl"),
+        ({"torch": replace(TORCH, gpus=(GPU, GPU))}, "GPUs", "ok", "H100 (80 GiB), H100 (80 GiB)"),
+        ({"nvidia": True}, "GPUs", "warn", "an NVIDIA driver"),
+        ({"address": ""}, "host name", "warn", "resolves to nothing"),
+        ({"address": "127.0.1.1"}, "host name", "warn", "127.0.1.1, which other hosts can't reach"),
+        ({"address": "127.0.1.1", "interfaces": (LO,)}, "host name", "ok", "127.0.1.1"),
+        ({"address": "127.0.1.1", "gloo_interface": "eth0"}, "host name", "ok", "GLOO_SOCKET_IFNAME=eth0"),
+        ({"gloo_interface": "eth7"}, "host name", "broken", "eth7"),
+        ({"mpi": Mpi("", "")}, "MPI", "note", "no mpi4py and no mpiexec"),
+        ({"mpi": Mpi("4.0", "")}, "MPI", "note", "mpi4py 4.0, no mpiexec"),
+        ({"compiler": None}, "C++ compiler", "note", "none"),
+    ],
+)
+def test_facts_are_judged(changes, subject, status, said):
+    finding = found(replace(GOOD, **changes), subject)
+    assert finding.status == status
+    assert said in finding.value
+    if status in ("warn", "broken"):
+        assert finding.remedy
+
+
+def test_the_remedy_fits_the_torch_build():
+    assert "build with CUDA" in found(replace(GOOD, nvidia=True), "GPUs").remedy
+    with_cuda = replace(GOOD, nvidia=True, torch=replace(TORCH, cuda="13.0"))
+    assert "CUDA_VISIBLE_DEVICES" in found(with_cuda, "GPUs").remedy
+
+
+def test_the_remedy_for_an_address_names_an_interface():
+    assert "GLOO_SOCKET_IFNAME=eth0" in found(replace(GOOD, address="127.0.0.1"), "host name").remedy
+
+
+@pytest.mark.parametrize(
+    ("loopback", "status", "said"),
+    [
+        (MEASURED, "ok", "4 B in 250 µs, 25 MiB in 20 ms (1.22 GiB/s)"),
+        (replace(MEASURED, right=False), "broken", "the sum is wrong"),
+        ("rank 1 ended", "broken", "rank 1 ended"),
+        (None, "note", "not tried"),
+    ],
+)
+def test_the_all_reduce_is_judged(loopback, status, said):
+    finding = found(GOOD, "all-reduce here", loopback)
+    assert finding.status == status
+    assert said in finding.value
+
+
+def test_interfaces_are_listed_with_their_speed():
+    assert found(GOOD, "network eth0").value == "10.0.0.5; 1 Gbit/s, MTU 1500"
+    assert found(replace(GOOD, interfaces=(replace(ETH, up=False),)), "network eth0").value.endswith(", down")
+    assert "speed unknown" in found(GOOD, "network lo").value
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("pc1", False), ("", False)],
+)
+def test_loopback_addresses_are_told_apart(address, expected):
+    assert is_loopback(address) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("max 100000\n", None), ("150000 100000\n", 1.5), ("", None), (None, None)]
+)
+def test_the_quota_of_a_container_is_read(tmp_path, text, cores):
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota(str(tmp_path)) == cores
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("max\n", None), ("1073741824\n", GIB), (None, None)])
+def test_the_memory_limit_of_a_container_is_read(tmp_path, text, nbytes):
+    if text is not None:
+        (tmp_path / "memory.max").write_text(text)
+    assert memory_limit(str(tmp_path)) == nbytes
+
+
+def test_this_machine_is_read():
+    facts = machine({"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth9"})
+    assert facts.thread_variables == {"OMP_NUM_THREADS": "3"}
+    assert facts.gloo_interface == "eth9"
+    assert facts.threads == os.cpu_count()
+    assert 0 < facts.usable_cores <= facts.threads
+    assert 0 < facts.available_nbytes <= facts.memory_nbytes <= psutil.virtual_memory().total
+    assert {one.name for one in facts.interfaces} <= set(psutil.net_if_addrs())
+    assert facts.torch is not None
+    assert "gloo" in facts.torch.backends
+    assert asdict(facts)["torch"]["version"] == facts.torch.version
+
+
+def test_a_compiler_that_does_not_run_is_none(tmp_path):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert compiler({"CXX": str(broken)}) is None
+    broken.write_text("#!/bin/sh\necho my compiler 1.0\necho more\n")
+    assert compiler({"CXX": str(broken)}) == Compiler(str(broken), "my compiler 1.0")
+
+
+def test_mpiexec_is_found_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert mpi().mpiexec == ""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    assert mpi().mpiexec == str(tmp_path / "mpirun")
+
+
+def test_importing_the_facts_imports_no_torch():
+    code = "import sys, paceline.machine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

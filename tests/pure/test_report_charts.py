@@ -1,0 +1,105 @@
+"""Charts: files of the right kind, the texts a reader needs, and what happens without matplotlib."""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.report import charts
+from paceline.report.charts import Bar, Line, breakdown, bucket_curve, curve
+
+PARTS = {"forward": 9.0, "backward": 17.0, "exposed": 5.0, "optimizer": 4.0}
+KINDS = {
+    "curve": lambda: curve([Line("training", [(1, 5.0), (2, 4.0)])], x="optimizer step", y="loss (nats)"),
+    "long": lambda: curve([Line("training", [(at, 1 / (at + 1)) for at in range(200)])], x="step", y="loss"),
+    "phone": lambda: curve([Line("training", [(1, 5.0), (2, 4.0)])], x="step", y="loss", wide=False),
+    "breakdown": lambda: breakdown(
+        {"tiny": [Bar("naive", PARTS, "1.20 × DDP")], "mini": [Bar("flat", PARTS)]}
+    ),
+    "buckets": lambda: bucket_curve({"tiny": [Line("bucketed", [(0.25, 30.0), (25, 28.0)])]}),
+}
+
+
+def texts(svg):
+    return [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_chart_is_written_as_png_and_svg(kind, tmp_path):
+    chart = KINDS[kind]()
+    png = chart.save(tmp_path / "charts" / "chart.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    width = int.from_bytes(png[16:20], "big")
+    assert width == (840 if kind == "phone" else 2000)
+    assert "<svg" in chart.save(tmp_path / "charts" / "chart.svg").read_text()
+
+
+def test_another_suffix_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"chart\.pdf"):
+        KINDS["curve"]().save(tmp_path / "chart.pdf")
+
+
+def test_a_breakdown_names_phases_bars_totals_and_the_unit():
+    said = texts(KINDS["breakdown"]().inline_svg("x"))
+    for text in (
+        "forward",
+        "exposed communication",
+        "naive",
+        "35 ms  1.20 × DDP",
+        "milliseconds of one step",
+    ):
+        assert text in said
+    assert "data" not in said  # no bar has any
+
+
+def test_bucket_sizes_are_the_ticks():
+    said = texts(KINDS["buckets"]().inline_svg("x"))
+    assert {"0.25", "25", "bucket size (MiB)", "bucketed"} <= set(said)
+
+
+def test_lines_are_named_at_their_end_or_on_a_phone_above():
+    assert "training" in texts(KINDS["curve"]().inline_svg("x"))
+    assert "training" in texts(KINDS["phone"]().inline_svg("x"))
+
+
+def test_values_that_are_no_numbers_are_left_out():
+    points = [(1, 5.0), (2, float("nan")), (3, float("inf"))]
+    assert "loss" in texts(curve([Line("a", points), Line("b", [])], x="step", y="loss").inline_svg("x"))
+
+
+def test_an_inline_chart_takes_the_pages_colours_and_keeps_its_ids_to_itself():
+    svg = KINDS["breakdown"]().inline_svg("time-desk")
+    assert "var(--exposed)" in svg
+    assert "var(--ink)" in svg
+    assert not re.search(r"#(d55e00|1f2430|5c6370)", svg)
+    ids = re.findall(r'\bid="([^"]+)"', svg)
+    assert ids
+    assert all(each.startswith("time-desk-") for each in ids)
+    targets = re.findall(r'(?:href="#|url\(#)([^")]+)', svg)
+    assert targets
+    assert set(targets) <= set(ids)
+    assert not re.search(r"<svg[^>]*\s(width|height)=", svg)
+    assert "<metadata" not in svg
+
+
+def test_drawing_twice_gives_the_same_text():
+    assert KINDS["curve"]().inline_svg("x") == KINDS["curve"]().inline_svg("x")
+
+
+def test_drawing_leaves_matplotlibs_settings_alone():
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    KINDS["breakdown"]().inline_svg("x")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for draw in (KINDS["curve"], charts.require_matplotlib):
+        with pytest.raises(UsageError, match=r"(?s)matplotlib.*pip install 'paceline\[report\]'"):
+            draw()

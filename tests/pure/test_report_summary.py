@@ -1,0 +1,148 @@
+"""The numbers of a run and the sentences made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from run_folder import write_run
+
+from paceline.report.records import Span, Step, read_run
+from paceline.report.summary import PHASES, RankTime, Summary, rank_time, summarize
+from paceline.report.words import headline
+
+
+def spans(step, *named, rank=0):
+    """Return a step's spans from (name, start, seconds), and the step around them."""
+    inner = [Span(name, start, seconds, rank) for name, start, seconds in named]
+    return [*inner, Span("step", step[0], step[1], rank)]
+
+
+FIRST = spans((0.0, 5.0), ("forward", 0.0, 4.0), ("backward", 4.0, 1.0))
+SECOND = spans(
+    (10.0, 1.0),
+    ("data", 10.0, 0.1),
+    ("forward", 10.1, 0.2),
+    ("backward", 10.3, 0.5),
+    ("exposed", 10.7, 0.1),
+    ("optimizer", 10.8, 0.15),
+    ("exposed", 10.9, 0.05),
+)
+
+
+def test_exposed_time_is_taken_out_of_the_phase_it_began_in():
+    seconds = rank_time(0, FIRST + SECOND).seconds
+    expected = {
+        "data": 0.1,
+        "forward": 0.2,
+        "backward": 0.4,
+        "exposed": 0.15,
+        "optimizer": 0.1,
+        "other": 0.05,
+    }
+    assert seconds == pytest.approx(expected)
+    assert set(seconds) == set(PHASES)
+
+
+def test_the_first_step_is_left_out_only_where_there_are_more():
+    assert rank_time(0, FIRST + SECOND).steps == 1
+    alone = rank_time(0, FIRST)
+    assert (alone.steps, alone.seconds["forward"]) == (1, 4.0)
+
+
+def test_what_happens_between_steps_belongs_to_no_phase():
+    between = [Span("eval", 11.5, 3.0, 0), Span("checkpoint", 14.5, 2.0, 0)]
+    assert rank_time(0, FIRST + SECOND + between).total == pytest.approx(1.0)
+
+
+def test_the_engines_own_spans_stand_in_for_exposed_ones():
+    engine = [replace(span, name="exchange") if span.name == "exposed" else span for span in SECOND]
+    assert rank_time(0, engine).seconds == rank_time(0, SECOND).seconds
+    both = [*SECOND, Span("exchange", 10.7, 0.1, 0), Span("gather", 10.9, 0.05, 0)]
+    assert rank_time(0, both).seconds == rank_time(0, SECOND).seconds
+
+
+def test_exposed_time_outside_of_any_phase_takes_nothing_away():
+    outside = [*SECOND, Span("exposed", 10.96, 0.02, 0)]
+    seconds = rank_time(0, outside).seconds
+    assert seconds["optimizer"] == pytest.approx(0.1)
+    assert seconds["exposed"] == pytest.approx(0.17)
+
+
+def test_shares_of_a_real_folder_add_up(tmp_path):
+    summary = summarize(read_run(write_run(tmp_path / "r", ranks=2, steps=40)))
+    for rank in summary.ranks:
+        assert sum(rank.share(phase) for phase in PHASES) == pytest.approx(1.0)
+        assert rank.total / rank.steps == pytest.approx(summary.step_seconds, rel=0.05)
+    assert (summary.steps, summary.calls, summary.nbytes) == (40, 7, 26_248_000)
+    assert summary.exposed_share == pytest.approx(0.012 / summary.step_seconds, rel=0.05)
+    assert summary.loss_first > summary.loss_last
+    assert summary.val_loss_first == pytest.approx(5.55)
+
+
+def test_without_a_trace_the_logged_share_stands_in(tmp_path):
+    run = read_run(write_run(tmp_path / "r", steps=20))
+    summary = summarize(replace(run, spans_of_rank={}))
+    assert summary.ranks == ()
+    assert summary.exposed_share == pytest.approx(0.012 / summary.step_seconds, rel=0.05)
+
+
+def test_a_run_without_steps(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    summary = summarize(read_run(tmp_path))
+    assert summary.steps == 0
+    assert summary.step_seconds is None
+    assert headline(summary) == ("No step was finished.",)
+
+
+def test_losses_are_the_first_and_the_mean_of_the_last_tenth(tmp_path):
+    run = read_run(write_run(tmp_path / "r", steps=3))
+    steps = tuple(Step(number, float(number)) for number in range(1, 21))
+    summary = summarize(replace(run, steps=steps))
+    assert (summary.loss_first, summary.loss_last) == (1.0, 19.5)
+
+
+def summary_of(*shares_of_rank, **changes):
+    ranks = tuple(
+        RankTime(rank, 10, dict.fromkeys(PHASES, 0.0) | shares) for rank, shares in enumerate(shares_of_rank)
+    )
+    given = Summary(600, 0.152, 12_345.0, 0.1, 5.55, 2.1, 5.6, 2.21, ranks, 3, 26_214_400)
+    return replace(given, **changes)
+
+
+BUSY = {"forward": 0.3, "backward": 0.5, "optimizer": 0.15, "exposed": 0.05}
+WAITING = {"forward": 0.2, "backward": 0.3, "optimizer": 0.1, "exposed": 0.4}
+STARVED = {"forward": 0.3, "backward": 0.3, "optimizer": 0.1, "data": 0.3}
+CHATTY = {"forward": 0.2, "backward": 0.3, "optimizer": 0.1, "other": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("shares", "limit"),
+    [
+        ((BUSY, BUSY), "Computing limits this run at 12.3 k tokens/s"),
+        (
+            (WAITING, WAITING),
+            "Communication limits this run: ranks stand still 40\u00a0% of the time for 25 MiB",
+        ),
+        ((STARVED, STARVED), "Data limits this run: ranks wait 30\u00a0% of the time for their next batch."),
+        ((CHATTY, CHATTY), "Work outside of the training step limits this run"),
+        ((WAITING, BUSY), "Rank 1 limits this run: it computes 95\u00a0% of the time, rank 0 only 60\u00a0%"),
+    ],
+)
+def test_what_limits_is_named(shares, limit):
+    assert headline(summary_of(*shares))[2].startswith(limit)
+
+
+def test_the_headline_says_what_was_reached_and_where_time_went():
+    reached, went, _ = headline(summary_of(WAITING))
+    assert reached == "600 steps of 152 ms; the loss went from 5.55 to 2.10, on held-out text to 2.21."
+    assert went == "Of each step 60\u00a0% is computing and 40\u00a0% is waiting for communication."
+
+
+def test_a_run_that_diverged_says_so():
+    assert "no longer a number" in headline(summary_of(BUSY, loss_last=math.nan))[0]
+
+
+def test_a_run_without_held_out_text():
+    assert headline(summary_of(val_loss_last=None))[0].endswith("to 2.10.")

@@ -1,0 +1,89 @@
+"""The public surface: what `paceline` offers, that it is there, and that asking costs no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import paceline
+
+ROOT = Path(paceline.__file__).parent
+MODULES = sorted(
+    ".".join(["paceline", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+    for path in ROOT.rglob("*.py")
+    if path.name != "__main__.py"
+)
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def tree_of(module):
+    path = ROOT.joinpath(*module.split(".")[1:])
+    return ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+
+
+def test_all_is_sorted_and_nothing_but_what_has_a_home():
+    assert paceline.__all__ == sorted(paceline.__all__)
+    assert set(paceline.__all__) == set(paceline._HOME) | {"__version__"}
+    assert dir(paceline) == paceline.__all__
+
+
+@pytest.mark.parametrize("name", paceline.__all__)
+def test_every_name_is_there_and_is_public_at_home(name):
+    value = getattr(paceline, name)
+    if name in paceline._HOME:
+        home = import_module(paceline._HOME[name])
+        assert value is getattr(home, name)
+        assert name in home.__all__
+        assert value.__doc__
+
+
+def test_type_checkers_see_the_same_names():
+    guarded = next(node for node in tree_of("paceline").body if isinstance(node, ast.If))
+    seen = {alias.asname: node.module for node in guarded.body for alias in node.names}
+    assert seen == paceline._HOME
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        paceline.Trainer  # noqa: B018
+
+
+def test_importing_paceline_imports_no_torch():
+    ended = run("import sys, paceline; dir(paceline); paceline.PacelineError; print(*sorted(sys.modules))")
+    assert ended.returncode == 0, ended.stderr
+    assert {"torch", "numpy", "rich", "typer"}.isdisjoint(ended.stdout.split())
+
+
+def test_modules_that_promise_to_do_without_torch_keep_it():
+    names = ["errors", "units", "trace", "world", "machine", "launch.local", "cli.app", "cli.doctor"]
+    imports = "; ".join(f"import paceline.{name}" for name in names)
+    ended = run(f"import sys; {imports}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_it_is_for_and_what_is_public(module):
+    tree = tree_of(module)
+    assert ast.get_docstring(tree)
+    public = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    ]
+    told = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
+    ]
+    if public:
+        assert told, "it has public names but no __all__"
+    for names in told:
+        assert len(names) == len(set(names))

@@ -1,0 +1,129 @@
+"""The parts of `paceline train` that need no ranks: learning rate, run folder, progress."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from paceline.errors import UsageError
+from paceline.report.records import read_run
+from paceline.train.folder import RunFolder
+from paceline.train.progress import Progress, describe
+from paceline.train.schedule import cosine
+
+
+def test_rate_rises_then_falls_to_a_tenth():
+    rates = [cosine(step, steps=100, warmup=10, peak=2.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == rates[10] == 2.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[54] + rates[55] == pytest.approx(2.0 + 0.2)  # the middle of the cosine
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_rate_of_a_very_short_training(steps):
+    assert all(0 < cosine(step, steps=steps, warmup=1, peak=1.0) <= 1.0 for step in range(steps))
+
+
+def run_in(path, step=3):
+    folder = RunFolder(path)
+    folder.prepare("refuse")
+    folder.add_facts(command="x")
+    folder.add_step({"step": step, "loss": 1.0})
+    return folder
+
+
+def test_folder_that_holds_a_run_is_refused(tmp_path):
+    run_in(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"(?s)holds a run already.*--resume.*--overwrite.*--out"):
+        RunFolder(tmp_path / "run").prepare("refuse")
+
+
+def test_start_that_failed_leaves_a_folder_that_can_be_used(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.prepare("refuse")
+    folder.add_facts(command="x")
+    RunFolder(tmp_path / "run").prepare("refuse")
+
+
+def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+    folder = run_in(tmp_path / "run")
+    (folder.checkpoint / "step-00000003").mkdir(parents=True)
+    folder.trace(0).parent.mkdir()
+    folder.trace(0).write_text("{}")
+    (folder.path / "notes.txt").write_text("mine")
+    folder.prepare("overwrite")
+    assert sorted(path.name for path in folder.path.iterdir()) == ["logs", "notes.txt"]
+
+
+def test_resume_needs_a_checkpoint(tmp_path):
+    run_in(tmp_path / "run")
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        RunFolder(tmp_path / "run").prepare("resume")
+
+
+@pytest.mark.parametrize("existing", ["refuse", "overwrite"])
+def test_folder_that_is_a_file(tmp_path, existing):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(UsageError, match=r"can't write the run folder .*/run'"):
+        RunFolder(tmp_path / "run").prepare(existing)
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_steps_after_the_checkpoint_are_forgotten(tmp_path):
+    folder = run_in(tmp_path / "run", step=1)
+    for step in (2, 3, 4):
+        folder.add_step({"step": step, "loss": 1.0})
+    with folder.steps.open("a") as file:
+        file.write('{"step": 5, "lo')
+    folder.forget_steps_after(3)
+    assert [json.loads(line)["step"] for line in folder.steps.read_text().splitlines()] == [1, 2, 3]
+    assert [step.step for step in read_run(folder.path).steps] == [1, 2, 3]
+
+
+def test_facts_are_added(tmp_path):
+    folder = run_in(tmp_path / "run")
+    folder.add_facts(parameters=7)
+    folder.add_facts(command="y")
+    assert json.loads(folder.run.read_text()) == {"command": "y", "parameters": 7}
+
+
+RECORD = {"loss": 2.5, "tokens_per_second": 12_345.0, "exposed_share": 0.071}
+
+
+def shown(terminal, steps=300):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=120, highlight=False)
+    with Progress(steps, console=console) as progress:
+        progress.held_out(0, 5.6)
+        for step in range(1, steps + 1):
+            progress.step({"step": step} | (RECORD if step % 5 == 0 else {}))
+    return text.getvalue()
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    lines = shown(terminal=False).splitlines()
+    assert 20 <= len(lines) <= 35
+    assert lines[0].startswith("step      0  held-out loss 5.6000 (8.079 bits per token)")
+    assert lines[-1].startswith(
+        "step    300/300  loss 2.500 · held-out 5.600 · 12.3 k tokens/s · 7 % exposed"
+    )
+    assert "\x1b" not in "".join(lines)
+
+
+def test_live_line_on_a_terminal():
+    text = shown(terminal=True)
+    assert "held-out loss 5.6000" in text
+    assert "300/300" in text
+    assert "12.3 k tokens/s · 7 % exposed" in text
+    assert "step    300/300" not in text
+
+
+def test_what_was_not_measured_is_left_out():
+    assert describe({"step": 3}) == ""
+    assert describe({"val_loss": 2.0}) == "held-out 2.000"

@@ -1,0 +1,172 @@
+"""`paceline bench step` with real ranks: rows, traffic, correctness, memory, files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from paceline.bench.entries import DDP, OURS, TITLES, Entry, entries
+from paceline.bench.results import make_rows
+from paceline.bench.settings import StepSettings
+from paceline.lm.sizes import size_of
+
+SIZE = size_of("tiny")
+MIB = 2**20
+ROUNDS, STEPS = 2, 3
+PEER_OF = entries([*OURS, *DDP], [1.0, math.inf], 4 * SIZE.parameters())
+
+
+def measure(rank, size, everyone, broken=None):
+    """Time the contestants; `broken` names a strategy that shall forget to synchronise."""
+    import paceline
+    from paceline.bench import worker
+
+    def build(entry, *args):
+        if entry.strategy == broken:
+            return replace(whole(Entry("no-sync"), *args), entry=entry)
+        return whole(entry, *args)
+
+    whole, worker.build = worker.build, build
+    try:
+        settings = StepSettings(ranks=size, steps=STEPS, rounds=ROUNDS, batch_size=1, context=8)
+        return worker.time_contestants(paceline.init(), settings, SIZE, everyone)
+    finally:
+        worker.build = whole
+
+
+@pytest.fixture(scope="module")
+def found(pool):
+    zero, one = pool(2).run(measure, list(PEER_OF), timeout=240)
+    assert zero == one
+    return zero
+
+
+@pytest.fixture(scope="module")
+def rows(found):
+    return make_rows("tiny", 2, PEER_OF, found, [None] * len(PEER_OF))
+
+
+def test_every_contestant_ran_every_step_on_every_rank(found):
+    assert len(found["seconds"]) == len(PEER_OF)
+    for turns in found["seconds"]:
+        assert len(turns) == ROUNDS
+        for turn in turns:
+            assert len(turn) == STEPS
+            for step in turn:
+                assert len(step) == 2
+                for forward, backward, optimizer, waited in step:
+                    assert min(forward, backward, optimizer) > 0
+                    assert 0 <= waited <= optimizer
+
+
+def test_rows_are_finite_positive_and_their_parts_add_up(rows):
+    for row in rows:
+        assert math.isfinite(row.step_ms)
+        assert row.step_ms > 0
+        assert row.ratio_to_ddp > 0
+        assert min(vars(row.split_ms).values()) >= 0
+        assert sum(vars(row.split_ms).values()) == pytest.approx(row.step_ms, rel=1e-9)
+    assert sum(row.best_ddp for row in rows) == 1
+
+
+def test_all_strategies_agree_with_torch_ddp_and_no_synchronisation_does_not(rows):
+    assert {row.entry.strategy: row.drift for row in rows if row.exact is False} == {}
+    assert {row.entry.strategy for row in rows if row.exact} == set(TITLES) - {"no-sync"}
+    (bare,) = (row for row in rows if not row.entry.synchronises)
+    assert bare.drift > 1e-3
+    assert bare.exact is None
+
+
+def test_a_strategy_that_forgets_to_synchronise_is_found_out(pool):
+    peer_of = entries(["naive"], [math.inf], 4 * SIZE.parameters())
+    zero, _ = pool(2).run(measure, list(peer_of), "naive", timeout=120)
+    made = make_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
+    assert [row.entry.strategy for row in made if row.exact is False] == ["naive"]
+
+
+def test_traffic_is_what_each_strategy_must_send(rows):
+    model_mib = 4 * SIZE.parameters() / MIB
+    tensors = 27
+    row_of = {row.entry: row for row in rows}
+    whole = {
+        "naive": (tensors, model_mib),
+        "flat": (1, model_mib),
+        "overlap": (tensors, model_mib),
+        "full-shard": None,
+        "fully-shard": None,
+    }
+    for name, expected in whole.items():
+        row = row_of[Entry(name)]
+        if expected is None:
+            assert row.mib > 2 * model_mib  # gathered in forward and in backward, then reduced
+        else:
+            assert (row.calls, row.mib) == (expected[0], pytest.approx(expected[1], rel=1e-3))
+        assert row.ms_per_call > 0
+    assert row_of[Entry("bucketed", math.inf)].calls == row_of[Entry("ddp", math.inf)].calls == 1
+    assert row_of[Entry("ddp", 0)].calls == tensors
+    assert row_of[Entry("ddp-zero", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
+    assert row_of[Entry("sharded", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
+    assert row_of[Entry("no-sync")].calls == row_of[Entry("no-sync")].mib == 0
+
+
+def count(rank, size, strategy, bucket_mib):
+    from paceline.bench.contestants import build, random_batch, step
+    from paceline.bench.traffic import count_traffic, seconds_under_way
+
+    contestant = build(Entry(strategy, bucket_mib), SIZE, "cpu", seed=0)
+    batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
+    for _ in range(2):
+        step(contestant, batch)
+    traffic = count_traffic(lambda: step(contestant, batch), size)
+    timings = contestant.model.timings
+    return (
+        traffic.calls,
+        traffic.nbytes,
+        timings.calls,
+        timings.nbytes,
+        seconds_under_way(lambda: step(contestant, batch)),
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("strategy", "bucket_mib"), [("naive", None), ("bucketed", 1.0), ("sharded", 1.0)])
+def test_what_is_seen_from_outside_is_what_the_engine_says(pool, ranks, strategy, bucket_mib):
+    for calls, nbytes, told_calls, told_nbytes, seconds in pool(ranks).run(count, strategy, bucket_mib):
+        assert (calls, nbytes) == pytest.approx((told_calls, told_nbytes))
+        assert 0 < seconds < 60
+
+
+def test_the_command_measures_memory_and_writes_every_file(tmp_path):
+    command = [sys.executable, "-m", "paceline", "bench", "step", "--size", "tiny", "--strategies", "no-sync"]
+    command += ["--steps", "1", "--rounds", "2", "--context", "8", "--bucket-mib", "inf"]
+    command += ["--out", tmp_path / "out", "--json", tmp_path / "a" / "r.json", "--csv", tmp_path / "r.csv"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "no synchronisation" in ended.stdout
+    names = {
+        "step.json",
+        "step.csv",
+        "step-breakdown.png",
+        "step-breakdown.svg",
+        "step-buckets.png",
+        "step-buckets.svg",
+    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    measured = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert (measured["kind"], measured["schema"]) == ("bench-step", 1)
+    assert measured["command"].startswith("paceline bench step --size tiny")
+    assert measured["settings"]["bucket_mib"] == ["inf"]
+    assert [row["strategy"] for row in measured["rows"]] == ["no-sync", "ddp", "ddp"]
+    model_mib = 4 * SIZE.parameters() / MIB
+    for row in measured["rows"]:
+        assert (
+            4 * model_mib < row["peak_mib"] < 40 * model_mib
+        )  # parameters, gradients, two moments, activations
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 4
