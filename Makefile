@@ -24,7 +24,7 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 train: $(VENV)/.run
-	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train
+	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q

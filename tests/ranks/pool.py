@@ -111,6 +111,7 @@ class Staff:
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
         self.workers: dict[int, Worker] = {}
         self.worlds = 0
+        self.size = 0  # of the latest world
 
     def __call__(self, size: int) -> Pool:
         """Return the pool of `size` ranks."""
@@ -132,7 +133,9 @@ class Staff:
         self.worlds += 1
 
     def init_method(self, size: int) -> str:
-        """Return where the present world of `size` ranks meets."""
+        """Return where the present world of `size` ranks meets; another size is another world."""
+        if size != self.size:
+            self.worlds, self.size = self.worlds + 1, size
         return f"file://{self.folder}/world-{self.worlds}-{size}"
 
     def close(self) -> None:

@@ -21,17 +21,6 @@ from paceline.train.settings import Settings
 
 
 @pytest.fixture
-def pool(pool):
-    """Pools whose world is a new one each time: these tests go back and forth between numbers of ranks."""
-
-    def of(size):
-        pool.worlds += 1
-        return pool(size)
-
-    return of
-
-
-@pytest.fixture
 def settings(tmp_path):
     source = Path(sysconfig.get_path("stdlib")) / "argparse.py"
     text = tmp_path / "text.py"

@@ -160,7 +160,7 @@ class Bucket:
 
     Args:
         index: position in launch order.
-        slots: the parameters, in ready order; may be empty (a bucket that carries the ledger alone).
+        slots: the parameters, in ready order.
         dtype: of the buffer. device: of the buffer.
         tail: elements to add behind the gradients for the ledger.
         shards: number of equal parts that the buffer must divide into.
@@ -191,10 +191,12 @@ class Bucket:
             slot.bucket, slot.view = self, _shaped(self.flat, slot)
             slot.staged = not slot.param.is_complex() and slot.param.dtype != dtype
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the gradient buffer."""
-        return self.flat.nbytes
+    @classmethod
+    def for_ledger(cls, index: int, device: torch.device, length: int, rank: int, ranks: int) -> Bucket:
+        """Return a bucket without parameters, in which every rank has a row of its own for the ledger."""
+        bucket = cls(index, [], torch.float64, device, tail=ranks * length)
+        bucket.ledger = bucket.flat[rank * length : (rank + 1) * length]
+        return bucket
 
     def adopt_gradients(self) -> None:
         """Move the parameters' gradients in, one by one, so that no second set of them exists."""

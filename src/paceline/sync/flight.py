@@ -17,7 +17,7 @@ class Flight:
 
     Args:
         wire: the ranks.
-        sharded: reduce-scatter rather than all-reduce (a bucket without parameters is always all-reduced).
+        sharded: reduce-scatter rather than all-reduce. (A bucket for the ledger alone is gathered.)
         overlap: launch without waiting for the one before.
     """
 
@@ -54,12 +54,14 @@ class Flight:
 
     def takes_mean(self, bucket: Bucket, mean: bool) -> bool:
         """Tell whether `bucket` is averaged by its collective rather than summed."""
-        return mean and bool(bucket.slots) and not self.sharded
+        return mean and not self.sharded and bool(bucket.slots)
 
     def _launch(self, bucket: Bucket, mean: bool) -> None:
         started = time.perf_counter()
         bucket.launched = True
-        if self.sharded and bucket.slots:
+        if not bucket.slots:
+            pending = self.wire.all_gather(bucket.flat)
+        elif self.sharded:
             pending = self.wire.reduce_scatter(bucket.flat)
         else:
             pending = self.wire.all_reduce(bucket.flat, mean=self.takes_mean(bucket, mean))
@@ -73,6 +75,14 @@ class Flight:
             pending.wait()
             self.timings.call_seconds.append(time.perf_counter() - started)
         self._under_way.clear()
+
+    def read_ledger(self, mean: bool) -> list[float]:
+        """Return the ledger, summed over ranks, once everything has landed."""
+        last = self.buckets[-1]
+        if not last.slots:
+            return last.flat.view(self.wire.size, -1).sum(0).tolist()
+        scale = self.wire.size if self.takes_mean(last, mean) else 1
+        return [value * scale for value in last.ledger.tolist()]
 
     def own_parts(self) -> Sequence[tuple[Bucket, int, int]]:
         """Return (bucket, start, stop) of what this rank holds reduced: its shard, or all of each bucket."""

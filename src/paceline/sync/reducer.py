@@ -375,6 +375,7 @@ class Reducer:
             self.slots,
             order,
             self.plan,
+            self.wire.rank,
             self.wire.size,
             flags=len(self._used_flags()),
             sharded=self.sharded,
@@ -396,10 +397,7 @@ class Reducer:
         )
         last.ledger.copy_(torch.tensor(mine, dtype=last.ledger.dtype))
         self.flight.land(weights.equal)
-        summed = last.ledger.tolist()
-        if self.flight.takes_mean(last, weights.equal):
-            summed = [value * self.wire.size for value in summed]
-        page = ledger.decode(summed, self.wire.size)
+        page = ledger.decode(self.flight.read_ledger(weights.equal), self.wire.size)
         if page.late:
             self._late.reduce(self.slots, self.wire, self.device, mean=weights.equal and not self.sharded)
         return page

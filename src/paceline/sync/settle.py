@@ -42,6 +42,7 @@ def build_buckets(
     slots: Sequence[Slot],
     order: Sequence[int],
     plan: Sync,
+    rank: int,
     ranks: int,
     *,
     flags: int,
@@ -79,5 +80,5 @@ def build_buckets(
             buckets[-1].adopt_parameters()
     if not inside:
         device = slots[0].param.device if slots else torch.device("cpu")
-        buckets.append(Bucket(len(grouped), [], torch.float64, device, tail=tail))
+        buckets.append(Bucket.for_ledger(len(grouped), device, tail, rank, ranks))
     return buckets

@@ -1,0 +1,152 @@
+"""Which windows of a corpus a rank sees at which step: pure functions of the step's number.
+
+Every window has a number in one global row. Step s of a job with N ranks and b windows a rank uses the
+numbers s·N·b … (s + 1)·N·b - 1: the first b are rank 0's, the next b rank 1's, and so on. So the global batch
+does not depend on the number of ranks that it is dealt to, and to resume is to go on counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.lm.corpus import Tokens
+
+__all__ = ["Batch", "Batches", "HeldOut"]
+
+
+class Batch(NamedTuple):
+    """Windows and what follows each token of them.
+
+    Attributes:
+        inputs: ``[batch, context]`` int64.
+        targets: ``[batch, context]`` int64, the token after each of `inputs`.
+        samples: how many of the windows count; less than the batch only where a rank has too few.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    samples: int
+
+    def to(self, device: str | torch.device) -> Batch:
+        """Return the same batch on `device`."""
+        return Batch(self.inputs.to(device), self.targets.to(device), self.samples)
+
+
+def window_starts(numbers: NDArray[np.uint64], seed: int, places: int) -> NDArray[np.int64]:
+    """Return where the windows with these `numbers` start, spread evenly over ``range(places)``.
+
+    The mixing is that of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which makes each start a function of
+    (seed, number) alone.
+    """
+    with np.errstate(over="ignore"):
+        z = numbers + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95)
+        z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+    return (z % np.uint64(places)).astype(np.int64)
+
+
+def _cut(tokens: Tokens, starts: NDArray[np.int64], context: int, samples: int) -> Batch:
+    windows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
+    rows = torch.from_numpy(windows)
+    return Batch(rows[:, :-1], rows[:, 1:], samples)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches that one rank trains on.
+
+    Attributes:
+        tokens: one-dimensional array of tokens.
+        batch: windows of a rank's batch.
+        context: tokens of a window.
+        rank: this rank.
+        size: number of ranks.
+        seed: two seeds give two different rows of windows.
+
+    Raises:
+        UsageError: `tokens` is shorter than one window.
+
+    Example:
+        >>> one = Batches(tokens, batch=32, context=128)
+        >>> two = [Batches(tokens, batch=16, context=128, rank=rank, size=2) for rank in range(2)]
+        >>> torch.equal(one.at(7).inputs, torch.cat([rank.at(7).inputs for rank in two]))
+        True
+    """
+
+    tokens: Tokens
+    batch: int
+    context: int
+    rank: int = 0
+    size: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= self.context:
+            raise UsageError(
+                f"{len(self.tokens)} tokens are too few for one window of {self.context} and its target"
+            )
+
+    def at(self, step: int) -> Batch:
+        """Return this rank's batch at `step`, counted from 0."""
+        first = (step * self.size + self.rank) * self.batch
+        numbers = np.arange(first, first + self.batch, dtype=np.uint64)
+        starts = window_starts(numbers, self.seed, len(self.tokens) - self.context)
+        return _cut(self.tokens, starts, self.context, self.batch)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The windows that the held-out loss is measured on: always the same ones, each on exactly one rank.
+
+    Attributes:
+        tokens: one-dimensional array of held-out tokens.
+        batch: windows of a rank's batch.
+        context: tokens of a window.
+        rank: this rank.
+        size: number of ranks.
+        limit: use at most this many windows, evenly spread; 0 uses all.
+
+    Raises:
+        UsageError: `tokens` is shorter than one window.
+    """
+
+    tokens: Tokens
+    batch: int
+    context: int
+    rank: int = 0
+    size: int = 1
+    limit: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) <= self.context:
+            raise UsageError(
+                f"{len(self.tokens)} tokens are too few for one window of {self.context} and its target"
+            )
+
+    def starts(self) -> NDArray[np.int64]:
+        """Return where all windows of all ranks start; they do not overlap."""
+        there = (len(self.tokens) - 1) // self.context
+        used = min(there, self.limit) if self.limit else there
+        return np.arange(used, dtype=np.int64) * there // used * self.context
+
+    def rounds(self) -> Iterator[Batch]:
+        """Yield this rank's batches; every rank gets the same number of them.
+
+        A rank with nothing left gets a window that does not count (``samples == 0``), so that it still takes
+        part in whatever collectives the model's forward pass has.
+        """
+        starts = self.starts()
+        per_round = self.batch * self.size
+        for first in range(0, len(starts), per_round):
+            mine = starts[first : first + per_round][self.rank :: self.size]
+            yield _cut(self.tokens, mine if len(mine) else starts[:1], self.context, len(mine))

@@ -1,0 +1,120 @@
+"""The run folder: what is in it, and when it may be written.
+
+    settings.json        what was asked for
+    run.json             command, settings, world, versions, model, start; at the end the result
+    steps.jsonl          one line per logged step (rank 0)
+    trace/rank<k>.jsonl  what each rank did when
+    checkpoint/          the latest complete checkpoint
+    logs/rank<k>.log     what the other ranks printed
+    sample.txt           text that the trained model wrote
+    report.html          all of it on one page
+
+In ``steps.jsonl`` steps are counted from 1. ``loss`` is that of the step's global batch, so before its update;
+``val_loss``, where there is one, that of the held-out text after it, only on line 1 before any update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.train.settings import Existing
+
+__all__ = ["RunFolder"]
+
+FILES = ("settings.json", "run.json", "steps.jsonl", "sample.txt", "report.html")
+FOLDERS = ("trace", "checkpoint", "logs")
+
+
+class RunFolder:
+    """Paths and writers of one run folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.settings = self.path / "settings.json"
+        self.run = self.path / "run.json"
+        self.steps = self.path / "steps.jsonl"
+        self.checkpoint = self.path / "checkpoint"
+        self.logs = self.path / "logs"
+        self.sample = self.path / "sample.txt"
+        self.report = self.path / "report.html"
+
+    def trace(self, rank: int) -> Path:
+        """Return the trace file of `rank`."""
+        return self.path / "trace" / f"rank{rank}.jsonl"
+
+    def prepare(self, existing: Existing) -> None:
+        """Make the folder ready for a run; on rank 0, before anything else is written.
+
+        Args:
+            existing: ``"refuse"`` a folder that holds a run, ``"resume"`` it, or ``"overwrite"`` it: what a
+                run has written is removed, other files stay.
+
+        Raises:
+            UsageError: the folder holds a run and `existing` refuses it, holds none to be resumed, or can't
+                be written.
+        """
+        try:
+            self._check(existing)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if existing == "overwrite":
+                self._clear()
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"can't write the run folder {str(self.path)!r}: {error.strerror}",
+                remedy="name another folder with --out",
+            ) from error
+
+    def _check(self, existing: Existing) -> None:
+        holds_run = self.steps.exists() or self.checkpoint.exists()
+        if existing == "refuse" and holds_run:
+            raise UsageError(
+                f"{str(self.path)!r} holds a run already",
+                remedy="go on with it by --resume, replace it by --overwrite, or name another folder with --out",
+            )
+        if existing == "resume" and not self.checkpoint.is_dir():
+            raise UsageError(
+                f"nothing to resume: {str(self.path)!r} holds no checkpoint",
+                remedy="leave --resume out to start anew",
+            )
+
+    def _clear(self) -> None:
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for name in FOLDERS:
+            if (self.path / name).exists():
+                shutil.rmtree(self.path / name)
+
+    def add_facts(self, **facts: Any) -> None:
+        """Add `facts` to ``run.json``, or replace those of the same name; the file is always whole."""
+        known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
+        beside = self.run.with_suffix(".tmp")
+        beside.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
+        os.replace(beside, self.run)
+
+    def add_step(self, record: Mapping[str, Any]) -> None:
+        """Append one line to ``steps.jsonl``."""
+        with self.steps.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def forget_steps_after(self, step: int) -> None:
+        """Drop the lines of later steps than `step`: a resumed run does them again."""
+        if not self.steps.exists():
+            return
+        lines = self.steps.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if _step_of(line) <= step]
+        self.steps.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+
+def _step_of(line: str) -> float:
+    """Return the number of the step that `line` tells of; infinity for a line that was cut."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

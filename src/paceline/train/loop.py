@@ -1,0 +1,152 @@
+"""The loop: an ordinary PyTorch training loop.
+
+Each step: set the learning rate; for each micro-batch get data, run forward and backward (gradients are
+synchronised in the last one); clip; update. Around it: held-out loss, log, checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline import trace
+from paceline.errors import PacelineError
+from paceline.lm.model import loss as loss_of
+from paceline.train.agree import sum_over_ranks
+from paceline.train.job import Job
+from paceline.train.progress import Progress
+from paceline.train.schedule import cosine
+
+__all__ = ["train"]
+
+
+@dataclass
+class Taken:
+    """One optimizer step that was taken.
+
+    Attributes:
+        loss_sum: Σ loss·samples of this rank, a scalar on the device.
+        samples: windows behind it.
+        lr: learning rate of the update.
+        grad_norm: norm of the global gradient before clipping, None where nothing is clipped.
+        seconds: wall time.
+    """
+
+    loss_sum: torch.Tensor
+    samples: int
+    lr: float
+    grad_norm: torch.Tensor | None
+    seconds: float
+
+
+def train(job: Job, progress: Progress) -> float:
+    """Train to the last step and return the final held-out loss in nats per token; every rank calls this.
+
+    Raises:
+        PacelineError: the loss is no longer a number.
+    """
+    if job.first_val_loss is None:
+        job.first_val_loss = _evaluate(job, progress)
+    val_loss = job.first_val_loss
+    while job.step < job.settings.steps:
+        taken = take_step(job)
+        last = job.step == job.settings.steps
+        record: dict[str, Any] = {"step": job.step}
+        if job.step == 1:
+            record["val_loss"] = job.first_val_loss
+        if last or _is_due(job.step, job.settings.eval_every):
+            record["val_loss"] = val_loss = _evaluate(job, progress)
+        if "val_loss" in record or _is_due(job.step, job.settings.log_every):
+            record |= _measured(job, taken)
+            _log(job, record)
+        progress.step(record)
+        if last or _is_due(job.step, job.settings.checkpoint_every):
+            with trace.span("checkpoint", step=job.step):
+                job.save()
+    return val_loss
+
+
+def take_step(job: Job) -> Taken:
+    """Do one optimizer step."""
+    started = time.perf_counter()
+    settings, model, optimizer, micros = job.settings, job.model, job.optimizer, job.settings.accumulate
+    lr = cosine(job.step, steps=settings.steps, warmup=settings.warmup, peak=settings.lr)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+    loss_sum, samples = torch.zeros((), device=job.world.device), 0
+    with trace.span("step", step=job.step + 1):
+        for micro in range(micros):
+            with trace.span("data"):
+                batch = job.batches.at(job.step * micros + micro).to(job.world.device)
+            with trace.span("forward"):
+                loss = loss_of(model(batch.inputs), batch.targets)
+            with trace.span("backward"), model.accumulate() if micro < micros - 1 else nullcontext():
+                model.backward(loss, samples=batch.samples)
+                if micro == micros - 1:
+                    _trace_exposed(job, model.timings.exposed_seconds)
+            loss_sum += loss.detach() * batch.samples
+            samples += batch.samples
+
+        in_backward = model.timings.exposed_seconds
+        with trace.span("optimizer"):
+            norm = model.clip_grad_norm_(settings.clip) if settings.clip else None
+            optimizer.step()
+            _trace_exposed(job, model.timings.exposed_seconds - in_backward, whole_step=True)
+            optimizer.zero_grad()
+    job.step += 1
+    return Taken(loss_sum, samples, lr, norm, time.perf_counter() - started)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(job: Job, progress: Progress) -> float:
+    with trace.span("eval", step=job.step):
+        val_loss = job.evaluate()
+    progress.held_out(job.step, val_loss)
+    return val_loss
+
+
+def _trace_exposed(job: Job, seconds: float, *, whole_step: bool = False) -> None:
+    """Write that this rank stood still for communication for `seconds` until now, once with the step's totals."""
+    timings = job.model.timings
+    totals = {"calls": timings.calls, "nbytes": timings.nbytes} if whole_step else {}
+    trace.add("exposed", time.perf_counter() - seconds, seconds, **totals)
+
+
+def _measured(job: Job, taken: Taken) -> dict[str, Any]:
+    """Return what `taken` says about all ranks; every rank must call this.
+
+    Raises:
+        PacelineError: the loss is no longer a number.
+    """
+    mine = torch.stack((taken.loss_sum.double(), torch.tensor(taken.samples).to(taken.loss_sum)))
+    loss_sum, samples = sum_over_ranks(mine, job.world).tolist()
+    loss = loss_sum / samples
+    if not math.isfinite(loss):
+        raise PacelineError(
+            f"the loss is {loss}: training diverged",
+            step=job.step,
+            remedy="use a smaller --lr, or clip the gradient with --clip 1",
+        )
+    return {
+        "loss": loss,
+        "lr": taken.lr,
+        "grad_norm": None if taken.grad_norm is None else float(taken.grad_norm),
+        "samples": round(samples),
+        "step_seconds": taken.seconds,
+        "tokens_per_second": samples * job.size.context / taken.seconds,
+        "exposed_share": min(1.0, job.model.timings.exposed_seconds / taken.seconds),
+    }
+
+
+def _log(job: Job, record: dict[str, Any]) -> None:
+    if job.world.rank == 0:
+        job.folder.add_step(record)

@@ -1,0 +1,104 @@
+"""What rank 0 shows while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from paceline.units import format_count, format_seconds
+
+__all__ = ["Progress"]
+
+PLAIN_LINES = 30
+WIDE = 108  # columns of a terminal that has room for a bar beside the numbers
+
+
+class Progress:
+    """Shows how a training goes.
+
+    On a terminal a line at the bottom is kept up to date: step, loss, held-out loss, tokens per second of all
+    ranks, share of the step in which rank 0 stood still for communication, time left. Where standard output is
+    no terminal, about 30 lines are printed in all.
+
+    Args:
+        steps: optimizer steps in all.
+        first_step: steps that were done before.
+        shown: False on the ranks that print nothing.
+        console: where to print; standard output if it is left out.
+    """
+
+    def __init__(
+        self, steps: int, *, first_step: int = 0, shown: bool = True, console: Console | None = None
+    ) -> None:
+        self.steps = steps
+        self.console = console or Console(quiet=not shown, highlight=False)
+        self._live = shown and self.console.is_terminal
+        self._every = max(1, steps // PLAIN_LINES)
+        self._latest: dict[str, Any] = {}
+        self._printed = first_step
+        self._started, self._first_step = time.perf_counter(), first_step
+        bar = [BarColumn(bar_width=24)] if self.console.width >= WIDE else []
+        numbers = [TextColumn("{task.description}"), TimeRemainingColumn()]
+        columns = [TextColumn("step"), MofNCompleteColumn(), *bar, *numbers]
+        self._bar = Bar(*columns, console=self.console, disable=not self._live)
+        self._task = self._bar.add_task("", total=steps, completed=first_step)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def held_out(self, step: int, val_loss: float) -> None:
+        """Show a held-out loss, measured after `step` updates."""
+        self._latest["val_loss"] = val_loss
+        self.say(
+            f"step {step:>6}  held-out loss {val_loss:.4f} ({val_loss / math.log(2):.3f} bits per token)"
+        )
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show that a step was taken; `record` has at least its number, and its numbers if it was logged."""
+        self._latest |= record
+        text = describe(self._latest)
+        if self._live:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        elif "loss" in record and record["step"] - self._printed >= self._every:
+            self._printed = record["step"]
+            self.say(f"step {record['step']:>6}/{self.steps}  {text}  {self._left(record['step'])} left")
+
+    def _left(self, step: int) -> str:
+        seconds_per_step = (time.perf_counter() - self._started) / (step - self._first_step)
+        return format_seconds(max(1, round(seconds_per_step * (self.steps - step))))
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Return the numbers of a logged step in one line; those that are missing are left out.
+
+    Example:
+        >>> describe({"loss": 2.5, "val_loss": 2.6, "tokens_per_second": 12_345, "exposed_share": 0.071})
+        'loss 2.500 · held-out 2.600 · 12.3 k tokens/s · 7 % exposed'
+    """
+    parts = []
+    if "loss" in record:
+        parts.append(f"loss {record['loss']:.3f}")
+    if "val_loss" in record:
+        parts.append(f"held-out {record['val_loss']:.3f}")
+    if "tokens_per_second" in record:
+        parts.append(f"{format_count(record['tokens_per_second'])} tokens/s")
+    if "exposed_share" in record:
+        parts.append(f"{100 * record['exposed_share']:.0f} % exposed")
+    return " · ".join(parts)

@@ -1,0 +1,169 @@
+"""What a training is asked to do; every bad value is refused here, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from paceline.errors import UsageError, unknown
+from paceline.lm.sizes import Size, size_of
+from paceline.sync.plan import Sync
+
+__all__ = ["Existing", "Settings"]
+
+Existing = Literal["refuse", "resume", "overwrite"]
+
+AT_LEAST_ONE = ("batch_size", "steps", "accumulate", "log_every")
+AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens")
+OPTIONAL = ("ranks", "context", "threads", "vocabulary")
+WITH_BUCKETS = ("bucketed", "sharded")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides a training.
+
+    Attributes:
+        out: the run folder.
+        existing: what to do if `out` holds a run already.
+        ranks: number of ranks; None for as many as a launcher started, or 2 where there is none.
+        size: name of the model's size.
+        data: path of the text, None for the Python standard library's sources.
+        vocabulary: number of tokens of the model, None for what the data need.
+        context: tokens of a window, None for the size's own.
+        batch_size: windows of one rank's micro-batch.
+        accumulate: micro-batches per optimizer step.
+        steps: optimizer steps in all.
+        lr: largest learning rate.
+        weight_decay: of AdamW.
+        clip: largest norm of the gradient, 0 for any.
+        sync: name of the strategy.
+        bucket_mib: bucket size in MiB, None for the strategy's own.
+        seed: decides initial weights and the order of the data.
+        log_every: steps between two lines of the log.
+        eval_every: steps between two held-out losses; 0 for the first and the last only.
+        eval_windows: held-out windows that count, spread evenly; 0 for all.
+        checkpoint_every: steps between two checkpoints; 0 for the last step only.
+        sample_tokens: length of the text that is generated at the end.
+        threads: threads of a rank, None for its share of the cores.
+        device: ``"cpu"``, ``"cuda"``, or None for CUDA where there is a GPU.
+
+    Raises:
+        UsageError: a value is none of the valid ones.
+    """
+
+    out: str
+    existing: Existing = "refuse"
+    ranks: int | None = None
+    size: str = "tiny"
+    data: str | None = None
+    vocabulary: int | None = None
+    context: int | None = None
+    batch_size: int = 16
+    accumulate: int = 1
+    steps: int = 600
+    lr: float = 2e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    sync: str = "sharded"
+    bucket_mib: float | None = None
+    seed: int = 0
+    log_every: int = 5
+    eval_every: int = 100
+    eval_windows: int = 256
+    checkpoint_every: int = 200
+    sample_tokens: int = 400
+    threads: int | None = None
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in AT_LEAST_ONE:
+            _check_whole(name, getattr(self, name), 1)
+        for name in AT_LEAST_ZERO:
+            _check_whole(name, getattr(self, name), 0)
+        for name in OPTIONAL:
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), 1)
+        for name, positive in (("lr", True), ("weight_decay", False), ("clip", False)):
+            _check_real(name, getattr(self, name), positive)
+        if self.existing not in get_args(Existing):
+            raise unknown("existing", self.existing, get_args(Existing))
+        if self.device not in (None, "cpu", "cuda"):
+            raise unknown("device", self.device, ["cpu", "cuda"])
+        if not self.out:
+            raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
+        _ = self.plan, self.model_size(self.vocabulary or 256)  # each refuses what it can't be made of
+
+    @property
+    def plan(self) -> Sync:
+        """How gradients are synchronised."""
+        plan = Sync.of(self.sync)
+        if self.bucket_mib is None:
+            return plan
+        if not isinstance(self.bucket_mib, int | float) or not self.bucket_mib > 0:
+            raise UsageError(
+                f"bucket_mib={self.bucket_mib!r}, must be above 0",
+                remedy="one bucket per parameter is called 'naive' (after backward) or 'overlap' (during it)",
+            )
+        if self.sync not in WITH_BUCKETS:
+            raise UsageError(
+                f"bucket_mib={self.bucket_mib!r} with sync={self.sync!r}, which has no bucket size",
+                remedy=f"leave it out, or use {' or '.join(WITH_BUCKETS)}",
+            )
+        return replace(plan, bucket_mib=float(self.bucket_mib))
+
+    def model_size(self, vocabulary: int) -> Size:
+        """Return the shapes of the model for data with `vocabulary` different tokens.
+
+        Raises:
+            UsageError: no such size, or the asked-for vocabulary is too small for the data.
+        """
+        if self.vocabulary is not None and self.vocabulary < vocabulary:
+            raise UsageError(
+                f"the data hold token {vocabulary - 1}, but vocabulary={self.vocabulary}",
+                remedy=f"use a vocabulary of {vocabulary} or more, or leave it out",
+            )
+        return size_of(self.size, vocabulary=self.vocabulary or vocabulary, context=self.context)
+
+    @property
+    def warmup(self) -> int:
+        """Steps over which the learning rate rises: a twentieth of all."""
+        return max(1, self.steps // 20)
+
+    def to_json(self) -> str:
+        """Return the settings as JSON, for :meth:`from_json`."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Return the settings that `text` holds.
+
+        Raises:
+            UsageError: `text` is no JSON object, or holds names that are no settings.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"settings are no JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise UsageError(f"settings are {type(values).__name__}, must be a JSON object")
+        names = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in names:
+                raise unknown("setting", name, names)
+        if "out" not in values:
+            raise UsageError("settings name no run folder", remedy='add "out"')
+        return cls(**values)
+
+
+def _check_whole(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name}={value!r}, must be a whole number of {least} or more")
+
+
+def _check_real(name: str, value: object, positive: bool) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (positive and value == 0):  # pyright: ignore[reportOperatorIssue]
+        raise UsageError(f"{name}={value!r}, must be a number {'above 0' if positive else 'of 0 or more'}")

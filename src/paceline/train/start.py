@@ -1,0 +1,112 @@
+"""Starts the ranks of a training, or takes part in one where a launcher started this process.
+
+Everything that can be refused is refused first: no process is started for a training that can't begin.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import replace
+from datetime import datetime
+
+from paceline.errors import UsageError
+from paceline.launch.local import run_ranks
+from paceline.lm import corpus as corpora
+from paceline.train.folder import RunFolder
+from paceline.train.settings import Settings
+from paceline.train.snapshot import to_resume
+from paceline.world import Place, read_environment
+
+__all__ = ["start"]
+
+RANKS = 2
+
+
+def start(settings: Settings) -> None:
+    """Do the training that `settings` describe, and write its report.
+
+    Started by hand, this process starts the ranks and waits for them. Started by torchrun, srun or mpirun it
+    is one of them.
+
+    Raises:
+        UsageError: the data, the folder or the world do not fit the settings; nothing was started.
+        RankFailed: a rank ended with an error.
+    """
+    place = read_environment(os.environ)
+    if place.source == "arguments":
+        _launch(settings)
+    else:
+        _join(settings, place)
+
+
+def _launch(settings: Settings) -> None:
+    """Start the ranks on this machine."""
+    ranks = settings.ranks or RANKS
+    threads = settings.threads or max(1, _cores() // ranks)
+    settings = _fit_to_data(replace(settings, ranks=ranks, threads=threads), ranks)
+    folder = RunFolder(settings.out)
+    folder.prepare(settings.existing)
+    folder.add_facts(**_command())
+    if ranks == 1:
+        from paceline.train.worker import take_part
+
+        take_part(settings)
+    else:
+        folder.settings.write_text(settings.to_json() + "\n", encoding="utf-8")
+        run_ranks(
+            ["-m", "paceline.train.worker", str(folder.settings)],
+            ranks,
+            env={"OMP_NUM_THREADS": str(threads)},
+            log_dir=folder.logs,
+        )
+    _report(folder)
+
+
+def _join(settings: Settings, place: Place) -> None:
+    """Be the rank that a launcher started this process as."""
+    if settings.ranks not in (None, place.size):
+        raise UsageError(
+            f"ranks={settings.ranks}, but {place.source} started {place.size}",
+            remedy="leave --ranks out under a launcher",
+        )
+    settings = _fit_to_data(replace(settings, ranks=place.size), place.size)
+    from paceline.train.worker import take_part
+
+    world = take_part(settings, prepare=True)
+    if world.rank == 0:
+        folder = RunFolder(settings.out)
+        folder.add_facts(**_command())
+        _report(folder)
+
+
+def _fit_to_data(settings: Settings, ranks: int) -> Settings:
+    """Return `settings` with the vocabulary that the data need, once data and checkpoint are known to fit."""
+    corpus = corpora.load(settings.data)
+    size = settings.model_size(corpus.vocabulary)
+    corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=ranks)
+    to_resume(settings, size, corpus)
+    return replace(settings, vocabulary=size.vocabulary)
+
+
+def _command() -> dict[str, str]:
+    words = ["paceline", *sys.argv[1:]]
+    return {
+        "command": shlex.join(words),
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def _report(folder: RunFolder) -> None:
+    """Write ``report.html``, or say what is missing for it; the training itself is done."""
+    from paceline.report.page import write_report
+
+    try:
+        print(f"report: {write_report(folder.path)}")
+    except UsageError as error:
+        print(f"no report: {error}", file=sys.stderr)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

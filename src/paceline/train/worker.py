@@ -1,0 +1,181 @@
+"""The program that each rank runs: ``python -m paceline.train.worker SETTINGS.json``."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+import torch
+
+from paceline import __version__, trace
+from paceline.errors import PacelineError, UsageError
+from paceline.lm.model import GPT
+from paceline.train.agree import sum_over_ranks
+from paceline.train.folder import RunFolder
+from paceline.train.job import Job, build
+from paceline.train.loop import train
+from paceline.train.progress import Progress
+from paceline.train.settings import Settings
+from paceline.units import format_bytes, format_count, format_seconds
+from paceline.world import World, init, shutdown
+
+__all__ = ["main", "take_part"]
+
+PROMPT = "def "
+TEMPERATURE = 0.8
+
+
+def main(arguments: list[str]) -> int:
+    """Take part in the training that a settings file describes; return the exit status."""
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        take_part(_read(arguments))
+    except PacelineError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _read(arguments: list[str]) -> Settings:
+    """Return the settings in the one file that `arguments` name."""
+    try:
+        (path,) = arguments
+        return Settings.from_json(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"can't read settings from {' '.join(arguments)!r}: {error}",
+            remedy="name one file that `paceline train` wrote, settings.json in its folder",
+        ) from error
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End in order when asked to, so that a live line gives the terminal back."""
+    raise SystemExit(128 + number)
+
+
+def take_part(settings: Settings, *, prepare: bool = False) -> World:
+    """Do one rank's part of the training, from entering the world to leaving it; return the world.
+
+    Args:
+        settings: what to do.
+        prepare: the run folder is not ready yet: rank 0 makes it so.
+    """
+    world = init(device=settings.device)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    folder = RunFolder(settings.out)
+    if prepare:
+        _prepare(folder, settings, world)
+    trace.open(folder.trace(world.rank), world.rank, append=settings.existing == "resume")
+    try:
+        job = build(settings, world)
+        with Progress(settings.steps, first_step=job.step, shown=world.rank == 0) as progress:
+            _begin(job, progress)
+            started = time.perf_counter()
+            val_loss = train(job, progress)
+            seconds = time.perf_counter() - started
+        _end(job, progress, val_loss, seconds)
+    finally:
+        trace.close()
+    shutdown()
+    return world
+
+
+def _prepare(folder: RunFolder, settings: Settings, world: World) -> None:
+    """Make the folder ready on rank 0; where that fails, no rank goes on."""
+    error = None
+    if world.rank == 0:
+        try:
+            folder.prepare(settings.existing)
+        except UsageError as refused:
+            error = refused
+    refusals = sum_over_ranks(torch.tensor([float(error is not None)]), world)
+    if error is not None:
+        raise error
+    if refusals.item():
+        raise UsageError(f"rank 0 can't use {settings.out!r}; its message says why")
+
+
+def _begin(job: Job, progress: Progress) -> None:
+    """Say and write what is about to be done."""
+    settings, world, corpus, size = job.settings, job.world, job.corpus, job.size
+    ranks, threads = _count(world.size, "rank"), _count(torch.get_num_threads(), "thread")
+    progress.say(
+        f"GPT {size.name}: {format_count(job.parameters)} parameters, vocabulary {size.vocabulary}, "
+        f"context {size.context}"
+    )
+    progress.say(
+        f"text: {corpus.name}, {format_count(len(corpus.train))} tokens and "
+        f"{format_count(len(corpus.held_out))} held out"
+    )
+    progress.say(
+        f"{ranks} on {world.device.partition(':')[0]} ({world.backend}), {threads} each; "
+        f"{settings.sync}; {settings.batch_size} x {size.context} tokens a rank"
+        + (f" x {settings.accumulate}" if settings.accumulate > 1 else "")
+    )
+    if job.step:
+        progress.say(f"resumed at step {job.step}")
+    if world.rank == 0:
+        job.folder.forget_steps_after(job.step)
+        job.folder.add_facts(
+            parameters=job.parameters,
+            settings=asdict(settings),
+            world=asdict(world),
+            model=asdict(size),
+            data={
+                "name": corpus.name,
+                "tokens": len(corpus.train),
+                "held out": len(corpus.held_out),
+            },
+            versions={
+                "paceline": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _end(job: Job, progress: Progress, val_loss: float, seconds: float) -> None:
+    """Say and write what was reached, with a sample of what the model writes."""
+    text = _sample(job)  # on all ranks: a model that is sharded needs them all
+    if job.world.rank != 0:
+        return
+    job.folder.sample.write_text(text + "\n", encoding="utf-8")
+    result = {"first held-out loss": job.first_val_loss, "last held-out loss": val_loss, "seconds": seconds}
+    job.folder.add_facts(result=result)
+    checkpoint = sum(path.stat().st_size for path in job.folder.checkpoint.rglob("*") if path.is_file())
+    progress.say(
+        f"\nheld-out loss {job.first_val_loss:.4f} → {val_loss:.4f} after {job.step} steps "
+        f"({format_seconds(seconds)})"
+    )
+    if text:
+        progress.say(f"\na sample of what the model writes:\n\n{text}\n")
+    progress.say(f"checkpoint: {job.folder.checkpoint} ({format_bytes(checkpoint)})")
+
+
+def _sample(job: Job) -> str:
+    if job.settings.sample_tokens == 0:
+        return ""
+    prompt = torch.tensor([job.corpus.encode(PROMPT)], device=job.world.device)
+    generator = torch.Generator(job.world.device).manual_seed(job.settings.seed)
+    net = cast(GPT, job.model.module)
+    tokens = net.generate(prompt, job.settings.sample_tokens, TEMPERATURE, generator)
+    return job.corpus.decode(tokens[0].tolist())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

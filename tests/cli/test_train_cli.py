@@ -1,0 +1,180 @@
+"""`paceline train` as a user runs it: what it leaves behind, and one clear message for every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paceline.lm.sizes import size_of
+from paceline.report.records import read_run
+
+TRAIN = ["-m", "paceline", "train"]
+SMALL = ["--context", 16, "--batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
+
+
+def run(*arguments, timeout=240, program=TRAIN):
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    command = [sys.executable, *program, *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def losses(out):
+    return {step.step: step.val_loss for step in read_run(out).steps if step.val_loss is not None}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.py"
+    path.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:20_000])
+    return path
+
+
+def test_train_refuse_resume_overwrite(tmp_path, text):
+    out = tmp_path / "run"
+    told = run("--data", text, "--out", out, "--steps", 6, *SMALL)
+    assert told.returncode == 0, told.stderr
+    assert "2 ranks on cpu (gloo), 1 thread each; sharded" in told.stdout
+    assert "step      6  held-out loss" in told.stdout
+    assert "a sample of what the model writes:\n\ndef " in told.stdout
+    assert f"report: {out}/report.html" in told.stdout
+    assert sorted(losses(out)) == [1, 3, 6]
+    assert losses(out)[6] < losses(out)[1]
+    record = read_run(out)
+    assert record.facts["command"].startswith("paceline train --data")
+    assert record.facts["parameters"] == size_of("tiny").parameters()
+    assert record.facts["world"]["size"] == 2
+    assert sorted(record.spans_of_rank) == [0, 1]
+    names = {span.name for span in record.spans_of_rank[1]}
+    assert names >= {"step", "data", "forward", "backward", "optimizer", "exposed", "eval", "checkpoint"}
+    assert (out / "sample.txt").read_text().startswith("def ")
+    assert "<html" in (out / "report.html").read_text()
+    assert not record.notes
+    weights = load_file(out / "checkpoint" / "step-00000006" / "model.safetensors")
+    assert sum(tensor.size for tensor in weights.values()) == size_of("tiny").parameters()
+
+    refused = run("--data", text, "--out", out, "--steps", 6, *SMALL)
+    assert refused.returncode == 2
+    assert "holds a run already" in refused.stderr
+
+    finished = run("--data", text, "--out", out, "--steps", 6, "--resume", *SMALL)
+    assert finished.returncode == 2
+    assert "nothing left to do: the checkpoint is at step 6 of 6" in finished.stderr
+
+    other = run("--data", text, "--out", out, "--steps", 9, "--resume", "--size", "mini", *SMALL)
+    assert other.returncode == 2
+    assert "of a model with name='tiny', asked for is 'mini'" in other.stderr
+
+    resumed = run("--data", text, "--out", out, "--steps", 9, "--resume", *SMALL)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed at step 6" in resumed.stdout
+    assert sorted(losses(out)) == [1, 3, 6, 9]
+
+    again = run("--data", text, "--out", out, "--steps", 3, "--overwrite", "--ranks", 1, *SMALL)
+    assert again.returncode == 0, again.stderr
+    assert "1 rank on cpu (none)" in again.stdout
+    assert sorted(losses(out)) == [1, 3]
+    assert sorted(read_run(out).spans_of_rank) == [0]
+
+
+def test_under_torchrun_it_takes_part(tmp_path, text):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN]
+    arguments = ["--data", text, "--out", tmp_path / "run", "--steps", 3, "--sync", "full-shard", *SMALL]
+    told = run(*arguments, program=torchrun)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("held-out loss") == 3  # before, after step 3, at the end: one rank speaks
+    assert sorted(losses(tmp_path / "run")) == [1, 3]
+    assert sorted(read_run(tmp_path / "run").spans_of_rank) == [0, 1]
+
+    refused = run(*arguments, program=torchrun)
+    assert refused.returncode != 0
+    assert "holds a run already" in refused.stderr
+    more = run(*arguments, "--overwrite", "--ranks", 3, program=torchrun)
+    assert "ranks=3, but torchrun started 2" in more.stderr
+
+
+def test_token_file(tmp_path):
+    np.tile(np.arange(300, dtype="<u2"), 20).tofile(tmp_path / "words.bin")
+    told = run(
+        "--data", tmp_path / "words.bin", "--out", tmp_path / "run", "--steps", 2, "--ranks", 1, *SMALL
+    )
+    assert told.returncode == 0, told.stderr
+    assert "vocabulary 300" in told.stdout
+    small = run("--data", tmp_path / "words.bin", "--out", tmp_path / "b", "--vocabulary", 256, *SMALL)
+    assert small.returncode == 2
+    assert "the data hold token 299, but vocabulary=256" in small.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--sync bukketed", "did you mean 'bucketed'"),
+        ("--size smal", "did you mean 'small'"),
+        ("--bucket-mib 0", "one bucket per parameter is called 'naive'"),
+        ("--bucket-mib -4", "must be above 0"),
+        ("--sync naive --bucket-mib 4", "which has no bucket size"),
+        ("--ranks 0", "ranks=0"),
+        ("--steps 0", "steps=0"),
+        ("--batch-size -3", "batch_size=-3"),
+        ("--lr -1", "lr=-1.0"),
+        ("--clip nan", "clip=nan"),
+        ("--threads 0", "threads=0"),
+        ("--device tpu", "unknown device 'tpu'"),
+        ("--resume --overwrite", "exclude each other"),
+        ("--resume", "leave --resume out"),
+        ("--data {tmp}/nowhere", "there is no such file or folder"),
+        ("--data {tmp}/empty.txt", "is an empty file"),
+        ("--data {tmp}/short.txt --context 16 --batch-size 30", "less data than one batch"),
+        ("--data {tmp}/short.txt --context 16 --ranks 60 --batch-size 1", "more ranks than data: 60 ranks"),
+        ("--data {tmp}/odd.bin", "not whole 16-bit token numbers"),
+        ("--out {tmp}/short.txt/run", "can't write the run folder"),
+        ("--steps many", "not a valid integer|valid integer"),
+        ("--stepz 4", "No such option"),
+    ],
+)
+def test_bad_input_is_one_clear_message(tmp_path, arguments, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("a short text. " * 50)
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    given = arguments.format(tmp=tmp_path).split()
+    told = run(*(given if "--out" in given else [*given, "--out", tmp_path / "run"]), timeout=60)
+    assert told.returncode == 2
+    assert any(part in told.stderr for part in message.split("|")), told.stderr
+    assert "Traceback" not in told.stderr + told.stdout
+    assert told.stdout == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_failure_of_a_rank_is_told_without_a_traceback(tmp_path, text):
+    told = run("--data", text, "--out", tmp_path / "run", "--lr", "1e30", "--clip", 0, *SMALL)
+    assert told.returncode == 1
+    assert "training diverged" in told.stderr
+    assert "Traceback" not in told.stderr + told.stdout
+
+
+def test_bad_input_is_refused_before_torch_is_loaded():
+    code = (
+        "import sys; sys.argv[1:] = ['train', '--sync', 'bukketed']\n"
+        "from paceline.cli.app import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert 'paceline.train.start' in sys.modules\n"
+        "sys.exit(3 if 'torch' in sys.modules else 0)\n"
+    )
+    assert run(program=["-c", code]).returncode == 0
+
+
+def test_run_folder_is_json_throughout(tmp_path, text):
+    told = run("--data", text, "--out", tmp_path / "run", "--steps", 1, "--ranks", 1, *SMALL)
+    assert told.returncode == 0, told.stderr
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert {"command", "started", "settings", "world", "versions", "parameters", "result"} <= facts.keys()
+    assert facts["result"]["last held-out loss"] == losses(tmp_path / "run")[1]
