@@ -28,20 +28,18 @@ import torch
 from paceline import trace
 from paceline.errors import SyncError
 from paceline.sync import ledger
-from paceline.sync.bucket import Bucket, Piece, Slot, storage_dtype
-from paceline.sync.flight import Flight
-from paceline.sync.late import LateGradients
+from paceline.sync.bucket import Slot, storage_dtype
+from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.settle import agree_order, build_buckets
 from paceline.sync.timings import SyncTimings
-from paceline.sync.weights import Weights
 from paceline.sync.wire import Wire
 
 __all__ = ["Reducer"]
 
 
-class Reducer:
+class Reducer(Gradients):
     """Synchronises the gradients of a list of parameters.
 
     Args:
@@ -61,23 +59,15 @@ class Reducer:
         reduce_dtype: torch.dtype | None = None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
-        self.wire, self.plan, self.reduce_dtype = wire, plan, reduce_dtype
-        self.sharded = plan.shard == "optimizer" and wire.size > 1
+        super().__init__(named, wire, plan)
+        self.reduce_dtype = reduce_dtype
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
-        self.slots = [Slot(index, name, param) for index, (name, param) in enumerate(named)]
-        self.flight = Flight(wire, sharded=self.sharded, overlap=plan.overlap)
-        self.weights = Weights(wire.rank, wire.size)
         self.sync_enabled = True
         """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
-        self.step = 0
-        """Rounds so far: optimizer steps, where every step has one."""
 
         self._open = False  # a backward is under way
         self._syncing = False  # ... and closes with a round
-        self._local = False  # the views hold gradients of this rank that no round has seen
-        self._reduced = False  # the views hold the result of a round
         self._order: list[int] = []  # firings of the first backward
-        self._late = LateGradients()
         self._ids = {id(param) for _, param in [*named, *frozen]}
         self._handles = [
             slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot.index))
@@ -86,16 +76,6 @@ class Reducer:
         weakref.finalize(self, _remove, self._handles)
 
     # ------------------------------------------------------------------ what the rest of Paceline asks
-
-    @property
-    def settled(self) -> bool:
-        """Whether the buckets exist (see [Note: the first round])."""
-        return bool(self.buckets)
-
-    @property
-    def device(self) -> torch.device:
-        """Where gradients are, as far as they are on one device."""
-        return self.slots[0].param.device if self.slots else torch.device("cpu")
 
     @property
     def splits_gradients(self) -> bool:
@@ -121,29 +101,9 @@ class Reducer:
         return [(bucket.flat.nbytes, [slot.name for slot in bucket.slots]) for bucket in self.buckets]
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets in launch order; none before the first round."""
-        return self.flight.buckets
-
-    @property
     def timings(self) -> SyncTimings:
         """What the latest round cost this rank."""
         return self.flight.timings
-
-    def pieces(self) -> list[Piece]:
-        """Return this rank's parts of the parameters, in bucket order; sharded plans, after the first round."""
-        return [
-            piece
-            for bucket in self.buckets
-            if bucket.slots
-            for piece in bucket.pieces(self.wire.rank, self.wire.size)
-        ]
-
-    def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
-        if self.sharded:
-            return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
-        return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the parameters; every rank has them whole."""
@@ -188,68 +148,6 @@ class Reducer:
             self._carry()
         self.weights.samples += samples or 0.0
         self.flight.open()
-
-    def _kept(self) -> set[int]:
-        """Return the slots whose gradients were not dropped by zero_grad()."""
-        if self.sharded and self._reduced:  # a sharded result is not in param.grad
-            return {slot.index for slot in self.slots if slot.used}
-        return {slot.index for slot in self.slots if slot.param.grad is not None}
-
-    def _kept_elsewhere(self) -> bool:
-        """Tell whether gradients outside the slots were kept."""
-        return False
-
-    def _attach(self, kept: set[int]) -> None:
-        """Make every gradient a view into its bucket, zeroed where nothing was kept."""
-        for bucket in self.buckets:
-            bucket.pending, bucket.launched = len(bucket.slots), False
-            fresh = not any(slot.index in kept for slot in bucket.slots)
-            if fresh:
-                bucket.flat.zero_()
-            for slot in bucket.slots:
-                slot.fired = 0
-                if not fresh:
-                    self._restore(slot, slot.index in kept)
-                else:
-                    slot.used = False
-                slot.param.grad = None if slot.staged else slot.view
-
-    def _attach_early(self, slot: Slot) -> None:
-        """Before there are buckets: keep what was not dropped, in the dtype of the reduction."""
-        slot.fired, slot.used = 0, slot.param.grad is not None
-        if not slot.used:
-            slot.early = None
-        elif slot.early is not None:
-            slot.param.grad = None
-
-    def _restore(self, slot: Slot, keep: bool) -> None:
-        """Bring a slot's view up to date with what the program did to ``param.grad``."""
-        slot.used = keep
-        grad = slot.param.grad
-        if not keep:
-            slot.view.zero_()
-        elif grad is not None and grad is not slot.view and not slot.staged:
-            slot.view.copy_(grad.detach())
-
-    def _carry(self) -> None:
-        """Take reduced gradients into this round, so that they count once; see `Weights.carry`."""
-        self._reduced = False
-        self._carry_results(self.weights.carry())
-
-    def _carry_results(self, factor: float) -> None:
-        if self.sharded:
-            for bucket, low, high in self.flight.own_parts():
-                bucket.flat[:low].zero_()
-                bucket.flat[high:].zero_()
-                bucket.flat[low:high].mul_(factor)
-        elif not self.weights.equal:  # where ranks count the same, the mean of the result is the result
-            torch._foreach_mul_(self._results(), factor if self.wire.rank == 0 else 0.0)
-
-    def _results(self) -> list[torch.Tensor]:
-        """Return the memory of this rank's part of the result."""
-        if self.settled:
-            return [bucket.flat[low:high] for bucket, low, high in self.flight.own_parts()]
-        return [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
     # ------------------------------------------------------------------ hooks
 
@@ -302,27 +200,6 @@ class Reducer:
             return False
         self.finish(failed=True)
         return True
-
-    def _refuse_sparse(self, slot: Slot) -> None:
-        if slot.param.grad is not None and slot.param.grad.is_sparse:
-            slot.param.grad = None
-            raise SyncError(
-                f"parameter {slot.name!r} has a sparse gradient",
-                rank=self.wire.rank,
-                step=self.step,
-                remedy="build the embedding with sparse=False",
-            )
-
-    def _move_in(self, slot: Slot) -> None:
-        """Take a gradient that autograd put elsewhere (staged dtype, create_graph, set by the program)."""
-        grad = slot.param.grad
-        assert grad is not None, "the hook runs after accumulation"
-        if slot.staged:
-            slot.view.add_(grad.detach())
-            slot.param.grad = None
-        else:
-            slot.view.copy_(grad.detach())
-            slot.param.grad = slot.view
 
     # ------------------------------------------------------------------ finish
 
@@ -402,10 +279,6 @@ class Reducer:
             self._late.reduce(self.slots, self.wire, self.device, mean=weights.equal and not self.sharded)
         return page
 
-    def _used_flags(self) -> list[bool]:
-        """Return for every parameter whether this rank has a gradient."""
-        return [slot.used or slot.fired > 0 for slot in self.slots]
-
     # ------------------------------------------------------------------ conclude
 
     def _conclude(self, page: ledger.Page, failed: bool) -> None:
@@ -424,24 +297,6 @@ class Reducer:
         self._scale(self.weights.close(page, summed=self.sharded))
         self._attach_result(page)
         self._reduced = True
-
-    def _attach_result(self, page: ledger.Page) -> None:
-        """Show the result as ``param.grad`` where any rank has a gradient."""
-        for slot, used in zip(self.slots, page.used, strict=False):
-            slot.used = used
-            slot.show(used and not self.sharded)  # of a shard nothing is shown rather than a wrong number
-
-    def _scale(self, factor: float) -> None:
-        """Multiply the result, where that changes it."""
-        if factor != 1.0 and (results := self._results()):
-            torch._foreach_mul_(results, factor)
-
-    def drop(self) -> None:
-        """Forget all gradients, as zero_grad() does."""
-        for slot in self.slots:
-            slot.param.grad, slot.early, slot.used, slot.fired = None, None, False, 0
-        self._late.clear()
-        self._local, self._reduced, self.weights.samples = False, False, 0.0
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:

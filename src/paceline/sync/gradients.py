@@ -1,0 +1,189 @@
+"""Where gradients are while rounds come and go: in autograd's hands, in the buckets, shown or dropped.
+
+[Note: carried gradients] A gradient that was already reduced and not dropped by zero_grad() must count once,
+not once per rank. So one rank carries it into the next round and the others start from zero; when sharded,
+each rank carries its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.errors import SyncError
+from paceline.sync.bucket import Bucket, Piece, Slot
+from paceline.sync.flight import Flight
+from paceline.sync.late import LateGradients
+from paceline.sync.ledger import Page
+from paceline.sync.plan import Sync
+from paceline.sync.weights import Weights
+from paceline.sync.wire import Wire
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The gradients of a list of parameters on one rank.
+
+    Args:
+        named: the trainable parameters with their names, in registration order, each once.
+        wire: the ranks.
+        plan: how gradients are synchronised.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], wire: Wire, plan: Sync) -> None:
+        self.wire, self.plan = wire, plan
+        self.sharded = plan.shard == "optimizer" and wire.size > 1
+        self.slots = [Slot(index, name, param) for index, (name, param) in enumerate(named)]
+        self.flight = Flight(wire, sharded=self.sharded, overlap=plan.overlap)
+        self.weights = Weights(wire.rank, wire.size)
+        self.step = 0
+        """Rounds so far: optimizer steps, where every step has one."""
+
+        self._local = False  # there are gradients of this rank that no round has seen
+        self._reduced = False  # there is the result of a round
+        self._late = LateGradients()
+
+    # ------------------------------------------------------------------ what they are
+
+    @property
+    def settled(self) -> bool:
+        """Whether the buckets exist (see [Note: the first round])."""
+        return bool(self.buckets)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets in launch order; none before the first round."""
+        return self.flight.buckets
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are, as far as they are on one device."""
+        return self.slots[0].param.device if self.slots else torch.device("cpu")
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's parts of the parameters, in bucket order; sharded plans, after the first round."""
+        return [
+            piece
+            for bucket in self.buckets
+            if bucket.slots
+            for piece in bucket.pieces(self.wire.rank, self.wire.size)
+        ]
+
+    def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
+        if self.sharded:
+            return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
+        return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
+
+    # ------------------------------------------------------------------ before backward
+
+    def _kept(self) -> set[int]:
+        """Return the slots whose gradients were not dropped by zero_grad()."""
+        if self.sharded and self._reduced:  # a sharded result is not in param.grad
+            return {slot.index for slot in self.slots if slot.used}
+        return {slot.index for slot in self.slots if slot.param.grad is not None}
+
+    def _kept_elsewhere(self) -> bool:
+        """Tell whether gradients outside the slots were kept."""
+        return False
+
+    def _attach(self, kept: set[int]) -> None:
+        """Make every gradient a view into its bucket, zeroed where nothing was kept."""
+        for bucket in self.buckets:
+            bucket.pending, bucket.launched = len(bucket.slots), False
+            fresh = not any(slot.index in kept for slot in bucket.slots)
+            if fresh:
+                bucket.flat.zero_()
+            for slot in bucket.slots:
+                slot.fired = 0
+                if not fresh:
+                    self._restore(slot, slot.index in kept)
+                else:
+                    slot.used = False
+                slot.param.grad = None if slot.staged else slot.view
+
+    def _attach_early(self, slot: Slot) -> None:
+        """Before there are buckets: keep what was not dropped, in the dtype of the reduction."""
+        slot.fired, slot.used = 0, slot.param.grad is not None
+        if not slot.used:
+            slot.early = None
+        elif slot.early is not None:
+            slot.param.grad = None
+
+    def _restore(self, slot: Slot, keep: bool) -> None:
+        """Bring a slot's view up to date with what the program did to ``param.grad``."""
+        slot.used = keep
+        grad = slot.param.grad
+        if not keep:
+            slot.view.zero_()
+        elif grad is not None and grad is not slot.view and not slot.staged:
+            slot.view.copy_(grad.detach())
+
+    def _carry(self) -> None:
+        """Take reduced gradients into this round, so that they count once; see [Note: carried gradients]."""
+        self._reduced = False
+        self._carry_results(self.weights.carry())
+
+    def _carry_results(self, factor: float) -> None:
+        if self.sharded:
+            for bucket, low, high in self.flight.own_parts():
+                bucket.flat[:low].zero_()
+                bucket.flat[high:].zero_()
+                bucket.flat[low:high].mul_(factor)
+        elif not self.weights.equal:  # where ranks count the same, the mean of the result is the result
+            torch._foreach_mul_(self._results(), factor if self.wire.rank == 0 else 0.0)
+
+    # ------------------------------------------------------------------ in backward
+
+    def _move_in(self, slot: Slot) -> None:
+        """Take a gradient that autograd put elsewhere (staged dtype, create_graph, set by the program)."""
+        grad = slot.param.grad
+        assert grad is not None, "the hook runs after accumulation"
+        if slot.staged:
+            slot.view.add_(grad.detach())
+            slot.param.grad = None
+        else:
+            slot.view.copy_(grad.detach())
+            slot.param.grad = slot.view
+
+    def _refuse_sparse(self, slot: Slot) -> None:
+        if slot.param.grad is not None and slot.param.grad.is_sparse:
+            slot.param.grad = None
+            raise SyncError(
+                f"parameter {slot.name!r} has a sparse gradient",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="build the embedding with sparse=False",
+            )
+
+    # ------------------------------------------------------------------ after it
+
+    def _used_flags(self) -> list[bool]:
+        """Return for every parameter whether this rank has a gradient."""
+        return [slot.used or slot.fired > 0 for slot in self.slots]
+
+    def _results(self) -> list[torch.Tensor]:
+        """Return the memory of this rank's part of the result."""
+        if self.settled:
+            return [bucket.flat[low:high] for bucket, low, high in self.flight.own_parts()]
+        return [slot.param.grad for slot in self.slots if slot.param.grad is not None]
+
+    def _scale(self, factor: float) -> None:
+        """Multiply the result, where that changes it."""
+        if factor != 1.0 and (results := self._results()):
+            torch._foreach_mul_(results, factor)
+
+    def _attach_result(self, page: Page) -> None:
+        """Show the result as ``param.grad`` where any rank has a gradient."""
+        for slot, used in zip(self.slots, page.used, strict=False):
+            slot.used = used
+            slot.show(used and not self.sharded)  # of a shard nothing is shown rather than a wrong number
+
+    def drop(self) -> None:
+        """Forget all gradients, as zero_grad() does."""
+        for slot in self.slots:
+            slot.param.grad, slot.early, slot.used, slot.fired = None, None, False, 0
+        self._late.clear()
+        self._local, self._reduced, self.weights.samples = False, False, 0.0
