@@ -1,0 +1,1 @@
+"""Measurements: contestants take turns in the same processes, and every number says how it was obtained."""

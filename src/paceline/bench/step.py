@@ -1,0 +1,139 @@
+"""`paceline bench step`: what one training step takes, by strategy and bucket size, with torch in the same table.
+
+Method. All contestants live in the same processes and process group and take turns (A B C … in rounds, see
+`paceline.bench.turns`), so that whatever else the machine does meets all of them; numbers are medians, ratios
+are taken within a round (`paceline.bench.rounds`). Before that, each runs five steps from the same seed on the same
+data, and its parameters must agree with torch DDP's. Calls and bytes are counted afterwards, in steps that are
+not timed. Peak memory needs processes without other contestants: one fresh set of ranks for each.
+`paceline.bench.results` says for each column how it is obtained.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from paceline.bench.entries import Entry, entries
+from paceline.bench.progress import TurnBar
+from paceline.bench.results import Row, make_rows
+from paceline.bench.settings import StepSettings
+from paceline.errors import UsageError
+from paceline.lm.sizes import size_of
+from paceline.machine import machine
+from paceline.units import format_bytes
+
+__all__ = ["StartRanks", "measure_steps", "result", "run_job"]
+
+_BYTES_PER_PARAMETER = 24  # float32: parameter, gradient, two of AdamW, a bucket or a copy, and some room
+
+
+class StartRanks(Protocol):
+    """Runs ``python *argv`` as `ranks` processes of one world and returns when all have ended well."""
+
+    def __call__(self, argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None: ...
+
+
+def measure_steps(settings: StepSettings, start: StartRanks) -> list[Row]:
+    """Measure and return the rows of all models.
+
+    Args:
+        settings: what to measure.
+        start: starts the ranks, such as `paceline.launch.local.run_ranks`.
+
+    Raises:
+        UsageError: the contestants would not fit into memory side by side.
+        RankFailed: a rank ended with an error.
+    """
+    plans = {name: _contestants(settings, name) for name in settings.sizes}
+    for name, peer_of in plans.items():
+        _check_memory(settings, name, len(peer_of))
+    rows = []
+    for name, peer_of in plans.items():
+        found = run_job(settings, start, "time", name, list(peer_of))
+        peaks = _peaks(settings, start, name, list(peer_of))
+        rows += make_rows(name, settings.ranks, peer_of, found, peaks)
+    return rows
+
+
+def result(settings: StepSettings, rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """Return a measurement for JSON: the command that made it, this machine, the settings and the rows."""
+    here = machine()
+    return {
+        "kind": "bench-step",
+        "schema": 1,
+        "command": command,
+        "machine": {
+            "cpu": here.cpu,
+            "usable_cores": here.usable_cores,
+            "memory_nbytes": here.memory_nbytes,
+            "system": here.system,
+            "python": here.python,
+            "torch": here.torch.version if here.torch else "",
+            "gpus": [asdict(gpu) for gpu in here.torch.gpus] if here.torch else [],
+        },
+        "settings": settings.to_json(),
+        "rows": [row.to_json() for row in rows],
+    }
+
+
+def _contestants(settings: StepSettings, name: str) -> dict[Entry, Entry | None]:
+    return entries(settings.strategies, settings.bucket_mib, 4 * size_of(name).parameters())
+
+
+def _check_memory(settings: StepSettings, name: str, contestants: int) -> None:
+    """Refuse before anything is started what the machine has no memory for."""
+    needed = settings.ranks * contestants * size_of(name).parameters() * _BYTES_PER_PARAMETER
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise UsageError(
+            f"{contestants} contestants of size {name!r} on {settings.ranks} ranks need about "
+            f"{format_bytes(needed)}; {format_bytes(available)} are available",
+            remedy="give fewer --strategies or --bucket-mib, or a smaller --size",
+        )
+
+
+def _peaks(settings: StepSettings, start: StartRanks, name: str, everyone: list[Entry]) -> list[float | None]:
+    """Return each contestant's peak memory in bytes."""
+    if not settings.memory:
+        return [None] * len(everyone)
+    peaks = []
+    with TurnBar(f"{name}, {settings.ranks} ranks, memory", len(everyone)) as tick:
+        for entry in everyone:
+            peaks.append(run_job(settings, start, "memory", name, [entry])["peak_nbytes"])
+            tick()
+    return peaks
+
+
+def run_job(
+    settings: StepSettings, start: StartRanks, kind: str, name: str, everyone: Sequence[Entry]
+) -> dict[str, Any]:
+    """Start the ranks for one job of `paceline.bench.worker` and return what rank 0 wrote.
+
+    Args:
+        settings: as for `measure_steps`.
+        start: as for `measure_steps`.
+        kind: ``"time"`` everyone in turn, or measure the peak ``"memory"`` of the first one.
+        name: the model's name.
+        everyone: who takes part.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        job, out = Path(folder) / "job.json", Path(folder) / "found.json"
+        description = {
+            "kind": kind,
+            "size": name,
+            "settings": settings.to_json(),
+            "entries": [entry.to_json() for entry in everyone],
+            "out": str(out),
+        }
+        job.write_text(json.dumps(description), encoding="utf-8")
+        env = {"OMP_NUM_THREADS": str(settings.threads), "KINETO_LOG_LEVEL": "99"}
+        if kind == "memory":
+            env["MALLOC_ARENA_MAX"] = "1"  # else what a thread leaves unused in its own heap blurs the peak
+        start(["-m", "paceline.bench.worker", str(job)], settings.ranks, env=env)
+        return json.loads(out.read_text(encoding="utf-8"))

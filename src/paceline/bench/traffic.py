@@ -1,0 +1,106 @@
+"""What a step hands to communication, whoever issues it: calls, bytes, and how long calls are under way.
+
+Both are seen from outside, so Paceline and torch are counted by the same rule:
+
+- *Calls and bytes*: every collective of ``torch.distributed`` passes torch's dispatcher, where a dispatch
+  mode sees it with its tensors. The payload of a call is the larger of what goes in and what comes out, as it
+  is in that rank's memory: the whole tensor for an all-reduce, the whole input of a reduce-scatter, the whole
+  output of an all-gather. N-1 sends with as many receives are counted as the one collective among N ranks
+  that they make up, its payload N times the message.
+- *Time*: the profiler records each call from its launch to its completion. Calls overlap, so what is returned
+  is the time in which at least one was under way.
+
+Both slow a step down, so neither runs in a timed step.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Traffic", "count_traffic", "covered_seconds", "seconds_under_way"]
+
+_NOT_DATA = ("barrier", "monitored_barrier_")
+_BACKENDS = ("gloo:", "nccl:")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives that one rank launched in one step, and the bytes of their payloads."""
+
+    calls: float
+    nbytes: float
+
+
+class _Ear(TorchDispatchMode):
+    """Notes the payload of every collective and every received message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.payloads: list[int] = []
+        self.received: list[int] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().split("::")[1]
+            payload = max((_nbytes(arg) for arg in args), default=0)
+            if name.startswith("recv"):
+                self.received.append(payload)
+            elif not name.startswith("send") and name not in _NOT_DATA and payload:
+                self.payloads.append(payload)
+        return func(*args, **(kwargs or {}))
+
+
+def _nbytes(arg: object) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(arg) if isinstance(leaf, torch.Tensor))
+
+
+def count_traffic(step: Callable[[], object], ranks: int) -> Traffic:
+    """Run `step` once and return what this rank handed to communication; `ranks` is the world size."""
+    with _Ear() as ear:
+        step()
+    peers = max(1, ranks - 1)
+    return Traffic(
+        calls=len(ear.payloads) + len(ear.received) / peers,
+        nbytes=sum(ear.payloads) + sum(ear.received) * ranks / peers,
+    )
+
+
+def seconds_under_way(steps: Callable[[], object]) -> float:
+    """Run `steps` under the profiler and return the time in which some call was under way."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        steps()
+    with tempfile.TemporaryDirectory(prefix="paceline-profile-") as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))  # far cheaper than profiler.events()
+        events = json.loads(trace.read_bytes())["traceEvents"]
+    spans = [
+        (event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
+        for event in events
+        if event.get("name", "").startswith(_BACKENDS) and "dur" in event
+    ]
+    return covered_seconds(spans)
+
+
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how much time the spans ``(start, end)`` cover together, counting overlaps once."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered

@@ -1,0 +1,158 @@
+"""``paceline bench``: measurements that end in a table, JSON, CSV and charts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.bench.results import Row
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.callback()
+def bench() -> None:
+    """Measure, with torch in the same table."""
+
+
+@app.command()
+def step(
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    size: Annotated[str, typer.Option(help="Reference models, separated by commas.")] = "tiny,mini",
+    batch_size: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 2,
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps of a contestant's turn.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 15,
+    bucket_mib: Annotated[
+        str, typer.Option(help="Bucket sizes in MiB, separated by commas; inf: one for all.")
+    ] = "0.25,1,5,25,inf",
+    threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
+    strategies: Annotated[
+        str | None, typer.Option(help="Who takes part, separated by commas; torch DDP always does.")
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory too, each contestant in processes of its own.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Decides initial weights and batches.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
+    ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Write the table there.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write step.json, step.csv and charts there.")
+    ] = None,
+) -> None:
+    """Time training steps: every strategy and bucket size, no synchronisation, and torch DDP at its best.
+
+    Exits with 1 if a strategy's parameters differ from those of torch DDP.
+    """
+    from paceline.bench.entries import parse_bucket
+    from paceline.bench.settings import StepSettings
+    from paceline.bench.step import measure_steps, result
+    from paceline.launch.local import run_ranks
+
+    chosen = {} if strategies is None else {"strategies": _names(strategies)}
+    settings = StepSettings(
+        ranks=ranks,
+        sizes=_names(size),
+        batch_size=batch_size,
+        context=context,
+        steps=steps,
+        rounds=rounds,
+        bucket_mib=tuple(parse_bucket(text) for text in _names(bucket_mib)),
+        threads=threads,
+        memory=memory,
+        seed=seed,
+        **chosen,
+    )
+    writer_of = _writers(json_file, csv_file, out)
+    rows = measure_steps(settings, run_ranks)
+    _show(rows)
+    measured = result(settings, rows, shlex.join(["paceline", *sys.argv[1:]]))
+    for path, write in writer_of.items():
+        write(path, rows, measured)
+        typer.echo(path)
+    if any(row.exact is False for row in rows):
+        raise typer.Exit(1)
+
+
+_Writer = Callable[[Path, "list[Row]", Mapping[str, object]], None]
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
+    """Return what will be written where, once it is clear that it can be: no measurement shall be lost.
+
+    Raises:
+        UsageError: a file can't be written, or there is nothing to draw charts with.
+    """
+    from paceline.cli import bench_charts
+
+    writer_of: dict[Path, _Writer] = {}
+    if json_file is not None:
+        writer_of[json_file] = _write_json
+    if csv_file is not None:
+        writer_of[csv_file] = _write_csv
+    if out is not None:
+        bench_charts.check()
+        writer_of |= {out / "step.json": _write_json, out / "step.csv": _write_csv}
+        for suffix in (".png", ".svg"):
+            writer_of[out / f"step-breakdown{suffix}"] = lambda path, rows, _: bench_charts.breakdown(
+                path, rows
+            )
+            writer_of[out / f"step-buckets{suffix}"] = lambda path, rows, _: bench_charts.buckets(path, rows)
+    for path in writer_of:
+        _check_writable(path)
+    return writer_of
+
+
+def _check_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"can't write {path}: {error.strerror}", remedy="name a file in a folder that you may write to"
+        ) from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"can't write {path}", remedy="name a file in a folder that you may write to")
+
+
+def _write_json(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(measured, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _write_csv(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
+    from paceline.bench.results import write_csv
+
+    write_csv(path, rows)
+
+
+def _show(rows: list[Row]) -> None:
+    """Print one table per model, as wide as it needs to be."""
+    from rich.console import Console
+
+    from paceline.bench.table import FOOTER, table
+
+    for model in dict.fromkeys(row.model for row in rows):
+        made = table([row for row in rows if row.model == model])
+        console = Console(highlight=False)
+        needed = console.measure(made, options=console.options.update(width=1000)).maximum
+        Console(highlight=False, width=max(console.width, needed)).print(made, "")
+    typer.echo(FOOTER)

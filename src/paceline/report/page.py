@@ -1,0 +1,242 @@
+"""One HTML page about a run: what ran, where the time went, what limits. The only file that needs jinja2.
+
+The page holds everything it shows, loads nothing, follows the reader's choice of light or dark and can be read
+on a phone: each chart is in it twice, drawn wide and narrow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UsageError
+from paceline.report.charts import COLOUR_OF_PHASE, Bar, Chart, Line, breakdown, curve
+from paceline.report.records import Run, read_run
+from paceline.report.summary import PHASES, RankTime, Summary, summarize
+from paceline.report.words import headline
+from paceline.units import format_bytes, format_count, format_seconds
+
+__all__ = ["render", "write_report"]
+
+_RANKS_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class _Tile:
+    name: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """A chart as the page shows it: two drawings, what it tells in words, and perhaps a table (head first)."""
+
+    title: str
+    told: str
+    desk: str
+    phone: str
+    table: Sequence[Sequence[str]] = ()
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``report.html`` into the run folder and return its path; the file is whole or not there at all.
+
+    Raises:
+        UsageError: `run_dir` is no run folder or can't be written, or the ``report`` extra is not installed.
+    """
+    path, growing = run_dir / "report.html", run_dir / f".report-{os.getpid()}.tmp"
+    page = render(read_run(run_dir))
+    try:
+        growing.write_text(page, encoding="utf-8")
+        os.replace(growing, path)
+    except OSError as error:
+        growing.unlink(missing_ok=True)
+        raise UsageError(
+            f"can't write {path}: {error.strerror}", remedy="make the folder writable"
+        ) from error
+    return path
+
+
+def render(run: Run) -> str:
+    """Return the page about `run` as HTML.
+
+    Raises:
+        UsageError: the ``report`` extra is not installed.
+    """
+    summary = summarize(run)
+    return _template().render(
+        title=f"Run {run.folder.resolve().name}",
+        subtitle=_subtitle(run, summary),
+        command=str(run.facts.get("command", "")),
+        notes=run.notes,
+        sentences=headline(summary),
+        tiles=_tiles(summary),
+        charts=_figures(run, summary),
+        sample=run.sample.strip("\n"),
+        groups=_groups(run.facts),
+        colour_of_phase=COLOUR_OF_PHASE,
+    )
+
+
+def _template() -> Any:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise UsageError(
+            "the report needs jinja2, which is not installed", remedy="pip install 'paceline[report]'"
+        ) from error
+    source = files("paceline.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    room = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return room.from_string(source)
+
+
+def _subtitle(run: Run, summary: Summary) -> str:
+    world = run.facts.get("world")
+    size = world.get("size") if isinstance(world, Mapping) else None
+    ranks = size if isinstance(size, int) else len(run.spans_of_rank)
+    parts = [f"{ranks} rank{'' if ranks == 1 else 's'}"] if ranks else []
+    parameters = run.facts.get("parameters")
+    if isinstance(parameters, int | float):
+        parts.append(f"{format_count(parameters)} parameters")
+    parts.append(f"{summary.steps} steps")
+    if started := run.facts.get("started"):
+        parts.append(f"started {str(started).replace('T', ' ')}")
+    return " · ".join(parts)
+
+
+def _tiles(summary: Summary) -> list[_Tile]:
+    """Return the numbers that stand on top, those that the run recorded."""
+    tiles = []
+    if summary.tokens_per_second is not None:
+        tiles.append(
+            _Tile("speed", f"{format_count(summary.tokens_per_second)}/s", "tokens, all ranks, median")
+        )
+    if summary.step_seconds is not None:
+        tiles.append(_Tile("step", format_seconds(summary.step_seconds), "median"))
+    if summary.exposed_share is not None:
+        note = "for communication, " + ("mean of ranks" if summary.ranks else "rank 0")
+        tiles.append(_Tile("waiting", _percent(summary.exposed_share), note))
+    if summary.nbytes is not None:
+        calls = (
+            f"in {summary.calls:.0f} collectives" if summary.calls is not None else "handed to collectives"
+        )
+        tiles.append(_Tile("traffic a step", format_bytes(summary.nbytes), calls))
+    if summary.val_loss_last is not None:
+        tiles.append(
+            _Tile("held-out loss", f"{summary.val_loss_last:.3f}", f"from {summary.val_loss_first:.3f}")
+        )
+    elif summary.loss_last is not None:
+        tiles.append(_Tile("training loss", f"{summary.loss_last:.3f}", f"from {summary.loss_first:.3f}"))
+    return tiles
+
+
+def _figures(run: Run, summary: Summary) -> list[_Figure]:
+    figures = []
+    if summary.ranks:
+        figures.append(_where_time_goes(summary.ranks))
+    if len(run.steps) > 1:
+        figures.append(_loss(run))
+        later = run.steps[1:]  # the first step pays for what happens once
+        speed = [(step.step, step.tokens_per_second) for step in later if step.tokens_per_second is not None]
+        exposed = [(step.step, 100 * step.exposed_share) for step in later if step.exposed_share is not None]
+        if len(speed) > 1:
+            figures.append(
+                _over_steps("Speed", "Tokens per second of all ranks together.", "tokens/s", speed)
+            )
+        if len(exposed) > 1:
+            told = "Share of each step in which rank 0 stood still for communication."
+            figures.append(_over_steps("Exposed communication", told, "% of the step", exposed))
+    return figures
+
+
+def _where_time_goes(ranks: Sequence[RankTime]) -> _Figure:
+    shown = ranks[:_RANKS_SHOWN]
+    bars = [
+        Bar(f"rank {rank.rank}", {phase: 1e3 * rank.seconds[phase] / max(1, rank.steps) for phase in PHASES})
+        for rank in shown
+    ]
+    table = [["rank", *PHASES, "a step"]]
+    for rank in shown:
+        whole = format_seconds(rank.total / max(1, rank.steps))
+        table.append([str(rank.rank), *(_percent(rank.share(phase)) for phase in PHASES), whole])
+    told = "Mean time of a step on each rank. Exposed: the rank stands still for communication."
+    if len(ranks) > len(shown):
+        told += f" The first {len(shown)} of {len(ranks)} ranks."
+    return _both("Where the time goes", told, "time", lambda wide: breakdown({"": bars}, wide=wide), table)
+
+
+def _loss(run: Run) -> _Figure:
+    lines = [Line("training", [(step.step, step.loss) for step in run.steps])]
+    held_out = [(step.step, step.val_loss) for step in run.steps if step.val_loss is not None]
+    lines += [Line("held out", held_out)] if held_out else []
+    told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
+    return _both(
+        "Loss",
+        told,
+        "loss",
+        lambda wide: curve(lines, x="optimizer step", y="loss (nats per token)", wide=wide),
+    )
+
+
+def _over_steps(title: str, told: str, unit: str, points: Sequence[tuple[float, float]]) -> _Figure:
+    lines = [Line("", points)]
+    return _both(
+        title,
+        told,
+        title.split()[0].lower(),
+        lambda wide: curve(lines, x="optimizer step", y=unit, wide=wide, from_zero=True),
+    )
+
+
+def _both(
+    title: str, told: str, name: str, draw: Callable[[bool], Chart], table: Sequence[Sequence[str]] = ()
+) -> _Figure:
+    """Return a figure drawn twice, for a desk and for a phone."""
+    desk, phone = draw(True).inline_svg(f"{name}-desk"), draw(False).inline_svg(f"{name}-phone")
+    return _Figure(title, told, desk, phone, table)
+
+
+def _groups(facts: Mapping[str, object]) -> dict[str, dict[str, str]]:
+    """Return the facts of ``run.json`` as titled groups of names and values; what stands on top is left out."""
+    on_top = ("command", "started")
+    single = {
+        key: value for key, value in facts.items() if not isinstance(value, Mapping) and key not in on_top
+    }
+    groups: dict[str, Mapping[Any, object]] = {"run": single}
+    groups |= {key: value for key, value in facts.items() if isinstance(value, Mapping)}
+    return {
+        _plain(title): {_plain(key): _shown(value) for key, value in group.items()}
+        for title, group in groups.items()
+        if group
+    }
+
+
+def _plain(name: object) -> str:
+    return str(name).replace("_", " ")
+
+
+def _shown(value: object) -> str:
+    """Return a value of ``run.json`` for people."""
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}" if value >= 10_000 else str(value)
+        case float():
+            return f"{value:g}"
+        case list():
+            return ", ".join(_shown(item) for item in value)
+        case Mapping():
+            return ", ".join(f"{_plain(key)} {_shown(item)}" for key, item in value.items())
+    return str(value)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}\u00a0%"

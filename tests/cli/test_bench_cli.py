@@ -1,0 +1,133 @@
+"""``paceline bench step`` as a user meets it: what is refused, before anything is started, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from paceline.bench import step as measuring
+from paceline.bench.entries import Entry
+from paceline.bench.results import Row
+from paceline.bench.rounds import Split
+from paceline.cli import app as module
+
+
+def paceline(monkeypatch, *arguments):
+    """Run the command in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    return caught.value.code or 0
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Keep the command from starting ranks; returns the settings that it would have measured with."""
+    asked = []
+
+    def measure(settings, start):
+        asked.append(settings)
+        return [row("no-sync"), row("ddp", 1.0, best_ddp=True), row("sharded", 1.0)]
+
+    monkeypatch.setattr(measuring, "measure_steps", measure)
+    return asked
+
+
+def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
+    return Row(
+        model="tiny",
+        entry=Entry(strategy, bucket_mib),
+        ranks=2,
+        step_ms=10.0,
+        ratio_to_ddp=1.0,
+        peer=None,
+        ratio_to_peer=None,
+        split_ms=Split(2.0, 4.0, 3.0, 1.0),
+        calls=1,
+        ms_per_call=3.0,
+        mib=3.25,
+        peak_mib=None,
+        drift=drift,
+        best_ddp=best_ddp,
+        rounds=(10.0,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "tini"], "did you mean 'tiny'"),
+        (["--size", ","], "no model size"),
+        (["--strategies", "bukketed"], "did you mean 'bucketed'"),
+        (["--bucket-mib", "0"], "'0' is no bucket size"),
+        (["--bucket-mib", "-5"], "'-5' is no bucket size"),
+        (["--bucket-mib", "big"], "'big' is no bucket size"),
+        (["--bucket-mib", ","], "bucket sizes []"),
+        (["--ranks", "1"], "nobody to synchronise with"),
+        (["--steps", "0"], "--steps 0"),
+        (["--context", "1000"], "at most 128 tokens"),
+        (["--rounds", "many"], "--rounds"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):
+    assert paceline(monkeypatch, "bench", "step", *arguments) == 2
+    shown = capsys.readouterr().err
+    assert message in " ".join(shown.split())
+    assert "Traceback" not in shown
+    assert measured == []
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--out"])
+def test_a_file_that_cannot_be_written_is_known_before_measuring(
+    monkeypatch, capsys, measured, tmp_path, option
+):
+    (tmp_path / "file").write_text("")
+    assert paceline(monkeypatch, "bench", "step", option, tmp_path / "file" / "x") == 2
+    assert "can't write" in capsys.readouterr().err
+    assert measured == []
+
+
+def test_a_folder_is_no_json_file(monkeypatch, capsys, measured, tmp_path):
+    assert paceline(monkeypatch, "bench", "step", "--json", tmp_path) == 2
+    assert measured == []
+
+
+def test_charts_without_matplotlib_are_known_before_measuring(monkeypatch, capsys, measured, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert paceline(monkeypatch, "bench", "step", "--out", tmp_path) == 2
+    assert "pip install 'paceline[report]'" in capsys.readouterr().err
+    assert measured == []
+    assert paceline(monkeypatch, "bench", "step") == 0
+
+
+def test_options_become_settings(monkeypatch, measured):
+    arguments = ["--size", "tiny, mini", "--bucket-mib", "1,inf", "--no-memory", "--ranks", "3"]
+    assert paceline(monkeypatch, "bench", "step", *arguments) == 0
+    (settings,) = measured
+    assert (settings.sizes, settings.ranks, settings.memory) == (("tiny", "mini"), 3, False)
+    assert settings.bucket_mib == (1.0, float("inf"))
+    assert (settings.steps, settings.rounds, settings.threads) == (10, 15, 1)
+
+
+def test_the_table_is_printed_whole_however_narrow_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert paceline(monkeypatch, "bench", "step") == 0
+    shown = capsys.readouterr().out
+    (head,) = (line for line in shown.splitlines() if line.startswith("strategy"))
+    assert head.split()[-2:] == ["peak", "MiB"]
+    assert "…" not in shown
+
+
+def test_a_wrong_strategy_is_shown_and_fails_the_command(monkeypatch, capsys, tmp_path):
+    rows = [row("no-sync", drift=0.5), row("ddp", 1.0, best_ddp=True), row("sharded", 1.0, drift=0.01)]
+    monkeypatch.setattr(measuring, "measure_steps", lambda *_: rows)
+    assert paceline(monkeypatch, "bench", "step", "--out", tmp_path) == 1
+    assert "WRONG: 1.0e-02" in capsys.readouterr().out
+    assert (tmp_path / "step.json").exists()  # the numbers are kept: they say what is wrong
+
+
+def test_bench_alone_shows_what_there_is(monkeypatch, capsys):
+    assert paceline(monkeypatch, "bench") == 2
+    shown = capsys.readouterr()
+    assert "step" in shown.out + shown.err

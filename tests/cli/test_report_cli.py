@@ -1,0 +1,77 @@
+"""``paceline report`` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import webbrowser
+
+import pytest
+
+from paceline.cli import app as module
+
+
+def paceline(monkeypatch, *arguments):
+    """Run the command in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    return caught.value.code or 0
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    lines = [json.dumps({"step": step, "loss": 5.0 / step}) for step in range(1, 4)]
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def browser(monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: not opened.append(url))
+    return opened
+
+
+def test_the_page_is_written_and_named(monkeypatch, capsys, run, browser):
+    assert paceline(monkeypatch, "report", run) == 0
+    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    assert "3 steps" in (run / "report.html").read_text()
+    assert browser == []
+
+
+def test_the_browser_is_asked_only_by_option(monkeypatch, run, browser):
+    assert paceline(monkeypatch, "report", run, "--open") == 0
+    assert browser == [(run / "report.html").resolve().as_uri()]
+
+
+def test_without_a_browser_the_page_is_there_all_the_same(monkeypatch, capsys, run):
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)
+    assert paceline(monkeypatch, "report", run, "--open") == 0
+    assert "no web browser found" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run(monkeypatch, capsys, tmp_path, run):
+    assert paceline(monkeypatch, "report", tmp_path) == 2
+    shown = capsys.readouterr().err
+    assert "has no run.json" in shown
+    assert f"did you mean {run}?" in shown
+    assert paceline(monkeypatch, "report", tmp_path / "nothing") == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, run, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert paceline(monkeypatch, "report", run) == 2
+    shown = capsys.readouterr().err
+    assert "pip install 'paceline[report]'" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_run_is_asked_for(monkeypatch, capsys):
+    assert paceline(monkeypatch, "report") == 2
+    assert "Usage: paceline report" in capsys.readouterr().err
