@@ -25,8 +25,8 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Return the parameters of each bucket, buckets in the order in which they fill.
 
-    A bucket closes before the parameter that would take it over `cap`, so `cap` is kept unless one
-    parameter alone exceeds it.
+    A bucket is full when it reaches `cap`, as in torch's DistributedDataParallel; parameters are not split,
+    so it may hold up to one parameter more.
 
     Args:
         order: parameter indices in the order in which their gradients become ready.
@@ -35,21 +35,21 @@ def plan_buckets(
         cap: bytes per bucket; 0: one parameter each; ``math.inf``: one bucket per kind.
 
     Example:
-        >>> plan_buckets([2, 1, 0], nbytes=[8, 4, 4], kinds=["f", "f", "f"], cap=10)
+        >>> plan_buckets([2, 1, 0], nbytes=[8, 6, 4], kinds=["f", "f", "f"], cap=10)
         [[2, 1], [0]]
     """
     filling: dict[object, list[int]] = {}
     held: dict[object, int] = {}
-    closed: list[list[int]] = []
+    full: list[list[int]] = []
     for index in order:
         kind = kinds[index]
-        if kind in filling and (cap == 0 or held[kind] + nbytes[index] > cap):
-            closed.append(filling.pop(kind))
         if kind not in filling:
             filling[kind], held[kind] = [], 0
         filling[kind].append(index)
         held[kind] += nbytes[index]
-    return closed + list(filling.values())
+        if held[kind] >= cap:
+            full.append(filling.pop(kind))
+    return full + list(filling.values())
 
 
 def storage_dtype(param: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
@@ -78,6 +78,7 @@ class Slot:
         start: first element in `bucket.flat`; numel: elements there.
         view: the gradient in the bucket, shaped and strided as the parameter.
         staged: the bucket keeps another dtype than the parameter, so gradients are added to it.
+        stale: the view holds what zero_grad() dropped; it is zeroed right before it is written or sent.
         early: the gradient in the dtype of the reduction while there is no bucket; None where that is the
             parameter's own dtype.
     """
@@ -91,9 +92,16 @@ class Slot:
     start: int = 0
     numel: int = 0
     staged: bool = False
+    stale: bool = False
     early: torch.Tensor | None = None
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
+
+    def freshen(self) -> None:
+        """Zero the view if it is stale: next to its use, while it is in the cache."""
+        if self.stale:
+            self.view.zero_()
+            self.stale = False
 
     def keep_early(self, dtype: torch.dtype) -> None:
         """Add the gradient that autograd brought to `early`, where the reduction has another dtype."""
@@ -184,7 +192,9 @@ class Bucket:
             slot.start, slot.numel = used, storage_numel(slot.param)
             used = _round_up(used + slot.numel, ALIGN)
         total = _round_up(max(used + tail, 1), shards * (ALIGN if shards > 1 else 1))
-        self.flat = torch.zeros(total, dtype=dtype, device=device)
+        self._gaps = [(slot.start + slot.numel, _round_up(slot.start + slot.numel, ALIGN)) for slot in slots]
+        self._gaps.append((used, total))
+        self.flat = self._empty(dtype, total, device)
         self.ledger = self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
         for slot in slots:
@@ -198,10 +208,18 @@ class Bucket:
         bucket.ledger = bucket.flat[rank * length : (rank + 1) * length]
         return bucket
 
+    def _empty(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
+        """Return memory for the slots, zero between them; it takes no pages until slots are written."""
+        flat = torch.empty(numel, dtype=dtype, device=device)
+        for start, stop in self._gaps:
+            flat[start:stop].zero_()
+        return flat
+
     def adopt_gradients(self) -> None:
         """Move the parameters' gradients in, one by one, so that no second set of them exists."""
         for slot in self.slots:
             grad = slot.early if slot.early is not None else slot.param.grad
+            slot.stale = grad is None
             if grad is not None:
                 slot.view.copy_(grad.detach())
                 slot.param.grad, slot.early = None, None
@@ -210,7 +228,7 @@ class Bucket:
         """Move the parameters into one buffer laid out like the gradients, so that a shard is a slice."""
         dtype = self.slots[0].param.dtype
         real = dtype.to_real() if dtype.is_complex else dtype
-        self.params = torch.zeros(self.flat.numel(), dtype=real, device=self.flat.device)
+        self.params = self._empty(real, self.flat.numel(), self.flat.device)
         with torch.no_grad():
             for slot in self.slots:
                 place = _shaped(self.params, slot)

@@ -59,6 +59,8 @@ class Flight:
     def _launch(self, bucket: Bucket, mean: bool) -> None:
         started = time.perf_counter()
         bucket.launched = True
+        for slot in bucket.slots:
+            slot.freshen()
         if not bucket.slots:
             pending = self.wire.all_gather(bucket.flat)
         elif self.sharded:

@@ -90,18 +90,15 @@ class Gradients:
         return False
 
     def _attach(self, kept: set[int]) -> None:
-        """Make every gradient a view into its bucket, zeroed where nothing was kept."""
+        """Make every gradient a view into its bucket, stale where nothing was kept."""
         for bucket in self.buckets:
             bucket.pending, bucket.launched = len(bucket.slots), False
-            fresh = not any(slot.index in kept for slot in bucket.slots)
-            if fresh:
-                bucket.flat.zero_()
             for slot in bucket.slots:
                 slot.fired = 0
-                if not fresh:
-                    self._restore(slot, slot.index in kept)
-                else:
-                    slot.used = False
+                slot.used = slot.index in kept
+                slot.stale = not slot.used
+                if slot.used:
+                    self._restore(slot)
                 slot.param.grad = None if slot.staged else slot.view
 
     def _attach_early(self, slot: Slot) -> None:
@@ -112,13 +109,11 @@ class Gradients:
         elif slot.early is not None:
             slot.param.grad = None
 
-    def _restore(self, slot: Slot, keep: bool) -> None:
-        """Bring a slot's view up to date with what the program did to ``param.grad``."""
-        slot.used = keep
+    @staticmethod
+    def _restore(slot: Slot) -> None:
+        """Bring a view that is kept up to date with what the program did to ``param.grad``."""
         grad = slot.param.grad
-        if not keep:
-            slot.view.zero_()
-        elif grad is not None and grad is not slot.view and not slot.staged:
+        if grad is not None and grad is not slot.view and not slot.staged:
             slot.view.copy_(grad.detach())
 
     def _carry(self) -> None:

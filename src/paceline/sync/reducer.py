@@ -3,8 +3,9 @@
 A *round* is one synchronised backward. Every rank launches the same collectives in the same order and
 closes the round with the ledger, whatever happened to it in between; so ranks never drift apart.
 
-    begin     attach the gradients as views into the buckets; zero what zero_grad() dropped
-    (hooks)   a parameter's gradient is complete: count it; a full bucket is launched, in bucket order
+    begin     attach the gradients as views into the buckets
+    (hooks)   a gradient arrives: zero its view, if zero_grad() dropped what was there
+              a parameter's gradient is complete: count it; a full bucket is launched, in bucket order
     finish    write the ledger, launch what is left, wait for everything, read the ledger, fix the weights
 
 [Note: the first round] Which gradient is ready when, and how often its hook fires, is learnt from the first
@@ -70,8 +71,12 @@ class Reducer(Gradients):
         self._order: list[int] = []  # firings of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
         self._handles = [
-            slot.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), slot.index))
+            register(_hook(weakref.ref(self), slot.index, event))
             for slot in self.slots
+            for register, event in (
+                (slot.param.register_hook, Reducer.arriving),
+                (slot.param.register_post_accumulate_grad_hook, Reducer.accumulated),
+            )
         ]
         weakref.finalize(self, _remove, self._handles)
 
@@ -151,6 +156,11 @@ class Reducer(Gradients):
 
     # ------------------------------------------------------------------ hooks
 
+    def arriving(self, index: int) -> None:
+        """Prepare for autograd to add to the gradient of slot `index`."""
+        if self._open and self.settled:
+            self.slots[index].freshen()
+
     def accumulated(self, index: int) -> None:
         """Take note that autograd has added to the gradient of slot `index`."""
         slot = self.slots[index]
@@ -188,6 +198,7 @@ class Reducer(Gradients):
             slot.param.grad = None
         self.begin_in_backward()
         if moved and fresh is not None:
+            slot.freshen()
             slot.param.grad = fresh if slot.staged else slot.view.add_(fresh.detach())
 
     def recover(self) -> bool:
@@ -299,15 +310,17 @@ class Reducer(Gradients):
         self._reduced = True
 
 
-def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
-    """Return the post-accumulate hook of slot `index`; it keeps nothing alive."""
+def _hook(
+    reducer: weakref.ref[Reducer], index: int, event: Callable[[Reducer, int], None]
+) -> Callable[[torch.Tensor], None]:
+    """Return the hook that tells `reducer` of an event of slot `index`; it keeps nothing alive."""
 
-    def accumulated(_param: torch.Tensor) -> None:
+    def tell(_tensor: torch.Tensor) -> None:
         alive = reducer()
         if alive is not None:
-            alive.accumulated(index)
+            event(alive, index)
 
-    return accumulated
+    return tell
 
 
 def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

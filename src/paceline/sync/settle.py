@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +37,16 @@ def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> li
     for slot, count in zip(slots, expected, strict=True):
         slot.expected = max(count, 1)
     return order
+
+
+def return_freed_memory() -> None:
+    """Have the C library give freed memory back, so that what moved into a bucket does not count twice.
+
+    glibc keeps what is freed below its heap's top; elsewhere this does nothing.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def build_buckets(
@@ -76,8 +87,10 @@ def build_buckets(
             )
         )
         buckets[-1].adopt_gradients()
+        return_freed_memory()
         if sharded:
             buckets[-1].adopt_parameters()
+            return_freed_memory()
     if not inside:
         device = slots[0].param.device if slots else torch.device("cpu")
         buckets.append(Bucket.for_ledger(len(grouped), device, tail, rank, ranks))

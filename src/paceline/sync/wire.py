@@ -54,7 +54,6 @@ class Wire:
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else str(dist.get_backend(self.group))
         self._native_parts = "nccl" in self.backend
-        self._spare: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> Pending:
         """Start summing (or averaging) `flat` over all ranks, in place."""
@@ -70,14 +69,13 @@ class Wire:
             return Pending([work] if work is not None else [])
         peers = self._peers()
         own = parts[self.rank]
-        inbox = self._take_inbox(torch.Size([len(peers), own.numel()]), own)
+        inbox = own.new_empty(len(peers), own.numel())
         works = [self._receive(inbox[row], peer, _TAG_REDUCE_SCATTER) for row, peer in enumerate(peers)]
         works += [self._send(parts[peer], peer, _TAG_REDUCE_SCATTER) for peer in peers]
 
         def add_received() -> None:
             for row in inbox:
                 own.add_(row)
-            self._spare[inbox.shape, inbox.dtype, inbox.device].append(inbox)
 
         return Pending(works, add_received)
 
@@ -105,11 +103,6 @@ class Wire:
         """Copy `flat` from the group's rank `source` to all ranks; blocks."""
         if self.size > 1:
             dist.broadcast(flat, group=self.group, group_src=source)
-
-    def _take_inbox(self, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for received parts; it comes back once they are added, to be used again."""
-        spare = self._spare.setdefault((shape, like.dtype, like.device), [])
-        return spare.pop() if spare else torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def _peers(self) -> list[int]:
         """All other ranks, the next one first, so that no rank is everybody's first target."""
