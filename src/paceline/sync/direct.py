@@ -59,6 +59,5 @@ class DirectReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Put the sum of all ranks' part of `input_tensor` for this rank into `output_tensor`."""
-        self._wire.reduce_scatter(input_tensor).wait()
-        output_tensor.copy_(input_tensor.chunk(self._wire.size)[self._wire.rank])
+        self._wire.reduce_scatter(input_tensor, output_tensor).wait()
         return None

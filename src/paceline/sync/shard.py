@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from paceline import trace
 from paceline.errors import UsageError
@@ -80,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         self._inner: torch.optim.Optimizer | None = None
         self._pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = []
         self._loaded: dict[str, list[dict[str, Any]]] = {}
+        self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
 
     def _check_owned(self, model: DataParallel) -> None:
         for group in self.param_groups:
@@ -117,19 +119,24 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def _update(self, reducer: Reducer) -> None:
         inner = self._inner or self._build(reducer)
+        flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
+        if not self._expected:  # an update that raised has posted them already
+            self._expected = [reducer.wire.expect_parts(flat) for flat in flats]
         for group, mine, pieces in zip(self.param_groups, inner.param_groups, self._pieces, strict=True):
             mine.update({key: value for key, value in group.items() if key != "params"})
             for piece, param in pieces:
                 param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
         inner.step()
-        self._gather(reducer)
+        self._gather(reducer, flats)
         reducer.drop()
 
-    def _gather(self, reducer: Reducer) -> None:
+    def _gather(self, reducer: Reducer, flats: list[torch.Tensor]) -> None:
         """Fill every rank's parameters with all shards."""
         started = time.perf_counter()
-        flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
-        under_way = [reducer.wire.all_gather(flat) for flat in flats]
+        expected, self._expected = self._expected, []
+        under_way = [
+            reducer.wire.all_gather(flat, works) for flat, works in zip(flats, expected, strict=True)
+        ]
         for pending in under_way:
             pending.wait()
         seconds = time.perf_counter() - started

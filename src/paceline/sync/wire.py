@@ -61,33 +61,54 @@ class Wire:
         work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
         return Pending([work] if work is not None else [])
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
-        """Start summing `flat` over all ranks; each rank ends with the sum in its own N-th of it."""
+    def reduce_scatter(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Pending:
+        """Start summing `flat` over all ranks; each rank ends with the sum of its own N-th.
+
+        Args:
+            flat: the same size on all ranks, divisible by the number of ranks.
+            into: where the sum goes; None: this rank's own N-th of `flat`.
+        """
         parts = flat.chunk(self.size)
+        own = parts[self.rank]
+        result = own if into is None else into
         if self._native_parts:
-            work = dist.reduce_scatter_tensor(parts[self.rank], flat, group=self.group, async_op=True)
+            work = dist.reduce_scatter_tensor(result, flat, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
         peers = self._peers()
-        own = parts[self.rank]
         inbox = own.new_empty(len(peers), own.numel())
         works = [self._receive(inbox[row], peer, _TAG_REDUCE_SCATTER) for row, peer in enumerate(peers)]
         works += [self._send(parts[peer], peer, _TAG_REDUCE_SCATTER) for peer in peers]
 
         def add_received() -> None:
-            for row in inbox:
-                own.add_(row)
+            torch.add(own, inbox[0], out=result)
+            for row in inbox[1:]:
+                result.add_(row)
 
         return Pending(works, add_received)
 
-    def all_gather(self, flat: torch.Tensor) -> Pending:
-        """Start filling `flat` on all ranks with each rank's own N-th of it, in place."""
-        parts = flat.chunk(self.size)
+    def expect_parts(self, flat: torch.Tensor) -> list[dist.Work]:
+        """Post the receives of an `all_gather` of `flat` ahead of time.
+
+        A peer whose receive is posted already is sent to at once, without a round trip.
+        """
         if self._native_parts:
-            work = dist.all_gather_into_tensor(flat, parts[self.rank], group=self.group, async_op=True)
+            return []
+        parts = flat.chunk(self.size)
+        return [self._receive(parts[peer], peer, _TAG_ALL_GATHER) for peer in self._peers()]
+
+    def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> Pending:
+        """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
+
+        Args:
+            flat: the same size on all ranks, divisible by the number of ranks.
+            expected: what `expect_parts(flat)` returned, where it was called.
+        """
+        own = flat.chunk(self.size)[self.rank]
+        if self._native_parts:
+            work = dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
-        works = [self._receive(parts[peer], peer, _TAG_ALL_GATHER) for peer in self._peers()]
-        works += [self._send(parts[self.rank], peer, _TAG_ALL_GATHER) for peer in self._peers()]
-        return Pending(works)
+        works = self.expect_parts(flat) if expected is None else expected
+        return Pending(works + [self._send(own, peer, _TAG_ALL_GATHER) for peer in self._peers()])
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the p-norm of everything from the p-norm `norm` of each rank's part, in float64; blocks."""
