@@ -36,7 +36,16 @@ _HOME = {
     "shutdown": "paceline.world",
 }
 
-__all__ = ["DataParallel", "PacelineError", "ShardedOptimizer", "Sync", "World", "__version__", "init", "shutdown"]
+__all__ = [
+    "DataParallel",
+    "PacelineError",
+    "ShardedOptimizer",
+    "Sync",
+    "World",
+    "__version__",
+    "init",
+    "shutdown",
+]
 
 
 def __getattr__(name: str) -> object:

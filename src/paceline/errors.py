@@ -47,7 +47,9 @@ class PacelineError(Exception):
         self, message: str, *, rank: int | None = None, step: int | None = None, remedy: str = ""
     ) -> None:
         self.rank, self.step, self.remedy = rank, step, remedy
-        where = ", ".join(f"{name} {value}" for name, value in (("rank", rank), ("step", step)) if value is not None)
+        where = ", ".join(
+            f"{name} {value}" for name, value in (("rank", rank), ("step", step)) if value is not None
+        )
         text = f"[{where}] {message}" if where else message
         super().__init__(f"{text}\n  → {remedy}" if remedy else text)
 

@@ -10,7 +10,15 @@ import re
 
 from paceline.errors import UsageError
 
-__all__ = ["MIB", "format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_rate", "parse_seconds"]
+__all__ = [
+    "MIB",
+    "format_bytes",
+    "format_count",
+    "format_seconds",
+    "parse_bytes",
+    "parse_rate",
+    "parse_seconds",
+]
 
 MIB = 1024 * 1024
 
@@ -45,7 +53,9 @@ def parse_bytes(text: str | int) -> int:
     number, unit = _split(text, "size", "25MiB or 5MB")
     prefix = unit.removesuffix("b")
     if prefix not in _PREFIX or (unit and unit == prefix):
-        raise UsageError(f"{text!r} is no size: unknown unit {unit!r}", remedy="valid: B kB MB GB TB KiB MiB GiB TiB")
+        raise UsageError(
+            f"{text!r} is no size: unknown unit {unit!r}", remedy="valid: B kB MB GB TB KiB MiB GiB TiB"
+        )
     return round(number * _PREFIX[prefix])
 
 
@@ -68,7 +78,9 @@ def parse_rate(text: str | float) -> float:
     for suffix, bits in (("bit/s", 1), ("bps", 1), ("b/s", 8)):
         if unit.endswith(suffix) and unit.removesuffix(suffix) in _PREFIX:
             return number * _PREFIX[unit.removesuffix(suffix)] * bits / 8
-    raise UsageError(f"{text!r} is no rate: unknown unit {unit!r}", remedy="valid: MB/s MiB/s Mbit/s Gbit/s …")
+    raise UsageError(
+        f"{text!r} is no rate: unknown unit {unit!r}", remedy="valid: MB/s MiB/s Mbit/s Gbit/s …"
+    )
 
 
 def parse_seconds(text: str | float) -> float:

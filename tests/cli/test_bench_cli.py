@@ -58,6 +58,8 @@ def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
     ("arguments", "message"),
     [
         (["--size", "tini"], "did you mean 'tiny'"),
+        (["--strategies", ""], "--strategies names none"),
+        (["--seed", "-5"], "give 0 or more"),
         (["--size", ","], "no model size"),
         (["--strategies", "bukketed"], "did you mean 'bucketed'"),
         (["--bucket-mib", "0"], "'0' is no bucket size"),

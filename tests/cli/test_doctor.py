@@ -13,6 +13,7 @@ import typer
 
 from paceline.cli import doctor as module
 from paceline.cli.doctor import doctor, try_loopback
+from paceline.errors import UsageError
 from paceline.machine import Loopback, machine
 
 
@@ -94,3 +95,10 @@ def test_what_breaks_the_all_reduce_is_told(monkeypatch):
     told = try_loopback(2)
     assert isinstance(told, str)
     assert "no-such-interface" in told or "ended with exit code 1" in told
+
+
+@pytest.mark.parametrize(("given", "why"), [("", "is a folder"), ("nowhere/facts.json", "no such folder")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_tried(monkeypatch, tmp_path, given, why):
+    monkeypatch.setattr(module, "machine", lambda: pytest.fail("measured before refusing"))
+    with pytest.raises(UsageError, match=why):
+        doctor(tmp_path / given, ranks=2)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from paceline.lm.sizes import size_of
@@ -132,6 +135,7 @@ def test_token_file(tmp_path):
         ("--resume", "leave --resume out"),
         ("--data {tmp}/nowhere", "there is no such file or folder"),
         ("--data {tmp}/empty.txt", "is an empty file"),
+        ("--data {tmp}/empty.txt", "→ give a text file"),
         ("--data {tmp}/short.txt --context 16 --batch-size 30", "less data than one batch"),
         ("--data {tmp}/short.txt --context 16 --ranks 60 --batch-size 1", "more ranks than data: 60 ranks"),
         ("--data {tmp}/odd.bin", "not whole 16-bit token numbers"),
@@ -160,6 +164,40 @@ def test_failure_of_a_rank_is_told_without_a_traceback(tmp_path, text):
     assert "Traceback" not in told.stderr + told.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is asked for")
+def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text):
+    told = run("--data", text, "--out", tmp_path / "run", "--device", "cuda", *SMALL)
+    assert told.returncode == 1
+    assert told.stderr.startswith("Error: device 'cuda' asks for CUDA, but ")
+    assert told.stderr.count("Error") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("every", "remedy"), [(1, "by --resume"), (0, "start anew with --overwrite")])
+def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
+    out = tmp_path / "run"
+    arguments = ["--data", text, "--out", out, "--ranks", 2, "--steps", 100_000, *SMALL]
+    arguments[-3:] = [every, "--threads", 1]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    command = [sys.executable, *TRAIN, *map(str, arguments)]
+    started = subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wanted = out / "checkpoint" if every else out / "steps.jsonl"
+    deadline = time.monotonic() + 120
+    while not wanted.exists() and started.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    started.send_signal(signal.SIGINT)
+    said = started.communicate(timeout=60)[1]
+    assert started.returncode == 130
+    assert "Interrupted" in said
+    assert remedy in said
+    assert "Traceback" not in said
+    again = run("--data", text, "--out", out, *SMALL, timeout=60)
+    assert again.returncode == 2
+    assert ("--resume" in again.stderr) == bool(every)
+
+
 def test_bad_input_is_refused_before_torch_is_loaded():
     code = (
         "import sys; sys.argv[1:] = ['train', '--sync', 'bukketed']\n"
@@ -176,5 +214,9 @@ def test_run_folder_is_json_throughout(tmp_path, text):
     told = run("--data", text, "--out", tmp_path / "run", "--steps", 1, "--ranks", 1, *SMALL)
     assert told.returncode == 0, told.stderr
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["machine"]["usable cores"] > 0
+    assert facts["machine"]["memory"].endswith("iB")
+    assert facts["machine"]["cpu"] in (tmp_path / "run" / "report.html").read_text()
+    assert " left" not in told.stdout
     assert {"command", "started", "settings", "world", "versions", "parameters", "result"} <= facts.keys()
     assert facts["result"]["last held-out loss"] == losses(tmp_path / "run")[1]

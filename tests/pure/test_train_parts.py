@@ -39,9 +39,13 @@ def run_in(path, step=3):
 
 
 def test_folder_that_holds_a_run_is_refused(tmp_path):
-    run_in(tmp_path / "run")
+    folder = run_in(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"(?s)holds a run already.*--overwrite.*--out") as caught:
+        folder.prepare("refuse")
+    assert "--resume" not in str(caught.value)  # there is no checkpoint to go on from
+    folder.checkpoint.mkdir()
     with pytest.raises(UsageError, match=r"(?s)holds a run already.*--resume.*--overwrite.*--out"):
-        RunFolder(tmp_path / "run").prepare("refuse")
+        folder.prepare("refuse")
 
 
 def test_start_that_failed_leaves_a_folder_that_can_be_used(tmp_path):

@@ -54,6 +54,8 @@ class StepSettings:
         for name in ("batch_size", "context", "steps", "rounds", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}", remedy="give 1 or more")
+        if self.seed < 0:
+            raise UsageError(f"--seed {self.seed}", remedy="give 0 or more")
         if not self.sizes:
             raise UsageError("no model size given", remedy="for example --size tiny,mini")
         for name in self.sizes:

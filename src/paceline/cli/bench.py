@@ -66,6 +66,8 @@ def step(
     from paceline.launch.local import run_ranks
 
     chosen = {} if strategies is None else {"strategies": _names(strategies)}
+    if strategies is not None and not chosen["strategies"]:
+        raise UsageError("--strategies names none", remedy="for example --strategies bucketed,sharded")
     settings = StepSettings(
         ranks=ranks,
         sizes=_names(size),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -33,10 +34,8 @@ def doctor(
     """
     if ranks < 0 or ranks == 1:
         raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to try none")
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UsageError(
-            f"--json {json_file}: no such folder", remedy=f"make {json_file.absolute().parent} first"
-        )
+    if json_file is not None:
+        _check_writable(json_file)
     facts = machine()
     loopback = try_loopback(ranks) if ranks and facts.torch else None
     found = findings(facts, loopback)
@@ -45,6 +44,16 @@ def doctor(
     show(found)
     if any(finding.status == "broken" for finding in found):
         raise typer.Exit(1)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a file that can't be written before anything is measured."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"--json {path}: no such folder", remedy=f"make {folder} first")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        why = "is a folder" if path.is_dir() else "can't be written"
+        raise UsageError(f"--json {path}: {why}", remedy="name a file in a folder that you may write to")
 
 
 def try_loopback(ranks: int) -> Loopback | str:

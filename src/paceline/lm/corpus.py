@@ -184,9 +184,15 @@ def _split(name: str, tokens: Tokens) -> Corpus:
 def _mapped(path: Path, dtype: type[np.uint8 | np.uint16]) -> Tokens:
     nbytes, width = path.stat().st_size, np.dtype(dtype).itemsize
     if nbytes == 0:
-        raise UsageError(f"data {str(path)!r} is an empty file")
+        raise UsageError(
+            f"data {str(path)!r} is an empty file",
+            remedy="give a text file, a folder of text files or a nanoGPT .bin file, or leave it out",
+        )
     if nbytes % width:
-        raise UsageError(f"data {str(path)!r} has {nbytes} bytes: not whole 16-bit token numbers")
+        raise UsageError(
+            f"data {str(path)!r} has {nbytes} bytes: not whole 16-bit token numbers",
+            remedy="a .bin file is what nanoGPT's prepare.py writes; rename it if it is text",
+        )
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 

@@ -64,7 +64,7 @@ class DataParallel(torch.nn.Module):
         self.plan = Sync.of(sync)
         _refuse_unfit(module)
         wire = Wire(group)
-        verify_same(wire, [*describe(module, self.plan), f"reduce dtype: {reduce_dtype}"], "the model")
+        verify_same(wire, describe(module, f"{self.plan}, reduce dtype {reduce_dtype}"), "the model")
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module
         self.wire = wire

@@ -53,7 +53,7 @@ def _first_difference(told: Sequence[Sequence[str]], subject: str) -> MismatchEr
     reference = told[0]
     differing = [rank for rank, lines in enumerate(told) if lines != reference]
     rank = differing[0]
-    pairs = itertools.zip_longest(reference, told[rank], fillvalue="nothing")
+    pairs = itertools.zip_longest(reference, told[rank], fillvalue="nothing more")
     mine, theirs = next((a, b) for a, b in pairs if a != b)
     ranks = ", ".join(map(str, differing))
     return MismatchError(

@@ -9,15 +9,31 @@ receives its own. That moves (N-1)/N of the buffer per rank, as a ring does, wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+
+from paceline.errors import SyncError
 
 __all__ = ["Pending", "Wire"]
 
 _TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 7_100, 7_200
 """Tags of our own messages, so that a program's own send and recv never meet them."""
+
+
+@contextmanager
+def _named_loss() -> Iterator[None]:
+    """Turn a process group's error into one that says what it means: some peer is gone or silent."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].rsplit("] ", 1)[-1]
+        raise SyncError(
+            f"another rank ended or stopped answering during this step ({reason})",
+            remedy="look at the output of the other ranks: the first error there is the cause",
+        ) from error
 
 
 class Pending:
@@ -32,9 +48,14 @@ class Pending:
         self._works, self._finish = works, finish
 
     def wait(self) -> None:
-        """Block until the result is in place (on CUDA: until it is ordered on the current stream)."""
-        for work in self._works:
-            work.wait()
+        """Block until the result is in place (on CUDA: until it is ordered on the current stream).
+
+        Raises:
+            SyncError: another rank ended, or did not answer within the process group's time-out.
+        """
+        with _named_loss():
+            for work in self._works:
+                work.wait()
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
@@ -58,7 +79,8 @@ class Wire:
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> Pending:
         """Start summing (or averaging) `flat` over all ranks, in place."""
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
+        with _named_loss():
+            work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
         return Pending([work] if work is not None else [])
 
     def reduce_scatter(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Pending:
@@ -130,11 +152,13 @@ class Wire:
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
+        with _named_loss():
+            work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
         assert work is not None, "this rank belongs to the group"
         return work
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
+        with _named_loss():
+            work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
         assert work is not None, "this rank belongs to the group"
         return work

@@ -76,7 +76,8 @@ class RunFolder:
         if existing == "refuse" and holds_run:
             raise UsageError(
                 f"{str(self.path)!r} holds a run already",
-                remedy="go on with it by --resume, replace it by --overwrite, or name another folder with --out",
+                remedy=("go on with it by --resume, " if self.checkpoint.exists() else "")
+                + "replace it by --overwrite, or name another folder with --out",
             )
         if existing == "resume" and not self.checkpoint.is_dir():
             raise UsageError(

@@ -78,11 +78,13 @@ class Progress:
             self._bar.update(self._task, completed=record["step"], description=text)
         elif "loss" in record and record["step"] - self._printed >= self._every:
             self._printed = record["step"]
-            self.say(f"step {record['step']:>6}/{self.steps}  {text}  {self._left(record['step'])} left")
+            self.say(f"step {record['step']:>6}/{self.steps}  {text}{self._left(record['step'])}")
 
     def _left(self, step: int) -> str:
+        if step >= self.steps:
+            return ""
         seconds_per_step = (time.perf_counter() - self._started) / (step - self._first_step)
-        return format_seconds(max(1, round(seconds_per_step * (self.steps - step))))
+        return f"  {format_seconds(max(1, round(seconds_per_step * (self.steps - step))))} left"
 
 
 def describe(record: Mapping[str, Any]) -> str:

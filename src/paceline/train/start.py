@@ -18,6 +18,7 @@ from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
 from paceline.train.snapshot import to_resume
 from paceline.world import Place, read_environment
+from paceline.world.device import choose_device
 
 __all__ = ["start"]
 
@@ -45,23 +46,41 @@ def _launch(settings: Settings) -> None:
     """Start the ranks on this machine."""
     ranks = settings.ranks or RANKS
     threads = settings.threads or max(1, _cores() // ranks)
+    if settings.device == "cuda":
+        for rank in range(ranks):
+            choose_device(settings.device, None, rank, ranks)
     settings = _fit_to_data(replace(settings, ranks=ranks, threads=threads), ranks)
     folder = RunFolder(settings.out)
     folder.prepare(settings.existing)
     folder.add_facts(**_command())
+    try:
+        _run(settings, folder, ranks, threads)
+    except KeyboardInterrupt:
+        print(f"Interrupted{_how_to_go_on(folder)}", file=sys.stderr)
+        raise
+    _report(folder)
+
+
+def _run(settings: Settings, folder: RunFolder, ranks: int, threads: int) -> None:
+    """Run the ranks until all have ended: a single one in this process."""
     if ranks == 1:
         from paceline.train.worker import take_part
 
         take_part(settings)
-    else:
-        folder.settings.write_text(settings.to_json() + "\n", encoding="utf-8")
-        run_ranks(
-            ["-m", "paceline.train.worker", str(folder.settings)],
-            ranks,
-            env={"OMP_NUM_THREADS": str(threads)},
-            log_dir=folder.logs,
-        )
-    _report(folder)
+        return
+    folder.settings.write_text(settings.to_json() + "\n", encoding="utf-8")
+    run_ranks(
+        ["-m", "paceline.train.worker", str(folder.settings)],
+        ranks,
+        env={"OMP_NUM_THREADS": str(threads)},
+        log_dir=folder.logs,
+    )
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    if folder.checkpoint.is_dir():
+        return f"\n  → go on from the checkpoint in {folder.path} by --resume"
+    return f" before the first checkpoint in {folder.path}\n  → start anew with --overwrite"
 
 
 def _join(settings: Settings, place: Place) -> None:

@@ -16,6 +16,7 @@ import torch
 from paceline import __version__, trace
 from paceline.errors import PacelineError, UsageError
 from paceline.lm.model import GPT
+from paceline.machine import machine
 from paceline.train.agree import sum_over_ranks
 from paceline.train.folder import RunFolder
 from paceline.train.job import Job, build
@@ -137,12 +138,25 @@ def _begin(job: Job, progress: Progress) -> None:
                 "tokens": len(corpus.train),
                 "held out": len(corpus.held_out),
             },
+            machine=_machine(),
             versions={
                 "paceline": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },
         )
+
+
+def _machine() -> dict[str, object]:
+    """Return what a reader of the report needs to know of rank 0's machine; no address, so it can be shown."""
+    here = machine()
+    return {
+        "system": here.system,
+        "cpu": here.cpu,
+        "usable cores": here.usable_cores,
+        "memory": format_bytes(here.memory_nbytes),
+        "GPUs": torch.cuda.device_count(),
+    }
 
 
 def _count(number: int, noun: str) -> str:

@@ -37,7 +37,7 @@ def choose_device(
             )
         return "cpu", backend or "gloo"
     number = int(index) if index else _gpu_of(local_rank, local_size)
-    _check_gpu(number, device or f"backend {backend!r}")
+    _check_gpu(number, f"device {device!r}" if device else f"backend {backend!r}")
     return f"cuda:{number}", backend or "nccl"
 
 
