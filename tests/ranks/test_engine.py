@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from pool import RankError
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
@@ -464,6 +465,26 @@ def in_two_groups(rank, size):
 
 def test_groups_of_ranks_train_apart(pool):
     assert max(pool(4).run(in_two_groups)) < 1e-13
+
+
+def along_a_mesh_axis(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+    model = pl.DataParallel(zoo.build("Plain"), group=mesh["data"])
+    model.backward(loss_on(model, rank), samples=6)
+    return model.wire.size, model.samples
+
+
+def test_the_data_axis_of_a_device_mesh_is_a_group(pool):
+    assert pool(4).run(along_a_mesh_axis) == [(2, 12.0)] * 4
+
+
+def foreign_unit(rank, size):
+    with pytest.raises(UsageError, match="unit Linear is no submodule"):
+        pl.DataParallel(zoo.build("Plain"), sync="full-shard", units=[torch.nn.Linear(2, 2)])
+
+
+def test_units_must_be_submodules(pool):
+    pool(2).run(foreign_unit)
 
 
 # ------------------------------------------------------------------ buckets

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from paceline.errors import SyncError, UsageError
@@ -35,7 +36,8 @@ class DataParallel(torch.nn.Module):
         module: the model, on its device; the same on every rank.
         sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
             ``"full-shard"``) or a `Sync`.
-        group: the ranks to synchronise with; None: all. Without a process group, a world of one.
+        group: the ranks to synchronise with, as a process group or the data axis of a device mesh; None: all.
+            Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
             example ``torch.float32``; None: the parameters' own.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of
@@ -55,7 +57,7 @@ class DataParallel(torch.nn.Module):
         self,
         module: torch.nn.Module,
         sync: str | Sync = "bucketed",
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
         units: list[torch.nn.Module] | None = None,
@@ -63,7 +65,7 @@ class DataParallel(torch.nn.Module):
         super().__init__()
         self.plan = Sync.of(sync)
         _refuse_unfit(module)
-        wire = Wire(group)
+        wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
         verify_same(wire, describe(module, f"{self.plan}, reduce dtype {reduce_dtype}"), "the model")
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module

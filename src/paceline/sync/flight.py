@@ -1,4 +1,4 @@
-"""Buckets on their way: launched in one fixed order, waited for in the same."""
+"""Buckets on their way: launched in one fixed order, and waited for when they are needed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Flight:
         self.wire, self.sharded, self.overlap = wire, sharded, overlap
         self.buckets: list[Bucket] = []
         self.timings = SyncTimings()
-        self._next = 0
-        self._under_way: list[tuple[Pending, float]] = []
+        self._next = 0  # all buckets before this one are launched
+        self._under_way: dict[int, tuple[Pending, float]] = {}
+        self._factor = 1.0  # for results that are still under way
 
     def open(self) -> None:
         """Begin a round: nothing is launched yet."""
@@ -43,14 +44,20 @@ class Flight:
             for slot in bucket.slots:
                 slot.param.grad = None
             self._launch(bucket, mean)
+            self._next += 1
 
-    def land(self, mean: bool) -> None:
-        """Launch what is left and wait for everything."""
-        for bucket in self.buckets[self._next :]:
+    def depart(self, mean: bool) -> None:
+        """Launch what is left, and wait for the ledger; a ledger of its own goes first."""
+        self._factor = 1.0
+        rest, last = self.buckets[self._next :], self.buckets[-1]
+        if not last.slots:
+            rest = [last, *rest[:-1]]
+        for bucket in rest:
             self._launch(bucket, mean)
             if not self.overlap:
-                self._wait()
-        self._wait()
+                self.arrive(bucket)
+        self._next = len(self.buckets)
+        self.arrive(last)
 
     def takes_mean(self, bucket: Bucket, mean: bool) -> bool:
         """Tell whether `bucket` is averaged by its collective rather than summed."""
@@ -67,26 +74,50 @@ class Flight:
             pending = self.wire.reduce_scatter(bucket.flat)
         else:
             pending = self.wire.all_reduce(bucket.flat, mean=self.takes_mean(bucket, mean))
-        self._under_way.append((pending, started))
-        self._next = bucket.index + 1
+        self._under_way[bucket.index] = pending, started
         self.timings.calls += 1
         self.timings.nbytes += bucket.flat.nbytes
 
-    def _wait(self) -> None:
-        for pending, started in self._under_way:
-            pending.wait()
-            self.timings.call_seconds.append(time.perf_counter() - started)
-        self._under_way.clear()
+    def arrive(self, bucket: Bucket) -> float:
+        """Wait for `bucket` and finish its result; return the seconds that took."""
+        if bucket.index not in self._under_way:
+            return 0.0
+        before = time.perf_counter()
+        pending, started = self._under_way.pop(bucket.index)
+        pending.wait()
+        if bucket.slots and self._factor != 1.0:
+            low, high = self.own_part(bucket)
+            bucket.flat[low:high].mul_(self._factor)
+        now = time.perf_counter()
+        self.timings.call_seconds.append(now - started)
+        return now - before
+
+    def arrive_all(self) -> float:
+        """Wait for every bucket; return the seconds that took."""
+        return sum(self.arrive(bucket) for bucket in self.buckets) if self._under_way else 0.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply the results: what has arrived now, the rest when it arrives."""
+        self._factor = factor
+        if factor == 1.0:
+            return
+        for bucket in self.buckets:
+            if bucket.slots and bucket.index not in self._under_way:
+                low, high = self.own_part(bucket)
+                bucket.flat[low:high].mul_(factor)
 
     def read_ledger(self, mean: bool) -> list[float]:
-        """Return the ledger, summed over ranks, once everything has landed."""
+        """Return the ledger, summed over ranks."""
         last = self.buckets[-1]
         if not last.slots:
             return last.flat.view(self.wire.size, -1).sum(0).tolist()
         scale = self.wire.size if self.takes_mean(last, mean) else 1
         return [value * scale for value in last.ledger.tolist()]
 
+    def own_part(self, bucket: Bucket) -> tuple[int, int]:
+        """Return start and stop of what this rank holds reduced: its shard, or all of the bucket."""
+        return bucket.span(self.wire.rank, self.wire.size) if self.sharded else bucket.span(0, 1)
+
     def own_parts(self) -> Sequence[tuple[Bucket, int, int]]:
-        """Return (bucket, start, stop) of what this rank holds reduced: its shard, or all of each bucket."""
-        rank, shards = (self.wire.rank, self.wire.size) if self.sharded else (0, 1)
-        return [(bucket, *bucket.span(rank, shards)) for bucket in self.buckets if bucket.slots]
+        """Return (bucket, start, stop) of what this rank holds reduced."""
+        return [(bucket, *self.own_part(bucket)) for bucket in self.buckets if bucket.slots]

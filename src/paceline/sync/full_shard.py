@@ -74,7 +74,7 @@ class FullShard(Reducer):
         units: Sequence[torch.nn.Module] | None,
     ) -> None:
         self.module = module
-        self.units = default_units(module) if units is None else list(units)
+        self.units = default_units(module) if units is None else _submodules(module, units)
         whole = _unshardable(module)
         self._shard(wire, reduce_dtype, whole)
         rest = [(name, param) for name, param in module.named_parameters() if param in whole]
@@ -313,8 +313,8 @@ def _fsdp_params(parts: Iterator[FSDPModule]) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def refuse_units(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
-    """Raise for units that are no submodules of `module`."""
+def _submodules(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return `units`, once each is found to be a submodule of `module`."""
     inside = {id(child) for child in module.modules()}
     for unit in units:
         if id(unit) not in inside:
@@ -322,3 +322,4 @@ def refuse_units(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> N
                 f"unit {type(unit).__name__} is no submodule of the model",
                 remedy="pass members of model.modules()",
             )
+    return list(units)

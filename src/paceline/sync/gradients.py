@@ -17,6 +17,7 @@ from paceline.sync.flight import Flight
 from paceline.sync.late import LateGradients
 from paceline.sync.ledger import Page
 from paceline.sync.plan import Sync
+from paceline.sync.timings import SyncTimings
 from paceline.sync.weights import Weights
 from paceline.sync.wire import Wire
 
@@ -58,6 +59,11 @@ class Gradients:
         return self.flight.buckets
 
     @property
+    def timings(self) -> SyncTimings:
+        """What the latest round cost this rank."""
+        return self.flight.timings
+
+    @property
     def device(self) -> torch.device:
         """Where gradients are, as far as they are on one device."""
         return self.slots[0].param.device if self.slots else torch.device("cpu")
@@ -74,6 +80,7 @@ class Gradients:
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         if self.sharded:
+            self.timings.exposed_seconds += self.flight.arrive_all()
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
@@ -167,7 +174,9 @@ class Gradients:
 
     def _scale(self, factor: float) -> None:
         """Multiply the result, where that changes it."""
-        if factor != 1.0 and (results := self._results()):
+        if self.settled:
+            self.flight.scale(factor)
+        elif factor != 1.0 and (results := self._results()):
             torch._foreach_mul_(results, factor)
 
     def _attach_result(self, page: Page) -> None:
@@ -178,6 +187,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget all gradients, as zero_grad() does."""
+        self.flight.arrive_all()
         for slot in self.slots:
             slot.param.grad, slot.early, slot.used, slot.fired = None, None, False, 0
         self._late.clear()

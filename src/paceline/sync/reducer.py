@@ -34,7 +34,6 @@ from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.settle import agree_order, build_buckets
-from paceline.sync.timings import SyncTimings
 from paceline.sync.wire import Wire
 
 __all__ = ["Reducer"]
@@ -105,11 +104,6 @@ class Reducer(Gradients):
         """Return (bytes, names of parameters) per collective, in launch order."""
         return [(bucket.flat.nbytes, [slot.name for slot in bucket.slots]) for bucket in self.buckets]
 
-    @property
-    def timings(self) -> SyncTimings:
-        """What the latest round cost this rank."""
-        return self.flight.timings
-
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the parameters; every rank has them whole."""
         return [param.detach().clone() for param in params]
@@ -131,6 +125,7 @@ class Reducer(Gradients):
         self.recover()
         if self._open:
             return
+        self.flight.arrive_all()  # the result of the last round, if nobody used it
         status = Status.EQUAL if samples is None else Status.SAMPLES
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
@@ -284,8 +279,10 @@ class Reducer(Gradients):
             self.wire.rank, self.wire.size, weights.samples, status, self._used_flags(), len(self._late)
         )
         last.ledger.copy_(torch.tensor(mine, dtype=last.ledger.dtype))
-        self.flight.land(weights.equal)
+        self.flight.depart(weights.equal)
         page = ledger.decode(self.flight.read_ledger(weights.equal), self.wire.size)
+        if page.late or not self.sharded:  # a sharded result is waited for where it is used
+            self.flight.arrive_all()
         if page.late:
             self._late.reduce(self.slots, self.wire, self.device, mean=weights.equal and not self.sharded)
         return page

@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: every rank updates its N-th of the parameters and gathers the rest (ZeRO-1).
 
-    backward                      step()
-    reduce-scatter per bucket  →  update own shard  →  all-gather per bucket
+    backward                      step(), bucket by bucket
+    reduce-scatter per bucket  →  wait for it  →  update own shard  →  all-gather, under way during the next
 
 Optimizer state exists only for the own shard, so it takes 1/N of the memory and the update 1/N of the time
 (Rajbhandari et al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be
@@ -11,7 +11,8 @@ elementwise: what happens to a number may depend on that number's own past only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from paceline import trace
 from paceline.errors import UsageError
-from paceline.sync.bucket import Piece
+from paceline.sync.bucket import Bucket, Piece
 from paceline.sync.engine import DataParallel
 from paceline.sync.gate import ConsumesShards
 from paceline.sync.reducer import Reducer
@@ -78,8 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 f"{optimizer.__name__} is not elementwise, so it can't update parts of parameters",
                 remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
             )
-        self._inner: torch.optim.Optimizer | None = None
-        self._pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = []
+        self._parts: list[_Part] = []
         self._loaded: dict[str, list[dict[str, Any]]] = {}
         self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
 
@@ -118,54 +118,51 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         return result
 
     def _update(self, reducer: Reducer) -> None:
-        inner = self._inner or self._build(reducer)
+        """Bucket by bucket: wait for the sum, update the own shard, send it to the others; then wait for theirs."""
+        parts = self._parts or self._build(reducer)
         flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
         if not self._expected:  # an update that raised has posted them already
             self._expected = [reducer.wire.expect_parts(flat) for flat in flats]
-        for group, mine, pieces in zip(self.param_groups, inner.param_groups, self._pieces, strict=True):
-            mine.update({key: value for key, value in group.items() if key != "params"})
-            for piece, param in pieces:
-                param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
-        inner.step()
-        self._gather(reducer, flats)
-        reducer.drop()
-
-    def _gather(self, reducer: Reducer, flats: list[torch.Tensor]) -> None:
-        """Fill every rank's parameters with all shards."""
+        exposed, under_way = 0.0, []
+        for part, flat, expected in zip(parts, flats, self._expected, strict=True):
+            exposed += reducer.flight.arrive(part.bucket)
+            part.update(self.param_groups)
+            under_way.append(reducer.wire.all_gather(flat, expected))
         started = time.perf_counter()
-        expected, self._expected = self._expected, []
-        under_way = [
-            reducer.wire.all_gather(flat, works) for flat, works in zip(flats, expected, strict=True)
-        ]
         for pending in under_way:
             pending.wait()
+        self._expected = []
         seconds = time.perf_counter() - started
+        trace.add("gather", started, seconds, step=reducer.step, calls=len(flats))
         timings = reducer.timings
         timings.calls += len(flats)
         timings.nbytes += sum(flat.nbytes for flat in flats)
-        timings.exposed_seconds += seconds
+        timings.exposed_seconds += exposed + seconds
         timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
-        trace.add("gather", started, seconds, step=reducer.step, calls=len(flats))
+        reducer.drop()
 
-    def _build(self, reducer: Reducer) -> torch.optim.Optimizer:
-        """Return the optimizer of this rank's pieces, one group per group, with any loaded state."""
+    def _build(self, reducer: Reducer) -> list[_Part]:
+        """Return one optimizer per bucket, for this rank's shard of it, with any loaded state."""
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
-        self._pieces = [[] for _ in self.param_groups]
-        for piece in reducer.pieces():
-            at = group_of.get(id(piece.slot.param))
-            if at is not None:
-                self._pieces[at].append((piece, torch.nn.Parameter(piece.data)))
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "params": [param for _, param in pieces]}
-            for group, pieces in zip(self.param_groups, self._pieces, strict=True)
-        ]
-        self._inner = self._class(groups, **self._options)
-        for pieces in self._pieces:
-            for piece, param in pieces:
+        for bucket in reducer.buckets:
+            if not bucket.slots:
+                continue
+            pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
+            for piece in bucket.pieces(reducer.wire.rank, reducer.wire.size):
+                at = group_of.get(id(piece.slot.param))
+                if at is not None:
+                    pieces[at].append((piece, torch.nn.Parameter(piece.data)))
+            groups = [
+                {**_options_of(group), "params": [param for _, param in held]}
+                for group, held in zip(self.param_groups, pieces, strict=True)
+            ]
+            part = _Part(bucket, pieces, self._class(groups, **self._options))
+            for piece, param in part.flat_pieces():
                 if piece.slot.name in self._loaded:
-                    self._inner.state[param] = _cut(piece, self._loaded[piece.slot.name])
+                    part.optimizer.state[param] = _cut(piece, self._loaded[piece.slot.name])
+            self._parts.append(part)
         self._loaded = {}
-        return self._inner
+        return self._parts
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; buckets stay where they are."""
@@ -185,15 +182,14 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if self._whole is not None:
             return self._whole.state_dict()
         shards: dict[str, list[dict[str, Any]]] = {}
-        if self._inner is None:
+        if not self._parts:
             shards = self._loaded
-        for pieces in self._pieces:
-            for piece, param in pieces:
-                state = dict(self._inner.state[param]) if self._inner is not None else {}
-                part = {"start": piece.start, "stop": piece.stop, "state": state}
-                shards.setdefault(piece.slot.name, []).append(part)
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"param_groups": options, "shards": shards}
+        for part in self._parts:
+            for piece, param in part.flat_pieces():
+                state = dict(part.optimizer.state[param])
+                held = {"start": piece.start, "stop": piece.stop, "state": state}
+                shards.setdefault(piece.slot.name, []).append(held)
+        return {"param_groups": [_options_of(group) for group in self.param_groups], "shards": shards}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state: shards of one or of all ranks, cut to fit however many ranks there are now.
@@ -213,7 +209,41 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(loaded)
         self._loaded = state_dict["shards"]
-        self._inner, self._pieces = None, []
+        self._parts = []
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's shard of one bucket.
+
+    Attributes:
+        bucket: the bucket.
+        pieces: per parameter group, the pieces in the shard, each with the parameter that the optimizer sees.
+        optimizer: of these pieces.
+    """
+
+    bucket: Bucket
+    pieces: list[list[tuple[Piece, torch.nn.Parameter]]]
+    optimizer: torch.optim.Optimizer
+
+    def flat_pieces(self) -> list[tuple[Piece, torch.nn.Parameter]]:
+        """Return the pieces of all groups."""
+        return [pair for held in self.pieces for pair in held]
+
+    def update(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Run the optimizer with the options that `groups` have now."""
+        if not any(self.pieces):
+            return
+        for group, mine, held in zip(groups, self.optimizer.param_groups, self.pieces, strict=True):
+            mine.update(_options_of(group))
+            for piece, param in held:
+                param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
+        self.optimizer.step()
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _probe(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
