@@ -89,6 +89,30 @@ def test_a_layer_skipped_in_some_steps_leaves_replicas_equal(pool, sync):
     assert all(pool(2).run(skipped_layer, sync))
 
 
+def equal_backward_beside_ddp(rank, size, sync):
+    """model.backward(loss) without samples: ranks count the same, micro-batches add up, as with DDP."""
+    ours, optim = wrapped(sync)
+    ddp = DistributedDataParallel(zoo.build("Plain"))
+    theirs = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        with ours.accumulate():
+            ours.backward(loss_on(ours, rank, step))
+        ours.backward(loss_on(ours, rank, step + 50))
+        ours.backward(loss_on(ours, rank, step + 70))
+        with ddp.no_sync():
+            loss_on(ddp, rank, step).backward()
+        loss_on(ddp, rank, step + 50).backward()
+        loss_on(ddp, rank, step + 70).backward()
+        optim.step(), theirs.step()
+        optim.zero_grad(), theirs.zero_grad()
+    return apart(ours.whole_parameters(), ddp.module.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_backward_without_samples_counts_ranks_alike(pool, sync):
+    assert max(pool(3).run(equal_backward_beside_ddp, sync)) < 1e-13
+
+
 def no_sync_around_backward_only(rank, size, sync):
     model, optim = wrapped(sync)
     reference, other = wrapped("naive")
@@ -286,7 +310,9 @@ def mixed_calls(rank, size):
     loss = loss_on(model, rank)
     run = (lambda: model.backward(loss, samples=6)) if rank == 0 else loss.backward
     run = partial(model.backward, loss, samples=6) if rank == 0 else loss.backward
-    with pytest.raises(SyncError, match=r"ranks \[0\] called model.backward.*ranks \[1\] plain"):
+    with pytest.raises(
+        SyncError, match=r"ranks \[0\] called model.backward.*ranks \[1\] called loss.backward"
+    ):
         run()
     with model.accumulate():
         model.backward(loss_on(model, rank), samples=6)

@@ -16,6 +16,7 @@ from paceline.errors import SyncError, UsageError
 from paceline.sync import gate
 from paceline.sync.clip import clip_global_norm_
 from paceline.sync.full_shard import FullShard
+from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.reducer import Reducer
 from paceline.sync.replica import broadcast_tensors, describe, verify_same
@@ -126,14 +127,14 @@ class DataParallel(torch.nn.Module):
         """
         samples = self._checked(loss, samples)
         weight = None
-        if loss is not None and samples is not None:
+        if loss is not None:
             weight = torch.full_like(loss, self.engine.weights.of_loss(samples))
-            if loss.dtype in (
-                torch.bfloat16,
-                torch.float16,
-            ):  # count the samples that the rounded weight means
-                samples = self.engine.weights.samples_of(weight.item())
-        self.engine.begin(samples)
+            if samples is not None and loss.dtype in (torch.bfloat16, torch.float16):
+                samples = self.engine.weights.samples_of(weight.item())  # what the rounded weight means
+        if samples is None:
+            self.engine.begin(Status.SHARE)
+        else:
+            self.engine.begin(Status.SAMPLES, samples)
         try:
             if loss is None or samples == 0:
                 self.engine.take_part(loss)

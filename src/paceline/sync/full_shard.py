@@ -32,7 +32,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
 from paceline.sync.direct import DirectAllGather, DirectReduceScatter
-from paceline.sync.ledger import Page
+from paceline.sync.ledger import Page, Status
 from paceline.sync.plan import Sync
 from paceline.sync.reducer import Reducer
 from paceline.sync.wire import Wire
@@ -139,10 +139,10 @@ class FullShard(Reducer):
 
     # ------------------------------------------------------------------ backward
 
-    def begin(self, samples: float | None = None) -> None:
+    def begin(self, status: Status, samples: float = 0.0) -> None:
         """Open a backward; whether FSDP2 reduces in it is decided here."""
         opening = not self._open
-        super().begin(samples)
+        super().begin(status, samples)
         if opening:
             self._root().set_requires_gradient_sync(self._syncing)
             if self._calls:
@@ -241,7 +241,7 @@ class FullShard(Reducer):
 
     def _scale(self, factor: float) -> None:
         super()._scale(factor)
-        self._multiply_shards(1 / self.wire.size if self.weights.equal else factor)
+        self._multiply_shards(1 / self.wire.size if self.weights.averaged else factor)
 
     def _multiply_shards(self, factor: float) -> None:
         grads = self._shard_grads()

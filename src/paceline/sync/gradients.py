@@ -134,7 +134,7 @@ class Gradients:
                 bucket.flat[:low].zero_()
                 bucket.flat[high:].zero_()
                 bucket.flat[low:high].mul_(factor)
-        elif not self.weights.equal:  # where ranks count the same, the mean of the result is the result
+        elif not self.weights.averaged:  # where ranks count the same, the mean of the result is the result
             torch._foreach_mul_(self._results(), factor if self.wire.rank == 0 else 0.0)
 
     # ------------------------------------------------------------------ in backward

@@ -29,8 +29,10 @@ class Status(enum.IntEnum):
     SAMPLES = 0
     """Gradients weighted by a number of samples (``model.backward(loss, samples=n)``)."""
     EQUAL = 1
-    """Gradients that count as every other rank's (``loss.backward()``)."""
-    FAILED = 2
+    """Gradients that count as every other rank's (``loss.backward()``): the collective averages."""
+    SHARE = 2
+    """The same, divided by the number of ranks already (``model.backward(loss)``): the collective sums."""
+    FAILED = 3
     """An exception in backward; this round has no result."""
 
 
@@ -71,12 +73,17 @@ class Page:
                 step=step,
                 remedy="see that rank's own error; training can go on with the next step",
             )
-        if (equal := self.ranks(Status.EQUAL)) and (weighted := self.ranks(Status.SAMPLES)):
+        calls = {
+            Status.SAMPLES: "model.backward(loss, samples=...)",
+            Status.SHARE: "model.backward(loss)",
+            Status.EQUAL: "loss.backward()",
+        }
+        made = [
+            f"ranks {ranks} called {call}" for status, call in calls.items() if (ranks := self.ranks(status))
+        ]
+        if len(made) > 1:
             raise SyncError(
-                f"ranks {weighted} called model.backward(loss, samples=...) and ranks {equal} plain backward()",
-                rank=rank,
-                step=step,
-                remedy="use the same call on every rank",
+                " and ".join(made), rank=rank, step=step, remedy="make the same call on every rank"
             )
 
 

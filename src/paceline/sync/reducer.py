@@ -116,26 +116,29 @@ class Reducer(Gradients):
     def take_part(self, loss: torch.Tensor | None) -> None:
         """Bring nothing to this round: `finish` sends zeros."""
 
-    def begin(self, samples: float | None = None) -> None:
-        """Open a backward: of `samples` samples, or (None) of a rank that counts as any other.
+    def begin(self, status: Status, samples: float = 0.0) -> None:
+        """Open a backward.
+
+        Args:
+            status: how this rank's gradient is weighted.
+            samples: that it is the mean of, where they count.
 
         Raises:
-            SyncError: both kinds would be mixed in one gradient.
+            SyncError: two kinds of weights would be mixed in one gradient.
         """
         self.recover()
         if self._open:
             return
         self.flight.arrive_all()  # the result of the last round, if nobody used it
-        status = Status.EQUAL if samples is None else Status.SAMPLES
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
             self._local, self._reduced, self.weights.samples = False, False, 0.0
         elif (self._local or self._reduced) and status is not self.weights.status:
             raise SyncError(
-                "backward(loss, samples=...) and plain backward() were mixed in one gradient",
+                "backward with samples=, backward without, and plain loss.backward() were mixed in one gradient",
                 rank=self.wire.rank,
                 step=self.step,
-                remedy="call zero_grad() between them, or pass samples= to every backward",
+                remedy="call zero_grad() between them, or use the same call for every backward",
             )
         self._open, self._syncing, self.weights.status = True, self.sync_enabled, status
         if not self.settled:
@@ -146,7 +149,7 @@ class Reducer(Gradients):
             self._attach(kept)
         if self._reduced:
             self._carry()
-        self.weights.samples += samples or 0.0
+        self.weights.samples += samples
         self.flight.open()
 
     # ------------------------------------------------------------------ hooks
@@ -177,12 +180,12 @@ class Reducer(Gradients):
         if slot.fired == slot.expected:
             bucket.pending -= 1
             if bucket.pending == 0 and self._syncing and self.plan.overlap:
-                self.flight.launch_full(self.weights.equal)
+                self.flight.launch_full(self.weights.averaged)
 
     def begin_in_backward(self) -> None:
         """Open the backward that is running, if nobody has, and have it closed at its end."""
         if not self._open:
-            self.begin()
+            self.begin(Status.EQUAL)
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _begin_late(self, slot: Slot) -> None:
@@ -279,12 +282,12 @@ class Reducer(Gradients):
             self.wire.rank, self.wire.size, weights.samples, status, self._used_flags(), len(self._late)
         )
         last.ledger.copy_(torch.tensor(mine, dtype=last.ledger.dtype))
-        self.flight.depart(weights.equal)
-        page = ledger.decode(self.flight.read_ledger(weights.equal), self.wire.size)
+        self.flight.depart(weights.averaged)
+        page = ledger.decode(self.flight.read_ledger(weights.averaged), self.wire.size)
         if page.late or not self.sharded:  # a sharded result is waited for where it is used
             self.flight.arrive_all()
         if page.late:
-            self._late.reduce(self.slots, self.wire, self.device, mean=weights.equal and not self.sharded)
+            self._late.reduce(self.slots, self.wire, self.device, mean=weights.averaged and not self.sharded)
         return page
 
     # ------------------------------------------------------------------ conclude
@@ -298,7 +301,7 @@ class Reducer(Gradients):
             if failed:  # this rank's own exception is on its way
                 return
             raise
-        if not self.weights.equal and page.total == 0:
+        if self.weights.counted and page.total == 0:
             self.weights.total = 0.0
             self.drop()
             return

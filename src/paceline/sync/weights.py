@@ -29,13 +29,18 @@ class Weights:
         self.total = 0.0
 
     @property
-    def equal(self) -> bool:
-        """Whether every rank counts the same, as with ``loss.backward()``."""
+    def averaged(self) -> bool:
+        """Whether the collective must average, because nobody scaled the loss (``loss.backward()``)."""
         return self.status is Status.EQUAL
 
-    def of_loss(self, samples: float) -> float:
-        """Return the factor for a loss that is the mean over `samples` samples."""
-        return samples / self._reference
+    @property
+    def counted(self) -> bool:
+        """Whether ranks count by their samples."""
+        return self.status is Status.SAMPLES
+
+    def of_loss(self, samples: float | None) -> float:
+        """Return the factor for a loss that is the mean over `samples` samples; None: ranks count the same."""
+        return 1 / self._ranks if samples is None else samples / self._reference
 
     def samples_of(self, weight: float) -> float:
         """Return the samples that a (rounded) factor stands for."""
@@ -47,8 +52,8 @@ class Weights:
         A result that zero_grad() did not drop must count once, not once per rank. So one rank carries it and
         the others start from zero; when sharded, each rank carries its own shard.
         """
-        if self.equal:
-            return float(self._ranks)
+        if not self.counted:
+            return float(self._ranks) if self.averaged else 1.0
         self.samples = self.total if self._rank == 0 else 0.0
         return self.total / self._reference
 
@@ -60,7 +65,7 @@ class Weights:
             summed: the collective summed rather than averaged ranks that count the same.
         """
         self.samples, self.total = 0.0, page.total
-        if self.equal:
-            return 1 / self._ranks if summed else 1.0
+        if not self.counted:
+            return 1 / self._ranks if self.averaged and summed else 1.0
         factor, self._reference = self._reference / page.total, page.total
         return factor

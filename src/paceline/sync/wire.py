@@ -22,6 +22,12 @@ __all__ = ["Pending", "Wire"]
 _TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 7_100, 7_200
 """Tags of our own messages, so that a program's own send and recv never meet them."""
 
+_GLOO_LANES = 2
+"""Collectives that one gloo group runs at a time: it has two worker threads with connections of their own."""
+
+_SPLIT_NBYTES = 4 << 20
+"""All-reduces of at least this many bytes are split over the lanes."""
+
 
 @contextmanager
 def _named_loss() -> Iterator[None]:
@@ -79,9 +85,12 @@ class Wire:
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> Pending:
         """Start summing (or averaging) `flat` over all ranks, in place."""
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        lanes = _GLOO_LANES if self.backend == "gloo" and flat.nbytes >= _SPLIT_NBYTES else 1
         with _named_loss():
-            work = dist.all_reduce(flat, op=op, group=self.group, async_op=True)
-        return Pending([work] if work is not None else [])
+            works = [
+                dist.all_reduce(part, op=op, group=self.group, async_op=True) for part in flat.chunk(lanes)
+            ]
+        return Pending([work for work in works if work is not None])
 
     def reduce_scatter(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Pending:
         """Start summing `flat` over all ranks; each rank ends with the sum of its own N-th.
