@@ -127,3 +127,44 @@ def test_equal_to_one_process(pool, ranks, sync):
 def test_clipping_with_accumulation_and_an_empty_rank(pool, sync):
     cases = [(name, sync, "adamw", 3, EMPTY[3], 0.05) for name in ("Plain", "Branches", "Strided")]
     check(pool, 3, cases)
+
+
+def large_units(rank, size):
+    """A unit whose collectives go point to point, and small ones that do not."""
+
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(zoo.WIDTH, 600), Wide(), torch.nn.Linear(600, 1)).double()
+
+    model = pl.DataParallel(build(), sync="full-shard")
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    reference = build()
+    other = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    for step in batches([3, 5], 1):
+        x, y = step[0][rank]
+        model.backward(zoo.loss_of(model, "", x, y), samples=len(x))
+        optim.step(), optim.zero_grad()
+        x, y = (torch.cat(part) for part in zip(*step[0], strict=True))
+        zoo.loss_of(reference, "", x, y).backward()
+        other.step(), other.zero_grad()
+    pairs = zip(model.whole_parameters(), reference.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs), len(model.engine.units)
+
+
+class Wide(torch.nn.Module):
+    """Two units of 2.9 MB each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(600, 600) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def test_full_shard_gathers_unit_by_unit(pool):
+    for gap, units in pool(2).run(large_units):
+        assert gap <= TOLERANCE
+        assert units == 2

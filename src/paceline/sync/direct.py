@@ -1,29 +1,20 @@
-"""FSDP2's two collectives, sent point to point where gloo's own are slow (see `wire`)."""
+"""FSDP2's two collectives, sent point to point where gloo's own are slow: in large messages (see `wire`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from paceline.sync.wire import Wire
 
 __all__ = ["DirectAllGather", "DirectReduceScatter"]
 
-
-class _Allocates:
-    """Plain memory for the collectives' buffers."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return an uninitialised tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
+_DIRECT_NBYTES = 2 << 20
+"""Smaller messages stay with gloo's own collectives, where the fixed cost decides."""
 
 
-class DirectAllGather(_Allocates, AllGather):
+class DirectAllGather(DefaultAllGather):
     """All-gather over `wire`; blocks, for gloo has no streams to order."""
 
     def __init__(self, wire: Wire) -> None:
@@ -37,6 +28,8 @@ class DirectAllGather(_Allocates, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` with all ranks' `input_tensor`, which may be its own part of it."""
+        if output_tensor.nbytes < _DIRECT_NBYTES:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         own = output_tensor.chunk(self._wire.size)[self._wire.rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
@@ -44,7 +37,7 @@ class DirectAllGather(_Allocates, AllGather):
         return None
 
 
-class DirectReduceScatter(_Allocates, ReduceScatter):
+class DirectReduceScatter(DefaultReduceScatter):
     """Reduce-scatter (sum) over `wire`; blocks."""
 
     def __init__(self, wire: Wire) -> None:
@@ -59,5 +52,7 @@ class DirectReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Put the sum of all ranks' part of `input_tensor` for this rank into `output_tensor`."""
+        if input_tensor.nbytes < _DIRECT_NBYTES:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
         self._wire.reduce_scatter(input_tensor, output_tensor).wait()
         return None

@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: every rank updates its N-th of the parameters and gathers the rest (ZeRO-1).
 
-    backward                      step(), bucket by bucket
-    reduce-scatter per bucket  →  wait for it  →  update own shard  →  all-gather, under way during the next
+    backward                      step(), part by part
+    reduce-scatter per bucket  →  wait for its buckets  →  update own shard  →  all-gather, under way during the next
 
 Optimizer state exists only for the own shard, so it takes 1/N of the memory and the update 1/N of the time
 (Rajbhandari et al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be
@@ -26,6 +26,9 @@ from paceline.sync.gate import ConsumesShards
 from paceline.sync.reducer import Reducer
 
 __all__ = ["ShardedOptimizer"]
+
+_PART_NBYTES = 4 << 20
+"""Gradients that are updated together: enough to outweigh the fixed cost of an optimizer's step."""
 
 _Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -118,16 +121,17 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         return result
 
     def _update(self, reducer: Reducer) -> None:
-        """Bucket by bucket: wait for the sum, update the own shard, send it to the others; then wait for theirs."""
+        """Part by part: wait for the sums, update the own shard, send it to the others; then wait for theirs."""
         parts = self._parts or self._build(reducer)
         flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
         if not self._expected:  # an update that raised has posted them already
             self._expected = [reducer.wire.expect_parts(flat) for flat in flats]
         exposed, under_way = 0.0, []
-        for part, flat, expected in zip(parts, flats, self._expected, strict=True):
-            exposed += reducer.flight.arrive(part.bucket)
+        arriving = iter(self._expected)
+        for part in parts:
+            exposed += sum(reducer.flight.arrive(bucket) for bucket in part.buckets)
             part.update(self.param_groups)
-            under_way.append(reducer.wire.all_gather(flat, expected))
+            under_way += [reducer.wire.all_gather(flat, next(arriving)) for flat in part.flats()]
         started = time.perf_counter()
         for pending in under_way:
             pending.wait()
@@ -142,13 +146,13 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         reducer.drop()
 
     def _build(self, reducer: Reducer) -> list[_Part]:
-        """Return one optimizer per bucket, for this rank's shard of it, with any loaded state."""
+        """Return the parts of the update: this rank's shards of some buckets each, with any loaded state."""
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
-        for bucket in reducer.buckets:
-            if not bucket.slots:
-                continue
+        for buckets in _in_parts([bucket for bucket in reducer.buckets if bucket.slots]):
             pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
-            for piece in bucket.pieces(reducer.wire.rank, reducer.wire.size):
+            for piece in (
+                p for bucket in buckets for p in bucket.pieces(reducer.wire.rank, reducer.wire.size)
+            ):
                 at = group_of.get(id(piece.slot.param))
                 if at is not None:
                     pieces[at].append((piece, torch.nn.Parameter(piece.data)))
@@ -156,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 {**_options_of(group), "params": [param for _, param in held]}
                 for group, held in zip(self.param_groups, pieces, strict=True)
             ]
-            part = _Part(bucket, pieces, self._class(groups, **self._options))
+            part = _Part(buckets, pieces, self._class(groups, **self._options))
             for piece, param in part.flat_pieces():
                 if piece.slot.name in self._loaded:
                     part.optimizer.state[param] = _cut(piece, self._loaded[piece.slot.name])
@@ -214,17 +218,21 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
 @dataclass(frozen=True)
 class _Part:
-    """This rank's shard of one bucket.
+    """This rank's shards of some buckets, updated together.
 
     Attributes:
-        bucket: the bucket.
-        pieces: per parameter group, the pieces in the shard, each with the parameter that the optimizer sees.
+        buckets: the buckets.
+        pieces: per parameter group, the pieces in the shards, each with the parameter that the optimizer sees.
         optimizer: of these pieces.
     """
 
-    bucket: Bucket
+    buckets: list[Bucket]
     pieces: list[list[tuple[Piece, torch.nn.Parameter]]]
     optimizer: torch.optim.Optimizer
+
+    def flats(self) -> list[torch.Tensor]:
+        """Return the buckets' parameters."""
+        return [bucket.params for bucket in self.buckets if bucket.params is not None]
 
     def flat_pieces(self) -> list[tuple[Piece, torch.nn.Parameter]]:
         """Return the pieces of all groups."""
@@ -239,6 +247,16 @@ class _Part:
             for piece, param in held:
                 param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
         self.optimizer.step()
+
+
+def _in_parts(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    """Return the buckets in runs of at least `_PART_NBYTES`, so that small ones don't cost an update each."""
+    parts: list[list[Bucket]] = [[]]
+    for bucket in buckets:
+        if sum(held.flat.nbytes for held in parts[-1]) >= _PART_NBYTES:
+            parts.append([])
+        parts[-1].append(bucket)
+    return parts
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
