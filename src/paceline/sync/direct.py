@@ -43,7 +43,7 @@ class DirectReduceScatter(DefaultReduceScatter):
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def __call__(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
