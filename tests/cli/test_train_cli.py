@@ -173,6 +173,11 @@ def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text):
     assert not (tmp_path / "run").exists()
 
 
+def hear_interrupts():
+    """Take SIGINT as usual, also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("every", "remedy"), [(1, "by --resume"), (0, "start anew with --overwrite")])
 def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
     out = tmp_path / "run"
@@ -181,14 +186,23 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
     env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     command = [sys.executable, *TRAIN, *map(str, arguments)]
     started = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_interrupts,
     )
     wanted = out / "checkpoint" if every else out / "steps.jsonl"
     deadline = time.monotonic() + 120
     while not wanted.exists() and started.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     started.send_signal(signal.SIGINT)
-    said = started.communicate(timeout=60)[1]
+    try:
+        said = started.communicate(timeout=60)[1]
+    finally:
+        started.kill()  # its ranks end with it
     assert started.returncode == 130
     assert "Interrupted" in said
     assert remedy in said

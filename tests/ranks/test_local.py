@@ -209,10 +209,19 @@ except KeyboardInterrupt:
 """
 
 
+def hear_signals():
+    """Take signals as usual, also where the tests run under a shell's background job or nohup."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start_parent(home):
     body = 'note(f"ready{rank}", ""); time.sleep(600)'
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, *program(body)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, *program(body)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_signals,
     )
     deadline = time.monotonic() + 60
     while not {"ready0", "ready1"} <= notes(home).keys():
