@@ -33,8 +33,8 @@ test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/pure tests/cli
 
 check: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests examples
-	$(VENV)/bin/ruff format --check src tests examples
+	$(VENV)/bin/ruff check src tests examples benchmarks
+	$(VENV)/bin/ruff format --check src tests examples benchmarks
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
 

@@ -3,7 +3,7 @@
 gloo's reduce-scatter clones its input and runs a whole all-reduce, and its all-gather copies twice, so
 between CPU ranks both are sent point to point instead: every rank sends each peer that peer's part, and
 receives its own. That moves (N-1)/N of the buffer per rank, as a ring does, without a copy
-(measured: benchmarks/wire). Backends with native in-place forms (NCCL) use those.
+(large buffers gain: benchmarks/wire). Backends with native in-place forms (NCCL) use those.
 """
 
 from __future__ import annotations
