@@ -17,12 +17,6 @@ SHARES = {1: [10], 2: [4, 16], 3: [10, 4, 6], 4: [10, 10, 4, 16]}
 EMPTY = {2: [0, 16], 3: [10, 0, 6], 4: [10, 10, 0, 16]}
 
 
-def optimizer(name, params):
-    if name == "sgd":
-        return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
-    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.05)
-
-
 OPTIONS = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
     "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.05}),

@@ -8,11 +8,12 @@ is first handed back to the system (glibc), or the block would get it for nothin
 
 from __future__ import annotations
 
-import ctypes
 import resource
 from pathlib import Path
 
 import torch
+
+from paceline.sync.settle import return_freed_memory
 
 __all__ = ["PeakMemory", "resident_nbytes"]
 
@@ -38,7 +39,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            _hand_back_freed()
+            return_freed_memory()
             forget_peak()
             self._before = resident_nbytes()
         return self
@@ -49,12 +50,6 @@ class PeakMemory:
         else:
             peak = peak_resident_nbytes()
         self.nbytes = max(0, peak - self._before)
-
-
-def _hand_back_freed() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def forget_peak() -> None:

@@ -12,7 +12,7 @@ from paceline.sync.bucket import Bucket, Slot, plan_buckets, storage_dtype, stor
 from paceline.sync.plan import Sync
 from paceline.sync.wire import Wire
 
-__all__ = ["agree_order", "build_buckets"]
+__all__ = ["agree_order", "build_buckets", "return_freed_memory"]
 
 
 def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> list[int]:
