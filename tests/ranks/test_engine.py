@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from pool import RankError
+from pool import RankError, spawn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -185,17 +188,18 @@ def test_a_rank_that_forgot_to_synchronise_does_so_at_step(pool, sync):
     assert all(pool(2).run(one_rank_in_no_sync, sync))
 
 
-def thawed(rank, size):
-    model = pl.DataParallel(zoo.build("Frozen"))
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+def thawed(rank, size, sync):
+    model = pl.DataParallel(zoo.build("Frozen"), sync=sync)
+    optim = pl.ShardedOptimizer(model, torch.optim.SGD, [*model.parameters()], lr=0.1)
     model.module.scale.requires_grad_(True)
     loss_on(model, rank).backward()
     with pytest.raises(UnsyncedGradients, match=r"'scale' was frozen"):
         optim.step()
 
 
-def test_a_parameter_unfrozen_after_wrapping_is_named(pool):
-    pool(2).run(thawed)
+@pytest.mark.parametrize("sync", ALL)
+def test_a_parameter_unfrozen_after_wrapping_is_named(pool, sync):
+    pool(2).run(thawed, sync)
 
 
 def wrong_optimizer(rank, size):
@@ -300,6 +304,28 @@ def full_shard_fails_everywhere(rank, size):
 
 def test_full_shard_recovers_from_an_exception_on_all_ranks(pool):
     assert all(pool(2).run(full_shard_fails_everywhere))
+
+
+def peer_gone(rank, size, folder, sync):
+    pl.init("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, size=size)
+    model, optim = wrapped(sync)
+    model.backward(loss_on(model, rank), samples=6)
+    optim.step()
+    optim.zero_grad()
+    if rank == 1:
+        os._exit(3)
+    loss = loss_on(model, rank)
+    with pytest.raises(SyncError, match="another rank ended or stopped answering"):
+        model.backward(loss, samples=6)
+    (Path(folder) / "told").touch()
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded"])
+def test_a_rank_that_is_gone_is_an_error_that_says_so(tmp_path, sync):
+    with pytest.raises(RankError) as caught:
+        spawn(peer_gone, 2, str(tmp_path), sync)
+    assert list(caught.value.failures) == [1]
+    assert (tmp_path / "told").exists()
 
 
 # ------------------------------------------------------------------ samples
@@ -431,8 +457,6 @@ def test_ranks_with_different_models_are_told_the_parameter_and_the_rank(pool, w
         pool(3).run(different_models, what)
     assert isinstance(caught.value.cause, MismatchError)
     assert len(caught.value.failures) == 3
-    import re
-
     assert re.search(message, str(caught.value.cause), re.DOTALL)
 
 

@@ -123,7 +123,7 @@ class DataParallel(torch.nn.Module):
         Raises:
             UsageError: `loss` is no scalar, or `samples` is negative, not finite, or 0 without need.
             BackwardFailed: another rank raised in its backward; no rank has a gradient.
-            SyncError: ranks mixed calls with and without samples.
+            SyncError: ranks mixed calls with and without samples, or another rank is gone.
         """
         samples = self._checked(loss, samples)
         weight = None
@@ -140,7 +140,7 @@ class DataParallel(torch.nn.Module):
                 self.engine.take_part(loss)
             else:
                 loss.backward(weight, retain_graph=retain_graph)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the other ranks wait for this round
             self._fail()
             raise
         self.engine.finish()

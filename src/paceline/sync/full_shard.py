@@ -77,11 +77,13 @@ class FullShard(Reducer):
         self.units = default_units(module) if units is None else _submodules(module, units)
         whole = _unshardable(module)
         self._shard(wire, reduce_dtype, whole)
-        rest = [(name, param) for name, param in module.named_parameters() if param in whole]
-        super().__init__([(n, p) for n, p in rest if p.requires_grad], wire, plan, reduce_dtype)
-        sharded = [(n, p) for n, p in module.named_parameters() if isinstance(p, DTensor)]
-        self.shards = [(name, param) for name, param in sharded if param.requires_grad]
-        self._ids |= {id(param) for _, param in sharded}
+        named = list(module.named_parameters())
+        trained = [(name, param) for name, param in named if param.requires_grad]
+        frozen = [(name, param) for name, param in named if not param.requires_grad]
+        rest = [(name, param) for name, param in trained if param in whole]
+        super().__init__(rest, wire, plan, reduce_dtype, frozen)
+        self.shards = [(name, param) for name, param in trained if isinstance(param, DTensor)]
+        self._ids |= {id(param) for _, param in self.shards}
         self._shard_used = {name: False for name, _ in self.shards}
         self._watched: set[int] = set()
         self._shards_local = False  # FSDP2 holds gradients that no reduce-scatter has seen

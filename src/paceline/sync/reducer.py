@@ -6,7 +6,8 @@ closes the round with the ledger, whatever happened to it in between; so ranks n
     begin     attach the gradients as views into the buckets
     (hooks)   a gradient arrives: zero its view, if zero_grad() dropped what was there
               a parameter's gradient is complete: count it; a full bucket is launched, in bucket order
-    finish    write the ledger, launch what is left, wait for everything, read the ledger, fix the weights
+    finish    write the ledger, launch what is left, read the ledger, fix the weights; wait for everything,
+              or when sharded for each bucket where it is used
 
 [Note: the first round] Which gradient is ready when, and how often its hook fires, is learnt from the first
 backward. Until then gradients stay where autograd puts them; at the end of that backward all ranks adopt
@@ -200,11 +201,7 @@ class Reducer(Gradients):
             slot.param.grad = fresh if slot.staged else slot.view.add_(fresh.detach())
 
     def recover(self) -> bool:
-        """Complete a backward that an exception cut short; tell whether there was one.
-
-        Raises:
-            BackwardFailed: another rank raised too.
-        """
+        """Complete a backward that an exception cut short, without a result; tell whether there was one."""
         if not self.interrupted:
             return False
         self.finish(failed=True)
@@ -220,7 +217,7 @@ class Reducer(Gradients):
 
         Raises:
             BackwardFailed: another rank raised; gradients are dropped on all ranks.
-            SyncError: some ranks passed samples and others did not.
+            SyncError: ranks made different calls, or another rank is gone.
         """
         if not self._open:
             return
