@@ -110,6 +110,37 @@ def test_a_missing_part_of_the_state_is_named(pool):
     pool(2).run(incomplete_state)
 
 
+class Stumbling(torch.optim.SGD):
+    stumbles = False
+
+    def step(self, closure=None):
+        if self.stumbles:
+            raise ArithmeticError("an update that fails")
+        return super().step(closure)
+
+
+def after_a_step_given_up(rank, size):
+    model, optim = build(Stumbling, lr=0.1)
+    train(model, optim, rank, range(1))
+    Stumbling.stumbles = True
+    x, y = torch.ones(2, zoo.WIDTH, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64)
+    model.backward(zoo.loss_of(model, "Plain", x, y), samples=2)
+    if rank == 0:
+        with pytest.raises(ArithmeticError):
+            optim.step()  # its receives are posted, and rank 1 never sends
+    Stumbling.stumbles = False
+    again, other = build(torch.optim.AdamW, **ADAMW)
+    train(again, other, rank, range(3))
+    reference, plain = build(torch.optim.AdamW, sync="naive", **ADAMW)
+    train(reference, plain, rank, range(3))
+    pairs = zip(again.parameters(), reference.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_messages_of_a_step_given_up_do_not_reach_the_next_model(pool):
+    assert max(pool(2).run(after_a_step_given_up)) < 1e-12
+
+
 def groups_and_schedule(rank, size, sync):
     def optimizer(model, make):
         named = list(model.named_parameters())

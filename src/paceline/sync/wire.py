@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,23 @@ from paceline.errors import SyncError
 
 __all__ = ["Pending", "Wire"]
 
-_TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 7_100, 7_200
-"""Tags of our own messages, so that a program's own send and recv never meet them."""
+_FIRST_TAG = 71_000
+"""Tags of our own messages start here, so that a program's own send and recv never meet them."""
 
 _GLOO_LANES = 2
 """Collectives that one gloo group runs at a time: it has two worker threads with connections of their own."""
 
 _SPLIT_NBYTES = 4 << 20
 """All-reduces of at least this many bytes are split over the lanes."""
+
+# [Note: abandoned messages]
+# A model can go away with messages under way: an exception between backward and step, a step given up
+# half-way. gloo stops reading a connection for good when a message arrives whose receive was freed, and a
+# receive left posted would take the next model's message of the same tag. So messages live until they are
+# waited for or their group ends, and each Wire has tags of its own.
+
+_under_way: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictionary()
+_next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -48,10 +58,16 @@ class Pending:
     Args:
         works: what to wait for, in order.
         finish: what completes the result once all have arrived.
+        under_way: holds works that must live until they are waited for.
     """
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
-        self._works, self._finish = works, finish
+    def __init__(
+        self,
+        works: list[dist.Work],
+        finish: Callable[[], None] | None = None,
+        under_way: set[dist.Work] | None = None,
+    ) -> None:
+        self._works, self._finish, self._under_way = works, finish, under_way
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: until it is ordered on the current stream).
@@ -62,6 +78,8 @@ class Pending:
         with _named_loss():
             for work in self._works:
                 work.wait()
+        if self._under_way is not None:
+            self._under_way.difference_update(self._works)
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
@@ -69,6 +87,8 @@ class Pending:
 
 class Wire:
     """A process group as the engine sees it; of size 1 without one.
+
+    All ranks of a group make their wires in the same order: that is how they agree on tags.
 
     Args:
         group: the process group; None: the default group, or no communication where there is none.
@@ -81,6 +101,12 @@ class Wire:
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else str(dist.get_backend(self.group))
         self._native_parts = "nccl" in self.backend
+        self._under_way: set[dist.Work] = set()
+        if self.group is not None:  # see [Note: abandoned messages]
+            self._under_way = _under_way.setdefault(self.group, set())
+            self._tag_reduce_scatter = _next_tag.get(self.group, _FIRST_TAG)
+            self._tag_all_gather = self._tag_reduce_scatter + 1
+            _next_tag[self.group] = self._tag_all_gather + 1
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> Pending:
         """Start summing (or averaging) `flat` over all ranks, in place."""
@@ -107,15 +133,15 @@ class Wire:
             return Pending([work] if work is not None else [])
         peers = self._peers()
         inbox = own.new_empty(len(peers), own.numel())
-        works = [self._receive(inbox[row], peer, _TAG_REDUCE_SCATTER) for row, peer in enumerate(peers)]
-        works += [self._send(parts[peer], peer, _TAG_REDUCE_SCATTER) for peer in peers]
+        works = [self._receive(inbox[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)]
+        works += [self._send(parts[peer], peer, self._tag_reduce_scatter) for peer in peers]
 
         def add_received() -> None:
             torch.add(own, inbox[0], out=result)
             for row in inbox[1:]:
                 result.add_(row)
 
-        return Pending(works, add_received)
+        return Pending(works, add_received, self._under_way)
 
     def expect_parts(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` ahead of time.
@@ -125,7 +151,7 @@ class Wire:
         if self._native_parts:
             return []
         parts = flat.chunk(self.size)
-        return [self._receive(parts[peer], peer, _TAG_ALL_GATHER) for peer in self._peers()]
+        return [self._receive(parts[peer], peer, self._tag_all_gather) for peer in self._peers()]
 
     def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> Pending:
         """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
@@ -138,8 +164,9 @@ class Wire:
         if self._native_parts:
             work = dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
-        works = self.expect_parts(flat) if expected is None else expected
-        return Pending(works + [self._send(own, peer, _TAG_ALL_GATHER) for peer in self._peers()])
+        works = list(self.expect_parts(flat) if expected is None else expected)
+        works += [self._send(own, peer, self._tag_all_gather) for peer in self._peers()]
+        return Pending(works, under_way=self._under_way)
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the p-norm of everything from the p-norm `norm` of each rank's part, in float64; blocks."""
@@ -164,10 +191,12 @@ class Wire:
         with _named_loss():
             work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
         assert work is not None, "this rank belongs to the group"
+        self._under_way.add(work)
         return work
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         with _named_loss():
             work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
         assert work is not None, "this rank belongs to the group"
+        self._under_way.add(work)
         return work
