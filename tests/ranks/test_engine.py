@@ -350,6 +350,28 @@ def test_mixing_weighted_and_plain_backward_is_an_error(pool):
     pool(2).run(mixed_calls)
 
 
+def forwards_without_backward(rank, size):
+    def step(model, has_data):
+        model.backward(loss_on(model, rank) if has_data else None, samples=6 if has_data else 0)
+
+    (model, optim), (reference, other) = wrapped("full-shard"), wrapped("naive")
+    step(model, True)
+    kept = [loss_on(model, rank) for _ in range(3)]  # an evaluation that forgot no_grad
+    optim.zero_grad()
+    step(model, rank == 0)
+    optim.step()
+    step(reference, rank == 0)
+    other.step()
+    del kept
+    return apart(model.whole_parameters(), reference.whole_parameters()), len(model.engine._latest)
+
+
+def test_full_shard_repeats_only_forwards_that_backward_went_through(pool):
+    for gap, repeated in pool(2).run(forwards_without_backward):
+        assert gap < 1e-12
+        assert repeated == 1
+
+
 def nobody_has_samples(rank, size, sync):
     model, optim = wrapped(sync)
     model.backward(loss_on(model, rank), samples=6)

@@ -88,23 +88,23 @@ class DataParallel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; its outputs tell the engine when a plain ``backward()`` begins."""
-        self._before_forward(args, kwargs)
+        call = self._before_forward(args, kwargs)
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._watch(outputs)
+            self._watch(outputs, call)
         return outputs
 
     @torch.compiler.disable()
-    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self.engine.recover()
-        self.engine.before_forward(args, kwargs)
+        return self.engine.before_forward(args, kwargs)
 
     @torch.compiler.disable()
-    def _watch(self, outputs: Any) -> None:
+    def _watch(self, outputs: Any, call: object) -> None:
         engine = self.engine
         for tensor in pytree.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _grad: engine.begin_in_backward())
+                tensor.register_hook(lambda _grad: engine.reach(call))
 
     def backward(
         self, loss: torch.Tensor | None, samples: float | None = None, *, retain_graph: bool = False

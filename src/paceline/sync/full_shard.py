@@ -8,8 +8,8 @@ Parameters that FSDP2 can't shard (scalars, complex or non-contiguous ones, othe
 whole on every rank and go through the reducer, whose ledger closes the round for both kinds.
 
 [Note: ranks without data] FSDP2 gathers parameters in forward, so a rank without a batch must run forward
-and backward too. It repeats the inputs of its latest forwards and contributes zero. A rank that never had a
-batch is given the inputs of one that has, in a hand-shake before the first forward.
+and backward too. It repeats the forwards that its latest backward went through, and contributes zero. A rank
+that never had a batch is given the inputs of one that has, in a hand-shake before the first forward.
 
 [Note: torch internals] Which parameters got a gradient is seen by hooks on FSDP2's unsharded parameters,
 which torch keeps private. Where a torch version hides them, all parameters count as used: those that no
@@ -87,8 +87,8 @@ class FullShard(Reducer):
         self._shard_used = {name: False for name, _ in self.shards}
         self._watched: set[int] = set()
         self._shards_local = False  # FSDP2 holds gradients that no reduce-scatter has seen
-        self._calls: list[tuple[Any, Any]] = []  # inputs of the forwards since the last backward
-        self._latest: list[tuple[Any, Any]] = []  # ... and of those before it
+        self._reached: list[object] = []  # inputs of the forwards that the present backward goes through
+        self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
         self._shaken = False  # every rank has seen inputs
 
     def _shard(self, wire: Wire, reduce_dtype: torch.dtype | None, whole: set[torch.nn.Parameter]) -> None:
@@ -117,11 +117,16 @@ class FullShard(Reducer):
 
     # ------------------------------------------------------------------ forward
 
-    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Remember the inputs, for a later backward without data; see [Note: ranks without data]."""
+    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return the inputs, for a later backward without data; see [Note: ranks without data]."""
         self._shake_hands((args, kwargs))
-        if torch.is_grad_enabled():
-            self._calls.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+
+    def reach(self, call: object) -> None:
+        """Note a forward that backward goes through: the last one comes first."""
+        super().reach(call)
+        if all(call is not other for other in self._reached):
+            self._reached.append(call)
 
     def _shake_hands(self, call: tuple[Any, Any] | None) -> None:
         """Make sure, once, that every rank has seen inputs."""
@@ -147,8 +152,6 @@ class FullShard(Reducer):
         super().begin(status, samples)
         if opening:
             self._root().set_requires_gradient_sync(self._syncing)
-            if self._calls:
-                self._latest, self._calls = self._calls, []
             self._watch_shards()
 
     def _kept_elsewhere(self) -> bool:
@@ -204,6 +207,9 @@ class FullShard(Reducer):
 
     def finish(self, failed: bool = False) -> None:
         """Close the backward; FSDP2 can't complete a round that failed, so then this rank just starts anew."""
+        reached, self._reached = self._reached, []
+        if reached and not failed:
+            self._latest = reached[::-1]
         if self._open and failed:
             self._open = False
             self._root().reset_iter_state()

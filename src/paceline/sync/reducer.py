@@ -111,8 +111,12 @@ class Reducer(Gradients):
 
     # ------------------------------------------------------------------ begin
 
-    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Nothing to do: this engine works in backward."""
+    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what `reach` is told when backward comes to this forward: nothing here."""
+
+    def reach(self, call: object) -> None:
+        """Open the backward that has come to the outputs of a forward; `before_forward` returned `call`."""
+        self.begin_in_backward()
 
     def take_part(self, loss: torch.Tensor | None) -> None:
         """Bring nothing to this round: `finish` sends zeros."""

@@ -189,14 +189,14 @@ class Wire:
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         with _named_loss():
-            work = dist.isend(tensor, group=self.group, tag=tag, group_dst=peer)
-        assert work is not None, "this rank belongs to the group"
-        self._under_way.add(work)
-        return work
+            return self._hold(dist.isend(tensor, group=self.group, tag=tag, group_dst=peer))
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         with _named_loss():
-            work = dist.irecv(tensor, group=self.group, tag=tag, group_src=peer)
+            return self._hold(dist.irecv(tensor, group=self.group, tag=tag, group_src=peer))
+
+    def _hold(self, work: dist.Work | None) -> dist.Work:
+        """Keep `work` alive; see [Note: abandoned messages]."""
         assert work is not None, "this rank belongs to the group"
         self._under_way.add(work)
         return work
