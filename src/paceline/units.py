@@ -112,11 +112,10 @@ def format_bytes(nbytes: float) -> str:
         ('25 MiB', '1023 B')
     """
     value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    for unit in units:
-        if abs(value) < 1024 or unit == units[-1]:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+    while abs(value) >= 1023.5 and len(units) > 1:
         value /= 1024
-    raise AssertionError("unreachable")
+        units.pop(0)
+    return f"{_digits(value)} {units[0]}" if units[0] != "B" else f"{value:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:
@@ -126,14 +125,14 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(0.00025), format_seconds(0.0123), format_seconds(75)
         ('250 µs', '12.3 ms', '1 min 15 s')
     """
-    if seconds >= 60:
+    if seconds >= 59.95:
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+        if seconds >= 0.9995 * scale:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns"
 
 
 def format_count(count: float) -> str:
@@ -144,6 +143,11 @@ def format_count(count: float) -> str:
         ('12.3 M', '999')
     """
     for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}"
-    return f"{count:.3g}"
+        if count >= 0.9995 * scale:
+            return f"{_digits(count / scale)} {unit}"
+    return _digits(count)
+
+
+def _digits(value: float) -> str:
+    """Return three significant digits, or all before the point; never an exponent."""
+    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"

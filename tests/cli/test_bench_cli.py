@@ -95,6 +95,13 @@ def test_a_folder_is_no_json_file(monkeypatch, capsys, measured, tmp_path):
     assert measured == []
 
 
+def test_two_results_in_one_file_are_refused(monkeypatch, capsys, measured, tmp_path):
+    both = tmp_path / "result"
+    assert paceline(monkeypatch, "bench", "step", "--json", both, "--csv", both) == 2
+    assert "--json and --csv both name" in " ".join(capsys.readouterr().err.split())
+    assert measured == []
+
+
 def test_charts_without_matplotlib_are_known_before_measuring(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert paceline(monkeypatch, "bench", "step", "--out", tmp_path) == 2

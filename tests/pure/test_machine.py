@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from paceline.machine import Loopback, Machine, findings, machine
-from paceline.machine.facts import cpu_quota, memory_limit
+from paceline.machine.cores import cpu_quota
+from paceline.machine.facts import memory_limit, memory_used
 from paceline.machine.network import Interface, is_loopback
 from paceline.machine.software import Compiler, Gpu, Mpi, Torch, compiler, mpi
 
@@ -155,6 +156,20 @@ def test_the_memory_limit_of_a_container_is_read(tmp_path, text, nbytes):
     if text is not None:
         (tmp_path / "memory.max").write_text(text)
     assert memory_limit(str(tmp_path)) == nbytes
+
+
+def test_the_memory_that_a_container_uses_leaves_out_old_file_pages(tmp_path):
+    assert memory_used(str(tmp_path)) == 0
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert memory_used(str(tmp_path)) == 1000
+    (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 300\nactive_file 100\n")
+    assert memory_used(str(tmp_path)) == 700
+
+
+def test_several_outer_interfaces_are_all_named():
+    docker = replace(ETH, name="docker0")
+    facts = replace(GOOD, address="127.0.0.1", interfaces=(docker, *GOOD.interfaces))
+    assert "the one of docker0, eth0" in found(facts, "host name").remedy
 
 
 def test_this_machine_is_read():

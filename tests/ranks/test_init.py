@@ -147,6 +147,45 @@ def test_a_rank_that_gave_up_may_try_again(pool, tmp_path, kind):
     assert outcome == [("MissingRanks", 3.0), ("NoneType", 3.0)]
 
 
+LEADER = """
+import sys, paceline, torch
+paceline.init(init_method=sys.argv[1], rank=0, size=2, device="cpu")
+torch.distributed.barrier()
+paceline.shutdown()
+"""
+
+
+def follow_two_leaders(rank, size, address):
+    """Enter a world twice at one address, each time with another process as rank 0."""
+    import torch
+
+    import paceline
+
+    for _ in range(2):
+        leader = subprocess.Popen([sys.executable, "-c", LEADER, address])
+        paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=60.0)
+        torch.distributed.barrier()
+        paceline.shutdown()
+        if leader.wait(timeout=60):
+            return False
+    return True
+
+
+def test_a_new_process_may_take_the_place_of_rank_0(pool):
+    assert pool(1).run(follow_two_leaders, f"tcp://127.0.0.1:{free_port()}", world=False) == [True]
+
+
+def test_a_world_of_one_keeps_the_local_rank_it_was_given(pool):
+    assert pool(1).run(alone_as, 1, world=False) == [1]
+
+
+def alone_as(rank, size, local_rank):
+    import paceline
+
+    paceline.init(local_rank=local_rank, device="cpu")
+    return paceline.init(local_rank=local_rank, device="cpu").local_rank
+
+
 def variables_of(launcher, rank, size):
     names = {
         "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -159,7 +198,8 @@ def variables_of(launcher, rank, size):
         ),
         "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     }[launcher]
-    return {name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name}
+    told = {name: str(value) for name, value in zip(names, (rank, size, rank, size), strict=True) if name}
+    return told | ({"SLURM_STEP_ID": "0"} if launcher == "Slurm" else {})
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "Slurm", "Open MPI", "MPICH"])

@@ -215,13 +215,18 @@ def hear_signals():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def start_parent(home):
+def ignore_hangups():
+    """As nohup does."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def start_parent(home, prepare=hear_signals):
     body = 'note(f"ready{rank}", ""); time.sleep(600)'
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, *program(body)],
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=hear_signals,
+        preexec_fn=prepare,
     )
     deadline = time.monotonic() + 60
     while not {"ready0", "ready1"} <= notes(home).keys():
@@ -241,6 +246,28 @@ def test_a_signal_to_the_parent_ends_all_in_order(home, number, code, said):
     assert parent.communicate(timeout=60)[0] == said
     assert parent.returncode == code
     assert_clean(home, 2)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(home):
+    parent = start_parent(home, ignore_hangups)
+    parent.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        parent.wait(timeout=1)
+    parent.send_signal(signal.SIGTERM)
+    parent.communicate(timeout=60)
+    assert parent.returncode == 143
+    assert_clean(home, 2)
+
+
+def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="can't be made"):
+        run_ranks(["-c", "pass"], 1, log_dir=tmp_path / "file" / "logs")
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(home):
+    with pytest.raises(RankFailed, match="was ended by signal 40"):
+        run_ranks(["-c", "import os; os.kill(os.getpid(), 40)"], 1, timeout=60)
 
 
 def test_ranks_die_with_a_parent_that_is_killed(home):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.writable import check_writable
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) ->
     """Return what will be written where, once it is clear that it can be: no measurement shall be lost.
 
     Raises:
-        UsageError: a file can't be written, or there is nothing to draw charts with.
+        UsageError: a file can't be written or is named twice, or there is nothing to draw charts with.
     """
     from paceline.cli import bench_charts
 
@@ -111,6 +111,8 @@ def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) ->
     if json_file is not None:
         writer_of[json_file] = _write_json
     if csv_file is not None:
+        if csv_file == json_file:
+            raise UsageError(f"--json and --csv both name {csv_file}", remedy="name two files")
         writer_of[csv_file] = _write_csv
     if out is not None:
         bench_charts.check()
@@ -121,19 +123,8 @@ def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) ->
             )
             writer_of[out / f"step-buckets{suffix}"] = lambda path, rows, _: bench_charts.buckets(path, rows)
     for path in writer_of:
-        _check_writable(path)
+        check_writable(path, make_folder=True)
     return writer_of
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"can't write {path}: {error.strerror}", remedy="name a file in a folder that you may write to"
-        ) from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UsageError(f"can't write {path}", remedy="name a file in a folder that you may write to")
 
 
 def _write_json(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.local import run_ranks
 from paceline.machine import Finding, Loopback, Machine, findings, machine
@@ -35,7 +35,7 @@ def doctor(
     if ranks < 0 or ranks == 1:
         raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to try none")
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable(json_file, "--json")
     facts = machine()
     loopback = try_loopback(ranks) if ranks and facts.torch else None
     found = findings(facts, loopback)
@@ -44,16 +44,6 @@ def doctor(
     show(found)
     if any(finding.status == "broken" for finding in found):
         raise typer.Exit(1)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file that can't be written before anything is measured."""
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"--json {path}: no such folder", remedy=f"make {folder} first")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        why = "is a folder" if path.is_dir() else "can't be written"
-        raise UsageError(f"--json {path}: {why}", remedy="name a file in a folder that you may write to")
 
 
 def try_loopback(ranks: int) -> Loopback | str:

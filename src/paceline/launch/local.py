@@ -23,6 +23,7 @@ from types import FrameType
 
 from paceline.errors import RankFailed, UsageError
 from paceline.launch import leash
+from paceline.machine.cores import usable_cores
 
 __all__ = ["run_ranks"]
 
@@ -78,7 +79,7 @@ def run_ranks(
 
     Raises:
         RankFailed: a rank ended with an error, or time was up; the others have been ended.
-        UsageError: no program, or fewer than one rank.
+        UsageError: no program, fewer than one rank, or a `log_dir` that can't be made.
     """
     if not argv:
         raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
@@ -89,7 +90,7 @@ def run_ranks(
     try:
         with _termination_raises():
             logs = private if log_dir is None else Path(log_dir)
-            logs.mkdir(parents=True, exist_ok=True)
+            _make(logs)
             variables = {
                 **os.environ,
                 **(env or {}),
@@ -103,10 +104,19 @@ def run_ranks(
         shutil.rmtree(private, ignore_errors=True)
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"log_dir {folder} can't be made: {error.strerror}", remedy="name a folder that you may write to"
+        ) from error
+
+
 def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path) -> _Rank:
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
+    threads = str(max(1, int(usable_cores() / ranks)))
     env = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"} | dict(variables)
     env |= {name: str(value) for name, value in place.items()}
     command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable, *argv]
@@ -163,7 +173,10 @@ def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) 
 
 def _how(one: _Rank) -> str:
     code = one.exit_code() or 0
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in signal.Signals.__members__.values()  # real-time signals have no names
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def _remedy(one: _Rank) -> str:
@@ -196,7 +209,10 @@ def _end(running: Sequence[_Rank]) -> None:
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that the ranks are ended in order; in the main thread only."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that the ranks are ended in order; in the main thread only.
+
+    A signal that this process ignores (SIGHUP under nohup) stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -204,7 +220,8 @@ def _termination_raises() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heeded}
     try:
         yield
     finally:

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import psutil
 
+from paceline.machine.cores import usable_cores
 from paceline.machine.network import Interface, host_address, interfaces
 from paceline.machine.software import Compiler, Mpi, Torch, compiler, mpi, torch_facts
 
-__all__ = ["Loopback", "Machine", "cpu_quota", "machine", "memory_limit"]
+__all__ = ["Loopback", "Machine", "machine", "memory_limit", "memory_used"]
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
     """
     env = os.environ if env is None else env
     memory = psutil.virtual_memory()
-    total = min(memory.total, memory_limit() or memory.total)
+    limit = memory_limit() or memory.total
+    total = min(memory.total, limit)
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Machine(
         host=socket.gethostname(),
@@ -111,11 +113,13 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
         cpu=_cpu_model(),
         cores=psutil.cpu_count(logical=False) or 1,
         threads=os.cpu_count() or 1,
-        usable_cores=min(float(_affinity()), cpu_quota() or float("inf")),
+        usable_cores=usable_cores(),
         load=os.getloadavg()[0],
         thread_variables={name: env[name] for name in THREAD_VARIABLES if name in env},
         memory_nbytes=total,
-        available_nbytes=min(memory.available, total),
+        available_nbytes=max(0, min(memory.available, limit - memory_used()))
+        if limit < memory.total
+        else memory.available,
         shm_nbytes=shm.total if shm else 0,
         shm_free_nbytes=shm.free if shm else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -131,25 +135,20 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
     )
 
 
-def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
-    """Return the cores that a container may use at once, None without a limit.
-
-    Source: Linux, cgroup-v2.rst, ``cpu.max``: "$QUOTA $PERIOD" in microseconds.
-    """
-    words = _read(f"{root}/cpu.max").split()
-    if len(words) != 2 or not words[0].isdecimal():
-        return None
-    return int(words[0]) / int(words[1])
-
-
 def memory_limit(root: str = "/sys/fs/cgroup") -> int | None:
     """Return the memory that a container may use in bytes, None without a limit (cgroup v2, ``memory.max``)."""
     text = _read(f"{root}/memory.max").strip()
     return int(text) if text.isdecimal() else None
 
 
-def _affinity() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def memory_used(root: str = "/sys/fs/cgroup") -> int:
+    """Return the memory in bytes that a container uses and can't give back at once (cgroup v2).
+
+    That is ``memory.current`` less file pages not used lately (``inactive_file`` of ``memory.stat``).
+    """
+    text = _read(f"{root}/memory.current").strip()
+    stat = re.search(r"^inactive_file (\d+)$", _read(f"{root}/memory.stat"), re.MULTILINE)
+    return max(0, int(text) - (int(stat[1]) if stat else 0)) if text.isdecimal() else 0
 
 
 def _cpu_model() -> str:

@@ -180,7 +180,8 @@ def _host_address(facts: Machine) -> Finding:
         return Finding(
             "host name", "broken", f"{value}, which is no interface in use", f"name one of: {names}"
         )
-    remedy = f"for training on several hosts: export GLOO_SOCKET_IFNAME={outer[0]}" if outer else ""
+    which = outer[0] if len(outer) == 1 else f"(the one of {', '.join(outer)} that reaches the other hosts)"
+    remedy = f"for training on several hosts: export GLOO_SOCKET_IFNAME={which}" if outer else ""
     if not facts.address:
         value = f"the name {facts.host} resolves to nothing"
         return Finding("host name", "warn" if outer else "note", value, remedy or "add it to /etc/hosts")
@@ -210,7 +211,7 @@ def _mpi(facts: Machine) -> Finding:
     ]
     value = ", ".join([*parts, f"no {' and no '.join(absent)}"])
     return Finding(
-        "MPI", "note", value, "only asynchronous exchange over MPI needs it: pip install mpi4py mpich"
+        "MPI", "note", value, "only starting ranks with mpirun needs it: install mpich or openmpi-bin"
     )
 
 

@@ -3,11 +3,19 @@
 plan.py        Sync: how gradients are synchronised, a point in a plane
 engine.py      DataParallel: what a user wraps a model in
 reducer.py     the rounds of one bucketed engine, which serves every plan but full-shard
+gradients.py   where gradients are while rounds come and go
 bucket.py      which parameter lies where in which contiguous buffer
+settle.py      building the buckets once, in the order in which gradients become ready
+flight.py      buckets on their way: launched in one fixed order, waited for when they are needed
+late.py        gradients that came after their bucket had left
 ledger.py      what ranks tell one another at the end of a round: samples, used parameters, failures
+weights.py     the factors that make a sum over ranks the mean over samples
+clip.py        clipping by the norm of the whole gradient
 wire.py        the three collectives that the engine needs, over any process group
 replica.py     the same parameters on every rank: verified, then broadcast
 gate.py        nothing unsynchronised reaches optimizer.step()
 shard.py       ShardedOptimizer: each rank updates 1/N and gathers the rest
 full_shard.py  PyTorch FSDP2 behind the same surface
+direct.py      FSDP2's collectives over the wire, where gloo's own are slow
+timings.py     what one synchronised step cost
 """

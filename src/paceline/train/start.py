@@ -14,6 +14,7 @@ from datetime import datetime
 from paceline.errors import UsageError
 from paceline.launch.local import run_ranks
 from paceline.lm import corpus as corpora
+from paceline.machine.cores import usable_cores
 from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
 from paceline.train.snapshot import to_resume
@@ -45,7 +46,7 @@ def start(settings: Settings) -> None:
 def _launch(settings: Settings) -> None:
     """Start the ranks on this machine."""
     ranks = settings.ranks or RANKS
-    threads = settings.threads or max(1, _cores() // ranks)
+    threads = settings.threads or max(1, int(usable_cores() / ranks))
     if settings.device == "cuda":
         for rank in range(ranks):
             choose_device(settings.device, None, rank, ranks)
@@ -125,7 +126,3 @@ def _report(folder: RunFolder) -> None:
         print(f"report: {write_report(folder.path)}")
     except UsageError as error:
         print(f"no report: {error}", file=sys.stderr)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -67,7 +67,8 @@ SLURM = Launcher(
     "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", node="SLURM_NODEID", nodes="SLURM_NNODES"
 )
 
-# Steps that Slurm numbers from the top are shells (sbatch script, salloc), not tasks (slurm.h).
+# Slurm's batch scripts and interactive shells have no step id, or one numbered from the top: negative where
+# it is printed as signed (slurm.h, src/common/env.c). They are no tasks, though they have SLURM_PROCID=0.
 _FIRST_SHELL_STEP = 0xFFFFFFF0
 
 
@@ -125,6 +126,8 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
         WorldError: two launchers that don't run inside each other tell different places.
     """
     found = [launcher for launcher in (TORCHRUN, OPEN_MPI, MPICH, SLURM) if _speaks(env, launcher)]
+    if SLURM in found and MPICH in found and MPICH.local_rank not in env:
+        found.remove(MPICH)  # srun --mpi=pmi2 speaks MPICH's protocol, but tells less of the place
     if not found:
         return None
     if found[0] is TORCHRUN and ("TORCHELASTIC_RUN_ID" in env or "PACELINE_INIT_METHOD" in env):
@@ -144,12 +147,9 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
 
 def _speaks(env: Mapping[str, str], launcher: Launcher) -> bool:
     if launcher is SLURM:
-        step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", "0"))
-        return (
-            launcher.rank in env
-            and launcher.size in env
-            and not (step.isdigit() and int(step) >= _FIRST_SHELL_STEP)
-        )
+        step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+        is_task = step.isdecimal() and int(step) < _FIRST_SHELL_STEP
+        return is_task and launcher.rank in env and launcher.size in env
     return launcher.rank in env or launcher.size in env
 
 

@@ -104,8 +104,8 @@ def roll_call(store: Store, rank: int, size: int, timeout: float, *, restarted: 
         MissingRanks: some ranks did not come in time; they are named.
         WorldError: a rank is claimed twice, or the ranks disagree about the world's size.
     """
-    call = _RollCall(store, Claim.of_this_process(rank, size), timeout)
     try:
+        call = _RollCall(store, Claim.of_this_process(rank, size), timeout)
         call.claim(restarted)
         return call.lead() if rank == 0 else call.follow()
     except WorldError:

@@ -50,8 +50,8 @@ class World:
 class _Session:
     """What this process holds between init and shutdown, and what outlives shutdown.
 
-    `servers` keeps TCP stores open for the life of the process: rank 0 may leave a world and enter the next
-    one at the same address while others still leave the first.
+    `servers` keeps the TCP stores that this process serves open for its life: rank 0 may leave a world and
+    enter the next one at the same address while others still leave the first.
     """
 
     world: World | None = None
@@ -105,7 +105,7 @@ def init(
     place = read_environment(os.environ, init_method=init_method, rank=rank, size=size, local_rank=local_rank)
     if place.init_method is None and backend is None:
         chosen, _ = choose_device(device, backend, place.local_rank or 0, 1)
-        world = World(device=chosen)
+        world = World(local_rank=place.local_rank or 0, device=chosen)
     else:
         world = _join(place, backend, device, timeout)
     _session.world, _session.init_method = world, place.init_method
@@ -162,7 +162,7 @@ def _open(place: Place, timeout: float) -> Store:
     if method is None:
         return dist.HashStore()
     store = _session.servers.get(method) or open_store(method, place.rank, place.size, timeout)
-    if not method.startswith("file://"):
+    if method.startswith("tcp://") and place.rank == 0:
         _session.servers[method] = store
     return store
 

@@ -29,7 +29,7 @@ def open_store(init_method: str, rank: int, size: int, timeout: float) -> Store:
 
     Raises:
         MissingRanks: rank 0 can't be reached.
-        WorldError: the file can't be written, or rank 0 can't serve at the address.
+        WorldError: the file can't be written, rank 0 can't serve at the address, or it is no address.
     """
     import torch.distributed as dist
 
@@ -85,6 +85,8 @@ def _wait_for_server(host: str, port: int, what: str, timeout: float) -> float:
         try:
             socket.create_connection((host, port), timeout=left).close()
             return time.monotonic() - start
+        except UnicodeError:
+            raise WorldError(f"{host!r} is no host name", remedy="name the host of rank 0") from None
         except OSError as error:
             reason = str(error)
             time.sleep(min(0.1, left))
