@@ -39,7 +39,8 @@ class PacelineError(Exception):
     Args:
         message: what happened, what is valid.
         rank: the rank concerned, where it is known.
-        step: the optimizer step concerned (counted from 0), where it is known.
+        step: the optimizer step concerned, where it is known: counted from 0 by a model, from 1 by
+            ``paceline train`` and its log.
         remedy: what the user can do, one sentence.
     """
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +96,11 @@ def test_under_torchrun_it_takes_part(tmp_path, text):
     assert told.returncode == 0, told.stderr
     assert told.stdout.count("held-out loss") == 3  # before, after step 3, at the end: one rank speaks
     assert sorted(losses(tmp_path / "run")) == [1, 3]
-    assert sorted(read_run(tmp_path / "run").spans_of_rank) == [0, 1]
+    seen = read_run(tmp_path / "run")
+    assert sorted(seen.spans_of_rank) == [0, 1]
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["steps"] == 3
+    first = min(span.start for spans in seen.spans_of_rank.values() for span in spans)
+    assert datetime.fromisoformat(str(seen.facts["started"])).timestamp() <= first
 
     refused = run(*arguments, program=torchrun)
     assert refused.returncode != 0

@@ -53,7 +53,9 @@ def test_the_first_step_is_left_out_only_where_there_are_more():
 
 def test_what_happens_between_steps_belongs_to_no_phase():
     between = [Span("eval", 11.5, 3.0, 0), Span("checkpoint", 14.5, 2.0, 0)]
-    assert rank_time(0, FIRST + SECOND + between).total == pytest.approx(1.0)
+    time = rank_time(0, FIRST + SECOND + between)
+    assert time.total == pytest.approx(1.0)
+    assert time.between == pytest.approx(5.0)
 
 
 def test_the_engines_own_spans_stand_in_for_exposed_ones():
@@ -126,12 +128,18 @@ CHATTY = {"forward": 0.2, "backward": 0.3, "optimizer": 0.1, "other": 0.4}
             "Communication limits this run: ranks stand still 40\u00a0% of the time for 25 MiB",
         ),
         ((STARVED, STARVED), "Data limits this run: ranks wait 30\u00a0% of the time for their next batch."),
-        ((CHATTY, CHATTY), "Work outside of the training step limits this run"),
+        ((CHATTY, CHATTY), "Other work inside of the step limits this run: 40\u00a0%"),
         ((WAITING, BUSY), "Rank 1 limits this run: it computes 95\u00a0% of the time, rank 0 only 60\u00a0%"),
     ],
 )
 def test_what_limits_is_named(shares, limit):
     assert headline(summary_of(*shares))[2].startswith(limit)
+
+
+def test_work_between_steps_is_named_where_it_limits():
+    rank = RankTime(0, 10, dict.fromkeys(PHASES, 0.0) | BUSY, between=3.0)
+    text = headline(summary_of(BUSY, ranks=(rank,)))[2]
+    assert text.startswith("Work outside of the training step limits this run: 75\u00a0%")
 
 
 def test_the_headline_says_what_was_reached_and_where_time_went():

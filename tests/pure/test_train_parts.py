@@ -90,6 +90,18 @@ def test_steps_after_the_checkpoint_are_forgotten(tmp_path):
     assert [step.step for step in read_run(folder.path).steps] == [1, 2, 3]
 
 
+def test_traces_of_ranks_that_are_no_more_are_forgotten(tmp_path):
+    folder = run_in(tmp_path / "run")
+    folder.trace(0).parent.mkdir()
+    for rank in (0, 1, 2, 10):
+        folder.trace(rank).write_text("")
+        (folder.logs / f"rank{rank}.log").write_text("")
+    (folder.logs / "rankings.log").write_text("mine")
+    folder.forget_ranks_from(2)
+    assert sorted(path.name for path in folder.trace(0).parent.iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
+    assert sorted(path.name for path in folder.logs.iterdir()) == ["rank0.log", "rank1.log", "rankings.log"]
+
+
 def test_facts_are_added(tmp_path):
     folder = run_in(tmp_path / "run")
     folder.add_facts(parameters=7)

@@ -24,15 +24,18 @@ ROUNDS, STEPS = 2, 3
 PEER_OF = entries([*OURS, *DDP], [1.0, math.inf], 4 * SIZE.parameters())
 
 
-def measure(rank, size, everyone, broken=None):
-    """Time the contestants; `broken` names a strategy that shall forget to synchronise."""
+def measure(rank, size, everyone, broken=None, doubled=None):
+    """Time the contestants; `broken` names a strategy that shall forget to synchronise, `doubled` to divide."""
     import paceline
     from paceline.bench import worker
 
     def build(entry, *args):
         if entry.strategy == broken:
             return replace(whole(Entry("no-sync"), *args), entry=entry)
-        return whole(entry, *args)
+        made = whole(entry, *args)
+        if entry.strategy == doubled:
+            return replace(made, backward=lambda loss: made.backward(2 * loss))
+        return made
 
     whole, worker.build = worker.build, build
     try:
@@ -90,6 +93,14 @@ def test_a_strategy_that_forgets_to_synchronise_is_found_out(pool):
     zero, _ = pool(2).run(measure, list(peer_of), "naive", timeout=120)
     made = make_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
     assert [row.entry.strategy for row in made if row.exact is False] == ["naive"]
+
+
+@pytest.mark.parametrize("strategy", ["naive", "sharded"])
+def test_a_gradient_that_is_wrong_by_a_factor_is_found_out(pool, strategy):
+    peer_of = entries([strategy], [math.inf], 4 * SIZE.parameters())
+    zero, _ = pool(2).run(measure, list(peer_of), None, strategy, timeout=120)
+    made = make_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
+    assert [row.entry.strategy for row in made if row.exact is False] == [strategy]
 
 
 def test_traffic_is_what_each_strategy_must_send(rows):

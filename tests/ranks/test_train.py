@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import RankError
+from safetensors.torch import load_file
 
 import paceline
 from paceline.errors import MismatchError, PacelineError
@@ -180,6 +181,16 @@ def test_divergence_is_told(pool, settings):
     assert isinstance(caught.value.__cause__, PacelineError)
     assert "training diverged" in str(caught.value.__cause__)
     assert "--lr" in str(caught.value.__cause__)
+
+
+def test_a_run_that_diverges_between_logged_steps_keeps_its_last_good_checkpoint(pool, settings):
+    settings = clean(replace(settings, lr=1e25, clip=0.0, checkpoint_every=1, log_every=100, steps=8), "a")
+    with pytest.raises(RankError) as caught:
+        pool(2).run(run, settings)
+    assert "training diverged" in str(caught.value.__cause__)
+    for path in RunFolder(settings.out).checkpoint.glob("step-*/model.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert torch.isfinite(tensor).all(), name
 
 
 def run_with_own_seed(rank, size, settings):

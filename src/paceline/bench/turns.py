@@ -8,8 +8,8 @@ __all__ = ["turn_order"]
 def turn_order(contestants: int, turn: int) -> list[int]:
     """Return the order of contestants in round number `turn`.
 
-    Each order is followed by the same one backwards, so that any two contestants go first equally often, and
-    the next pair of rounds begins with another contestant.
+    Each order is followed by the same one backwards, so that over an even number of turns any two contestants
+    go first equally often, and the next pair of turns begins with another contestant.
 
     Example:
         >>> turn_order(3, 0), turn_order(3, 1), turn_order(3, 2)

@@ -55,6 +55,11 @@ def window_starts(numbers: NDArray[np.uint64], seed: int, places: int) -> NDArra
     return (z % np.uint64(places)).astype(np.int64)
 
 
+def _check_length(tokens: Tokens, context: int) -> None:
+    if len(tokens) <= context:
+        raise UsageError(f"{len(tokens)} tokens are too few for one window of {context} and its target")
+
+
 def _cut(tokens: Tokens, starts: NDArray[np.int64], context: int, samples: int) -> Batch:
     windows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
     rows = torch.from_numpy(windows)
@@ -91,10 +96,7 @@ class Batches:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.tokens) <= self.context:
-            raise UsageError(
-                f"{len(self.tokens)} tokens are too few for one window of {self.context} and its target"
-            )
+        _check_length(self.tokens, self.context)
 
     def at(self, step: int) -> Batch:
         """Return this rank's batch at `step`, counted from 0."""
@@ -128,10 +130,7 @@ class HeldOut:
     limit: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.tokens) <= self.context:
-            raise UsageError(
-                f"{len(self.tokens)} tokens are too few for one window of {self.context} and its target"
-            )
+        _check_length(self.tokens, self.context)
 
     def starts(self) -> NDArray[np.int64]:
         """Return where all windows of all ranks start; they do not overlap."""

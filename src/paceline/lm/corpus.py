@@ -115,7 +115,7 @@ def standard_library(limit_nbytes: int = STDLIB_NBYTES) -> Corpus:
     """Return the sources of this Python's standard library: real text that is on every machine.
 
     Tests and tables are left out. Files come in an order that depends on their names alone but mixes the
-    packages (by the checksum of the path), so the held-out tenth is whole files of every kind.
+    packages (by the checksum of the path), so the held-out tenth is of every kind.
 
     Args:
         limit_nbytes: stop before the file with which there would be more than this.

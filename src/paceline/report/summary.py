@@ -10,10 +10,14 @@ Where the time of a step goes is read from each rank's trace, by the names of it
     step        the whole step
 
 `exposed` usually lies inside `backward` and `optimizer`; it is taken out of the phase in which it began, so that
-phases add up. What is left of `step` is "other". The first step of a trace is left out where there are more:
-it pays for what happens once (first touch of memory, planning of buckets). Where `exposed` spans carry
-``calls`` and ``nbytes``, these are the step's collectives and their payload. In the trace of a program with no
-`exposed` spans, the engine's own `exchange` and `gather` stand in: its waits in backward and in the update.
+phases add up. What is left of `step` is "other". `eval` and `checkpoint` spans lie between steps. The first step
+of a trace is left out where there are more: it pays for what happens once (first touch of memory, planning of
+buckets). Where `exposed` spans carry ``calls`` and ``nbytes``, these are the step's collectives and their payload.
+In the trace of a program with no `exposed` spans, the engine's own `exchange` and `gather` stand in: its waits in
+backward and in the update.
+
+Times are those of the host: on a GPU a phase ends when its work was handed over, and the time that it takes shows
+where the host first needs a result.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ __all__ = ["PHASES", "RankTime", "Summary", "rank_time", "summarize"]
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 _HOLDS_EXPOSED = ("forward", "backward", "optimizer")
+_BETWEEN_STEPS = ("eval", "checkpoint")
 _OF_THE_ENGINE = ("exchange", "gather")
 
 
@@ -41,11 +46,13 @@ class RankTime:
         rank: the rank.
         steps: steps that were counted.
         seconds: for each of `PHASES` the time in all counted steps, in seconds.
+        between: seconds between these steps that went into held-out losses and checkpoints.
     """
 
     rank: int
     steps: int
     seconds: Mapping[str, float]
+    between: float = 0.0
 
     @property
     def total(self) -> float:
@@ -129,7 +136,8 @@ def rank_time(rank: int, spans: Sequence[Span]) -> RankTime:
     whole_steps = [span.seconds for span in spans if span.name == "step"]
     seconds["other"] += max(0.0, sum(whole_steps) - sum(seconds.values()))
     steps = len(whole_steps) or sum(span.name == "optimizer" for span in spans)
-    return RankTime(rank, steps, seconds)
+    between = sum(span.seconds for span in spans if span.name in _BETWEEN_STEPS)
+    return RankTime(rank, steps, seconds, between)
 
 
 def _after_first_step(spans: Sequence[Span]) -> Sequence[Span]:

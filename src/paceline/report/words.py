@@ -67,6 +67,12 @@ def _what_limits(summary: Summary) -> str:
         max(ranks, key=lambda rank: rank.computing),
         min(ranks, key=lambda rank: rank.computing),
     )
+    between = fmean(rank.between / (rank.between + rank.total) for rank in ranks)
+    if between >= 2 * _CONSIDERABLE:
+        return (
+            f"Work outside of the training step limits this run: {_percent(between)} of the time goes into "
+            "held-out losses and checkpoints."
+        )
     exposed, data = _mean_share(ranks, "exposed"), _mean_share(ranks, "data")
     lag = slowest.computing - fastest.computing
     if data >= _CONSIDERABLE and data >= exposed:
@@ -80,10 +86,10 @@ def _what_limits(summary: Summary) -> str:
         volume = f" for {format_bytes(summary.nbytes)} a step" if summary.nbytes else ""
         return (
             f"Communication limits this run: ranks stand still {_percent(exposed)} of the time{volume}. "
-            'A larger batch per rank, accumulation or sync="sharded" are the first things to try.'
+            "A larger batch per rank or accumulation are the first things to try."
         )
-    if _mean_share(ranks, "other") >= 2 * _CONSIDERABLE:
-        return "Work outside of the training step limits this run: logging, validation or checkpoints."
+    if (other := _mean_share(ranks, "other")) >= 2 * _CONSIDERABLE:
+        return f"Other work inside of the step limits this run: {_percent(other)} of it are in no phase."
     pace = f" at {format_count(summary.tokens_per_second)} tokens/s" if summary.tokens_per_second else ""
     return f"Computing limits this run{pace}: more ranks or faster ones would help, a faster network hardly."
 

@@ -10,7 +10,8 @@
     report.html          all of it on one page
 
 In ``steps.jsonl`` steps are counted from 1. ``loss`` is that of the step's global batch, so before its update;
-``val_loss``, where there is one, that of the held-out text after it, only on line 1 before any update.
+``val_loss``, where there is one, that of the held-out text after it; on line 1 that before any update, unless it
+was measured after step 1 too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.train.settings import Existing
+from paceline.train.settings import Existing, Settings
 
 __all__ = ["RunFolder"]
 
@@ -71,6 +72,11 @@ class RunFolder:
                 remedy="name another folder with --out",
             ) from error
 
+    def describe(self, settings: Settings, command: Mapping[str, str]) -> None:
+        """Write what was asked for, by which command and when."""
+        _replace(self.settings, settings.to_json() + "\n")
+        self.add_facts(**command)
+
     def _check(self, existing: Existing) -> None:
         holds_run = self.steps.exists() or self.checkpoint.exists()
         if existing == "refuse" and holds_run:
@@ -93,16 +99,21 @@ class RunFolder:
                 shutil.rmtree(self.path / name)
 
     def add_facts(self, **facts: Any) -> None:
-        """Add `facts` to ``run.json``, or replace those of the same name; the file is always whole."""
+        """Add `facts` to ``run.json``, or replace those of the same name."""
         known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
-        beside = self.run.with_suffix(".tmp")
-        beside.write_text(json.dumps(known | facts, indent=2) + "\n", encoding="utf-8")
-        os.replace(beside, self.run)
+        _replace(self.run, json.dumps(known | facts, indent=2) + "\n")
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Append one line to ``steps.jsonl``."""
         with self.steps.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+    def forget_ranks_from(self, size: int) -> None:
+        """Remove traces and logs of rank `size` and up: a resumed run may have fewer ranks."""
+        for path in [*self.path.glob("trace/rank*.jsonl"), *self.logs.glob("rank*.log")]:
+            number = path.stem.removeprefix("rank")
+            if number.isdecimal() and int(number) >= size:
+                path.unlink()
 
     def forget_steps_after(self, step: int) -> None:
         """Drop the lines of later steps than `step`: a resumed run does them again."""
@@ -110,7 +121,14 @@ class RunFolder:
             return
         lines = self.steps.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
-        self.steps.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        _replace(self.steps, "".join(line + "\n" for line in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Give the file at `path` new content; at every instant it is whole, old or new."""
+    beside = path.with_name(f"{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def _step_of(line: str) -> float:

@@ -120,8 +120,7 @@ def build(settings: Settings, world: World) -> Job:
 
 
 def _options(settings: Settings) -> dict[str, Any]:
-    fused = settings.plan.shard != "parameters"  # one pass over memory per tensor instead of several
-    return {"lr": settings.lr, "betas": (0.9, 0.95), "weight_decay": settings.weight_decay, "fused": fused}
+    return {"lr": settings.lr, "betas": (0.9, 0.95), "weight_decay": settings.weight_decay, "fused": True}
 
 
 def _number_of(settings: Settings) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from paceline import trace
 from paceline.errors import PacelineError
@@ -48,7 +49,7 @@ def train(job: Job, progress: Progress) -> float:
     """Train to the last step and return the final held-out loss in nats per token; every rank calls this.
 
     Raises:
-        PacelineError: the loss is no longer a number.
+        PacelineError: the loss or a parameter is no longer a number; the checkpoint before it stays.
     """
     if job.first_val_loss is None:
         job.first_val_loss = _evaluate(job, progress)
@@ -67,6 +68,7 @@ def train(job: Job, progress: Progress) -> float:
         progress.step(record)
         if last or _is_due(job.step, job.settings.checkpoint_every):
             with trace.span("checkpoint", step=job.step):
+                _refuse_diverged(job)
                 job.save()
     return val_loss
 
@@ -131,11 +133,7 @@ def _measured(job: Job, taken: Taken) -> dict[str, Any]:
     loss_sum, samples = sum_over_ranks(mine, job.world).tolist()
     loss = loss_sum / samples
     if not math.isfinite(loss):
-        raise PacelineError(
-            f"the loss is {loss}: training diverged",
-            step=job.step,
-            remedy="use a smaller --lr, or clip the gradient with --clip 1",
-        )
+        raise _diverged(job, f"the loss is {loss}")
     return {
         "loss": loss,
         "lr": taken.lr,
@@ -145,6 +143,22 @@ def _measured(job: Job, taken: Taken) -> dict[str, Any]:
         "tokens_per_second": samples * job.size.context / taken.seconds,
         "exposed_share": min(1.0, job.model.timings.exposed_seconds / taken.seconds),
     }
+
+
+def _refuse_diverged(job: Job) -> None:
+    """Raise on every rank if some rank holds a parameter that is not finite: that is no state to keep."""
+    held = [param.to_local() if isinstance(param, DTensor) else param for param in job.model.parameters()]
+    broken = sum(not torch.isfinite(param).all() for param in held)
+    if sum_over_ranks(torch.tensor([float(broken)]), job.world).item():
+        raise _diverged(job, "parameters are no longer finite, so no checkpoint is written")
+
+
+def _diverged(job: Job, what: str) -> PacelineError:
+    return PacelineError(
+        f"{what}: training diverged",
+        step=job.step,
+        remedy="use a smaller --lr, or clip the gradient with --clip 1",
+    )
 
 
 def _log(job: Job, record: dict[str, Any]) -> None:

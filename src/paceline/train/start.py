@@ -53,7 +53,7 @@ def _launch(settings: Settings) -> None:
     settings = _fit_to_data(replace(settings, ranks=ranks, threads=threads), ranks)
     folder = RunFolder(settings.out)
     folder.prepare(settings.existing)
-    folder.add_facts(**_command())
+    folder.describe(settings, _command())
     try:
         _run(settings, folder, ranks, threads)
     except KeyboardInterrupt:
@@ -69,7 +69,6 @@ def _run(settings: Settings, folder: RunFolder, ranks: int, threads: int) -> Non
 
         take_part(settings)
         return
-    folder.settings.write_text(settings.to_json() + "\n", encoding="utf-8")
     run_ranks(
         ["-m", "paceline.train.worker", str(folder.settings)],
         ranks,
@@ -94,11 +93,9 @@ def _join(settings: Settings, place: Place) -> None:
     settings = _fit_to_data(replace(settings, ranks=place.size), place.size)
     from paceline.train.worker import take_part
 
-    world = take_part(settings, prepare=True)
+    world = take_part(settings, command=_command())
     if world.rank == 0:
-        folder = RunFolder(settings.out)
-        folder.add_facts(**_command())
-        _report(folder)
+        _report(RunFolder(settings.out))
 
 
 def _fit_to_data(settings: Settings, ranks: int) -> Settings:

@@ -6,6 +6,7 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -64,19 +65,19 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def take_part(settings: Settings, *, prepare: bool = False) -> World:
+def take_part(settings: Settings, *, command: Mapping[str, str] | None = None) -> World:
     """Do one rank's part of the training, from entering the world to leaving it; return the world.
 
     Args:
         settings: what to do.
-        prepare: the run folder is not ready yet: rank 0 makes it so.
+        command: where the run folder is not ready yet: what rank 0 shall write into it, once it has made it so.
     """
     world = init(device=settings.device)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     folder = RunFolder(settings.out)
-    if prepare:
-        _prepare(folder, settings, world)
+    if command is not None:
+        _prepare(folder, settings, command, world)
     trace.open(folder.trace(world.rank), world.rank, append=settings.existing == "resume")
     try:
         job = build(settings, world)
@@ -92,12 +93,13 @@ def take_part(settings: Settings, *, prepare: bool = False) -> World:
     return world
 
 
-def _prepare(folder: RunFolder, settings: Settings, world: World) -> None:
+def _prepare(folder: RunFolder, settings: Settings, command: Mapping[str, str], world: World) -> None:
     """Make the folder ready on rank 0; where that fails, no rank goes on."""
     error = None
     if world.rank == 0:
         try:
             folder.prepare(settings.existing)
+            folder.describe(settings, command)
         except UsageError as refused:
             error = refused
     refusals = sum_over_ranks(torch.tensor([float(error is not None)]), world)
@@ -128,6 +130,7 @@ def _begin(job: Job, progress: Progress) -> None:
         progress.say(f"resumed at step {job.step}")
     if world.rank == 0:
         job.folder.forget_steps_after(job.step)
+        job.folder.forget_ranks_from(world.size)
         job.folder.add_facts(
             parameters=job.parameters,
             settings=asdict(settings),
