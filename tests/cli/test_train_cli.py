@@ -199,12 +199,12 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
         start_new_session=True,
         preexec_fn=hear_interrupts,
     )
-    wanted = out / "checkpoint" if every else out / "steps.jsonl"
-    deadline = time.monotonic() + 120
-    while not wanted.exists() and started.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    started.send_signal(signal.SIGINT)
+    wanted = "checkpoint/step-????????/checkpoint.json" if every else "steps.jsonl"
     try:
+        deadline = time.monotonic() + 120
+        while not list(out.glob(wanted)) and started.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        started.send_signal(signal.SIGINT)
         said = started.communicate(timeout=60)[1]
     finally:
         started.kill()  # its ranks end with it
@@ -215,6 +215,10 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
     again = run("--data", text, "--out", out, *SMALL, timeout=60)
     assert again.returncode == 2
     assert ("--resume" in again.stderr) == bool(every)
+    if every:
+        step = int(max((out / "checkpoint").glob("step-????????")).name.removeprefix("step-"))
+        more = run("--data", text, "--out", out, "--resume", "--ranks", 2, "--steps", step + 1, *SMALL)
+        assert more.returncode == 0, more.stderr
 
 
 def test_bad_input_is_refused_before_torch_is_loaded():

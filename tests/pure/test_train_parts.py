@@ -43,7 +43,13 @@ def test_folder_that_holds_a_run_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"(?s)holds a run already.*--overwrite.*--out") as caught:
         folder.prepare("refuse")
     assert "--resume" not in str(caught.value)  # there is no checkpoint to go on from
-    folder.checkpoint.mkdir()
+    (folder.checkpoint / "step-00000003.tmp").mkdir(parents=True)  # cut short: nothing to go on from
+    with pytest.raises(UsageError, match="no checkpoint that is complete"):
+        folder.prepare("resume")
+    with pytest.raises(UsageError) as caught:
+        folder.prepare("refuse")
+    assert "--resume" not in str(caught.value)
+    (folder.checkpoint / "step-00000003").mkdir()
     with pytest.raises(UsageError, match=r"(?s)holds a run already.*--resume.*--overwrite.*--out"):
         folder.prepare("refuse")
 

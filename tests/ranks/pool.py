@@ -171,17 +171,20 @@ class Pool:
             RankError: the function raised, died or hung on some rank.
         """
         workers = self.staff.hire(self.size)
-        for rank, worker in enumerate(workers):
-            worker.pipe.send_bytes(pickle.dumps(self._case(function, args, rank, world, env)))
-        started = self._collect(workers, time.monotonic() + 120)
-        if not isinstance(started, RankError):
-            started = self._collect(workers, time.monotonic() + timeout)
-        if not world or isinstance(started, RankError):
-            self.staff.worlds += 1
-        if isinstance(started, RankError):
+        try:
+            for rank, worker in enumerate(workers):
+                worker.pipe.send_bytes(pickle.dumps(self._case(function, args, rank, world, env)))
+            outcome = self._collect(workers, time.monotonic() + 120)
+            if not isinstance(outcome, RankError):
+                outcome = self._collect(workers, time.monotonic() + timeout)
+            if isinstance(outcome, RankError):
+                raise outcome from outcome.cause
+        except BaseException:  # pytest's own time-out too: nobody may read the answers to this case later
             self.staff.fire(range(self.size))
-            raise started from started.cause
-        return started
+            raise
+        if not world:
+            self.staff.worlds += 1
+        return outcome
 
     def _case(
         self,
@@ -296,12 +299,15 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(environment)
         sys.path[:] = case.sys_path
 
-        def enter(case: Case = case, present: str | None = present) -> None:
-            _enter(case, present)
+        call: list[Any] = []
 
-        def run(case: Case = case) -> Any:
+        def enter(case: Case = case, present: str | None = present, call: list[Any] = call) -> None:
+            _enter(case, present)
+            call.extend(pickle.loads(case.function))  # imports the test module: no part of the case's time
+
+        def run(case: Case = case, call: list[Any] = call) -> Any:
             os.environ.update(case.env)
-            function, args = pickle.loads(case.function)
+            function, args = call
             return function(case.rank, case.size, *args)
 
         present = case.init_method if _answer(pipe, enter) else "broken"

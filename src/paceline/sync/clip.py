@@ -27,6 +27,7 @@ def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> tor
 
 
 def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    grads = [grad for grad in grads if grad.numel()]  # of nothing there is no largest
     if not grads:
         return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(grads, norm_type)

@@ -49,6 +49,10 @@ class RunFolder:
         """Return the trace file of `rank`."""
         return self.path / "trace" / f"rank{rank}.jsonl"
 
+    def complete_checkpoints(self) -> list[Path]:
+        """Return the checkpoints that are whole, the latest last."""
+        return sorted(path for path in self.checkpoint.glob("step-*") if path.suffix != ".tmp")
+
     def prepare(self, existing: Existing) -> None:
         """Make the folder ready for a run; on rank 0, before anything else is written.
 
@@ -82,12 +86,12 @@ class RunFolder:
         if existing == "refuse" and holds_run:
             raise UsageError(
                 f"{str(self.path)!r} holds a run already",
-                remedy=("go on with it by --resume, " if self.checkpoint.exists() else "")
+                remedy=("go on with it by --resume, " if self.complete_checkpoints() else "")
                 + "replace it by --overwrite, or name another folder with --out",
             )
-        if existing == "resume" and not self.checkpoint.is_dir():
+        if existing == "resume" and not self.complete_checkpoints():
             raise UsageError(
-                f"nothing to resume: {str(self.path)!r} holds no checkpoint",
+                f"nothing to resume: {str(self.path)!r} holds no checkpoint that is complete",
                 remedy="leave --resume out to start anew",
             )
 

@@ -40,18 +40,19 @@ class Snapshot:
     facts: Mapping[str, Any]
 
     @classmethod
-    def latest(cls, folder: Path) -> Snapshot:
-        """Return the latest complete checkpoint in `folder`.
+    def latest(cls, folder: RunFolder) -> Snapshot:
+        """Return the latest complete checkpoint of the run in `folder`.
 
         Raises:
             UsageError: there is none, or it can't be read.
         """
-        complete = [path for path in folder.glob("step-*") if path.suffix != ".tmp"]
+        complete = folder.complete_checkpoints()
         if not complete:
             raise UsageError(
-                f"no complete checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew"
+                f"no complete checkpoint in {str(folder.checkpoint)!r}",
+                remedy="leave --resume out to start anew",
             )
-        path = max(complete)
+        path = complete[-1]
         try:
             facts = json.loads((path / "checkpoint.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -113,7 +114,7 @@ def to_resume(settings: Settings, size: Size, corpus: Corpus) -> Snapshot | None
     """
     if settings.existing != "resume":
         return None
-    found = Snapshot.latest(RunFolder(settings.out).checkpoint)
+    found = Snapshot.latest(RunFolder(settings.out))
     found.check(size, corpus.fingerprint)
     if found.step >= settings.steps:
         raise UsageError(

@@ -78,7 +78,7 @@ def _run(settings: Settings, folder: RunFolder, ranks: int, threads: int) -> Non
 
 
 def _how_to_go_on(folder: RunFolder) -> str:
-    if folder.checkpoint.is_dir():
+    if folder.complete_checkpoints():
         return f"\n  → go on from the checkpoint in {folder.path} by --resume"
     return f" before the first checkpoint in {folder.path}\n  → start anew with --overwrite"
 
