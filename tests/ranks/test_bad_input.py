@@ -1,4 +1,4 @@
-"""Mistakes of a program under torchrun: every rank ends with an error, none waits for ever."""
+"""Mistakes of a program under torchrun: the run ends with an error that says what to do."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -16,9 +18,12 @@ from paceline.errors import MissingRanks, WorldError
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that the system hands out by itself, so that nobody is given it meanwhile."""
+    while True:
+        port = random.randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def enter(rank, size, arguments=None):
@@ -163,11 +168,15 @@ def follow_two_leaders(rank, size, address):
 
     for _ in range(2):
         leader = subprocess.Popen([sys.executable, "-c", LEADER, address])
-        paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=60.0)
-        torch.distributed.barrier()
-        paceline.shutdown()
-        if leader.wait(timeout=60):
-            return False
+        try:
+            paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=40.0)
+            torch.distributed.barrier()
+            paceline.shutdown()
+            if leader.wait(timeout=60):
+                return False
+        finally:
+            leader.kill()
+            leader.wait()
     return True
 
 

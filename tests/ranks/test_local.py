@@ -220,36 +220,43 @@ def ignore_hangups():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
-def start_parent(home, prepare=hear_signals):
-    body = 'note(f"ready{rank}", ""); time.sleep(600)'
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, *program(body)],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=prepare,
-    )
-    deadline = time.monotonic() + 60
-    while not {"ready0", "ready1"} <= notes(home).keys():
-        assert parent.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return parent
+@pytest.fixture
+def start_parent(home):
+    """Start a process that runs two ranks which sleep; it is ended with the test at the latest."""
+    started = []
+
+    def start(prepare=hear_signals):
+        body = 'note(f"ready{rank}", ""); time.sleep(600)'
+        command = [sys.executable, "-c", PARENT, *program(body)]
+        parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=prepare)
+        started.append(parent)
+        deadline = time.monotonic() + 60
+        while not {"ready0", "ready1"} <= notes(home).keys():
+            assert parent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return parent
+
+    yield start
+    for parent in started:
+        parent.kill()  # its ranks end with it
+        parent.wait()
 
 
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
 )
-def test_a_signal_to_the_parent_ends_all_in_order(home, number, code, said):
-    parent = start_parent(home)
+def test_a_signal_to_the_parent_ends_all_in_order(home, start_parent, number, code, said):
+    parent = start_parent()
     parent.send_signal(number)
     assert parent.communicate(timeout=60)[0] == said
     assert parent.returncode == code
     assert_clean(home, 2)
 
 
-def test_a_hangup_that_is_ignored_stays_ignored(home):
-    parent = start_parent(home, ignore_hangups)
+def test_a_hangup_that_is_ignored_stays_ignored(home, start_parent):
+    parent = start_parent(ignore_hangups)
     parent.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         parent.wait(timeout=1)
@@ -270,8 +277,8 @@ def test_a_signal_without_a_name_is_told_by_its_number(home):
         run_ranks(["-c", "import os; os.kill(os.getpid(), 40)"], 1, timeout=60)
 
 
-def test_ranks_die_with_a_parent_that_is_killed(home):
-    parent = start_parent(home)
+def test_ranks_die_with_a_parent_that_is_killed(home, start_parent):
+    parent = start_parent()
     parent.kill()
     parent.communicate(timeout=60)
     assert_gone(home, "pid0", "pid1")

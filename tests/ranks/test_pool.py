@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pool import RankError, spawn
+from pool import Pool, RankError, spawn
 
 
 def total_of_ranks(rank, size, start):
@@ -105,6 +105,17 @@ def test_a_hang_ends_and_shows_where_it_stood(pool):
     with pytest.raises(RankError, match=r"rank 1: hangs(.|\n)*hang_on") as caught:
         pool(2).run(hang_on, 1, timeout=1.0)
     assert list(caught.value.failures) == [1]
+    assert pool(2).run(total_of_ranks, 0) == [1.0, 1.0]
+
+
+def test_answers_to_a_case_that_was_broken_off_are_not_read_later(pool, monkeypatch):
+    def break_off(workers, deadline):
+        raise KeyboardInterrupt  # as pytest's time-out may, at any moment
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Pool, "_collect", staticmethod(break_off))
+        with pytest.raises(KeyboardInterrupt):
+            pool(2).run(fail_on, 1)
     assert pool(2).run(total_of_ranks, 0) == [1.0, 1.0]
 
 

@@ -154,6 +154,28 @@ class OwnGradient(nn.Module):
         return self.head(torch.tanh(F.linear(x, self.Flip.apply(self.weight))))
 
 
+class Explode(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise FloatingPointError("injected")
+
+
+class Exploding(Plain):
+    """Raises in the middle of backward when told to."""
+
+    broken = False
+
+    def forward(self, x):
+        hidden = self.layers[:3](x)
+        return self.layers[3:](Explode.apply(hidden) if self.broken else hidden) * self.scale
+
+
 MODELS = {
     kind.__name__: kind
     for kind in (
@@ -185,3 +207,9 @@ def loss_of(model, name, x, y):
     else:
         out = model(x)
     return (out - y).square().mean()
+
+
+def apart(left, right):
+    """Return the largest difference of any element of two lists of tensors; NaN if there is a NaN."""
+    gaps = [(a - b).abs().max().double() for a, b in zip(left, right, strict=True) if a.numel()]
+    return torch.stack(gaps).max().item() if gaps else 0.0

@@ -152,6 +152,8 @@ class FullShard(Reducer):
         super().begin(status, samples)
         if opening:
             self._root().set_requires_gradient_sync(self._syncing)
+            if not self._shards_local:  # what zero_grad() dropped is unused until backward brings it again
+                self._shard_used = {name: param.grad is not None for name, param in self.shards}
             self._watch_shards()
 
     def _kept_elsewhere(self) -> bool:

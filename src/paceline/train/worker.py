@@ -80,17 +80,22 @@ def take_part(settings: Settings, *, command: Mapping[str, str] | None = None) -
         _prepare(folder, settings, command, world)
     trace.open(folder.trace(world.rank), world.rank, append=settings.existing == "resume")
     try:
-        job = build(settings, world)
-        with Progress(settings.steps, first_step=job.step, shown=world.rank == 0) as progress:
-            _begin(job, progress)
-            started = time.perf_counter()
-            val_loss = train(job, progress)
-            seconds = time.perf_counter() - started
-        _end(job, progress, val_loss, seconds)
+        _train(settings, world)
     finally:
         trace.close()
     shutdown()
     return world
+
+
+def _train(settings: Settings, world: World) -> None:
+    """Train from the beginning, or the checkpoint, to the end; nothing of the model is left afterwards."""
+    job = build(settings, world)
+    with Progress(settings.steps, first_step=job.step, shown=world.rank == 0) as progress:
+        _begin(job, progress)
+        started = time.perf_counter()
+        val_loss = train(job, progress)
+        seconds = time.perf_counter() - started
+    _end(job, progress, val_loss, seconds)
 
 
 def _prepare(folder: RunFolder, settings: Settings, command: Mapping[str, str], world: World) -> None:

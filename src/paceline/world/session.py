@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Sequence
@@ -119,6 +120,7 @@ def shutdown() -> None:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+            gc.collect()  # a group that FSDP2's cycles keep alive can end the process by SIGABRT at its exit
     _session.world, _session.init_method, _session.owns_group = None, None, False
 
 

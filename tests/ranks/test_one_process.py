@@ -1,0 +1,481 @@
+"""Beside one process: what programs do between steps, in backward and after mistakes ends with the same parameters.
+
+(test_equality.py holds every strategy against one process where all goes as planned.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import zoo
+from test_shard import Stumbling
+from torch.utils.checkpoint import checkpoint
+from zoo import apart
+
+import paceline as pl
+from paceline.errors import BackwardFailed, UnsyncedGradients
+from paceline.sync.replica import broadcast_tensors
+
+REPLICATED = ["naive", "flat", "overlap", "bucketed"]
+ALL = [*REPLICATED, "sharded", "full-shard"]
+SMALL_BUCKETS = [pl.Sync(2**-11), pl.Sync(2**-11, overlap=False), pl.Sync(2**-11, shard="optimizer")]
+SGD = {"lr": 0.1, "momentum": 0.9}
+
+
+def data(rank, step=0, n=6):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(n, zoo.WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randn(n, 1, generator=generator, dtype=torch.float64)
+
+
+def loss_on(model, rank, step=0):
+    return zoo.loss_of(model, "", *data(rank, step))
+
+
+def pair(sync, make, kind=torch.optim.SGD, **options):
+    """Return a wrapped model with its optimizer, and the same for one process, from the same start."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made.append(make().double())
+    options = options or SGD
+    model = pl.DataParallel(made[0], sync=sync)
+    optim = pl.ShardedOptimizer(model, kind, **options)
+    return model, optim, made[1], kind(made[1].parameters(), **options)
+
+
+def one_process(reference, other, losses):
+    """Take a step on the mean of `losses`, each the mean over as many samples as the others."""
+    (sum(losses) / len(losses)).backward()
+    other.step()
+    other.zero_grad()
+
+
+def linear():
+    """A model without anything that FSDP2 would not shard; on 3 ranks one holds nothing of its bias."""
+    return torch.nn.Linear(zoo.WIDTH, 1)
+
+
+def same(gaps, tolerance=1e-12):
+    assert all(gap < tolerance for gap in gaps), gaps
+
+
+# ------------------------------------------------------------------ samples
+
+
+def changing_samples(rank, size, sync, accumulate):
+    model, optim, reference, other = pair(sync, zoo.Plain)
+    for step, shares in enumerate([[4, 9], [7, 2], [0, 5], [3, 0], [11, 11], [1, 2]]):
+        micros = [
+            [data(r, 10 * step + micro, n) for r, n in enumerate(shares)] for micro in range(accumulate)
+        ]
+        for micro, parts in enumerate(micros):
+            model.engine.sync_enabled = micro == accumulate - 1
+            x, y = parts[rank]
+            model.backward(zoo.loss_of(model, "", x, y) if len(x) else None, samples=len(x))
+        optim.step()
+        optim.zero_grad()
+        x, y = (torch.cat(part) for part in zip(*(pair for parts in micros for pair in parts), strict=True))
+        one_process(reference, other, [zoo.loss_of(reference, "", x, y)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("sync", [*ALL, *SMALL_BUCKETS], ids=str)
+def test_samples_may_change_from_step_to_step(pool, sync, accumulate):
+    same(pool(2).run(changing_samples, sync, accumulate))
+
+
+def a_loss_that_does_not_count(rank, size, sync):
+    model, optim, reference, other = pair(sync, zoo.Plain)
+    for step in range(3):
+        model.backward(loss_on(model, rank, step), samples=0 if rank == 1 else 6)
+        optim.step()
+        optim.zero_grad()
+        one_process(reference, other, [loss_on(reference, 0, step)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_a_loss_with_no_samples_counts_for_nothing(pool, sync):
+    same(pool(2).run(a_loss_that_does_not_count, sync))
+
+
+def many_samples(rank, size, sync):
+    torch.manual_seed(0)
+    model = pl.DataParallel(torch.nn.Linear(4, 1), sync=sync)
+    model.backward(model(torch.ones(2, 4)).mean(), samples=2**24 + 1)  # not a float32
+    return model.samples
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_samples_are_counted_exactly_beyond_float32(pool, sync):
+    assert pool(3).run(many_samples, sync) == [3.0 * (2**24 + 1)] * 3
+
+
+def low_precision_loss(rank, size):
+    torch.manual_seed(0)
+    model = pl.DataParallel(torch.nn.Linear(zoo.WIDTH, 1).bfloat16(), reduce_dtype=torch.float32)
+    x, y = data(rank, n=(3, 7)[rank])
+    model.backward(zoo.loss_of(model, "", x.bfloat16(), y.bfloat16()), samples=len(x))
+    return model.samples
+
+
+def test_samples_of_a_loss_in_bf16_are_what_its_rounded_weight_means(pool):
+    expected = 2 * sum(torch.tensor(n / 2).bfloat16().item() for n in (3, 7))
+    assert pool(2).run(low_precision_loss) == [expected] * 2
+
+
+def two_weighted_backwards(rank, size, sync):
+    model, optim, reference, other = pair(sync, linear)
+    for step in (0, 1):
+        model.backward(loss_on(model, rank, step), samples=6)
+    optim.step()
+    one_process(reference, other, [loss_on(reference, r, step) for r in range(size) for step in (0, 1)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_a_second_weighted_backward_adds_to_the_first(pool, sync):
+    same(pool(2).run(two_weighted_backwards, sync))
+
+
+# ------------------------------------------------------------------ sizes
+
+
+def large():
+    """14 MB in float64: several parts of an update, all-reduces sent in two halves."""
+    return torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(5)), torch.nn.Linear(600, 1))
+
+
+def large_model(rank, size, sync):
+    model, optim, reference, other = pair(sync, large, torch.optim.AdamW, lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        xs = [torch.randn(3 + r + step, 600, generator=generator, dtype=torch.float64) for r in range(size)]
+        model.backward(model(xs[rank]).square().mean(), samples=len(xs[rank]))
+        optim.step()
+        optim.zero_grad()
+        one_process(reference, other, [reference(torch.cat(xs)).square().mean()])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ["flat", pl.Sync(2), "sharded", pl.Sync(2, shard="optimizer")], ids=str)
+def test_a_model_of_many_megabytes(pool, sync):
+    same(pool(2).run(large_model, sync), 1e-11)
+
+
+def broadcast_in_batches(rank, size):
+    torch.manual_seed(rank)
+    net = zoo.Plain().double()
+    broadcast_tensors(pl.DataParallel(linear()).wire, list(net.parameters()), cap_nbytes=64)
+    torch.manual_seed(0)
+    return apart(net.parameters(), zoo.Plain().double().parameters())
+
+
+def test_a_broadcast_in_many_messages_reaches_every_tensor(pool):
+    assert pool(2).run(broadcast_in_batches) == [0.0, 0.0]
+
+
+# ------------------------------------------------------------------ clipping
+
+
+def clipped(rank, size, sync, make, norm_type):
+    model, optim, reference, other = pair(sync, make)
+    model.backward(loss_on(model, rank), samples=6)
+    norm = model.clip_grad_norm_(0.05, norm_type)
+    optim.step()
+    (sum(loss_on(reference, r) for r in range(size)) / size).backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.05, norm_type)
+    other.step()
+    return apart([norm, *model.whole_parameters()], [expected, *reference.parameters()])
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("make", [zoo.Plain, linear])
+@pytest.mark.parametrize("sync", ["bucketed", "sharded", "full-shard"])
+def test_clipping_by_any_norm(pool, sync, make, norm_type):
+    same(pool(3).run(clipped, sync, make, norm_type))
+
+
+# ------------------------------------------------------------------ gradients that come another way
+
+
+def settled(sync):
+    """A pair after one common step, so that the buckets exist; the plain one is brought to the same state."""
+    model, optim, reference, _ = pair(sync, zoo.Plain, lr=0.1)
+    loss_on(model, 0).backward()
+    optim.step()
+    optim.zero_grad()
+    with torch.no_grad():
+        for param, value in zip(reference.parameters(), model.whole_parameters(), strict=True):
+            param.copy_(value)
+    return model, reference
+
+
+def gradient_replaced(rank, size, sync):
+    model, reference = settled(sync)
+    with model.no_sync():
+        loss_on(model, rank, 1).backward()
+    for param in model.parameters():
+        param.grad = param.grad * 0.5
+    loss_on(model, rank, 2).backward()
+    (sum(0.5 * loss_on(reference, r, 1) + loss_on(reference, r, 2) for r in range(size)) / size).backward()
+    return apart([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+
+
+@pytest.mark.parametrize("sync", REPLICATED)
+def test_a_gradient_that_the_program_replaced_counts(pool, sync):
+    same(pool(2).run(gradient_replaced, sync))
+
+
+def graph_of_the_gradient(rank, size, sync):
+    model, reference = settled(sync)
+    loss_on(model, rank, 1).backward(create_graph=True)
+    (sum(loss_on(reference, r, 1) for r in range(size)) / size).backward()
+    return apart([p.grad.detach() for p in model.parameters()], [p.grad for p in reference.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("sync", REPLICATED)
+def test_create_graph(pool, sync):
+    same(pool(2).run(graph_of_the_gradient, sync))
+
+
+def around_the_wrapper(rank, size, sync):
+    model, optim, reference, other = pair(sync, zoo.Plain)
+    for step in range(3):
+        loss_on(model.module, rank, step).backward()
+        optim.step()
+        optim.zero_grad()
+        one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
+def test_a_loss_that_came_around_the_wrapper_is_synchronised(pool, sync):
+    same(pool(2).run(around_the_wrapper, sync))
+
+
+class Repeated(torch.nn.Module):
+    """A layer that is used `times` times, each in a re-entrant checkpoint: its hook fires as often."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared = torch.nn.Linear(zoo.WIDTH, zoo.WIDTH), torch.nn.Linear(zoo.WIDTH, zoo.WIDTH)
+        self.times = 1
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(lambda z: torch.tanh(self.shared(z)), x, use_reentrant=True)
+        return x.sum(1, keepdim=True)
+
+
+def late_and_plain(rank, size, sync):
+    model, optim, reference, other = pair(sync, Repeated)
+    for step in range(4):
+        model.module.times = reference.times = 1 + step
+        loss_on(model, rank, step).backward()
+        optim.step()
+        optim.zero_grad()
+        for r in range(size):
+            (loss_on(reference, r, step) / size).backward()
+        other.step()
+        other.zero_grad()
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ["overlap", "bucketed", "sharded"])
+def test_late_gradients_of_a_plain_backward(pool, sync):
+    same(pool(3).run(late_and_plain, sync))
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+def failure_is_skipped(rank, size, sync, bad):
+    """What many programs do: on an exception drop the gradients and go on, without a step."""
+    model, optim, reference, other = pair(sync, zoo.Exploding)
+    for step in range(4):
+        model.module.broken = broken = step == 2 and rank in bad
+        loss = loss_on(model, rank, step)
+        if step == 2:
+            with pytest.raises(FloatingPointError if broken else BackwardFailed):
+                loss.backward()
+            optim.zero_grad()
+            continue
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("bad", [[0], [1], [0, 1, 2]])
+@pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded"])
+def test_a_failed_backward_may_be_skipped_without_a_step(pool, sync, bad):
+    same(pool(3).run(failure_is_skipped, sync, bad))
+
+
+def failure_in_accumulation(rank, size, sync):
+    model, optim, reference, other = pair(sync, zoo.Exploding)
+    for step in range(3):
+        fails = step == 1 and rank == 1
+        model.module.broken = fails
+        with model.accumulate():
+            loss = loss_on(model, rank, step)
+            if fails:
+                with pytest.raises(FloatingPointError):
+                    model.backward(loss, samples=6)
+            else:
+                model.backward(loss, samples=6)
+        model.module.broken = False
+        model.backward(loss_on(model, rank, step + 50), samples=6)
+        optim.step()
+        optim.zero_grad()
+        counted = [(r, s) for r in range(size) for s in (step, step + 50) if (r, s) != (1, 1)]
+        one_process(reference, other, [loss_on(reference, r, s) for r, s in counted])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_a_micro_batch_that_failed_is_left_out(pool, sync):
+    same(pool(2).run(failure_in_accumulation, sync))
+
+
+def full_shard_fails_everywhere(rank, size, accumulated):
+    model, optim, reference, other = pair("full-shard", zoo.Exploding)
+    for step in range(4):
+        if step == 1:
+            if accumulated:
+                with model.accumulate():
+                    model.backward(loss_on(model, rank, step), samples=6)
+            model.module.broken = True
+            with pytest.raises(FloatingPointError):
+                model.backward(loss_on(model, rank, step), samples=6)
+            model.module.broken = False
+            optim.zero_grad()
+            model.zero_grad()
+            continue
+        model.backward(loss_on(model, rank, step), samples=6)
+        optim.step()
+        optim.zero_grad()
+        one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_full_shard_recovers_from_an_exception_on_all_ranks(pool, accumulated):
+    same(pool(2).run(full_shard_fails_everywhere, accumulated))
+
+
+def refused_then_dropped(rank, size):
+    model, optim, reference, other = pair("full-shard", zoo.Plain)
+    with model.no_sync():
+        loss_on(model, rank).backward()
+    with pytest.raises(UnsyncedGradients, match=r"rank \d.*layers.0.weight"):
+        optim.step()
+    optim.zero_grad()
+    model.zero_grad()
+    loss_on(model, rank, 1).backward()
+    optim.step()
+    one_process(reference, other, [loss_on(reference, r, 1) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+def test_full_shard_refuses_to_step_on_what_it_cannot_synchronise(pool):
+    same(pool(2).run(refused_then_dropped))
+
+
+def one_rank_forgets(rank, size, sync):
+    model, optim, reference, other = pair(sync, zoo.Plain)
+    loss = loss_on(model, rank)
+    model.engine.sync_enabled = rank != 0
+    loss.backward()
+    model.engine.sync_enabled = True
+    optim.step()
+    one_process(reference, other, [loss_on(reference, r) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
+def test_a_rank_that_forgot_to_synchronise_does_so_at_step(pool, sync):
+    same(pool(2).run(one_rank_forgets, sync))
+
+
+def step_tried_again(rank, size):
+    model, optim, reference, other = pair("sharded", zoo.Plain, Stumbling, lr=0.1)
+    for step in range(3):
+        model.backward(loss_on(model, rank, step), samples=6)
+        Stumbling.stumbles = step == 1
+        if Stumbling.stumbles:
+            with pytest.raises(ArithmeticError):
+                optim.step()
+        Stumbling.stumbles = False
+        optim.step()
+        optim.zero_grad()
+        one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+def test_a_sharded_step_that_raised_may_be_tried_again(pool):
+    same(pool(2).run(step_tried_again))
+
+
+def without_zero_grad(rank, size):
+    model, optim, reference, other = pair("sharded", zoo.Plain)
+    for step in range(3):
+        model.backward(loss_on(model, rank, step), samples=6)
+        optim.step()
+        one_process(reference, other, [loss_on(reference, r, step) for r in range(size)])
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+def test_a_sharded_step_uses_the_gradients_up(pool):
+    same(pool(2).run(without_zero_grad))
+
+
+def parameters_of_a_second_model(rank, size):
+    first, second = (pl.DataParallel(linear().double()) for _ in range(2))
+    optim = torch.optim.SGD(first.parameters(), lr=0.1)
+    loss_on(first, rank).backward()
+    optim.step()
+    optim.add_param_group({"params": list(second.parameters())})
+    with second.no_sync():
+        loss_on(second, rank).backward()
+    optim.step()  # the gate must know of the second model by now
+    return second.engine.unsynced
+
+
+def test_the_gate_sees_parameters_that_join_an_optimizer_later(pool):
+    assert pool(2).run(parameters_of_a_second_model) == [False, False]
+
+
+class Normed(torch.nn.Module):
+    """A model with buffers that forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(zoo.WIDTH, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def buffers_without_data(rank, size):
+    model = pl.DataParallel(Normed().double(), sync="full-shard")
+    model.backward(loss_on(model, rank), samples=6)
+    before = [buffer.clone() for buffer in model.module.buffers()]
+    model.backward(loss_on(model, rank, 1) if rank == 0 else None, samples=6 if rank == 0 else 0)
+    return [torch.equal(a, b) for a, b in zip(before, model.module.buffers(), strict=True)]
+
+
+def test_a_rank_without_data_leaves_its_buffers_alone(pool):
+    with_data, without = pool(2).run(buffers_without_data)
+    assert not any(with_data)
+    assert all(without)
