@@ -134,8 +134,8 @@ class Gradients:
                 bucket.flat[:low].zero_()
                 bucket.flat[high:].zero_()
                 bucket.flat[low:high].mul_(factor)
-        elif not self.weights.averaged and (results := self._results()):  # an average of the result is the result
-            torch._foreach_mul_(results, factor if self.wire.rank == 0 else 0.0)
+        elif not self.weights.averaged and self._results():  # an average of the result is the result
+            torch._foreach_mul_(self._results(), factor if self.wire.rank == 0 else 0.0)
 
     # ------------------------------------------------------------------ in backward
 
