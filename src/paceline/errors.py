@@ -8,7 +8,11 @@
     ├── SyncError             gradients can't be synchronised as asked
     │   ├── UnsyncedGradients optimizer.step() would have used gradients of one rank only
     │   └── BackwardFailed    another rank raised during this backward
-    └── RankFailed            a process that Paceline started ended with an error
+    ├── CollectiveError       a collective can't be completed
+    │   ├── PeerLost          a rank ended or left while others waited for it: names it
+    │   └── CollectiveTimeout a rank did not come in time: names it
+    ├── RankFailed            a process that Paceline started ended with an error
+    └── HostFailed            a program on a host of the lab ended with an error, or did not end in time
 
 A message says what was passed, what is valid and what to do. Where they are known, the rank and the
 optimizer step are attributes and part of the text.
@@ -21,9 +25,13 @@ from difflib import get_close_matches
 
 __all__ = [
     "BackwardFailed",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "HostFailed",
     "MismatchError",
     "MissingRanks",
     "PacelineError",
+    "PeerLost",
     "RankFailed",
     "SyncError",
     "UnsyncedGradients",
@@ -83,8 +91,60 @@ class BackwardFailed(SyncError):
     """Another rank raised during this backward, so this step has no global gradient."""
 
 
+class CollectiveError(PacelineError, RuntimeError):
+    """A collective can't be completed; the group it was called on is of no more use.
+
+    Args:
+        message, rank, step, remedy: as for every error; `rank` and `step` are those of the rank at fault.
+        host: where that rank runs.
+        exit_code: of its process; −n if signal n ended it, None if it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        remedy: str = "",
+        host: str = "",
+        exit_code: int | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, step=step, remedy=remedy)
+        self.host, self.exit_code = host, exit_code
+
+
+class PeerLost(CollectiveError):
+    """A rank ended, or left its group, while others waited for it."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """A rank did not come to a collective in time."""
+
+
 class RankFailed(PacelineError, RuntimeError):
     """A process that Paceline started ended with an error."""
+
+
+class HostFailed(PacelineError, RuntimeError):
+    """A program on a host of the lab ended with an error, or did not end in time.
+
+    Args:
+        message, rank, step, remedy: as for every error.
+        host: number of the host that failed first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        remedy: str = "",
+        host: int | None = None,
+    ) -> None:
+        super().__init__(message, rank=rank, step=step, remedy=remedy)
+        self.host = host
 
 
 def unknown(kind: str, given: object, valid: Iterable[str]) -> UsageError:

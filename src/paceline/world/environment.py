@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paceline.errors import WorldError
 from paceline.world.address import meeting_point
 
-__all__ = ["Place", "read_environment"]
+__all__ = ["Place", "node_of", "read_environment"]
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,15 @@ def read_environment(
     name = launcher.name if launcher else ""
     method = meeting_point(env, init_method, name, rank, size, local["local_size"], local["nodes"])
     return Place(rank=rank, size=size, init_method=method, source=name or "arguments", **local)
+
+
+def node_of(env: Mapping[str, str], rank: int, size: int) -> int | None:
+    """Return the number of the node that a launcher placed this very rank on, None if none tells.
+
+    Raises:
+        WorldError: variables are malformed or contradict each other.
+    """
+    return _local(env, find_launcher(env), rank, size)["node"]
 
 
 def find_launcher(env: Mapping[str, str]) -> Launcher | None:

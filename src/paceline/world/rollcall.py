@@ -29,6 +29,8 @@ from paceline.errors import MissingRanks, WorldError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+from paceline.world.host import boot_id
+
 __all__ = ["Claim", "Roster", "roll_call"]
 
 _PAUSE_SECONDS = 0.1  # how often, at most, a rank that waits asks the store
@@ -53,9 +55,7 @@ class Claim:
     @classmethod
     def of_this_process(cls, rank: int, size: int) -> Claim:
         """Return a new claim of this process to `rank`; the boot id tells hosts of the same name apart."""
-        file = Path("/proc/sys/kernel/random/boot_id")
-        boot = file.read_text().strip() if file.exists() else ""
-        return cls(rank, size, socket.gethostname(), boot, os.getpid(), uuid.uuid4().hex)
+        return cls(rank, size, socket.gethostname(), boot_id(), os.getpid(), uuid.uuid4().hex)
 
     def may_replace(self, old: Claim) -> bool:
         """Return whether `old` surely is of the past: made by this process, or by one of this host that ended."""

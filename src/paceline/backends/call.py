@@ -1,0 +1,69 @@
+"""What a rank calls, small enough to compare with what the others call."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.backends.reduction import NAMES
+
+__all__ = ["Call"]
+
+_OPS = (
+    "barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter",
+    "all_to_all", "sizes",
+)  # fmt: skip
+_REDUCTIONS = ("", *NAMES)
+_DTYPES = (None, *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+_PACKED = struct.Struct("<BBHiq")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as called by one rank.
+
+    Attributes:
+        op: the collective. numel: elements of the tensor; of one piece, where there are several.
+        dtype: of the tensor. reduction: name of the reduction, empty if there is none.
+        root: rank of the host that gives or takes, −1 if there is none.
+        timeout: seconds to wait for the others, None: as the group waits. Not compared.
+    """
+
+    op: str
+    numel: int = 0
+    dtype: torch.dtype | None = None
+    reduction: str = ""
+    root: int = -1
+    timeout: float | None = None
+
+    def about(self, op: str, tensor: torch.Tensor) -> Call:
+        """Return the call that prepares this one by exchanging `tensor`."""
+        return replace(self, op=op, numel=tensor.numel(), dtype=tensor.dtype)
+
+    def moving(self, op: str, root: int = -1) -> Call:
+        """Return the call that moves this one's result, by copies alone."""
+        return replace(self, op=op, reduction="", root=root)
+
+    def packed(self) -> bytes:
+        """Return what must be equal on all ranks."""
+        codes = _OPS.index(self.op), _REDUCTIONS.index(self.reduction), _DTYPES.index(self.dtype)
+        return _PACKED.pack(*codes, self.root, self.numel)
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Call:
+        """Return the call that `packed` told."""
+        op, reduction, dtype, root, numel = _PACKED.unpack(data)
+        return cls(_OPS[op], numel, _DTYPES[dtype], _REDUCTIONS[reduction], root)
+
+    def __str__(self) -> str:
+        """Return the call as people write it, such as ``all_reduce(float32[1024], SUM)``."""
+        inside = []
+        if self.dtype is not None:
+            inside.append(f"{str(self.dtype).removeprefix('torch.')}[{self.numel}]")
+        if self.reduction:
+            inside.append(self.reduction)
+        if self.root >= 0:
+            inside.append(f"root {self.root}")
+        return f"{self.op}({', '.join(inside)})"

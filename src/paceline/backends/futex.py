@@ -1,0 +1,68 @@
+"""Sleeping on a word of shared memory until another process changes it: Linux futexes.
+
+A word is a 32-bit unsigned integer at a multiple of 4 bytes. The kernel adds to it atomically and with
+release order, so what a process wrote before :func:`add` is there for whoever saw the sum (futex(2)).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import sys
+
+__all__ = ["SUPPORTED", "add", "fence", "wait", "wake"]
+
+_SYSCALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_NUMBER = _SYSCALL.get(platform.machine(), 0) if sys.maxsize > 2**32 else 0
+
+SUPPORTED = sys.platform == "linux" and _NUMBER > 0
+"""Whether this platform has what the functions here need."""
+
+_WAIT, _WAKE, _WAKE_OP = 0, 1, 5
+_ADD_ONE_NEVER_WAKE = (1 << 28) | (1 << 12) | 0xFFF  # op ADD, argument 1; wakes more only where old == −1
+_EVERYBODY = 2**31 - 1
+_STRONG_ORDER = platform.machine() in ("x86_64", "AMD64")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_nobody_waits_here = ctypes.c_uint32(0)
+_nowhere = ctypes.c_void_p(ctypes.addressof(_nobody_waits_here))
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _futex(address: ctypes.c_void_p, op: int, value: int, extra: object, other: object, argument: int) -> int:
+    return _libc.syscall(
+        _NUMBER, address, op, ctypes.c_uint32(value), extra, other, ctypes.c_uint32(argument)
+    )
+
+
+def add(address: int) -> None:
+    """Add 1 to the word at `address`, atomically over all processes that share it."""
+    _futex(_nowhere, _WAKE_OP, 0, None, ctypes.c_void_p(address), _ADD_ONE_NEVER_WAKE)
+
+
+def wake(address: int) -> None:
+    """Wake everybody who sleeps on the word at `address`."""
+    _futex(ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+
+
+def wait(address: int, seen: int, seconds: float) -> None:
+    """Sleep until woken, unless the word at `address` is no longer `seen`; at most `seconds`.
+
+    It may also return early: the caller looks at the word again. Other threads run meanwhile.
+    """
+    whole = int(seconds)
+    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    if _futex(ctypes.c_void_p(address), _WAIT, seen, ctypes.byref(limit), None, 0) < 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise OSError(number, f"futex wait: {errno.errorcode.get(number, number)}")
+
+
+def fence() -> None:
+    """Order this process's earlier reads of shared memory before its later ones."""
+    if not _STRONG_ORDER:
+        wake(_nowhere.value or 0)  # every futex call is a full barrier

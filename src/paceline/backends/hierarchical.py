@@ -1,0 +1,230 @@
+"""Collectives over several hosts: shared memory inside a host, the network between hosts.
+
+An all-reduce over H hosts with L ranks each:
+
+    1. inside every host, reduce-scatter: rank l of a host holds the host's sum of slice l
+    2. between hosts, all-reduce of slice l among the ranks l of all hosts
+    3. inside every host, all-gather
+
+Per host 2(H-1)/H of the buffer goes out and in, however many ranks a host has; a ring over all N ranks
+sends 2(N-1)/N. Where hosts have different numbers of ranks, the first rank of each carries everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+
+from paceline.backends.between import Between, Unreachable
+from paceline.backends.board import SMALL_NBYTES, Failure
+from paceline.backends.call import Call
+from paceline.backends.neighbours import Card
+from paceline.backends.reduction import Reduction, reduction_of
+from paceline.backends.shm import HostGroup
+from paceline.errors import CollectiveError
+
+__all__ = ["HierarchicalRoute"]
+
+_ASK_SECONDS = 1.5
+"""How long the word of a lost rank's own host is waited for, before the rank at the other end is blamed."""
+
+_FAILURE_KEY = "failure"
+
+
+class HierarchicalRoute:
+    """The calls of a group over several hosts.
+
+    Args:
+        inside: the ranks of this host. between: the counterparts on other hosts.
+        by_host: the cards of each host, in the order of the hosts. me: this rank's card.
+        store: the group's: by it hosts tell each other of failures.
+    """
+
+    def __init__(
+        self,
+        inside: HostGroup,
+        between: Between,
+        by_host: Sequence[Sequence[Card]],
+        me: Card,
+        store: dist.Store,
+    ) -> None:
+        self._inside, self._between, self._store, self._me = inside, between, store, me
+        self._ranks = [[card.rank for card in cards] for cards in by_host]
+        self._cards = {card.rank: card for cards in by_host for card in cards}
+        self._even = len({len(cards) for cards in by_host}) == 1
+        self._leads = inside.index == 0
+        even_only = {"reduce_scatter", "all_gather"} if self._even else set()
+        self.ops = frozenset({"barrier", "all_reduce", "broadcast"} | even_only)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call waits for a rank."""
+        return self._inside.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._inside.timeout = self._between.timeout = seconds
+
+    def barrier(self, call: Call) -> None:
+        """Return when all ranks have called."""
+        self._locally(lambda: self._inside.barrier(call))
+        if self._leads:
+            word = torch.zeros(1, dtype=torch.uint8)
+            self._across(
+                lambda: self._between.all_reduce(word, reduction_of(dist.ReduceOp.MAX, word.dtype), 1)
+            )
+        self._locally(lambda: self._inside.barrier(call))
+
+    def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
+        """Reduce `tensor` over all ranks, in place; a mean divides by `ranks`."""
+        flat = tensor.view(-1)
+        carriers = self._inside.size if self._even else 1
+        length = flat.numel() // carriers if flat.nbytes > SMALL_NBYTES else 0
+        body = length * carriers
+        if body:
+            self._all_reduce_slices(replace(call, numel=length), flat[:body], how, ranks)
+        if body < flat.numel():
+            self._all_reduce_by_leaders(replace(call, numel=flat.numel() - body), flat[body:], how, ranks)
+
+    def _all_reduce_slices(self, call: Call, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
+        """All-reduce a tensor that divides into one slice per rank of a host."""
+        if not self._even:
+            self._all_reduce_by_leaders(call, flat, how, ranks)
+            return
+        slices = flat.chunk(self._inside.size)
+        own = slices[self._inside.index]
+        summing = how.as_sum()
+        self._locally(lambda: self._inside.reduce_scatter(call, own, slices, summing, ranks))
+        self._across(lambda: self._between.all_reduce(own, how, ranks))
+        self._locally(lambda: self._inside.all_gather(call.moving("all_gather"), slices, own))
+
+    def _all_reduce_by_leaders(self, call: Call, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
+        """All-reduce through the first rank of every host: few bytes, or hosts of different size."""
+        summing = how.as_sum()
+        self._locally(lambda: self._inside.reduce(call, flat, 0, summing, ranks))
+        if self._leads:
+            self._across(lambda: self._between.all_reduce(flat, how, ranks))
+        self._locally(lambda: self._inside.broadcast(call.moving("broadcast", root=0), flat, 0))
+
+    def reduce_scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
+    ) -> None:
+        """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
+        host = self._between.host
+        parts = torch.empty(len(self._ranks), output.numel(), dtype=output.dtype)
+        summing = how.as_sum()
+        for part, targets in zip(parts, self._ranks, strict=True):
+            pieces = [inputs[rank].view(-1) for rank in targets]
+            self._locally(
+                lambda part=part, pieces=pieces: self._inside.reduce_scatter(
+                    call, part, pieces, summing, ranks
+                )
+            )
+        arrived = torch.empty_like(parts)
+        self._across(lambda: self._between.exchange(list(parts), list(arrived)))
+        arrived[host].copy_(parts[host])
+        self._between.combine(list(arrived), output.view(-1), how, ranks)
+
+    def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
+        host, mine = self._between.host, self._inside.index
+        own = [outputs[ranks[mine]].view(-1) for ranks in self._ranks]
+        if own[host].data_ptr() != tensor.data_ptr():
+            own[host].copy_(tensor.view(-1))
+        self._across(lambda: self._between.exchange([own[host]] * len(own), own))
+        for ranks, piece in zip(self._ranks, own, strict=True):
+            places = [outputs[rank] for rank in ranks]
+            self._locally(lambda places=places, piece=piece: self._inside.all_gather(call, places, piece))
+
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
+        """Copy `tensor` from rank `root` to all ranks."""
+        source = next(host for host, ranks in enumerate(self._ranks) if root in ranks)
+        at = self._ranks[source].index(root)
+        if self._between.host == source:
+            self._locally(lambda: self._inside.broadcast(replace(call, root=at), tensor, at))
+        carriers = self._inside.size if self._even else 1
+        mine = self._inside.index
+        flat = tensor.view(-1)
+        length = -(-flat.numel() // carriers)
+        slices = [flat[index * length : (index + 1) * length] for index in range(carriers)]
+        if mine < carriers:
+            self._across(lambda: self._between.broadcast(slices[mine], source))
+        if self._between.host != source:
+            for index, piece in enumerate(slices):
+                told = replace(call, numel=piece.numel(), root=index)
+                self._locally(
+                    lambda told=told, piece=piece, index=index: self._inside.broadcast(told, piece, index)
+                )
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others that this rank can't go on."""
+        self._inside.give_up(error)
+        failure = self._inside.board.failure()
+        if failure is not None:
+            self._tell(failure)
+
+    def note_step(self, step: int) -> None:
+        """Tell the other ranks which optimizer step this rank is in."""
+        self._inside.note_step(step)
+
+    def leave(self) -> None:
+        """Have a call under way in another thread end soon, with an error."""
+        self._inside.leave()
+        self._between.abandon()
+
+    def close(self) -> None:
+        """Take leave."""
+        self._inside.close()
+
+    # Failures: seen inside this host, or told by another one.
+
+    def _locally(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except CollectiveError:
+            failure = self._inside.board.failure()
+            if failure is not None:
+                self._tell(failure)
+            self._between.abandon()
+            raise
+
+    def _across(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Unreachable as error:
+            failure = self._inside.board.failure() or self._hear() or self._blame(error)
+            self._inside.board.fail(failure)
+            self._between.abandon()
+            raise self._inside.fail(failure) from error
+
+    def _tell(self, failure: Failure) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the host that failed
+            self._store.set(_FAILURE_KEY, json.dumps(asdict(failure)))
+
+    def _hear(self) -> Failure | None:
+        """Return what another host tells of a failure, waiting a moment for it."""
+        deadline = time.monotonic() + _ASK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                if self._store.check([_FAILURE_KEY]):
+                    return Failure(**json.loads(self._store.get(_FAILURE_KEY)))
+            except RuntimeError:
+                return None
+            if self._inside.someone_ended():
+                return self._inside.board.failure()
+            time.sleep(0.02)
+        return None
+
+    def _blame(self, error: Unreachable) -> Failure:
+        card = self._cards[error.rank]
+        silent = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        what = (
+            f"did not answer within {self.timeout:g} s" if silent else f"can't be reached any more ({error})"
+        )
+        return Failure(card.world_rank, card.name, -1, None, what, dead=not silent)

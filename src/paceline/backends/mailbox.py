@@ -1,0 +1,328 @@
+"""Messages from one rank of a host to another: send and receive, with tags, through shared rings.
+
+Every ordered pair of ranks has a ring: a page with how much was ever written and read, then the bytes. A
+message is a header (tag, size) and its payload; long ones pass through the ring piece by piece. One thread
+per process moves everything, and sleeps on the rank's bell when nothing moves.
+
+    sender    | waits for room → copies in → rings the receiver's bell
+    receiver  | header → the first receive posted for (source, tag), else its own store → copies out → rings back
+
+A message nobody asked for yet stays in the ring, unless a receive is posted for one behind it.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.backends import futex
+from paceline.backends.board import RING_NBYTES, Board
+from paceline.backends.work import CollectiveWork
+from paceline.errors import CollectiveError, UsageError
+
+__all__ = ["Mailbox"]
+
+_HEADER = struct.Struct("<qq")  # tag, bytes
+_COUNT = struct.Struct("<Q")
+_PAGE = 4096
+_WRITTEN, _READ = 0, 64
+_SLEEP_SECONDS = 0.1
+
+
+class Ring:
+    """Bytes under way from one rank to another, as seen from either end."""
+
+    def __init__(self, board: Board, source: int, target: int) -> None:
+        self._board, self._at = board, board.ring(source, target)
+        self._view = memoryview(board.segment.map)[self._at : self._at + _PAGE]
+        self._data = board.segment.tensor(self._at + _PAGE, RING_NBYTES, torch.uint8)
+
+    def full(self) -> int:
+        """Return how many bytes can be read."""
+        nbytes = _COUNT.unpack_from(self._view, _WRITTEN)[0] - _COUNT.unpack_from(self._view, _READ)[0]
+        futex.fence()
+        return nbytes
+
+    def room(self) -> int:
+        """Return how many bytes can be written."""
+        return RING_NBYTES - self.full()
+
+    def write(self, data: torch.Tensor) -> None:
+        """Append bytes, for which there is room."""
+        self._move(_WRITTEN, data.numel(), lambda place, low, high: place.copy_(data[low:high]))
+
+    def read(self, into: torch.Tensor) -> None:
+        """Take out bytes, which are there."""
+        self._move(_READ, into.numel(), lambda place, low, high: into[low:high].copy_(place))
+
+    def _move(self, counter: int, nbytes: int, copy: Callable[[torch.Tensor, int, int], object]) -> None:
+        done = _COUNT.unpack_from(self._view, counter)[0]
+        start = done % RING_NBYTES
+        first = min(nbytes, RING_NBYTES - start)
+        copy(self._data[start : start + first], 0, first)
+        if first < nbytes:
+            copy(self._data[: nbytes - first], first, nbytes)
+        futex.fence()
+        _COUNT.pack_into(self._view, counter, done + nbytes)
+
+
+@dataclass(eq=False)
+class _Message:
+    """A message on its way out, or in.
+
+    Attributes:
+        data: its bytes, `nbytes` of them; moved: how many have passed the ring.
+        work: what the caller waits for; None while nobody asked for it.
+        started: its header has passed.
+    """
+
+    tag: int
+    data: torch.Tensor
+    work: CollectiveWork | None
+    moved: int = 0
+    started: bool = False
+
+
+@dataclass(eq=False)
+class _Posted:
+    """A receive that waits for its message; `source` None: from anybody."""
+
+    source: int | None
+    tag: int
+    tensor: torch.Tensor
+    work: ReceiveWork
+
+
+class ReceiveWork(CollectiveWork):
+    """A receive under way; knows at its end who sent."""
+
+    source = -1
+
+    def source_rank(self) -> int:
+        """Return the rank, in the group, that the message came from."""
+        return self.source
+
+    _source_rank = source_rank
+
+
+@dataclass
+class _Peer:
+    outgoing: Ring
+    incoming: Ring
+    sends: deque[_Message] = field(default_factory=deque)
+    arriving: _Message | None = None
+    posted: _Posted | None = None  # the receive that `arriving` is for
+    head: tuple[int, int] | None = None  # a header that was read, whose payload is not taken yet
+    stored: list[_Message] = field(default_factory=list)
+
+
+class Mailbox:
+    """The messages of this rank.
+
+    Args:
+        board: the shared board.
+        check: raises if the group can't go on.
+        timeout: returns the seconds that a message waits for its other end.
+    """
+
+    def __init__(self, board: Board, check: Callable[[], None]) -> None:
+        self._board, self._check = board, check
+        self._me = board.index
+        self._peers = {
+            rank: _Peer(Ring(board, self._me, rank), Ring(board, rank, self._me))
+            for rank in range(board.size)
+        }
+        self._posted: list[_Posted] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> CollectiveWork:
+        """Start sending a contiguous tensor; done once its bytes have left it."""
+        self._check_rank("send", target)
+        work = CollectiveWork([tensor], f"send to rank {target}")
+        message = _Message(tag, _bytes(tensor), work)
+        return self._start(work, lambda: self._peers[target].sends.append(message))
+
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> CollectiveWork:
+        """Start receiving into a tensor, from `source` or, if None, from anybody."""
+        if source is not None:
+            self._check_rank("recv", source)
+        work = ReceiveWork([tensor], f"recv from {'anybody' if source is None else f'rank {source}'}")
+        posted = _Posted(source, tag, tensor.detach(), work)
+        return self._start(work, lambda: self._posted.append(posted))
+
+    def close(self) -> None:
+        """Stop; what is under way stays undone, and fails."""
+        self._closed = True
+        self._ring(self._me)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._fail(CollectiveError("the group was left with messages under way"))
+
+    def _check_rank(self, op: str, rank: int) -> None:
+        if rank == self._me or rank not in self._peers:
+            raise UsageError(
+                f"{op}: rank {rank} is none of the other ranks of this group of {self._board.size}",
+                remedy="a rank can't send to itself" if rank == self._me else "",
+            )
+
+    def _start(self, work: CollectiveWork, enter: Callable[[], None]) -> CollectiveWork:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            enter()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="paceline mailbox", daemon=True)
+                self._thread.start()
+        self._ring(self._me)
+        return work
+
+    def _ring(self, rank: int) -> None:
+        futex.add(self._board.bell(rank))
+        futex.wake(self._board.bell(rank))
+
+    def _serve(self) -> None:
+        """Move what can be moved, and sleep when nothing can."""
+        with torch.inference_mode():
+            while not self._closed:
+                seen = self._board.bell_count(self._me)
+                try:
+                    with self._lock:
+                        moved = self._turn()
+                        waiting = bool(self._posted) or any(_busy(peer) for peer in self._peers.values())
+                    if not moved:
+                        futex.wait(self._board.bell(self._me), seen, _SLEEP_SECONDS)
+                        if waiting:
+                            self._check()
+                except BaseException as error:  # noqa: BLE001 — told to whoever waits for a message
+                    self._fail(error)
+                    return
+
+    def _turn(self) -> bool:
+        moved = False
+        for rank, peer in self._peers.items():
+            while self._push(peer) or self._pull(rank, peer):
+                self._ring(rank)
+                moved = True
+        return moved
+
+    def _push(self, peer: _Peer) -> bool:
+        """Move a piece of the next message out, and return whether that was possible."""
+        if not peer.sends:
+            return False
+        message, ring = peer.sends[0], peer.outgoing
+        if not message.started:
+            if ring.room() < _HEADER.size:
+                return False
+            header = _HEADER.pack(message.tag, message.data.numel())
+            ring.write(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            message.started = True
+        elif message.moved < message.data.numel():
+            nbytes = min(ring.room(), message.data.numel() - message.moved)
+            if nbytes == 0:
+                return False
+            ring.write(message.data[message.moved : message.moved + nbytes])
+            message.moved += nbytes
+        if message.moved == message.data.numel():
+            peer.sends.popleft()
+            assert message.work is not None, "a message that is sent has a sender"
+            message.work.finish()
+        return True
+
+    def _pull(self, rank: int, peer: _Peer) -> bool:
+        """Move a piece of the next message in, and return whether that was possible."""
+        if self._take_stored(rank, peer):
+            return True
+        if peer.arriving is None and not self._open(rank, peer):
+            return False
+        message = peer.arriving
+        assert message is not None, "just opened"
+        nbytes = min(peer.incoming.full(), message.data.numel() - message.moved)
+        if nbytes == 0 and message.data.numel():
+            return False
+        peer.incoming.read(message.data[message.moved : message.moved + nbytes])
+        message.moved += nbytes
+        if message.moved == message.data.numel():
+            peer.arriving = None
+            if peer.posted is not None:
+                self._deliver(rank, peer.posted, message.data)
+                peer.posted = None
+            else:
+                peer.stored.append(message)
+        return True
+
+    def _open(self, rank: int, peer: _Peer) -> bool:
+        """Find a place for the message whose header is next, and return whether there is one."""
+        if peer.head is None:
+            if peer.incoming.full() < _HEADER.size:
+                return False
+            raw = torch.empty(_HEADER.size, dtype=torch.uint8)
+            peer.incoming.read(raw)
+            tag, nbytes = _HEADER.unpack(raw.numpy().tobytes())
+            peer.head = (tag, nbytes)
+        tag, nbytes = peer.head
+        posted = self._match(rank, tag)
+        if posted is None and not any(each.source in (None, rank) for each in self._posted):
+            return False
+        if posted is not None:
+            self._posted.remove(posted)
+        peer.head, peer.posted = None, posted
+        tensor = posted.tensor if posted is not None else None
+        direct = tensor is not None and tensor.is_contiguous() and tensor.nbytes == nbytes
+        data = _bytes(tensor) if direct and tensor is not None else torch.empty(nbytes, dtype=torch.uint8)
+        peer.arriving = _Message(tag, data, None)
+        return True
+
+    def _match(self, rank: int, tag: int) -> _Posted | None:
+        return next((each for each in self._posted if each.source in (None, rank) and each.tag == tag), None)
+
+    def _take_stored(self, rank: int, peer: _Peer) -> bool:
+        for message in peer.stored:
+            posted = self._match(rank, message.tag)
+            if posted is not None:
+                peer.stored.remove(message)
+                self._posted.remove(posted)
+                self._deliver(rank, posted, message.data)
+                return True
+        return False
+
+    def _deliver(self, rank: int, posted: _Posted, data: torch.Tensor) -> None:
+        tensor, work = posted.tensor, posted.work
+        work.source = rank
+        if tensor.nbytes != data.numel():
+            work.finish(
+                UsageError(
+                    f"recv: the message from rank {rank} (tag {posted.tag}) has {data.numel()} bytes, "
+                    f"the tensor {tensor.nbytes}",
+                    remedy="receive into a tensor of the size and dtype that was sent",
+                )
+            )
+            return
+        if not (tensor.is_contiguous() and tensor.data_ptr() == data.data_ptr()):
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+        work.finish()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = error
+            works = [each.work for each in self._posted]
+            for peer in self._peers.values():
+                works += [message.work for message in peer.sends if message.work is not None]
+                works += [peer.posted.work] if peer.posted is not None else []
+        for work in works:
+            work.finish(error)
+
+
+def _busy(peer: _Peer) -> bool:
+    return bool(peer.sends) or peer.arriving is not None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,203 @@
+"""Calls under way: what a collective returns, and the thread that makes collectives in order."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveTimeout
+
+__all__ = ["CollectiveWork", "Line"]
+
+
+class CollectiveWork(dist.Work):
+    """A collective that is done, or will be.
+
+    Args:
+        tensors: what its future gives once it is done.
+        name: for messages.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], name: str = "") -> None:
+        super().__init__()
+        self._tensors, self._name = tensors, name
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark it done, or failed."""
+        with self._lock:
+            self._error = error
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._fill(future)
+
+    def _fill(self, future: torch.futures.Future) -> None:
+        if isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        elif self._error is not None:
+            future.set_exception(RuntimeError(repr(self._error)))
+        else:
+            future.set_result(self._tensors)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is done.
+
+        Args:
+            timeout: how long at most; 0: as long as the group waits for its ranks.
+
+        Raises:
+            CollectiveTimeout: it was not done by then; it goes on, and can be waited for again.
+            Exception: what kept it from being done.
+        """
+        if not self._done.wait(timeout.total_seconds() or None):
+            raise CollectiveTimeout(f"{self._name} was not done within {timeout.total_seconds():g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Block until it is done."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it is done or has failed."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Return whether it is done and has not failed."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return what made it fail."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return its tensors."""
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future:
+        """Return a future of its tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+            done = self._done.is_set()
+        if done:
+            self._fill(self._future)
+        return self._future
+
+
+class _Jobs:
+    """What waits in a line; it outlives the line only as long as its thread takes to notice."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Callable[[], None], CollectiveWork]] = deque()
+        self.changed = threading.Condition()
+        self.unfinished = 0
+        self.inline = False
+        self.closed = False
+
+    def close(self) -> None:
+        """Have the thread end once nothing waits."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def drop(self, error: BaseException) -> None:
+        """Fail everything that waits."""
+        with self.changed:
+            dropped = [work for _, work in self.waiting]
+            self.waiting.clear()
+            self.unfinished -= len(dropped)
+        for work in dropped:
+            work.finish(error)
+
+    def serve(self) -> None:
+        """Make the calls in order, until closed."""
+        with torch.inference_mode():  # writes into any tensor; builds no graph
+            while True:
+                with self.changed:
+                    while self.inline or not self.waiting:
+                        if self.closed and not self.waiting:
+                            return
+                        self.changed.wait()
+                    job, work = self.waiting.popleft()
+                error: BaseException | None = None
+                try:
+                    job()
+                except BaseException as raised:  # noqa: BLE001 — told to whoever waits for it
+                    error = raised
+                del job
+                with self.changed:
+                    self.unfinished -= 1
+                work.finish(error)
+                del work, error
+
+
+class Line:
+    """Makes calls one after the other: in the caller's thread if it waits anyway and nothing is before it.
+
+    Args:
+        name: of the thread, which starts with the first call that nobody waits for.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._jobs = name, _Jobs()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.close)  # where nobody closes it
+
+    def make(
+        self, job: Callable[[], None], tensors: list[torch.Tensor], name: str, *, asynchronous: bool
+    ) -> CollectiveWork:
+        """Have `job` done in its turn; unless `asynchronous`, it is done on return."""
+        work = CollectiveWork(tensors, name)
+        jobs = self._jobs
+        with jobs.changed:
+            inline = not asynchronous and jobs.unfinished == 0
+            jobs.unfinished += 1
+            jobs.inline = inline or jobs.inline
+            if not inline:
+                jobs.waiting.append((job, work))
+                jobs.changed.notify_all()
+        if inline:
+            self._make_now(job, work)
+        else:
+            self._start()
+            if not asynchronous:
+                work.wait()
+        return work
+
+    def _make_now(self, job: Callable[[], None], work: CollectiveWork) -> None:
+        jobs = self._jobs
+        try:
+            with torch.inference_mode():
+                job()
+        finally:
+            with jobs.changed:
+                jobs.unfinished -= 1
+                jobs.inline = False
+                jobs.changed.notify_all()
+        work.finish()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._jobs.serve, name=self._name, daemon=True)
+            self._thread.start()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the thread: once everything in line is done, or, given an error, with everything failed."""
+        if error is not None:
+            self._jobs.drop(error)
+        self._jobs.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
