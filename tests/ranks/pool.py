@@ -36,6 +36,7 @@ from typing import Any
 
 __all__ = ["Pool", "RankError", "Staff", "spawn"]
 
+BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "gloo")
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
 
@@ -263,7 +264,7 @@ def _enter(case: Case, present: str | None) -> str | None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         if case.init_method is not None:
-            paceline.init("gloo", init_method=case.init_method, rank=case.rank, size=case.size, timeout=60.0)
+            paceline.init(BACKEND, init_method=case.init_method, rank=case.rank, size=case.size, timeout=60.0)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)

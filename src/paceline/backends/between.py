@@ -38,7 +38,8 @@ class Between:
     """The counterparts of this rank on the other hosts.
 
     Args:
-        gloo: torch's ``ProcessGroupGloo`` (its stubs lack send and recv); carries the messages. ranks: the counterparts' ranks in the group, by host, this one included.
+        gloo: torch's ``ProcessGroupGloo`` (its stubs lack send and recv); carries the messages.
+        ranks: the counterparts' ranks in the group, by host, this one included.
         host: number of this host. timeout: seconds that a message may take.
     """
 

@@ -47,9 +47,16 @@ class Call:
         return replace(self, op=op, reduction="", root=root)
 
     def packed(self) -> bytes:
-        """Return what must be equal on all ranks."""
+        """Return what must agree on all ranks: equal, but that one may ask for a mean, another for a sum."""
         codes = _OPS.index(self.op), _REDUCTIONS.index(self.reduction), _DTYPES.index(self.dtype)
         return _PACKED.pack(*codes, self.root, self.numel)
+
+    def agrees(self, data: bytes) -> bool:
+        """Return whether another rank's packed call is this one; a mean is a sum that its rank divides."""
+        other = Call.unpacked(data)
+        if {self.reduction, other.reduction} == {"SUM", "AVG"}:
+            other = replace(other, reduction=self.reduction)
+        return other.packed() == self.packed()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Call:

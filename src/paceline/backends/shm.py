@@ -107,15 +107,19 @@ class HostGroup:
                 how([part.read(rank, 0) for rank in range(self.size)], flat, 0, self._scratch, ranks)
             return
         notices = self._begin(call, self._notice(call, [flat]))
+        mixed = any(notice.call != notices[self.index].call for notice in notices)  # means and sums
+        shared = how.as_sum() if mixed else how
         if all(notice.segment >= 0 for notice in notices):
             tensors = [
                 self._region(rank, notice, flat.numel(), flat.dtype) for rank, notice in enumerate(notices)
             ]
             tensors[self.index] = flat
-            self._all_reduce_direct(tensors, how, ranks)
+            self._all_reduce_direct(tensors, shared, ranks)
             self._meet()
         else:
-            self._all_reduce_windows(flat, how, ranks)
+            self._all_reduce_windows(flat, shared, ranks)
+        if shared is not how:
+            flat.div_(ranks)
 
     def _all_reduce_direct(self, tensors: list[torch.Tensor], how: Reduction, ranks: int) -> None:
         low, high = span(tensors[0].numel(), self.size, self.index)
@@ -390,7 +394,7 @@ class HostGroup:
         notices = [self.board.read(self._turn, rank) for rank in range(self.size)]
         self._turn += 1
         for rank, other in enumerate(notices):
-            if other.call != notice.call:
+            if other.call != notice.call and not call.agrees(other.call):
                 raise MismatchError(
                     f"this rank calls {call}, rank {self._neighbours.cards[rank].world_rank} "
                     f"calls {Call.unpacked(other.call)}",

@@ -9,15 +9,18 @@ its bucket, so backward writes where the collective reads: nothing is packed or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Bucket", "Piece", "Slot", "plan_buckets", "storage_dtype", "storage_numel"]
+__all__ = ["Allocate", "Bucket", "Piece", "Slot", "plan_buckets", "storage_dtype", "storage_numel"]
 
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
+
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 def plan_buckets(
@@ -172,6 +175,7 @@ class Bucket:
         dtype: of the buffer. device: of the buffer.
         tail: elements to add behind the gradients for the ledger.
         shards: number of equal parts that the buffer must divide into.
+        allocate: returns uninitialised memory for a number of elements, a dtype and a device.
     """
 
     def __init__(
@@ -183,8 +187,10 @@ class Bucket:
         *,
         tail: int = 0,
         shards: int = 1,
+        allocate: Allocate,
     ) -> None:
         self.index, self.slots = index, slots
+        self._allocate = allocate
         self.pending = len(slots)
         self.launched = False
         used = 0
@@ -202,15 +208,17 @@ class Bucket:
             slot.staged = not slot.param.is_complex() and slot.param.dtype != dtype
 
     @classmethod
-    def for_ledger(cls, index: int, device: torch.device, length: int, rank: int, ranks: int) -> Bucket:
+    def for_ledger(
+        cls, index: int, device: torch.device, length: int, rank: int, ranks: int, allocate: Allocate
+    ) -> Bucket:
         """Return a bucket without parameters, in which every rank has a row of its own for the ledger."""
-        bucket = cls(index, [], torch.float64, device, tail=ranks * length)
+        bucket = cls(index, [], torch.float64, device, tail=ranks * length, allocate=allocate)
         bucket.ledger = bucket.flat[rank * length : (rank + 1) * length]
         return bucket
 
     def _empty(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
         """Return memory for the slots, zero between them; it takes no pages until slots are written."""
-        flat = torch.empty(numel, dtype=dtype, device=device)
+        flat = self._allocate(numel, dtype, device)
         for start, stop in self._gaps:
             flat[start:stop].zero_()
         return flat

@@ -35,11 +35,12 @@ class Flight:
         self.timings = SyncTimings()
 
     def launch_full(self, mean: bool) -> None:
-        """Launch the buckets that are full, in order; the last one waits for the ledger.
+        """Launch the buckets that are full, in order; the last one with gradients waits for the ledger.
 
         A launched bucket's parameters let go of their views; see [Note: late gradients] in `reducer`.
         """
-        while self._next < len(self.buckets) - 1 and self.buckets[self._next].pending == 0:
+        last = sum(bool(bucket.slots) for bucket in self.buckets) - 1
+        while self._next < last and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
             for slot in bucket.slots:
                 slot.param.grad = None
@@ -47,11 +48,15 @@ class Flight:
             self._next += 1
 
     def depart(self, mean: bool) -> None:
-        """Launch what is left, and wait for the ledger; a ledger of its own goes first."""
+        """Launch what is left, and wait for the ledger.
+
+        A ledger of its own goes right before the last gradients: at the same place on all ranks, however many
+        buckets each has launched by then, and without waiting for all of them.
+        """
         self._factor = 1.0
         rest, last = self.buckets[self._next :], self.buckets[-1]
         if not last.slots:
-            rest = [last, *rest[:-1]]
+            rest = [*rest[:-2], last, *rest[-2:-1]]
         for bucket in rest:
             self._launch(bucket, mean)
             if not self.overlap:

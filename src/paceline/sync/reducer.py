@@ -134,6 +134,7 @@ class Reducer(Gradients):
         self.recover()
         if self._open:
             return
+        self.wire.note_step(self.step)
         self.flight.arrive_all()  # the result of the last round, if nobody used it
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
@@ -262,8 +263,7 @@ class Reducer(Gradients):
             self.slots,
             order,
             self.plan,
-            self.wire.rank,
-            self.wire.size,
+            self.wire,
             flags=len(self._used_flags()),
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,

@@ -53,8 +53,7 @@ def build_buckets(
     slots: Sequence[Slot],
     order: Sequence[int],
     plan: Sync,
-    rank: int,
-    ranks: int,
+    wire: Wire,
     *,
     flags: int,
     sharded: bool,
@@ -70,6 +69,7 @@ def build_buckets(
     sizes = [storage_numel(slot.param) * dtype.itemsize for slot, dtype in zip(slots, dtypes, strict=True)]
     kinds = [(slot.param.device, dtype, slot.param.dtype) for slot, dtype in zip(slots, dtypes, strict=True)]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
+    rank, ranks = wire.rank, wire.size
     tail = ledger.length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded
@@ -84,6 +84,7 @@ def build_buckets(
                 held[0].param.device,
                 tail=tail if inside and index == len(grouped) - 1 else 0,
                 shards=ranks if sharded else 1,
+                allocate=wire.allocate,
             )
         )
         buckets[-1].adopt_gradients()
@@ -93,5 +94,5 @@ def build_buckets(
             return_freed_memory()
     if not inside:
         device = slots[0].param.device if slots else torch.device("cpu")
-        buckets.append(Bucket.for_ledger(len(grouped), device, tail, rank, ranks))
+        buckets.append(Bucket.for_ledger(len(grouped), device, tail, rank, ranks, wire.allocate))
     return buckets

@@ -1,9 +1,9 @@
 """The three collectives that the engine needs, over any process group.
 
 gloo's reduce-scatter clones its input and runs a whole all-reduce, and its all-gather copies twice, so
-between CPU ranks both are sent point to point instead: every rank sends each peer that peer's part, and
+over gloo both are sent point to point instead: every rank sends each peer that peer's part, and
 receives its own. That moves (N-1)/N of the buffer per rank, as a ring does, without a copy
-(large buffers gain: benchmarks/wire). Backends with native in-place forms (NCCL) use those.
+(large buffers gain: benchmarks/wire). Backends with in-place forms of their own (paceline, NCCL) use those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from paceline.errors import SyncError
+from paceline.errors import PacelineError, SyncError
 
 __all__ = ["Pending", "Wire"]
 
@@ -44,6 +44,8 @@ def _named_loss() -> Iterator[None]:
     """Turn a process group's error into one that says what it means: some peer is gone or silent."""
     try:
         yield
+    except PacelineError:
+        raise  # it names the rank already
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rsplit("] ", 1)[-1]
         raise SyncError(
@@ -100,13 +102,26 @@ class Wire:
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else str(dist.get_backend(self.group))
-        self._native_parts = "nccl" in self.backend
+        self._native_parts = self.backend == "paceline" or "nccl" in self.backend
         self._under_way: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
             self._under_way = _under_way.setdefault(self.group, set())
             self._tag_reduce_scatter = _next_tag.get(self.group, _FIRST_TAG)
             self._tag_all_gather = self._tag_reduce_scatter + 1
             _next_tag[self.group] = self._tag_all_gather + 1
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return uninitialised 1-D memory; where the group has some that it reduces in place, that."""
+        offers = getattr(self.group, "supports_tensor_alloc", None)
+        if self.group is not None and offers is not None and offers(device):
+            return self.group.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def note_step(self, step: int) -> None:
+        """Tell the other ranks, for their messages, which step this rank is in, where the group can."""
+        note = getattr(self.group, "note_step", None)
+        if note is not None:
+            note(step)
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> Pending:
         """Start summing (or averaging) `flat` over all ranks, in place."""

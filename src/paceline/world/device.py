@@ -6,7 +6,10 @@ import os
 
 from paceline.errors import UsageError, WorldError
 
-__all__ = ["choose_device"]
+__all__ = ["BACKENDS", "choose_device"]
+
+CPU_BACKENDS = ("paceline", "gloo")
+BACKENDS = (*CPU_BACKENDS, "nccl")
 
 
 def choose_device(
@@ -14,7 +17,7 @@ def choose_device(
 ) -> tuple[str, str]:
     """Return the device (``"cpu"`` or ``"cuda:<index>"``) and the backend of a rank.
 
-    Without `device`, CUDA is taken where there is a GPU and the backend is not gloo. A launcher that shows
+    Without `device`, CUDA is taken where there is a GPU and the backend is none for the CPU. A launcher that shows
     each rank one GPU of its own (CUDA_VISIBLE_DEVICES) makes that GPU number 0 for each.
 
     Raises:
@@ -27,15 +30,15 @@ def choose_device(
     if kind not in ("", "cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
         raise UsageError(f"unknown device {device!r}", remedy="valid: cpu, cuda, cuda:<index>")
     if not kind:
-        kind = "cuda" if torch.cuda.is_available() and backend != "gloo" else "cpu"
+        kind = "cuda" if torch.cuda.is_available() and backend not in CPU_BACKENDS else "cpu"
         if backend == "nccl":
             kind = "cuda"
     if kind == "cpu":
         if backend == "nccl":
             raise UsageError(
-                "backend 'nccl' needs GPUs, but device is 'cpu'", remedy="use backend='gloo' on CPU"
+                "backend 'nccl' needs GPUs, but device is 'cpu'", remedy="use backend='paceline' on CPU"
             )
-        return "cpu", backend or "gloo"
+        return "cpu", backend or "paceline"
     number = int(index) if index else _gpu_of(local_rank, local_size)
     _check_gpu(number, f"device {device!r}" if device else f"backend {backend!r}")
     return f"cuda:{number}", backend or "nccl"

@@ -8,10 +8,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError, WorldError, unknown
-from paceline.world.device import choose_device
+from paceline.world.device import BACKENDS, choose_device
 from paceline.world.environment import Place, read_environment
 from paceline.world.rollcall import Claim, roll_call
 from paceline.world.store import open_store
@@ -33,7 +34,7 @@ class World:
         local_size: processes on this node.
         node: number of this node.
         nodes: nodes in all.
-        backend: ``"gloo"``, ``"nccl"``, or ``"none"`` for a world of one without a process group.
+        backend: ``"paceline"``, ``"gloo"``, ``"nccl"``, or ``"none"`` for a world of one without a process group.
         device: ``"cpu"`` or ``"cuda:<index>"``.
     """
 
@@ -80,7 +81,8 @@ def init(
     nothing set this is a world of one, which needs no process group. A second call returns the same world.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"``; by default what fits the device.
+        backend: ``"paceline"`` (shared memory inside a host; the default on the CPU), ``"gloo"``, or
+            ``"nccl"`` (the default on GPUs).
         init_method: where the ranks meet: ``"file:///path"``, ``"tcp://host:port"`` or ``"env://"``.
         rank: number of this process.
         size: world size.
@@ -142,6 +144,7 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float)
     if chosen.startswith("cuda"):
         gpu = torch.device(chosen)
         torch.cuda.set_device(gpu)
+    _know(backend)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"paceline/group/{roster.name}", store),
@@ -154,6 +157,15 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float)
     return World(
         place.rank, place.size, local.local_rank, local.local_size, local.node, local.nodes, backend, chosen
     )
+
+
+def _know(backend: str) -> None:
+    """Have torch know our backend, where it was told not to load such extensions by itself."""
+    import torch.distributed as dist
+
+    if backend == "paceline" and not hasattr(dist.Backend, "PACELINE"):
+        for entry in entry_points(group="torch.backends", name="paceline"):
+            entry.load()()
 
 
 def _open(place: Place, timeout: float) -> Store:
@@ -191,8 +203,8 @@ def _local_place(place: Place, claims: Sequence[Claim]) -> _Local:
 
 
 def _check_arguments(backend: str | None, timeout: float) -> None:
-    if backend not in (None, "gloo", "nccl"):
-        raise unknown("backend", backend, ["gloo", "nccl"])
+    if backend is not None and backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise UsageError(
             f"timeout={timeout!r} is no time to wait", remedy="give seconds > 0, for example 300"
