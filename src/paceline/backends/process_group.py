@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
 from paceline.backends.arena import arena
 from paceline.backends.call import Call
@@ -72,12 +73,17 @@ class PacelineGroup(dist.ProcessGroup):
         rank, size: place in the group.
         route: what makes the calls, over one host or several; None: everything falls through to the group inside.
         mailbox: carries point-to-point messages; None: they fall through.
+
+    Attributes:
+        calls: collectives made so far by this rank, but for barriers; a coalesced call counts once.
+        payload_nbytes: bytes of their tensors: of the larger side where a call takes and gives.
     """
 
     def __init__(self, rank: int, size: int, route: Route | None, mailbox: Mailbox | None) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] — the stubs have only the form with a store
         self._route, self._mailbox = route, mailbox
         self._line = Line(f"paceline group, rank {rank}")
+        self.calls, self.payload_nbytes = 0, 0
         _open_groups.add(self)
 
     # What torch asks of a group.
@@ -170,7 +176,7 @@ class PacelineGroup(dist.ProcessGroup):
                 with _Dense(tensor) as dense:
                     route.all_reduce(call, dense, how, ranks)
 
-        return self._make("all_reduce", job, tensors, opts)
+        return self._make("all_reduce", job, tensors, opts, _nbytes(tensors))
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce one tensor over all ranks into that of the root."""
@@ -184,7 +190,7 @@ class PacelineGroup(dist.ProcessGroup):
             with _Dense(tensor) as dense:
                 host.reduce(self._call("reduce", tensor, opts, how, root), dense, root, how, ranks)
 
-        return self._make("reduce", job, tensors, opts)
+        return self._make("reduce", job, tensors, opts, _nbytes(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, the r-th into the output of rank r."""
@@ -230,7 +236,8 @@ class PacelineGroup(dist.ProcessGroup):
                 with _Dense(output, read=False) as dense:
                     route.reduce_scatter(call, dense, _dense(inputs), how, ranks)
 
-        return self._make("reduce_scatter", job, [output for output, _ in pairs], opts)
+        payload = sum(_nbytes(inputs) for _, inputs in pairs)
+        return self._make("reduce_scatter", job, [output for output, _ in pairs], opts, payload)
 
     # Copies.
 
@@ -245,7 +252,7 @@ class PacelineGroup(dist.ProcessGroup):
             with _Dense(tensor, write=root != self.rank()) as dense:
                 route.broadcast(self._call("broadcast", tensor, opts, root=root), dense, root)
 
-        return self._make("broadcast", job, tensors, opts)
+        return self._make("broadcast", job, tensors, opts, _nbytes(tensors))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the tensor of every rank r into the r-th output of all ranks."""
@@ -301,7 +308,7 @@ class PacelineGroup(dist.ProcessGroup):
                     call = self._call("all_gather", tensor, opts)
                     route.all_gather(call, places, tensor.detach().contiguous())
 
-        return self._make("all_gather", job, result, opts)
+        return self._make("all_gather", job, result, opts, sum(_nbytes(outputs) for outputs, _ in pairs))
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the tensor of every rank r into the r-th output of the root."""
@@ -318,7 +325,7 @@ class PacelineGroup(dist.ProcessGroup):
                 call = self._call("gather", tensor, opts, root=root)
                 host.gather(call, dense, tensor.detach().contiguous(), root)
 
-        return self._make("gather", job, outputs, opts)
+        return self._make("gather", job, outputs, opts, _nbytes(places) or tensor.nbytes)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the r-th tensor of the root into the output of rank r."""
@@ -334,7 +341,7 @@ class PacelineGroup(dist.ProcessGroup):
             with _Dense(output, read=False) as dense:
                 host.scatter(self._call("scatter", output, opts, root=root), dense, _dense(given), root)
 
-        return self._make("scatter", job, outputs, opts)
+        return self._make("scatter", job, outputs, opts, _nbytes(given) or output.nbytes)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the r-th tensor of every rank q into the q-th output of rank r."""
@@ -347,7 +354,7 @@ class PacelineGroup(dist.ProcessGroup):
             with _DenseList(outputs) as dense:
                 host.all_to_all(Call("all_to_all", timeout=_seconds(opts)), dense, _dense(inputs))
 
-        return self._make("all_to_all", job, outputs, opts)
+        return self._make("all_to_all", job, outputs, opts, max(_nbytes(outputs), _nbytes(inputs)))
 
     def alltoall_base(
         self,
@@ -384,7 +391,7 @@ class PacelineGroup(dist.ProcessGroup):
         if not self._ours("barrier", []):
             return super().barrier(opts)
         call, route = Call("barrier", timeout=_seconds(opts)), self._engaged()
-        return self._make("barrier", lambda: route.barrier(call), [], opts)
+        return self._make("barrier", lambda: route.barrier(call), [], opts, 0)
 
     # Messages from one rank to another.
 
@@ -424,8 +431,13 @@ class PacelineGroup(dist.ProcessGroup):
     ) -> Call:
         return Call(op, tensor.numel(), tensor.dtype, how.name if how else "", root, _seconds(opts))
 
-    def _make(self, name: str, job: Callable[[], None], result: Any, opts: Any) -> dist.Work:
+    def _make(
+        self, name: str, job: Callable[[], None], result: Any, opts: Any, payload_nbytes: int
+    ) -> dist.Work:
         route = self._engaged()
+        if name != "barrier":
+            self.calls += 1
+            self.payload_nbytes += payload_nbytes
 
         def guarded() -> None:
             try:
@@ -436,7 +448,14 @@ class PacelineGroup(dist.ProcessGroup):
                 route.give_up(error)
                 raise
 
-        return self._line.make(guarded, list(result), name, asynchronous=getattr(opts, "asyncOp", True))
+        asynchronous = getattr(opts, "asyncOp", True)
+        if not torch.autograd._profiler_enabled():
+            return self._line.make(guarded, list(result), name, asynchronous=asynchronous)
+        with record_function(f"paceline:{name}") as record:
+            work = self._line.make(guarded, list(result), name, asynchronous=asynchronous)
+            if asynchronous:
+                record._call_end_callbacks_on_future(work.get_future())
+            return work
 
     def _check_list(self, op: str, tensors: Tensors, like: torch.Tensor) -> None:
         """Raise unless there is one tensor per rank, each as large as `like` and of its dtype."""
@@ -506,6 +525,10 @@ class _DenseList:
 
 def _dense(tensors: Tensors) -> list[torch.Tensor]:
     return [tensor.detach().contiguous() for tensor in tensors]
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _plain(tensors: Tensors) -> bool:

@@ -1,5 +1,7 @@
 """Builds the contestants of `paceline bench step` and runs single steps of them.
 
+Torch's own contestants get a process group of torch's own, ours and `ddp-paceline` the world's.
+
 All start from the same seed and use the same fused AdamW; its `eps` is large beside these gradients, for plain Adam
 would hide a gradient that is wrong by a factor from the check for exactness. torch's own entries get their best
 settings: gradients as views into buckets, no broadcast of buffers in forward (the reference model has only constant
@@ -17,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.entries import NO_SYNC, Entry
+from paceline.bench.entries import DDP_PACELINE, NO_SYNC, Entry
 from paceline.lm.batches import Batch
 from paceline.lm.model import GPT, loss
 from paceline.lm.sizes import Size
@@ -76,8 +80,12 @@ class _TimedZero(ZeroRedundancyOptimizer):
         self.waited = time.perf_counter() - started
 
 
-def build(entry: Entry, size: Size, device: str, seed: int) -> Contestant:
-    """Return the contestant `entry` with a model of `size`, the same on every rank."""
+def build(entry: Entry, size: Size, device: str, seed: int, torchs: ProcessGroup | None) -> Contestant:
+    """Return the contestant `entry` with a model of `size`, the same on every rank.
+
+    Args:
+        torchs: the process group of torch's contestants; None: the world's.
+    """
     torch.manual_seed(seed)
     net = GPT(size).to(device)
     if entry.strategy in STRATEGIES:
@@ -85,10 +93,11 @@ def build(entry: Entry, size: Size, device: str, seed: int) -> Contestant:
     if entry.strategy == NO_SYNC:
         return Contestant(entry, net, torch.optim.AdamW(net.parameters(), **_ADAMW), Tensor.backward, _never)
     if entry.strategy == "fully-shard":
+        mesh = None if torchs is None else DeviceMesh.from_group(torchs, torch.device(device).type)
         for unit in [*default_units(net), net]:
-            fully_shard(unit)
+            fully_shard(unit, mesh=mesh)
         return Contestant(entry, net, torch.optim.AdamW(net.parameters(), **_ADAMW), Tensor.backward, _never)
-    return _ddp(entry, net)
+    return _ddp(entry, net, None if entry.strategy == DDP_PACELINE else torchs)
 
 
 def _ours(entry: Entry, net: GPT) -> Contestant:
@@ -110,18 +119,25 @@ def _ours(entry: Entry, net: GPT) -> Contestant:
     return Contestant(entry, model, optimizer, backward, waited_in_step)
 
 
-def _ddp(entry: Entry, net: GPT) -> Contestant:
+def _ddp(entry: Entry, net: GPT, group: ProcessGroup | None) -> Contestant:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)  # its successor is too young
         model = DistributedDataParallel(
             net,
+            process_group=group,
             bucket_cap_mb=_ddp_cap_mib(entry, net),  # fractions work
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
             static_graph=entry.strategy == "ddp-static",
         )
     if entry.strategy == "ddp-zero":
-        zero = _TimedZero(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **_ADAMW)
+        zero = _TimedZero(
+            model.parameters(),
+            torch.optim.AdamW,
+            process_group=group,
+            parameters_as_bucket_view=True,
+            **_ADAMW,
+        )
         return Contestant(entry, model, zero, Tensor.backward, lambda: zero.waited)
     return Contestant(entry, model, torch.optim.AdamW(net.parameters(), **_ADAMW), Tensor.backward, _never)
 

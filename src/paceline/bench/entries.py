@@ -12,6 +12,9 @@ Each of our strategies also has a *peer*, torch doing the same kind of work:
 | bucketed   | DDP with the same bucket size                                                          |
 | sharded    | DDP with the same bucket size + ZeroRedundancyOptimizer                                |
 | full-shard | torch's fully_shard with the same units                                                |
+
+On the CPU ours run on the paceline backend and torch's on gloo, which is what they have without Paceline;
+`ddp-paceline` shows DDP, unchanged, on our backend.
 """
 
 from __future__ import annotations
@@ -23,19 +26,21 @@ from typing import Any
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DDP", "NO_SYNC", "OURS", "TITLES", "Entry", "entries", "parse_bucket"]
+__all__ = ["DDP", "DDP_PACELINE", "NO_SYNC", "OURS", "TITLES", "Entry", "entries", "parse_bucket"]
 
 NO_SYNC = "no-sync"
 OURS = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
 DDP = ("ddp", "ddp-static")
+DDP_PACELINE = "ddp-paceline"
 TITLES = {name: name for name in OURS} | {
     NO_SYNC: "no synchronisation",
     "ddp": "torch DDP",
     "ddp-static": "torch DDP static",
+    DDP_PACELINE: "torch DDP on paceline",
     "ddp-zero": "torch DDP + ZeRO",
     "fully-shard": "torch fully_shard",
 }
-_HAS_BUCKETS = ("bucketed", "sharded", "ddp", "ddp-static", "ddp-zero")
+_HAS_BUCKETS = ("bucketed", "sharded", "ddp", "ddp-static", DDP_PACELINE, "ddp-zero")
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,11 @@ def entries(strategies: Sequence[str], bucket_mib: Sequence[float], nbytes: int)
             for size in kept if name in _HAS_BUCKETS else [None]:
                 peer_of[Entry(name, size)] = _peer(name, size, whole)
     wanted = {peer for peer in peer_of.values() if peer is not None}
-    for name in (*DDP, "ddp-zero", "fully-shard"):
+    for name in (*DDP, DDP_PACELINE, "ddp-zero", "fully-shard"):
         own: set[Entry] = {peer for peer in wanted if peer.strategy == name}
         if name in strategies or name == "ddp":
             own |= {Entry(name, size) for size in kept} if name in _HAS_BUCKETS else set()
-            own |= {Entry(name)} if name != "ddp-zero" else set()
+            own |= {Entry(name)} if name not in ("ddp-zero", DDP_PACELINE) else set()
         for entry in sorted(own, key=lambda entry: -1 if entry.bucket_mib is None else entry.bucket_mib):
             peer_of[entry] = None
     return {Entry(NO_SYNC): None} | peer_of

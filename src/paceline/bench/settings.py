@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.bench.entries import DDP, OURS, entries
+from paceline.bench.entries import DDP, DDP_PACELINE, OURS, entries
 from paceline.errors import UsageError
 from paceline.lm.sizes import size_of
 
@@ -27,6 +27,7 @@ class StepSettings:
         bucket_mib: bucket sizes to try, in MiB.
         threads: threads of a rank.
         strategies: who takes part; `no-sync`, `ddp` and peers always do.
+        backend: what our strategies run on: "paceline", "gloo" or "nccl"; None: what fits the device.
         memory: measure peak memory too, each contestant in processes of its own.
         seed: decides initial weights and batches.
 
@@ -42,7 +43,8 @@ class StepSettings:
     rounds: int = 15
     bucket_mib: Sequence[float] = (0.25, 1.0, 5.0, 25.0, float("inf"))
     threads: int = 1
-    strategies: Sequence[str] = (*OURS, *DDP)
+    strategies: Sequence[str] = (*OURS, *DDP, DDP_PACELINE)
+    backend: str | None = None
     memory: bool = True
     seed: int = 0
 

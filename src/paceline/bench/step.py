@@ -13,19 +13,18 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from paceline.bench.entries import Entry, entries
+from paceline.bench.facts import machine_record
 from paceline.bench.progress import TurnBar
 from paceline.bench.results import Row, make_rows
 from paceline.bench.settings import StepSettings
 from paceline.errors import UsageError
 from paceline.lm.sizes import size_of
-from paceline.machine import machine
 from paceline.units import format_bytes
 
 __all__ = ["StartRanks", "measure_steps", "result", "run_job"]
@@ -63,20 +62,11 @@ def measure_steps(settings: StepSettings, start: StartRanks) -> list[Row]:
 
 def result(settings: StepSettings, rows: Sequence[Row], command: str) -> dict[str, Any]:
     """Return a measurement for JSON: the command that made it, this machine, the settings and the rows."""
-    here = machine()
     return {
         "kind": "bench-step",
         "schema": 1,
         "command": command,
-        "machine": {
-            "cpu": here.cpu,
-            "usable_cores": here.usable_cores,
-            "memory_nbytes": here.memory_nbytes,
-            "system": here.system,
-            "python": here.python,
-            "torch": here.torch.version if here.torch else "",
-            "gpus": [asdict(gpu) for gpu in here.torch.gpus] if here.torch else [],
-        },
+        "machine": machine_record(),
         "settings": settings.to_json(),
         "rows": [row.to_json() for row in rows],
     }

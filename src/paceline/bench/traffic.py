@@ -2,11 +2,12 @@
 
 Both are seen from outside, so Paceline and torch are counted by the same rule:
 
-- *Calls and bytes*: every collective of ``torch.distributed`` passes torch's dispatcher, where a dispatch
-  mode sees it with its tensors. The payload of a call is the larger of what goes in and what comes out, as it
-  is in that rank's memory: the whole tensor for an all-reduce, the whole input of a reduce-scatter, the whole
-  output of an all-gather. N-1 sends with as many receives are counted as the one collective among N ranks
-  that they make up, its payload N times the message.
+- *Calls and bytes*: every collective of ``torch.distributed`` over a backend of torch's own passes torch's
+  dispatcher, where a dispatch mode sees it with its tensors; a paceline group counts by itself. The payload
+  of a call is the larger of what goes in and what comes out, as it is in that rank's memory: the whole tensor
+  for an all-reduce, the whole input of a reduce-scatter, the whole output of an all-gather. N-1 sends with as
+  many receives are counted as the one collective among N ranks that they make up, its payload N times the
+  message.
 - *Time*: the profiler records each call from its launch to its completion. Calls overlap, so what is returned
   is the time in which at least one was under way.
 
@@ -23,14 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.backends.process_group import PacelineGroup
+
 __all__ = ["Traffic", "count_traffic", "covered_seconds", "seconds_under_way"]
 
 _NOT_DATA = ("barrier", "monitored_barrier_")
-_BACKENDS = ("gloo:", "nccl:")
+_BACKENDS = ("paceline:", "gloo:", "nccl:")
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,21 @@ def _nbytes(arg: object) -> int:
 
 def count_traffic(step: Callable[[], object], ranks: int) -> Traffic:
     """Run `step` once and return what this rank handed to communication; `ranks` is the world size."""
+    before = _counted()
     with _Ear() as ear:
         step()
+    after = _counted()
     peers = max(1, ranks - 1)
     return Traffic(
-        calls=len(ear.payloads) + len(ear.received) / peers,
-        nbytes=sum(ear.payloads) + sum(ear.received) * ranks / peers,
+        calls=len(ear.payloads) + len(ear.received) / peers + after.calls - before.calls,
+        nbytes=sum(ear.payloads) + sum(ear.received) * ranks / peers + after.nbytes - before.nbytes,
     )
+
+
+def _counted() -> Traffic:
+    """Return what the paceline groups of this process have counted so far."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PacelineGroup)]
+    return Traffic(sum(group.calls for group in groups), sum(group.payload_nbytes for group in groups))
 
 
 def seconds_under_way(steps: Callable[[], object]) -> float:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     settings = StepSettings.from_json(job["settings"])
     torch.set_num_threads(settings.threads)
-    world = init()
+    world = init(settings.backend)
     size = size_of(job["size"])
     entries = [Entry.from_json(record) for record in job["entries"]]
     if job["kind"] == "time":
@@ -62,7 +62,8 @@ def time_contestants(
         ``under_way``: seconds per entry in which some call was under way.
     """
     batches = _batches(world, settings, size)
-    contestants = [build(entry, size, world.device, settings.seed) for entry in entries]
+    torchs = _torchs_group(world)
+    contestants = [build(entry, size, world.device, settings.seed, torchs) for entry in entries]
     turns = (settings.rounds + 1) * len(entries)
     reference = next(each for each in contestants if each.entry.strategy == "ddp")
     with TurnBar(f"{size.name}, {world.size} ranks", turns, shown=world.rank == 0) as tick:
@@ -80,6 +81,15 @@ def time_contestants(
     return dict(zip(names, facts.tolist(), strict=True)) | {
         "seconds": torch.stack(every, dim=3).tolist()  # [entry, round, step, rank, part]
     }
+
+
+def _torchs_group(world: World) -> dist.ProcessGroup | None:
+    """Return the group of torch's contestants: gloo where the world's backend is ours, else the world's."""
+    if world.backend != "paceline":
+        return None
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
+    return group
 
 
 def _batches(world: World, settings: StepSettings, size: Size) -> list[Batch]:
@@ -150,14 +160,15 @@ def _under_way(contestant: Contestant, batch: Batch, device: str) -> float:
 
 def _peak_memory(world: World, settings: StepSettings, size: Size, entry: Entry) -> dict[str, Any]:
     """Return how many bytes a rank needs for training with `entry`, beyond what it had before; the largest rank's."""
-    warm = build(Entry("ddp", 1.0), size_of("tiny"), world.device, settings.seed)
+    torchs = _torchs_group(world)
+    warm = build(Entry("ddp", 1.0), size_of("tiny"), world.device, settings.seed, torchs)
     for batch in (random_batch(size_of("tiny"), 1, 8, seed, world.device) for seed in range(2)):
         step(warm, batch)
     del warm
     gc.collect()
     batches = _batches(world, settings, size)[:3]
     with PeakMemory(world.device) as peak:
-        contestant = build(entry, size, world.device, settings.seed)
+        contestant = build(entry, size, world.device, settings.seed, torchs)
         for batch in batches:
             step(contestant, batch)
     largest = torch.tensor([peak.nbytes], dtype=torch.float64, device=world.device)

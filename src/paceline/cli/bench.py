@@ -42,6 +42,10 @@ def step(
     strategies: Annotated[
         str | None, typer.Option(help="Who takes part, separated by commas; torch DDP always does.")
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="What our strategies run on: paceline, gloo, nccl; torch's on gloo or nccl."),
+    ] = None,
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory too, each contestant in processes of its own.")
     ] = True,
@@ -77,6 +81,7 @@ def step(
         rounds=rounds,
         bucket_mib=tuple(parse_bucket(text) for text in _names(bucket_mib)),
         threads=threads,
+        backend=backend,
         memory=memory,
         seed=seed,
         **chosen,

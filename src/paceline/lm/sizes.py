@@ -1,7 +1,7 @@
 """Sizes of the reference GPT, by name.
 
 `small` to `2.7b` are the usual GPT ladder with a vocabulary of 10,000; `tiny` and `mini` are made for a few
-CPU cores and read bytes. Any size can read bytes: ``size_of("small", vocabulary=256)``.
+CPU cores and read bytes; `44m` is large enough that its 44 million gradients don't fit into any cache. Any size can read bytes: ``size_of("small", vocabulary=256)``.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def _ladder() -> dict[str, Size]:
     sizes = [
         Size("tiny", 128, 512, 4, 4, vocabulary=256, context=128),
         Size("mini", 256, 1024, 4, 4, vocabulary=256, context=128),
+        Size("44m", 768, 3072, 6, 12, vocabulary=1000),
         Size("small", 768, 3072, 12, 12),
         Size("medium", 1024, 4096, 24, 16),
         Size("large", 1280, 5120, 36, 20),

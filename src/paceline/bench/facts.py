@@ -1,0 +1,37 @@
+"""What a committed result says about where it was measured: plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from paceline.machine import machine
+
+__all__ = ["machine_record", "versions"]
+
+
+def machine_record() -> dict[str, Any]:
+    """Return the facts of this machine that bear on times; nothing that names the machine."""
+    here = machine()
+    return {
+        "cpu": here.cpu,
+        "usable_cores": here.usable_cores,
+        "memory_nbytes": here.memory_nbytes,
+        "system": here.system,
+        "python": here.python,
+        "torch": here.torch.version if here.torch else "",
+        "gpus": [asdict(gpu) for gpu in here.torch.gpus] if here.torch else [],
+    }
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the installed version of each package, empty where it is absent."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
