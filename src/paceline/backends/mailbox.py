@@ -138,6 +138,7 @@ class Mailbox:
             for rank in range(board.size)
         }
         self._posted: list[_Posted] = []
+        self._ended: list[tuple[CollectiveWork, BaseException | None]] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -197,13 +198,26 @@ class Mailbox:
                     with self._lock:
                         moved = self._turn()
                         waiting = bool(self._posted) or any(_busy(peer) for peer in self._peers.values())
+                    self._tell()
                     if not moved:
                         futex.wait(self._board.bell(self._me), seen, _SLEEP_SECONDS)
                         if waiting:
                             self._check()
                 except BaseException as error:  # noqa: BLE001 — told to whoever waits for a message
+                    self._tell()
                     self._fail(error)
                     return
+
+    def _tell(self) -> None:
+        """Tell whoever waits for a message that ended.
+
+        Callbacks get a thread of their own: they may wait for other messages, which only this thread moves.
+        """
+        ended, self._ended = self._ended, []
+        for work, error in ended:
+            call_back = work.settle(error)
+            if call_back is not None:
+                threading.Thread(target=call_back, name="paceline callback", daemon=True).start()
 
     def _turn(self) -> bool:
         moved = False
@@ -233,7 +247,7 @@ class Mailbox:
         if message.moved == message.data.numel():
             peer.sends.popleft()
             assert message.work is not None, "a message that is sent has a sender"
-            message.work.finish()
+            self._ended.append((message.work, None))
         return True
 
     def _pull(self, rank: int, peer: _Peer) -> bool:
@@ -297,17 +311,16 @@ class Mailbox:
         tensor, work = posted.tensor, posted.work
         work.source = rank
         if tensor.nbytes != data.numel():
-            work.finish(
-                UsageError(
-                    f"recv: the message from rank {rank} (tag {posted.tag}) has {data.numel()} bytes, "
-                    f"the tensor {tensor.nbytes}",
-                    remedy="receive into a tensor of the size and dtype that was sent",
-                )
+            error = UsageError(
+                f"recv: the message from rank {rank} (tag {posted.tag}) has {data.numel()} bytes, "
+                f"the tensor {tensor.nbytes}",
+                remedy="receive into a tensor of the size and dtype that was sent",
             )
+            self._ended.append((work, error))
             return
         if not (tensor.is_contiguous() and tensor.data_ptr() == data.data_ptr()):
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
-        work.finish()
+        self._ended.append((work, None))
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:

@@ -194,35 +194,44 @@ class PacelineGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, the r-th into the output of rank r."""
+        # [Note: falling through] A call falls through by super() under its own name: pybind11 takes any other
+        # way for a call from C++, and comes back here.
         opts = _options(opts, c10d.ReduceScatterOptions)
         if not self._ours("reduce_scatter", [*outputs, *inputs[0]]):
             return super().reduce_scatter(outputs, inputs, opts)
         return self._reduce_scatter([(outputs[0], inputs[0])], opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Reduce a tensor over all ranks, its r-th part into the output of rank r."""
-        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
-
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Reduce a tensor over all ranks, its r-th part into the output of rank r."""
-        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
+        work = self._reduce_scatter_parts([output], [tensor], opts)
+        return work or super().reduce_scatter_single(output, tensor, opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Do what `reduce_scatter_single` does; its older name."""
+        work = self._reduce_scatter_parts([output], [tensor], opts)
+        return work or super()._reduce_scatter_base(output, tensor, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Reduce several tensors over all ranks, the r-th part of each into the outputs of rank r."""
+        work = self._reduce_scatter_parts(outputs, inputs, opts)
+        return work or super().reduce_scatter_single_coalesced(outputs, inputs, opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Reduce several tensors over all ranks, the r-th part of each into the outputs of rank r."""
+        """Do what `reduce_scatter_single_coalesced` does; its older name."""
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def _reduce_scatter_parts(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work | None:
+        """Reduce the r-th part of each input into the outputs of rank r; None: that is not for us."""
         opts = _options(opts, c10d.ReduceScatterOptions)
         if not self._ours("reduce_scatter", [*outputs, *inputs]):
-            return super().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+            return None
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_parts("reduce_scatter", tensor, output)
             pairs.append((output, list(tensor.contiguous().view(-1).chunk(self.size()))))
         return self._reduce_scatter(pairs, opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Reduce several tensors over all ranks, the r-th part of each into the outputs of rank r."""
-        return self.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
 
     def _reduce_scatter(self, pairs: list[tuple[torch.Tensor, Tensors]], opts: Any) -> dist.Work:
         hows = [reduction_of(opts.reduceOp, output.dtype) for output, _ in pairs]
@@ -273,29 +282,36 @@ class PacelineGroup(dist.ProcessGroup):
             return super().allgather_coalesced(outputs, inputs, opts)
         return self._all_gather(list(zip(by_tensor, inputs, strict=True)), outputs, opts)
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Copy the tensor of every rank into one tensor on all ranks, one behind the other."""
-        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
-
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """Copy the tensor of every rank into one tensor on all ranks, one behind the other."""
-        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
+        work = self._all_gather_parts([output], [tensor], opts)
+        return work or super().all_gather_single(output, tensor, opts)
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Do what `all_gather_single` does; its older name."""
+        work = self._all_gather_parts([output], [tensor], opts)
+        return work or super()._allgather_base(output, tensor, opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """Copy several tensors of every rank into one tensor each on all ranks."""
+        work = self._all_gather_parts(outputs, inputs, opts)
+        return work or super().all_gather_single_coalesced(outputs, inputs, opts)
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Copy several tensors of every rank into one tensor each on all ranks."""
+        """Do what `all_gather_single_coalesced` does; its older name."""
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def _all_gather_parts(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work | None:
+        """Copy every rank's input into the r-th part of the outputs; None: that is not for us."""
         opts = _options(opts, c10d.AllgatherOptions)
         dense = all(output.is_contiguous() for output in outputs)
         if not dense or not self._ours("all_gather", [*outputs, *inputs]):
-            return super().allgather_into_tensor_coalesced(outputs, inputs, opts)
+            return None
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_parts("all_gather", output, tensor)
             pairs.append((list(output.view(-1).chunk(self.size())), tensor))
-        return self._all_gather(pairs, outputs, opts)
-
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Copy several tensors of every rank into one tensor each on all ranks."""
-        return self.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        return self._all_gather(pairs, list(outputs), opts)
 
     def _all_gather(self, pairs: list[tuple[Tensors, torch.Tensor]], result: Any, opts: Any) -> dist.Work:
         for outputs, tensor in pairs:
@@ -356,7 +372,7 @@ class PacelineGroup(dist.ProcessGroup):
 
         return self._make("all_to_all", job, outputs, opts, max(_nbytes(outputs), _nbytes(inputs)))
 
-    def alltoall_base(
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
@@ -368,13 +384,12 @@ class PacelineGroup(dist.ProcessGroup):
 
         Splits count rows of the first dimension; without them all parts are equal.
         """
-        opts = _options(opts, c10d.AllToAllOptions)
-        if not output.is_contiguous() or not self._ours("all_to_all", [output, tensor]):
-            return super().alltoall_base(output, tensor, list(output_splits), list(input_splits), opts)
-        places = self._split("output", output, output_splits)
-        return self.alltoall(places, self._split("input", tensor.contiguous(), input_splits), opts)
+        work = self._all_to_all_parts(output, tensor, output_splits, input_splits, opts)
+        return work or super().all_to_all_single(
+            output, tensor, list(output_splits), list(input_splits), opts
+        )
 
-    def all_to_all_single(
+    def alltoall_base(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
@@ -382,8 +397,21 @@ class PacelineGroup(dist.ProcessGroup):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Copy the r-th part of every rank's tensor into rank r's output, one behind the other."""
-        return self.alltoall_base(output, tensor, output_splits, input_splits, opts)
+        """Do what `all_to_all_single` does; its older name."""
+        return self.all_to_all_single(output, tensor, output_splits, input_splits, opts)
+
+    def _all_to_all_parts(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> dist.Work | None:
+        if not output.is_contiguous() or not self._ours("all_to_all", [output, tensor]):
+            return None
+        places = self._split("output", output, output_splits)
+        return self.alltoall(places, self._split("input", tensor.contiguous(), input_splits), opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have called."""

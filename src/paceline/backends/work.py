@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,24 +31,26 @@ class CollectiveWork(dist.Work):
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._trigger: torch.futures.Future | None = None
         self._future: torch.futures.Future | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark it done, or failed."""
+        """Mark it done, or failed, and make the callbacks of its future."""
+        call_back = self.settle(error)
+        if call_back is not None:
+            call_back()
+
+    def settle(self, error: BaseException | None) -> Callable[[], None] | None:
+        """Mark it done, or failed; return what makes the callbacks of its future, if anybody asked for one."""
         with self._lock:
             self._error = error
             self._done.set()
-            future = self._future
-        if future is not None:
-            self._fill(future)
+            return None if self._trigger is None else partial(self._trigger.set_result, None)
 
-    def _fill(self, future: torch.futures.Future) -> None:
-        if isinstance(self._error, Exception):
-            future.set_exception(self._error)
-        elif self._error is not None:
-            future.set_exception(RuntimeError(repr(self._error)))
-        else:
-            future.set_result(self._tensors)
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done.
@@ -86,14 +89,19 @@ class CollectiveWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of its tensors."""
+        """Return a future of its tensors.
+
+        An error is told as a RuntimeError with its text: C++ (DistributedDataParallel waits there) takes what
+        a callback raises for a failure, and what ``set_exception`` sets for a value.
+        """
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future()
+            self._trigger = trigger = torch.futures.Future()
+            self._future = trigger.then(self._outcome)
             done = self._done.is_set()
         if done:
-            self._fill(self._future)
+            trigger.set_result(None)
         return self._future
 
 
@@ -123,25 +131,29 @@ class _Jobs:
             work.finish(error)
 
     def serve(self) -> None:
-        """Make the calls in order, until closed."""
-        with torch.inference_mode():  # writes into any tensor; builds no graph
-            while True:
-                with self.changed:
-                    while self.inline or not self.waiting:
-                        if self.closed and not self.waiting:
-                            return
-                        self.changed.wait()
-                    job, work = self.waiting.popleft()
-                error: BaseException | None = None
-                try:
-                    job()
-                except BaseException as raised:  # noqa: BLE001 — told to whoever waits for it
-                    error = raised
-                del job
+        """Make the calls in order, until closed.
+
+        [Note: callbacks] The callbacks of a call's future run here, before the next call. What a callback
+        calls is made at once, so it can wait for that, and all ranks make it at the same place in the order.
+        Until they are through, the call counts as unfinished: no other thread makes one of its own meanwhile.
+        """
+        while True:
+            with self.changed:
+                while self.inline or not self.waiting:
+                    if self.closed and not self.waiting:
+                        return
+                    self.changed.wait()
+                job, work = self.waiting.popleft()
+            error = _made(job)
+            del job
+            with self.changed:
+                call_back = work.settle(error)
+                self.unfinished -= call_back is None
+            if call_back is not None:
+                call_back()
                 with self.changed:
                     self.unfinished -= 1
-                work.finish(error)
-                del work, error
+            del work, error, call_back
 
 
 class Line:
@@ -162,6 +174,11 @@ class Line:
         """Have `job` done in its turn; unless `asynchronous`, it is done on return."""
         work = CollectiveWork(tensors, name)
         jobs = self._jobs
+        if threading.current_thread() is self._thread:  # [Note: callbacks]
+            work.finish(_made(job))
+            if not asynchronous:
+                work.wait()
+            return work
         with jobs.changed:
             inline = not asynchronous and jobs.unfinished == 0
             jobs.unfinished += 1
@@ -201,3 +218,13 @@ class Line:
         self._jobs.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+
+def _made(job: Callable[[], None]) -> BaseException | None:
+    """Make a call and return what it raised."""
+    try:
+        with torch.inference_mode():  # writes into any tensor; builds no graph
+            job()
+    except BaseException as raised:  # noqa: BLE001 — told to whoever waits for it
+        return raised
+    return None
