@@ -1,14 +1,15 @@
 """Warm rank processes: importing torch costs seconds, so they start once and run many cases.
 
     def check_sum(rank, size, start):            # at the top level of the test module
-        ...                                      # the gloo world of `size` ranks is there already
+        ...                                      # the world of `size` ranks is there already
         return total
 
     def test_sum(pool):
-        assert pool(3).run(check_sum, 5) == [18, 18, 18]
+        assert pool(3).run(check_sum, 5) == [18, 18, 18]                  # over gloo
+        assert pool(3, "paceline").run(check_sum, 5) == [18, 18, 18]
 
 A process serves pools of any size: rank k of every pool is process k, and its world is made anew when
-the number of ranks changes. Seed, default dtype and environment are reset before every case. A case that
+the number of ranks or the backend changes. Seed, default dtype and environment are reset before every case. A case that
 fails or hangs ends the processes that ran it, and the next case starts fresh ones. When pytest goes away,
 however that happens, so do they.
 """
@@ -36,7 +37,6 @@ from typing import Any
 
 __all__ = ["Pool", "RankError", "Staff", "spawn"]
 
-BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "gloo")
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
 
@@ -62,6 +62,7 @@ class Case:
     function: bytes
     rank: int
     size: int
+    backend: str
     init_method: str | None
     env: Mapping[str, str]
     sys_path: Sequence[str]
@@ -112,11 +113,11 @@ class Staff:
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
         self.workers: dict[int, Worker] = {}
         self.worlds = 0
-        self.size = 0  # of the latest world
+        self.latest = (0, "")  # size and backend of the latest world
 
-    def __call__(self, size: int) -> Pool:
-        """Return the pool of `size` ranks."""
-        return Pool(self, size)
+    def __call__(self, size: int, backend: str = "gloo") -> Pool:
+        """Return the pool of `size` ranks, whose world has `backend`."""
+        return Pool(self, size, backend)
 
     def hire(self, size: int) -> list[Worker]:
         """Return the processes of ranks 0 … size − 1, starting those that are not there."""
@@ -133,11 +134,11 @@ class Staff:
             self.workers.pop(rank).close()
         self.worlds += 1
 
-    def init_method(self, size: int) -> str:
-        """Return where the present world of `size` ranks meets; another size is another world."""
-        if size != self.size:
-            self.worlds, self.size = self.worlds + 1, size
-        return f"file://{self.folder}/world-{self.worlds}-{size}"
+    def init_method(self, size: int, backend: str) -> str:
+        """Return where the present world meets; another size or backend is another world."""
+        if (size, backend) != self.latest:
+            self.worlds, self.latest = self.worlds + 1, (size, backend)
+        return f"file://{self.folder}/world-{self.worlds}-{size}-{backend}"
 
     def close(self) -> None:
         """End all processes and remove their folder."""
@@ -148,8 +149,8 @@ class Staff:
 class Pool:
     """A number of warm ranks."""
 
-    def __init__(self, staff: Staff, size: int) -> None:
-        self.staff, self.size = staff, size
+    def __init__(self, staff: Staff, size: int, backend: str) -> None:
+        self.staff, self.size, self.backend = staff, size, backend
 
     def run(
         self,
@@ -195,9 +196,11 @@ class Pool:
         world: bool,
         env: Sequence[Mapping[str, str]] | None,
     ) -> Case:
-        init_method = self.staff.init_method(self.size) if world else None
+        init_method = self.staff.init_method(self.size, self.backend) if world else None
         call = pickle.dumps((function, args))
-        return Case(call, rank, self.size, init_method, env[rank] if env else {}, list(sys.path))
+        return Case(
+            call, rank, self.size, self.backend, init_method, env[rank] if env else {}, list(sys.path)
+        )
 
     @staticmethod
     def _collect(workers: Sequence[Worker], deadline: float) -> list[Any] | RankError:
@@ -264,7 +267,8 @@ def _enter(case: Case, present: str | None) -> str | None:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         if case.init_method is not None:
-            paceline.init(BACKEND, init_method=case.init_method, rank=case.rank, size=case.size, timeout=60.0)
+            method, place = case.init_method, {"rank": case.rank, "size": case.size}
+            paceline.init(case.backend, init_method=method, **place, timeout=60.0)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)

@@ -95,22 +95,26 @@ def differences(rank, size, cases):
     return found
 
 
-def check(pool, ranks, cases, timeout=240):
-    for found in pool(ranks).run(differences, cases, timeout=timeout):
+def check(pool, ranks, cases, backend="paceline", timeout=240):
+    for found in pool(ranks, backend).run(differences, cases, timeout=timeout):
         wrong = {case: gap for case, gap in found.items() if not gap <= TOLERANCE}
         assert not wrong
         assert len(found) == len(cases)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("backend", "ranks"),
+    [("paceline", 1), ("paceline", 2), ("paceline", 3), ("gloo", 2), ("gloo", 4)],
+    ids=lambda value: str(value),
+)
 @pytest.mark.parametrize("sync", STRATEGIES)
-def test_equal_to_one_process(pool, ranks, sync):
+def test_equal_to_one_process(pool, backend, ranks, sync):
     cases = [
         (name, sync, kind, accumulate, shares, None)
         for name, kind, accumulate in itertools.product(zoo.MODELS, OPTIONS, [1, 3])
         for shares in [SHARES[ranks], *([EMPTY[ranks]] if ranks > 1 else [])]
     ]
-    check(pool, ranks, cases)
+    check(pool, ranks, cases, backend)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ REPLICATED = ["naive", "flat", "overlap", "bucketed"]
 ALL = [*REPLICATED, "sharded", "full-shard"]
 SMALL_BUCKETS = [pl.Sync(2**-11), pl.Sync(2**-11, overlap=False), pl.Sync(2**-11, shard="optimizer")]
 SGD = {"lr": 0.1, "momentum": 0.9}
+
+
+@pytest.fixture
+def pool(pool):
+    """Pools over the paceline backend (test_engine.py and test_shard.py run over gloo)."""
+    return partial(pool, backend="paceline")
 
 
 def data(rank, step=0, n=6):

@@ -66,7 +66,7 @@ class Flight:
 
     def takes_mean(self, bucket: Bucket, mean: bool) -> bool:
         """Tell whether `bucket` is averaged by its collective rather than summed."""
-        return mean and not self.sharded and bool(bucket.slots)
+        return mean and bool(bucket.slots)
 
     def _launch(self, bucket: Bucket, mean: bool) -> None:
         started = time.perf_counter()
@@ -76,7 +76,7 @@ class Flight:
         if not bucket.slots:
             pending = self.wire.all_gather(bucket.flat)
         elif self.sharded:
-            pending = self.wire.reduce_scatter(bucket.flat)
+            pending = self.wire.reduce_scatter(bucket.flat, mean=self.takes_mean(bucket, mean))
         else:
             pending = self.wire.all_reduce(bucket.flat, mean=self.takes_mean(bucket, mean))
         self._under_way[bucket.index] = pending, started

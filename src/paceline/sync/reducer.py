@@ -288,7 +288,7 @@ class Reducer(Gradients):
         if page.late or not self.sharded:  # a sharded result is waited for where it is used
             self.flight.arrive_all()
         if page.late:
-            self._late.reduce(self.slots, self.wire, self.device, mean=weights.averaged and not self.sharded)
+            self._late.reduce(self.slots, self.wire, self.device, mean=weights.averaged)
         return page
 
     # ------------------------------------------------------------------ conclude
@@ -306,7 +306,7 @@ class Reducer(Gradients):
             self.weights.total = 0.0
             self.drop()
             return
-        self._scale(self.weights.close(page, summed=self.sharded))
+        self._scale(self.weights.close(page))
         self._attach_result(page)
         self._reduced = True
 

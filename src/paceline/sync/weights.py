@@ -57,15 +57,14 @@ class Weights:
         self.samples = self.total if self._rank == 0 else 0.0
         return self.total / self._reference
 
-    def close(self, page: Page, *, summed: bool) -> float:
+    def close(self, page: Page) -> float:
         """Take note of a round's totals; return the factor that makes its result the mean.
 
         Args:
             page: the round's ledger; at least one sample, where samples are counted.
-            summed: the collective summed rather than averaged ranks that count the same.
         """
         self.samples, self.total = 0.0, page.total
         if not self.counted:
-            return 1 / self._ranks if self.averaged and summed else 1.0
+            return 1.0
         factor, self._reference = self._reference / page.total, page.total
         return factor

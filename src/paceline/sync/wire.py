@@ -35,6 +35,10 @@ _SPLIT_NBYTES = 4 << 20
 # receive left posted would take the next model's message of the same tag. So messages live until they are
 # waited for or their group ends, and each Wire has tags of its own.
 
+# These have new names since torch 2.13, and the old ones warn.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 _under_way: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictionary()
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -133,18 +137,22 @@ class Wire:
             ]
         return Pending([work for work in works if work is not None])
 
-    def reduce_scatter(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> Pending:
-        """Start summing `flat` over all ranks; each rank ends with the sum of its own N-th.
+    def reduce_scatter(
+        self, flat: torch.Tensor, into: torch.Tensor | None = None, *, mean: bool = False
+    ) -> Pending:
+        """Start summing (or averaging) `flat` over all ranks; each rank ends with its own N-th of the result.
 
         Args:
             flat: the same size on all ranks, divisible by the number of ranks.
-            into: where the sum goes; None: this rank's own N-th of `flat`.
+            into: where the result goes; None: this rank's own N-th of `flat`.
+            mean: divide by the number of ranks.
         """
         parts = flat.chunk(self.size)
         own = parts[self.rank]
         result = own if into is None else into
         if self._native_parts:
-            work = dist.reduce_scatter_tensor(result, flat, group=self.group, async_op=True)
+            op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+            work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
         peers = self._peers()
         inbox = own.new_empty(len(peers), own.numel())
@@ -155,6 +163,8 @@ class Wire:
             torch.add(own, inbox[0], out=result)
             for row in inbox[1:]:
                 result.add_(row)
+            if mean:
+                result.div_(self.size)
 
         return Pending(works, add_received, self._under_way)
 
@@ -177,7 +187,7 @@ class Wire:
         """
         own = flat.chunk(self.size)[self.rank]
         if self._native_parts:
-            work = dist.all_gather_into_tensor(flat, own, group=self.group, async_op=True)
+            work = _all_gather(flat, own, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
         works = list(self.expect_parts(flat) if expected is None else expected)
         works += [self._send(own, peer, self._tag_all_gather) for peer in self._peers()]
