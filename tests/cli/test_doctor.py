@@ -34,6 +34,7 @@ def test_it_runs_here_and_its_json_is_right(tmp_path):
     loopback = record["loopback"]
     assert loopback["right"] is True
     assert loopback["ranks"] == 2
+    assert loopback["shared"] is True
     assert 0 < loopback["small_seconds"] < loopback["seconds"]
     subjects = [finding["subject"] for finding in record["findings"]]
     assert len(set(subjects)) == len(subjects)
@@ -88,6 +89,13 @@ def test_the_all_reduce_is_right_between_three_ranks():
     measured = try_loopback(3)
     assert isinstance(measured, Loopback)
     assert (measured.ranks, measured.right) == (3, True)
+
+
+def test_ranks_that_share_no_memory_are_told(monkeypatch):
+    monkeypatch.setenv("PACELINE_SHARED_MEMORY", "0")
+    measured = try_loopback(2)
+    assert isinstance(measured, Loopback)
+    assert (measured.right, measured.shared) == (True, False)
 
 
 def test_what_breaks_the_all_reduce_is_told(monkeypatch):

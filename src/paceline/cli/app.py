@@ -24,9 +24,13 @@ __all__ = ["app", "main"]
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
     "bench": ("paceline.cli.bench", "app", "Measure training steps, beside torch's own DDP."),
+    "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),
     "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
     "report": ("paceline.cli.report", "report", "Turn a run's folder into one HTML page."),
 }
+
+# Commands that run the user's program: what follows its name is its own, options too.
+PROGRAM_LAST = {"lab"}
 
 
 class LazyGroup(TyperGroup):
@@ -63,7 +67,7 @@ def _load(name: str) -> Any:
         group.name, group.help = name, group.help or line
         return group
     single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-    single.command(name)(target)
+    single.command(name, context_settings={"allow_interspersed_args": name not in PROGRAM_LAST})(target)
     return typer.main.get_command(single)
 
 

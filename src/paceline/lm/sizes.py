@@ -1,7 +1,8 @@
 """Sizes of the reference GPT, by name.
 
 `small` to `2.7b` are the usual GPT ladder with a vocabulary of 10,000; `tiny` and `mini` are made for a few
-CPU cores and read bytes; `44m` is large enough that its 44 million gradients don't fit into any cache. Any size can read bytes: ``size_of("small", vocabulary=256)``.
+CPU cores and read bytes; `44m` is large enough that its 44 million gradients don't fit into any cache. Any
+size can read bytes: ``size_of("small", vocabulary=256)``.
 """
 
 from __future__ import annotations

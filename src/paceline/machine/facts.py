@@ -82,16 +82,19 @@ class Loopback:
     Attributes:
         ranks: how many took part.
         right: whether the sum was right on rank 0.
+        shared: whether the ranks share memory (the paceline backend), rather than sockets alone (gloo).
         small_seconds: median time to reduce 4 bytes.
         nbytes: size of the large reduction.
-        seconds: median time to reduce it.
+        seconds: median time to reduce it; gloo_seconds: over gloo.
     """
 
     ranks: int
     right: bool
+    shared: bool
     small_seconds: float
     nbytes: int
     seconds: float
+    gloo_seconds: float
 
 
 def machine(env: Mapping[str, str] | None = None) -> Machine:

@@ -92,7 +92,7 @@ def _shared_memory(facts: Machine) -> Finding:
             "shared memory",
             "warn",
             "no /dev/shm",
-            "mount a tmpfs there: data loaders hand batches over in it",
+            "mount a tmpfs there: data loaders hand batches over in it (Paceline's ranks don't need it)",
         )
     if facts.shm_free_nbytes < _MIN_SHM_NBYTES:
         remedy = "in a container: --shm-size=8g or --ipc=host; else: mount -o remount,size=8G /dev/shm"
@@ -148,7 +148,7 @@ def _gpus(facts: Machine) -> Finding:
         if not facts.torch.cuda:
             remedy = "install a torch build with CUDA (see pytorch.org/get-started)"
         return Finding("GPUs", "warn", "an NVIDIA driver, but no GPU that torch can use", remedy)
-    return Finding("GPUs", "note", "none: ranks train on the CPU with gloo")
+    return Finding("GPUs", "note", "none: ranks train on the CPU")
 
 
 def _loopback(loopback: Loopback | str | None) -> Finding:
@@ -160,12 +160,17 @@ def _loopback(loopback: Loopback | str | None) -> Finding:
         )
     rate = format_bytes(loopback.nbytes / loopback.seconds)
     value = (
-        f"gloo, {loopback.ranks} ranks: 4 B in {format_seconds(loopback.small_seconds)}, "
-        f"{format_bytes(loopback.nbytes)} in {format_seconds(loopback.seconds)} ({rate}/s)"
+        f"{loopback.ranks} ranks: 4 B in {format_seconds(loopback.small_seconds)}, "
+        f"{format_bytes(loopback.nbytes)} in {format_seconds(loopback.seconds)} ({rate}/s; "
+        f"over gloo {format_seconds(loopback.gloo_seconds)})"
     )
     if not loopback.right:
         return Finding(
             "all-reduce here", "broken", f"{value}; the sum is wrong", "reinstall torch; test the memory"
+        )
+    if not loopback.shared:
+        return Finding(
+            "all-reduce here", "warn", f"{value}; the ranks share no memory", "the warning above says why"
         )
     return Finding("all-reduce here", "ok", value)
 

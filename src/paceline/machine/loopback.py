@@ -23,16 +23,16 @@ _REPEATS = 7
 
 
 def measure(nbytes: int = 25 * MIB) -> Loopback:
-    """Take part, as a rank of the present world, in all-reduces of 4 and `nbytes` bytes."""
+    """Take part, as a rank of the present world of paceline, in all-reduces of 4 and `nbytes` bytes."""
     import torch
     import torch.distributed as dist
 
-    def median(values: torch.Tensor) -> float:
+    def median(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
         times = []
         for _ in range(_REPEATS + 1):
             dist.barrier()
             start = time.perf_counter()
-            dist.all_reduce(values)
+            dist.all_reduce(values, group=group)
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])  # the first one connects
 
@@ -40,14 +40,18 @@ def measure(nbytes: int = 25 * MIB) -> Loopback:
     check = torch.full((5,), float(rank + 1))
     dist.all_reduce(check)
     right = bool((check == ranks * (ranks + 1) / 2).all())
-    return Loopback(ranks, right, median(torch.zeros(1)), nbytes, median(torch.zeros(nbytes // 4)))
+    gloo = dist.new_group(backend="gloo")
+    assert isinstance(gloo, dist.ProcessGroup), "every rank belongs to it"
+    large = torch.zeros(nbytes // 4)
+    shared = dist.group.WORLD.supports_tensor_alloc(large.device)  # type: ignore[union-attr]
+    return Loopback(ranks, right, shared, median(large[:1]), nbytes, median(large), median(large, gloo))
 
 
 def main(result: Path) -> None:
     """Measure as a rank of the world that this process was started in, and write the result on rank 0."""
     from paceline.world import init, shutdown
 
-    world = init("gloo", device="cpu", timeout=60.0)
+    world = init("paceline", device="cpu", timeout=60.0)
     measured = measure()
     if world.rank == 0:
         result.write_text(json.dumps(asdict(measured)))

@@ -1,0 +1,121 @@
+"""The commands that build and change a lab's network, as data (pure).
+
+Every host has a veth pair: its own end is called eth0, the other one is port<k> of a bridge in the switch's
+namespace. All devices are made within those namespaces, so no name is ever seen outside and labs can't meet.
+
+Rates are kept by a token bucket (tbf) at both ends: the host's end shapes what it sends, the switch's end what it
+receives.
+
+[Note: the bucket's size] What fits into the bucket passes at once after a pause, so a large one makes short messages
+too fast; a small one loses tokens whenever the kernel's timer is late, and then the link is slower than asked.
+1 ms of the rate keeps both errors small, on a busy machine too. The kernel cuts packets larger than the bucket into
+frames one by one (0.3 to 0.5 of a core at 200 Mbit/s, against 0.1), so the host is told to make none larger than half
+of it (gso_max_size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.lab.star import INTERFACE, Star, address_of
+
+__all__ = ["SWITCH", "Step", "build", "burst_nbytes", "change_rate", "packet_nbytes", "set_port"]
+
+SWITCH = -1
+_BURST_SECONDS = 1e-3
+_LEAST_BURST = 4096  # more than two packets of 1500 bytes
+_LARGEST_PACKET = 65536  # the kernel's own limit
+_QUEUE = "100ms"  # what waits longer is dropped
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line for ``ip -batch`` or ``tc -batch``, and the host in whose network it is said (−1: the switch)."""
+
+    host: int
+    tool: Literal["ip", "tc"]
+    line: str
+
+
+def build(star: Star, pids: Sequence[int], *, ipv6: bool = True) -> list[Step]:
+    """Return the steps that connect namespaces to a star.
+
+    Args:
+        star: what shall be.
+        pids: of a process in each host's network namespace.
+        ipv6: whether the kernel knows IPv6, and so has to be told not to use it.
+    """
+    steps = [
+        Step(SWITCH, "ip", "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0"),
+        *_bring_up(SWITCH, "switch", ipv6),
+    ]
+    for host, pid in enumerate(pids):
+        steps += [
+            Step(SWITCH, "ip", f"link add name {_port(host)} type veth peer name {INTERFACE} netns {pid}"),
+            Step(SWITCH, "ip", f"link set dev {_port(host)} master switch"),
+            *_bring_up(SWITCH, _port(host), ipv6),
+        ]
+    for host in range(star.hosts):
+        steps += [
+            Step(host, "ip", "link set dev lo up"),
+            *_bring_up(host, INTERFACE, ipv6),
+            Step(host, "ip", f"address add {address_of(host)}/24 dev {INTERFACE}"),
+        ]
+    for host, rate in enumerate(star.rates):
+        if rate is not None or star.delay:
+            steps += change_rate(host, rate, star.delay)
+    return steps
+
+
+def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[Step]:
+    """Return the steps that give a host's link a rate (bytes per second; None: unlimited) and a delay (seconds).
+
+    The delay is added where the packet leaves the host, so that it counts once on the way to another host.
+    """
+    steps = []
+    for place, device in ((host, INTERFACE), (SWITCH, _port(host))):
+        steps += [Step(place, "tc", line) for line in _queue(device, rate, delay if place == host else 0.0)]
+    packet = _LARGEST_PACKET if rate is None else packet_nbytes(rate)
+    return [Step(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}"), *steps]
+
+
+def set_port(host: int, state: Literal["up", "down"]) -> list[Step]:
+    """Return the step that connects or cuts a host's link, at the switch."""
+    return [Step(SWITCH, "ip", f"link set dev {_port(host)} {state}")]
+
+
+def burst_nbytes(rate: float) -> int:
+    """Return the size of the token bucket for a rate in bytes per second, see [Note: the bucket's size]."""
+    return max(_LEAST_BURST, round(rate * _BURST_SECONDS))
+
+
+def packet_nbytes(rate: float) -> int:
+    """Return the largest packet that a host hands to its link, before it is cut into frames."""
+    return min(_LARGEST_PACKET, burst_nbytes(rate) // 2)
+
+
+def _bring_up(place: int, device: str, ipv6: bool) -> list[Step]:
+    """Return the steps that put a device to use, without the address and the chatter that IPv6 gives it by itself."""
+    quiet = [Step(place, "ip", f"link set dev {device} addrgenmode none")] if ipv6 else []
+    return [*quiet, Step(place, "ip", f"link set dev {device} up")]
+
+
+def _queue(device: str, rate: float | None, delay: float) -> list[str]:
+    lines, parent = [], "root"
+    if rate is not None:
+        shape = f"rate {round(rate * 8)}bit burst {burst_nbytes(rate)} latency {_QUEUE}"
+        lines.append(f"qdisc replace dev {device} root handle 1: tbf {shape}")
+        parent = "parent 1:1"
+    else:
+        lines.append(f"qdisc replace dev {device} root pfifo_fast")
+    if delay:
+        lines.append(
+            f"qdisc replace dev {device} {parent} handle 10: netem delay {delay * 1e6:.0f}us limit 100000"
+        )
+    return lines
+
+
+def _port(host: int) -> str:
+    return f"port{host}"

@@ -1,0 +1,48 @@
+"""Programs that hosts shall run: where they are looked for, and that they are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import UsageError
+
+__all__ = ["check_program", "is_script", "search_path"]
+
+
+def search_path() -> str:
+    """Return the PATH of programs on hosts: this Python and its scripts come first."""
+    return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+
+
+def is_script(program: Sequence[str]) -> bool:
+    """Return whether `program` is a Python script, by its name."""
+    return program[0].endswith(".py")
+
+
+def check_program(program: Sequence[str], folder: str | Path = ".", path: str | None = None) -> None:
+    """Refuse a program that is not there, before it is started on several hosts.
+
+    Args:
+        program: a Python script (its name ends with .py), ``-m`` and a module, or any command; then its arguments.
+        folder: where it will run.
+        path: the PATH of the hosts; None: as :func:`search_path` has it.
+
+    Raises:
+        UsageError: no such file or command.
+    """
+    if not program:
+        raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
+    name = program[0]
+    if is_script(program):
+        if not Path(folder, name).is_file():
+            raise UsageError(
+                f"no such script: {name}", remedy="check its path, which starts at the folder to run in"
+            )
+    elif name != "-m":
+        known = shutil.which(Path(folder, name) if os.sep in name else name, path=path or search_path())
+        if known is None:
+            raise UsageError(f"no such program: {name}", remedy="give a Python script (.py) or a command")

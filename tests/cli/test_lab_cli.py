@@ -1,0 +1,115 @@
+"""``paceline lab`` as a user meets it before anything is made: what is refused, and how. Needs no root."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from paceline.cli import app as module
+from paceline.cli.lab import read_slow
+from paceline.errors import UsageError
+from paceline.lab import lab as making
+from paceline.lab import needs
+
+
+@pytest.fixture
+def paceline(monkeypatch, capsys, tmp_path):
+    """Return a function that runs `paceline lab` in this process, in an empty folder: (exit code, out, err)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "lab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            module.main()
+        shown = capsys.readouterr()
+        return caught.value.code or 0, shown.out, shown.err
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_made(monkeypatch):
+    """Keep the command from making hosts."""
+
+    def refuse(*arguments):
+        raise AssertionError("it made a host")
+
+    monkeypatch.setattr(making, "Place", refuse)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "no such script: train.py"),
+        (["no-such-program"], "no such program: no-such-program"),
+        (["--ranks", "-1", "true"], "--ranks -1: at least 0"),
+        (["--hosts", "0", "true"], "hosts=0: a lab has 1 to 250 hosts"),
+        (["--rate", "fast", "true"], "'fast' is no rate"),
+        (["--rate", "100", "true"], "'100' is no rate: unknown unit ''"),
+        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is no HOST=RATE"),
+        (["--slow", "5=50Mbit/s", "true"], "slow names host 5, but there are 2 hosts"),
+        (["--slow", "1=", "true"], "'' is no rate"),
+        (["--delay", "long", "true"], "'long' is no time"),
+        (["--timeout", "long", "true"], "'long' is no time"),
+        (["--json", "no/folder/lab.json", "true"], "can't write --json no/folder/lab.json: no such folder"),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(paceline, arguments, message):
+    code, out, err = paceline(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "→" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--hosts", "2"], ["--host", "2", "true"], ["--hosts", "many", "true"]]
+)
+def test_a_call_that_can_not_be_read_is_refused(paceline, arguments):
+    code, _, err = paceline(*arguments)
+    assert code == 2
+    assert "Usage: paceline lab" in err
+
+
+def test_without_rights_it_says_how_to_get_them(paceline, monkeypatch):
+    monkeypatch.setattr(needs.sys, "platform", "linux")
+    monkeypatch.setattr(needs, "_find", lambda name: name)
+    monkeypatch.setattr(needs, "_capabilities", lambda: 0)
+    code, _, err = paceline("true")
+    assert code == 2
+    assert "this process lacks CAP_NET_ADMIN and CAP_SYS_ADMIN" in err
+    assert 'sudo "$(command -v paceline)" lab' in err
+
+
+def test_without_tools_it_names_the_package(paceline, monkeypatch):
+    monkeypatch.setattr(needs.sys, "platform", "linux")
+    monkeypatch.setattr(needs, "_find", lambda name: None if name == "tc" else name)
+    code, _, err = paceline("true")
+    assert code == 2
+    assert "a lab needs tc: not found" in err
+    assert "apt-get install iproute2" in err
+
+
+def test_options_after_the_program_are_its_own(paceline, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    code, _, err = paceline("--rate", "never", "train.py", "--rate", "x", "--nonsense", "-h")
+    assert code == 2
+    assert "'never' is no rate" in err  # its own options were read, those of the program were not
+
+
+def test_help_tells_what_it_is_for():
+    command = [sys.executable, "-m", "paceline", "lab", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert re.search(r"Usage: paceline lab \[OPTIONS\] \S*PROGRAM", told)
+    for option in ("--hosts", "--rate", "--ranks", "--slow", "--delay", "--timeout", "--json"):
+        assert option in told
+
+
+def test_slow_hosts_are_named_by_number_or_name():
+    assert read_slow(["2=50Mbit/s", "host10=1Gbit/s"]) == {2: "50Mbit/s", 10: "1Gbit/s"}
+    assert read_slow([]) == {}
+    for texts in (["50Mbit/s"], ["=50Mbit/s"], ["a=1Mbit/s"], ["-1=1Mbit/s"], ["1=1Mbit/s", "host1=2Mbit/s"]):
+        with pytest.raises(UsageError, match="--slow"):
+            read_slow(texts)

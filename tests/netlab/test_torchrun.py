@@ -1,0 +1,166 @@
+"""torchrun over the lab: worlds across hosts, what is said when one of them fails, and the command line.
+
+Starting torch takes seconds, so few tests start much.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from paceline.errors import HostFailed
+from paceline.lab import Lab
+
+pytestmark = pytest.mark.timeout(300)
+
+ALL_REDUCE = """
+import json, os, socket, sys
+import torch, torch.distributed as dist
+import paceline as pl
+
+world = pl.init(backend="gloo", timeout=120.0)
+values = torch.full((250_000,), world.rank + 1.0)
+dist.all_reduce(values)
+told = {name: os.environ[name] for name in ("GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
+told |= vars(world) | {"sum": values.unique().tolist(), "hostname": socket.gethostname(), "words": sys.argv[1:]}
+print(json.dumps(told))
+pl.shutdown()
+"""
+
+# A world of its own would cost seconds of importing torch: torchrun's ranks alone are enough to fail.
+FAILS = """
+import os, sys, time
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+if os.environ["RANK"] == "3":
+    time.sleep(0.5)
+    raise ValueError("a bad batch")
+time.sleep(1000)
+"""
+
+
+def command(*arguments, **options):
+    """Run `paceline lab` as a user does."""
+    env = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
+    line = [sys.executable, "-m", "paceline", "lab", *map(str, arguments)]
+    return subprocess.run(line, env=env, capture_output=True, text=True, timeout=240, **options)
+
+
+def test_a_world_across_hosts(tmp_path):
+    script = tmp_path / "all_reduce.py"
+    script.write_text(ALL_REDUCE)
+    with Lab(hosts=2, rate="200Mbit/s") as lab:
+        results = lab.torchrun([str(script), "--size", "tiny"], ranks_per_host=2, timeout=240)
+        traffic = lab.bytes(0), lab.bytes(1)
+    told = sorted(
+        (json.loads(line) for one in results for line in one.stdout.splitlines()), key=lambda one: one["rank"]
+    )
+    assert [one["rank"] for one in told] == [0, 1, 2, 3]
+    assert [one["node"] for one in told] == [0, 0, 1, 1]
+    assert [one["GROUP_RANK"] for one in told] == ["0", "0", "1", "1"]
+    assert [one["local_rank"] for one in told] == [0, 1, 0, 1]
+    assert [one["hostname"] for one in told] == ["host0", "host0", "host1", "host1"]
+    for one in told:
+        assert (one["nodes"], one["local_size"], one["size"], one["backend"]) == (2, 2, 4, "gloo")
+        assert one["sum"] == [10.0]
+        assert one["words"] == ["--size", "tiny"]
+        assert (one["OMP_NUM_THREADS"], one["GLOO_SOCKET_IFNAME"]) == ("1", "eth0")
+    # a ring of four sends 2 · 3/4 of a million bytes over each link
+    assert all(1_400_000 < one.sent < 4_000_000 for one in traffic)
+
+
+def test_a_failing_rank_names_its_host(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    with Lab(hosts=2) as lab, pytest.raises(HostFailed) as caught:
+        lab.torchrun([str(script)], ranks_per_host=2, timeout=240)
+    assert caught.value.host == 1
+    message = str(caught.value)
+    assert message.startswith("host1 ended with exit code 1")
+    assert "ValueError: a bad batch" in message
+    assert "failed (exitcode: 1) local_rank: 1" in message
+    assert "ChildFailedError" not in message  # torchrun's own traceback
+
+
+def test_the_command_counts_and_writes_down(tmp_path):
+    script = tmp_path / "all_reduce.py"
+    script.write_text(ALL_REDUCE)
+    told = command(
+        "--hosts", 2, "--rate", "200Mbit/s", "--json", tmp_path / "lab.json", script, "--json", "x"
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.startswith("2 hosts; 1 rank each; links 200 Mbit/s\n")
+    lines = re.findall(r"^host([01]) \| (\{.*\})$", told.stdout, re.MULTILINE)
+    assert sorted((host, json.loads(line)["words"]) for host, line in lines) == [
+        (host, ["--json", "x"]) for host in "01"
+    ]
+    assert re.search(r"^host1 +200 Mbit/s +\S+ \S?i?B ", told.stdout, re.MULTILINE)
+    record = json.loads((tmp_path / "lab.json").read_text())
+    assert (record["kind"], record["ended_well"], record["ranks_per_host"]) == ("lab", True, 1)
+    assert [host["name"] for host in record["hosts"]] == ["host0", "host1"]
+    assert all(host["sent"] > 900_000 and host["rate"] == 25e6 for host in record["hosts"])
+    assert all(0 < host["busiest"] < 1.2 * 25e6 for host in record["hosts"])
+
+
+def test_the_command_runs_any_program_once_on_each_host(tmp_path):
+    told = command(
+        "--hosts",
+        3,
+        "--slow",
+        "host2=10Mbit/s",
+        "--ranks",
+        0,
+        "--",
+        "sh",
+        "-c",
+        "hostname; pwd",
+        cwd=tmp_path,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "3 hosts; the program once on each; links unlimited, host2 10 Mbit/s" in told.stdout
+    for host in range(3):
+        said = [line for line in told.stdout.splitlines() if line.startswith(f"host{host} |")]
+        assert said == [f"host{host} | host{host}", f"host{host} | {tmp_path}"]
+
+
+def test_the_command_tells_of_failure_once(tmp_path):
+    told = command(
+        "--hosts", 2, "--ranks", 0, "--json", tmp_path / "lab.json", "sh", "-c", "echo broken >&2; exit 3"
+    )
+    assert told.returncode == 1
+    assert told.stdout.count("| broken") == 2
+    assert "Error: host" in told.stderr
+    assert "ended with exit code 3" in told.stderr
+    assert "broken" not in told.stderr
+    assert json.loads((tmp_path / "lab.json").read_text())["ended_well"] is False
+
+
+def test_the_command_ends_what_takes_too_long():
+    told = command("--timeout", "500ms", "--ranks", 0, "sleep", 1000)
+    assert told.returncode == 1
+    assert "not finished within 0.5 s: still running on host0, host1" in told.stderr
+
+
+def test_ctrl_c_leaves_cleanly(tmp_path):
+    line = "trap 'echo tidy; exit' TERM; echo ready; while :; do sleep 0.05; done"
+    words = [sys.executable, "-m", "paceline", "lab", "--ranks", "0", "sh", "-c", line]
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    )
+    seen = ""
+    while seen.count("ready\n") < 2:
+        seen += process.stdout.readline()
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.count("tidy") == 2
+    assert "Traceback" not in err
+    assert re.search(r"^host1 +unlimited", out, re.MULTILINE)
+    assert time.monotonic() - started < 20
