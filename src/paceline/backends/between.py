@@ -2,13 +2,14 @@
 
 Every host sends each other host its part and receives its own: (H-1)/H of the buffer out and in for a
 reduce-scatter or an all-gather, as a ring, but summed in the order of the hosts. Long buffers go in
-segments: while one segment is gathered, the next one is being scattered, so that the link never rests.
+parts: while one part is gathered, the next one is being scattered, so that the link never rests.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +23,6 @@ __all__ = ["Between", "Unreachable"]
 
 _TAG = 1 << 24
 """Our messages' tag: a program's own have small ones."""
-
-_SEGMENT_NBYTES = 8 << 20
 
 
 class Unreachable(Exception):
@@ -50,36 +49,43 @@ class Between:
         self._scratch = Scratch()
         self.timeout = timeout
 
-    def all_reduce(self, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
-        """Reduce `flat` over the hosts, in place, in their order; a mean divides by `ranks`."""
-        parts = flat.split(max(1, _SEGMENT_NBYTES // flat.element_size())) if flat.numel() else ()
-        ahead = self._scatter(parts[0]) if parts else None
-        gathering: list[_Transfer] = []
-        for number, part in enumerate(parts):
-            assert ahead is not None, "one per part"
-            arriving, inbox = ahead
-            ahead = self._scatter(parts[number + 1]) if number + 1 < len(parts) else None
-            self._finish(arriving)
-            self._combine(part, inbox, how, ranks)
-            self._finish(gathering)
-            gathering = self._gather(part)
-        self._finish(gathering)
+    def all_reduce(self, parts: Iterable[torch.Tensor], how: Reduction, ranks: int) -> Iterator[torch.Tensor]:
+        """Reduce tensors over the hosts, in place, in their order; a mean divides by `ranks`.
 
-    def _scatter(self, part: torch.Tensor) -> tuple[list[_Transfer], torch.Tensor]:
-        """Start sending every host its slice; return what arrives of the own one."""
+        Part k + 1 is asked for, and sent, before part k has arrived, and each part is handed back when it is
+        done: what the caller does with parts happens while others are under way.
+        """
+        coming = iter(parts)
+        scattering = self._scatter(next(coming, None))
+        gathering: _Gathering | None = None
+        while scattering is not None:
+            present, scattering = scattering, self._scatter(next(coming, None))
+            self._finish(present.transfers)
+            self._combine(present, how, ranks)
+            gathering, before = self._gather(present.part), gathering
+            if before is not None:
+                yield self._gathered(before)
+        if gathering is not None:
+            yield self._gathered(gathering)
+
+    def _scatter(self, part: torch.Tensor | None) -> _Scattering | None:
+        """Start sending every host its slice of `part`; what arrives is the own slice of all hosts."""
+        if part is None:
+            return None
         low, high = span(part.numel(), self.hosts, self.host)
         inbox = part.new_empty(self.hosts, high - low)
         transfers = [self._receive(inbox[host], host) for host in self._others]
-        transfers += [
-            self._send(part[slice(*span(part.numel(), self.hosts, host))], host) for host in self._others
-        ]
-        return transfers, inbox
+        transfers += [self._send(self._slice(part, host), host) for host in self._others]
+        return _Scattering(part, transfers, inbox)
 
-    def _combine(self, part: torch.Tensor, inbox: torch.Tensor, how: Reduction, ranks: int) -> None:
-        low, high = span(part.numel(), self.hosts, self.host)
-        if low < high:
-            own = part[low:high]
-            rows = [own if host == self.host else inbox[host] for host in range(self.hosts)]
+    def _slice(self, part: torch.Tensor, host: int) -> torch.Tensor:
+        low, high = span(part.numel(), self.hosts, host)
+        return part[low:high]
+
+    def _combine(self, arrived: _Scattering, how: Reduction, ranks: int) -> None:
+        own = self._slice(arrived.part, self.host)
+        if own.numel():
+            rows = [own if host == self.host else arrived.inbox[host] for host in range(self.hosts)]
             self.combine(rows, own, how, ranks)
 
     def combine(self, rows: Sequence[torch.Tensor], out: torch.Tensor, how: Reduction, ranks: int) -> None:
@@ -92,12 +98,15 @@ class Between:
         with contextlib.suppress(RuntimeError):
             self._gloo.abort()
 
-    def _gather(self, part: torch.Tensor) -> list[_Transfer]:
-        own = part[slice(*span(part.numel(), self.hosts, self.host))]
-        transfers = [
-            self._receive(part[slice(*span(part.numel(), self.hosts, host))], host) for host in self._others
-        ]
-        return transfers + [self._send(own, host) for host in self._others]
+    def _gather(self, part: torch.Tensor) -> _Gathering:
+        """Start sending the own slice of `part` to every host, and receiving theirs."""
+        own = self._slice(part, self.host)
+        transfers = [self._receive(self._slice(part, host), host) for host in self._others]
+        return _Gathering(part, transfers + [self._send(own, host) for host in self._others])
+
+    def _gathered(self, gathering: _Gathering) -> torch.Tensor:
+        self._finish(gathering.transfers)
+        return gathering.part
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[h]`` to host h and receive ``incoming[h]`` from it, for all other hosts."""
@@ -125,6 +134,23 @@ class Between:
     def _finish(self, transfers: Sequence[_Transfer]) -> None:
         for transfer in transfers:
             transfer.wait(self.timeout)
+
+
+@dataclass(frozen=True)
+class _Scattering:
+    """A part whose slices are under way to their hosts."""
+
+    part: torch.Tensor
+    transfers: list[_Transfer]
+    inbox: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Gathering:
+    """A part whose reduced slices are under way to all hosts."""
+
+    part: torch.Tensor
+    transfers: list[_Transfer]
 
 
 class _Transfer:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -35,6 +35,10 @@ _ASK_SECONDS = 1.5
 """How long the word of a lost rank's own host is waited for, before the rank at the other end is blamed."""
 
 _FAILURE_KEY = "failure"
+_PART_NBYTES = 1 << 20
+"""Bytes of a rank's slice that go over the network at a time, while the next ones are reduced inside the host."""
+
+MAX = dist.ReduceOp.MAX
 
 
 class HierarchicalRoute:
@@ -73,94 +77,91 @@ class HierarchicalRoute:
 
     def barrier(self, call: Call) -> None:
         """Return when all ranks have called."""
-        self._locally(lambda: self._inside.barrier(call))
-        if self._leads:
-            word = torch.zeros(1, dtype=torch.uint8)
-            self._across(
-                lambda: self._between.all_reduce(word, reduction_of(dist.ReduceOp.MAX, word.dtype), 1)
-            )
-        self._locally(lambda: self._inside.barrier(call))
+        with self._guarded():
+            self._inside.barrier(call)
+            if self._leads:
+                self._reduce_between(torch.zeros(1, dtype=torch.uint8), reduction_of(MAX, torch.uint8), 1)
+            self._inside.barrier(call)
 
     def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks, in place; a mean divides by `ranks`."""
-        flat = tensor.view(-1)
-        carriers = self._inside.size if self._even else 1
-        length = flat.numel() // carriers if flat.nbytes > SMALL_NBYTES else 0
-        body = length * carriers
-        if body:
-            self._all_reduce_slices(replace(call, numel=length), flat[:body], how, ranks)
-        if body < flat.numel():
-            self._all_reduce_by_leaders(replace(call, numel=flat.numel() - body), flat[body:], how, ranks)
+        flat, rows = tensor.view(-1), self._inside.size
+        body = flat.numel() // rows * rows if self._even and flat.nbytes > SMALL_NBYTES else 0
+        with self._guarded():
+            if body:
+                self._all_reduce_slices(call, flat[:body], how, ranks)
+            if body < flat.numel():
+                self._all_reduce_by_leaders(replace(call, numel=flat.numel() - body), flat[body:], how, ranks)
 
     def _all_reduce_slices(self, call: Call, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
-        """All-reduce a tensor that divides into one slice per rank of a host."""
-        if not self._even:
-            self._all_reduce_by_leaders(call, flat, how, ranks)
-            return
-        slices = flat.chunk(self._inside.size)
-        own = slices[self._inside.index]
-        summing = how.as_sum()
-        self._locally(lambda: self._inside.reduce_scatter(call, own, slices, summing, ranks))
-        self._across(lambda: self._between.all_reduce(own, how, ranks))
-        self._locally(lambda: self._inside.all_gather(call.moving("all_gather"), slices, own))
+        """All-reduce a tensor that divides into one slice per rank of a host, part by part."""
+        rows, mine, summing = self._inside.size, self._inside.index, how.as_sum()
+        parts = [part.chunk(rows) for part in flat.split(_PART_NBYTES // flat.element_size() * rows)]
+
+        def reduced() -> Iterator[torch.Tensor]:
+            for slices in parts:
+                told = replace(call, numel=slices[mine].numel())
+                self._inside.reduce_scatter(told, slices[mine], slices, summing, ranks)
+                yield slices[mine]
+
+        for slices, own in zip(parts, self._between.all_reduce(reduced(), how, ranks), strict=True):
+            told = replace(call, numel=own.numel()).moving("all_gather")
+            self._inside.all_gather(told, slices, own)
 
     def _all_reduce_by_leaders(self, call: Call, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
         """All-reduce through the first rank of every host: few bytes, or hosts of different size."""
-        summing = how.as_sum()
-        self._locally(lambda: self._inside.reduce(call, flat, 0, summing, ranks))
+        self._inside.reduce(call, flat, 0, how.as_sum(), ranks)
         if self._leads:
-            self._across(lambda: self._between.all_reduce(flat, how, ranks))
-        self._locally(lambda: self._inside.broadcast(call.moving("broadcast", root=0), flat, 0))
+            self._reduce_between(flat, how, ranks)
+        self._inside.broadcast(call.moving("broadcast", root=0), flat, 0)
+
+    def _reduce_between(self, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
+        for _ in self._between.all_reduce(flat.split(_PART_NBYTES // flat.element_size()), how, ranks):
+            pass
 
     def reduce_scatter(
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
     ) -> None:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
-        host = self._between.host
-        parts = torch.empty(len(self._ranks), output.numel(), dtype=output.dtype)
-        summing = how.as_sum()
-        for part, targets in zip(parts, self._ranks, strict=True):
-            pieces = [inputs[rank].view(-1) for rank in targets]
-            self._locally(
-                lambda part=part, pieces=pieces: self._inside.reduce_scatter(
-                    call, part, pieces, summing, ranks
-                )
-            )
-        arrived = torch.empty_like(parts)
-        self._across(lambda: self._between.exchange(list(parts), list(arrived)))
-        arrived[host].copy_(parts[host])
-        self._between.combine(list(arrived), output.view(-1), how, ranks)
+        host, summing = self._between.host, how.as_sum()
+        sums = [torch.empty_like(output).view(-1) for _ in self._ranks]  # over this host, one per target host
+        arrived = [torch.empty_like(each) for each in sums]
+        with self._guarded():
+            for mine, targets in zip(sums, self._ranks, strict=True):
+                pieces = [inputs[rank].view(-1) for rank in targets]
+                self._inside.reduce_scatter(call, mine, pieces, summing, ranks)
+            self._between.exchange(sums, arrived)
+            arrived[host] = sums[host]
+            self._between.combine(arrived, output.view(-1), how, ranks)
 
     def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         host, mine = self._between.host, self._inside.index
-        own = [outputs[ranks[mine]].view(-1) for ranks in self._ranks]
-        if own[host].data_ptr() != tensor.data_ptr():
-            own[host].copy_(tensor.view(-1))
-        self._across(lambda: self._between.exchange([own[host]] * len(own), own))
-        for ranks, piece in zip(self._ranks, own, strict=True):
-            places = [outputs[rank] for rank in ranks]
-            self._locally(lambda places=places, piece=piece: self._inside.all_gather(call, places, piece))
+        column = [outputs[ranks[mine]].view(-1) for ranks in self._ranks]  # of the counterparts
+        if column[host].data_ptr() != tensor.data_ptr():
+            column[host].copy_(tensor.view(-1))
+        with self._guarded():
+            self._between.exchange([column[host]] * len(column), column)
+            for ranks, piece in zip(self._ranks, column, strict=True):
+                self._inside.all_gather(call, [outputs[rank] for rank in ranks], piece)
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to all ranks."""
         source = next(host for host, ranks in enumerate(self._ranks) if root in ranks)
-        at = self._ranks[source].index(root)
-        if self._between.host == source:
-            self._locally(lambda: self._inside.broadcast(replace(call, root=at), tensor, at))
+        here, mine = self._between.host == source, self._inside.index
         carriers = self._inside.size if self._even else 1
-        mine = self._inside.index
         flat = tensor.view(-1)
         length = -(-flat.numel() // carriers)
         slices = [flat[index * length : (index + 1) * length] for index in range(carriers)]
-        if mine < carriers:
-            self._across(lambda: self._between.broadcast(slices[mine], source))
-        if self._between.host != source:
-            for index, piece in enumerate(slices):
-                told = replace(call, numel=piece.numel(), root=index)
-                self._locally(
-                    lambda told=told, piece=piece, index=index: self._inside.broadcast(told, piece, index)
-                )
+        with self._guarded():
+            if here:
+                at = self._ranks[source].index(root)
+                self._inside.broadcast(replace(call, root=at), tensor, at)
+            if mine < carriers:
+                self._between.broadcast(slices[mine], source)
+            if not here:
+                for index, piece in enumerate(slices):
+                    self._inside.broadcast(replace(call, numel=piece.numel(), root=index), piece, index)
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this rank can't go on."""
@@ -184,19 +185,17 @@ class HierarchicalRoute:
 
     # Failures: seen inside this host, or told by another one.
 
-    def _locally(self, call: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Have a failure inside this host known to the others, and one between hosts told with its cause."""
         try:
-            call()
+            yield
         except CollectiveError:
             failure = self._inside.board.failure()
             if failure is not None:
                 self._tell(failure)
             self._between.abandon()
             raise
-
-    def _across(self, call: Callable[[], None]) -> None:
-        try:
-            call()
         except Unreachable as error:
             failure = self._inside.board.failure() or self._hear() or self._blame(error)
             self._inside.board.fail(failure)
