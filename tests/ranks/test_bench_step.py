@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.entries import DDP, OURS, TITLES, Entry, entries
+from paceline.bench.entries import DDP, DDP_PACELINE, OURS, TITLES, Entry, entries
 from paceline.bench.results import make_rows
 from paceline.bench.settings import StepSettings
 from paceline.bench.step import run_job
@@ -21,7 +21,7 @@ from paceline.lm.sizes import size_of
 SIZE = size_of("tiny")
 MIB = 2**20
 ROUNDS, STEPS = 2, 3
-PEER_OF = entries([*OURS, *DDP], [1.0, math.inf], 4 * SIZE.parameters())
+PEER_OF = entries([*OURS, *DDP, DDP_PACELINE], [1.0, math.inf], 4 * SIZE.parameters())
 
 
 def measure(rank, size, everyone, broken=None, doubled=None):
@@ -47,7 +47,7 @@ def measure(rank, size, everyone, broken=None, doubled=None):
 
 @pytest.fixture(scope="module")
 def found(pool):
-    zero, one = pool(2).run(measure, list(PEER_OF), timeout=240)
+    zero, one = pool(2, "paceline").run(measure, list(PEER_OF), timeout=240)
     assert zero == one
     return zero
 
@@ -123,6 +123,7 @@ def test_traffic_is_what_each_strategy_must_send(rows):
         assert row.ms_per_call > 0
     assert row_of[Entry("bucketed", math.inf)].calls == row_of[Entry("ddp", math.inf)].calls == 1
     assert row_of[Entry("ddp", 0)].calls == tensors
+    assert row_of[Entry(DDP_PACELINE, math.inf)].mib == row_of[Entry("ddp", math.inf)].mib
     assert row_of[Entry("ddp-zero", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
     assert row_of[Entry("sharded", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
     assert row_of[Entry("no-sync")].calls == row_of[Entry("no-sync")].mib == 0
@@ -149,10 +150,11 @@ def count(rank, size, strategies):
     return counted
 
 
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_seen_from_outside_is_what_the_engine_says(pool, ranks):
+def test_what_is_seen_from_outside_is_what_the_engine_says(pool, ranks, backend):
     strategies = {"naive": None, "bucketed": 1.0, "sharded": 1.0}
-    for counted in pool(ranks).run(count, strategies):
+    for counted in pool(ranks, backend).run(count, strategies):
         assert list(counted) == list(strategies)
         for seen, told, seconds in counted.values():
             assert seen == pytest.approx(told)

@@ -136,7 +136,7 @@ def test_ranks_meet_at_an_address(pool, tmp_path, kind, size):
     for rank, (world, total) in enumerate(pool(size).run(enter_as, arguments, world=False)):
         assert total == size * (size + 1) / 2
         assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, size, rank, size)
-        assert (world.node, world.nodes, world.backend, world.device) == (0, 1, "gloo", "cpu")
+        assert (world.node, world.nodes, world.backend, world.device) == (0, 1, "paceline", "cpu")
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])

@@ -8,8 +8,8 @@ Both are seen from outside, so Paceline and torch are counted by the same rule:
   for an all-reduce, the whole input of a reduce-scatter, the whole output of an all-gather. N-1 sends with as
   many receives are counted as the one collective among N ranks that they make up, its payload N times the
   message.
-- *Time*: the profiler records each call from its launch to its completion. Calls overlap, so what is returned
-  is the time in which at least one was under way.
+- *Time*: the profiler, and a paceline group itself, record each call from its launch to its completion. Calls
+  overlap, so what is returned is the time in which at least one was under way.
 
 Both slow a step down, so neither runs in a timed step.
 """
@@ -34,7 +34,7 @@ from paceline.backends.process_group import PacelineGroup
 __all__ = ["Traffic", "count_traffic", "covered_seconds", "seconds_under_way"]
 
 _NOT_DATA = ("barrier", "monitored_barrier_")
-_BACKENDS = ("paceline:", "gloo:", "nccl:")
+_BACKENDS = ("gloo:", "nccl:")
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,38 @@ def count_traffic(step: Callable[[], object], ranks: int) -> Traffic:
 
 def _counted() -> Traffic:
     """Return what the paceline groups of this process have counted so far."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PacelineGroup)]
+    groups = _paceline_groups()
     return Traffic(sum(group.calls for group in groups), sum(group.payload_nbytes for group in groups))
+
+
+def _paceline_groups() -> list[PacelineGroup]:
+    return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PacelineGroup)]
 
 
 def seconds_under_way(steps: Callable[[], object]) -> float:
     """Run `steps` under the profiler and return the time in which some call was under way."""
+    groups = _paceline_groups()
+    for group in groups:
+        group.spans = []
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         steps()
+    ours = [span for group in groups for span in group.spans or ()]
+    for group in groups:
+        group.spans = None
+    return covered_seconds(ours) + covered_seconds(_profiled(profiler))
+
+
+def _profiled(profiler: profile) -> list[tuple[float, float]]:
+    """Return when the calls that the profiler saw were under way, in seconds of its clock."""
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))  # far cheaper than profiler.events()
         events = json.loads(trace.read_bytes())["traceEvents"]
-    spans = [
+    return [
         (event["ts"] * 1e-6, (event["ts"] + event["dur"]) * 1e-6)
         for event in events
         if event.get("name", "").startswith(_BACKENDS) and "dur" in event
     ]
-    return covered_seconds(spans)
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
