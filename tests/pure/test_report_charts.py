@@ -10,7 +10,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.report import charts
-from paceline.report.charts import Bar, Line, breakdown, bucket_curve, curve
+from paceline.report.charts import Bar, Line, against_size, breakdown, bucket_curve, curve
 
 PARTS = {"forward": 9.0, "backward": 17.0, "exposed": 5.0, "optimizer": 4.0}
 KINDS = {
@@ -21,6 +21,12 @@ KINDS = {
         {"tiny": [Bar("naive", PARTS, "1.20 × DDP")], "mini": [Bar("flat", PARTS)]}
     ),
     "buckets": lambda: bucket_curve({"tiny": [Line("bucketed", [(0.25, 30.0), (25, 28.0)])]}),
+    "sizes": lambda: against_size(
+        [Line("ours", [(4e3, 6e-5), (1e9, 0.3)]), Line("a copy", [(4e3, 1e-6), (1e9, 0.2)], faint=True)],
+        [Line("ours", [(4e3, 4.0), (1e9, 3.0)])],
+        title="all-reduce",
+        ratio="times faster than theirs",
+    ),
 }
 
 
@@ -59,6 +65,12 @@ def test_a_breakdown_names_phases_bars_totals_and_the_unit():
 def test_bucket_sizes_are_the_ticks():
     said = texts(KINDS["buckets"]().inline_svg("x"))
     assert {"0.25", "25", "bucket size (MiB)", "bucketed"} <= set(said)
+
+
+def test_sizes_and_times_have_their_units():
+    said = texts(KINDS["sizes"]().inline_svg("x"))
+    assert {"100 kB", "1 GB", "100 µs", "100 ms", "2×", "times faster than theirs", "a copy"} <= set(said)
+    assert said.count("ours") == 2  # named in both panels
 
 
 def test_lines_are_named_at_their_end_or_on_a_phone_above():

@@ -339,7 +339,7 @@ def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch, arguments):
         (4, None, (None, None, 2, 4), ("cuda:2", "nccl")),
         (4, None, ("cuda", None, 3, 4), ("cuda:3", "nccl")),
         (4, None, ("cuda:1", None, 3, 4), ("cuda:1", "nccl")),
-        (4, None, ("cpu", None, 3, 4), ("cpu", "gloo")),
+        (4, None, ("cpu", None, 3, 4), ("cpu", "paceline")),
         (4, None, (None, "gloo", 3, 4), ("cpu", "gloo")),
         (4, None, ("cuda", "gloo", 3, 4), ("cuda:3", "gloo")),
         (4, None, (None, "nccl", 0, 4), ("cuda:0", "nccl")),

@@ -1,4 +1,4 @@
-"""Charts: a curve over steps, where the time of a step goes, time against bucket size.
+"""Charts: a curve over steps, where the time of a step goes, time against the size of a bucket or a message.
 
 The only file that needs matplotlib. A chart is drawn on light paper, made to be read at about 1000 px width,
 with colours that stay apart for colour-blind eyes (Okabe & Ito's set); what can be labelled directly is.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from paceline.errors import UsageError
 from paceline.report.layout import running_mean, spread
+from paceline.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ __all__ = [
     "Bar",
     "Chart",
     "Line",
+    "against_size",
     "breakdown",
     "bucket_curve",
     "curve",
@@ -267,6 +269,45 @@ def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
     return Chart(figure)
 
 
+@_drawn
+def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, ratio: str) -> Chart:
+    """Return what a call takes by the size of its message, and below how many times faster than another one it is.
+
+    All axes are logarithmic. A line has the same colour in both panels, found by its label.
+
+    Args:
+        times: points are (bytes, seconds).
+        ratios: points are (bytes, times faster).
+        title: what is measured, on what.
+        ratio: label of the lower axis.
+    """
+    from matplotlib.ticker import LogLocator
+
+    figure, (above, below) = _panels(width=10, height=7.2, heights=(1.8, 1.0))
+    looks = dict(zip([line.label for line in times], zip(_COLOURS, _MARKERS, strict=True), strict=False))
+    below.axhline(1.0, color=_MUTED, linewidth=1)
+    for axes, lines in ((above, times), (below, ratios)):
+        axes.set(xscale="log", yscale="log")
+        ends: list[_End] = []
+        for line in lines:
+            colour, marker = (_MUTED, "") if line.faint else looks[line.label]
+            style, width = ("--", 1.3) if line.faint else ("-", 2)
+            sizes, values = zip(*line.points, strict=True)
+            axes.plot(sizes, values, style, color=colour, marker=marker, markersize=5, linewidth=width)
+            ends.append((sizes[-1], values[-1], line.label, colour))
+        axes.xaxis.set_major_formatter(lambda nbytes, _: f"{format_count(nbytes)}B")
+        axes.minorticks_off()
+        axes.grid(axis="y")
+        _name_lines(axes, ends, wide=True)
+    above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    above.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    low, high = below.get_ylim()
+    below.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5)))
+    below.yaxis.set_major_formatter(lambda times, _: f"{times:g}×")
+    below.set(xlabel="bytes", ylabel=ratio)
+    return Chart(figure)
+
+
 def _panels(width: float, height: float, heights: Sequence[float] = (1.0,)) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure of `width` × `height` inches with panels below each other, as high as `heights` say."""
     from matplotlib.figure import Figure
@@ -324,14 +365,15 @@ def _name_lines(axes: Axes, ends: Sequence[_End], wide: bool) -> None:
             handles=handles, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, frameon=False, fontsize=9
         )
         return
-    low, high = axes.get_ylim()
-    inches = 2.6  # height of the axes, about
-    heights = spread([end[1] for end in ends], gap=(high - low) * 0.2 / inches)
+    inches = axes.bbox.height / axes.figure.dpi  # about: the layout follows
+    axes.autoscale_view()  # else limits are settled too late
+    to_fraction = axes.transScale + axes.transLimits
+    heights = spread([to_fraction.transform(end[:2])[1] for end in ends], gap=0.2 / inches)
     for (at, value, label, colour), height in zip(ends, heights, strict=True):
         axes.annotate(
             label,
             (at, value),
-            (1.01, (height - low) / (high - low)),
+            (1.01, height),
             textcoords="axes fraction",
             color=colour,
             va="center",

@@ -1,0 +1,136 @@
+"""All-reduce between hosts behind a slow switch: paceline beside gloo, in time and in bytes.
+
+    python benchmarks/netlab/measure.py
+
+Plays the hosts with `paceline.lab` (as root, on Linux) and writes ``2x2-1Gbit.json`` beside this file. Both backends
+live in the same processes and take turns ([Note: turns] in `paceline.bench.paired`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
+from rich.console import Console
+from rich.table import Table
+
+from paceline.bench.facts import machine_record, versions
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError, UsageError
+from paceline.lab import Lab
+from paceline.units import format_count, format_seconds, parse_bytes
+
+HERE = Path(__file__).parent
+SIZES = "64kB,1MB,10MB,100MB"
+LARGE_NBYTES = 100_000_000
+SHOWN = {BEST: "gloo", ORDINARY: "ordinary", ARENA: "arena"}
+
+
+def main(
+    hosts: Annotated[int, typer.Option(help="Hosts around the switch.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Ranks on each host.")] = 2,
+    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "1Gbit/s",
+    sizes: Annotated[str, typer.Option(help="Of the buffer, separated by commas.")] = SIZES,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each contestant; else 6 to 20.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Write <hosts>x<ranks>-<rate>.json there, unless --json is given."
+        ),
+    ] = HERE,
+) -> None:
+    """Time an all-reduce of float32 between hosts, by paceline and by gloo, and count the bytes."""
+    chosen = [parse_bytes(text) // 4 * 4 for text in sizes.split(",")]
+    if hosts < 2 or ranks < 1 or min(chosen) < 4 or (rounds is not None and rounds < 1):
+        raise UsageError(
+            f"--hosts {hosts} --ranks {ranks} --sizes {sizes}: nothing to measure",
+            remedy="give 2 hosts or more, a rank or more on each, and sizes that hold a float32",
+        )
+    path = json_file or out / f"{hosts}x{ranks}-{rate.removesuffix('/s')}.json"
+    check_writable(path, make_folder=True)
+    plan = [(nbytes, *rounds_and_calls(nbytes, rounds)) for nbytes in chosen]
+    rows = run(hosts, ranks, rate, plan)
+    result = {
+        "kind": "all-reduce-between-hosts",
+        "schema": 1,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(["paceline", "torch"]),
+        "settings": {
+            "hosts": hosts,
+            "ranks_per_host": ranks,
+            "rate": rate,
+            "dtype": "float32",
+            "threads": 1,
+            "plan": [dict(zip(("nbytes", "rounds", "calls"), each, strict=True)) for each in plan],
+        },
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    show([Row.from_json(row) for row in rows])
+    print(path)
+
+
+def rounds_and_calls(nbytes: int, rounds: int | None) -> tuple[int, int]:
+    """Return how many rounds there are at a size, and iterations in a turn."""
+    if nbytes >= LARGE_NBYTES:
+        return rounds or 6, 2
+    return rounds or (20 if nbytes < LARGE_NBYTES // 10 else 10), min(
+        10, max(3, LARGE_NBYTES // 10 // nbytes)
+    )
+
+
+def run(hosts: int, ranks: int, rate: str, plan: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """Make the hosts, start the ranks, show how far they are, and return what rank 0 wrote."""
+    turns = sum((1 + rounds) * len(contestants_at(nbytes)) for nbytes, rounds, _ in plan)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
+        job, found = Path(folder, "job.json"), Path(folder, "found.json")
+        job.write_text(json.dumps({"sizes": plan, "out": str(found)}), encoding="utf-8")
+        started = lab.start_torchrun([str(HERE / "ranks.py"), str(job)], ranks_per_host=ranks)
+        with TurnBar(f"all-reduce, {hosts} hosts × {ranks} ranks, {rate}", turns) as tick:
+
+            def look() -> None:
+                for host, line in started.lines():
+                    if line == "tick":
+                        tick()
+                    else:
+                        print(f"host{host} | {line}", file=sys.stderr)
+
+            try:
+                started.wait(look=look)
+            finally:
+                started.end()
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def show(rows: list[Row]) -> None:
+    """Print times, ratios, and how many buffers a host sends or receives."""
+    table = Table(title="all-reduce between hosts", title_justify="left", box=None, pad_edge=False)
+    titles = [f"gloo ÷ {SHOWN[name]}" for name in (ORDINARY, ARENA)]
+    for title in ("bytes", *SHOWN.values(), *titles, "buffers: gloo", "ordinary", "arena"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        times = [format_seconds(row.times.seconds[name]) for name in SHOWN]
+        ratios = [f"{row.times.ratio(BEST, name).median:.2f}" for name in (ORDINARY, ARENA)]
+        passed = [f"{row.buffers(name):.3f}" for name in (GLOO, ORDINARY, ARENA)]
+        table.add_row(f"{format_count(row.times.nbytes)}B", *times, *ratios, *passed)
+    console = Console(highlight=False)
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    Console(highlight=False, width=max(console.width, needed)).print(table)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))
