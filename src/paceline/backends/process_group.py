@@ -4,13 +4,15 @@ Tensors on the CPU take our way. Everything else (CUDA tensors, sparse ones, cal
 hosts does not have) falls through to the gloo or NCCL group inside.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 # (torch's stubs list the overloads of each call; one method here takes them all)
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from itertools import chain
 from typing import Any, Protocol
@@ -25,12 +27,18 @@ from paceline.backends.call import Call
 from paceline.backends.mailbox import Mailbox
 from paceline.backends.reduction import Reduction, reduction_of
 from paceline.backends.shm import HostGroup
+from paceline.backends.untraced import untraced
 from paceline.backends.work import Line
 from paceline.errors import CollectiveError, UsageError
 
 __all__ = ["PacelineGroup", "Route"]
 
 Tensors = Sequence[torch.Tensor]
+
+_KEPT_NBYTES, _KEPT_WORKS = 64, 64
+"""All-reduces of so few bytes are kept for a while: torch's DDP asks in its backward for the result of one that
+it made before its forward (uneven inputs: how many ranks still have any), and in C++ a Python object that
+nobody in Python holds has no methods any more."""
 
 
 class Route(Protocol):
@@ -66,6 +74,7 @@ def _leave_all() -> None:
         group.abort()
 
 
+@untraced
 class PacelineGroup(dist.ProcessGroup):
     """A ``torch.distributed`` process group over shared memory and, between hosts, the network.
 
@@ -77,6 +86,8 @@ class PacelineGroup(dist.ProcessGroup):
     Attributes:
         calls: collectives made so far by this rank, but for barriers; a coalesced call counts once.
         payload_nbytes: bytes of their tensors: of the larger side where a call takes and gives.
+        spans: set to a list, it gets launch and completion of each collective, in seconds of
+            ``time.perf_counter()``.
     """
 
     def __init__(self, rank: int, size: int, route: Route | None, mailbox: Mailbox | None) -> None:
@@ -84,6 +95,8 @@ class PacelineGroup(dist.ProcessGroup):
         self._route, self._mailbox = route, mailbox
         self._line = Line(f"paceline group, rank {rank}")
         self.calls, self.payload_nbytes = 0, 0
+        self.spans: list[tuple[float, float]] | None = None
+        self._kept: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
         _open_groups.add(self)
 
     # What torch asks of a group.
@@ -156,14 +169,14 @@ class PacelineGroup(dist.ProcessGroup):
         """Reduce one tensor over all ranks, in place."""
         tensors, opts = _listed(tensors), _options(opts, c10d.AllreduceOptions)
         if len(tensors) != 1 or not self._ours("all_reduce", tensors):
-            return super().allreduce(tensors, opts)
+            return self._inner(tensors).allreduce(tensors, opts)
         return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks, in place."""
         opts = _options(opts, c10d.AllreduceCoalescedOptions)
         if not self._ours("all_reduce", tensors):
-            return super().allreduce_coalesced(list(tensors), opts)
+            return self._inner(tensors).allreduce_coalesced(list(tensors), opts)
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -176,13 +189,16 @@ class PacelineGroup(dist.ProcessGroup):
                 with _Dense(tensor) as dense:
                     route.all_reduce(call, dense, how, ranks)
 
-        return self._make("all_reduce", job, tensors, opts, _nbytes(tensors))
+        work = self._make("all_reduce", job, tensors, opts, _nbytes(tensors))
+        if _nbytes(tensors) <= _KEPT_NBYTES:
+            self._kept.append(work)
+        return work
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Reduce one tensor over all ranks into that of the root."""
         tensors, opts = _listed(tensors), _options(opts, c10d.ReduceOptions)
         if not self._ours("reduce", tensors):
-            return super().reduce(tensors, opts)
+            return self._inner(tensors).reduce(tensors, opts)
         tensor, root = tensors[0], opts.rootRank
         how, host, ranks = reduction_of(opts.reduceOp, tensor.dtype), self._host(), self.size()
 
@@ -194,44 +210,32 @@ class PacelineGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, the r-th into the output of rank r."""
-        # [Note: falling through] A call falls through by super() under its own name: pybind11 takes any other
-        # way for a call from C++, and comes back here.
         opts = _options(opts, c10d.ReduceScatterOptions)
         if not self._ours("reduce_scatter", [*outputs, *inputs[0]]):
-            return super().reduce_scatter(outputs, inputs, opts)
+            return self._inner(outputs).reduce_scatter(outputs, inputs, opts)
         return self._reduce_scatter([(outputs[0], inputs[0])], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Reduce a tensor over all ranks, its r-th part into the output of rank r."""
-        work = self._reduce_scatter_parts([output], [tensor], opts)
-        return work or super().reduce_scatter_single(output, tensor, opts)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Do what `reduce_scatter_single` does; its older name."""
-        work = self._reduce_scatter_parts([output], [tensor], opts)
-        return work or super()._reduce_scatter_base(output, tensor, opts)
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Reduce several tensors over all ranks, the r-th part of each into the outputs of rank r."""
-        work = self._reduce_scatter_parts(outputs, inputs, opts)
-        return work or super().reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Do what `reduce_scatter_single_coalesced` does; its older name."""
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def _reduce_scatter_parts(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work | None:
-        """Reduce the r-th part of each input into the outputs of rank r; None: that is not for us."""
         opts = _options(opts, c10d.ReduceScatterOptions)
         if not self._ours("reduce_scatter", [*outputs, *inputs]):
-            return None
+            one = self._inner(outputs)._reduce_scatter_base
+            return _one_by_one(one, zip(outputs, inputs, strict=True), opts)
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_parts("reduce_scatter", tensor, output)
             pairs.append((output, list(tensor.contiguous().view(-1).chunk(self.size()))))
         return self._reduce_scatter(pairs, opts)
+
+    # What they were called before torch 2.13.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, pairs: list[tuple[torch.Tensor, Tensors]], opts: Any) -> dist.Work:
         hows = [reduction_of(opts.reduceOp, output.dtype) for output, _ in pairs]
@@ -254,7 +258,7 @@ class PacelineGroup(dist.ProcessGroup):
         """Copy one tensor from the root to all ranks."""
         tensors, opts = _listed(tensors), _options(opts, c10d.BroadcastOptions)
         if not self._ours("broadcast", tensors):
-            return super().broadcast(tensors, opts)
+            return self._inner(tensors).broadcast(tensors, opts)
         tensor, root, route = tensors[0], opts.rootRank, self._engaged()
 
         def job() -> None:
@@ -269,7 +273,7 @@ class PacelineGroup(dist.ProcessGroup):
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         if len(inputs) != 1 or not self._ours("all_gather", [*outputs[0], *inputs]):
-            return super().allgather(outputs, inputs, opts)
+            return self._inner(inputs).allgather(outputs, inputs, opts)
         return self._all_gather([(outputs[0], inputs[0])], outputs, opts)
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -279,39 +283,29 @@ class PacelineGroup(dist.ProcessGroup):
         if len(by_tensor) != len(inputs) or not self._ours(
             "all_gather", [*chain.from_iterable(outputs), *inputs]
         ):
-            return super().allgather_coalesced(outputs, inputs, opts)
+            return self._inner(inputs).allgather_coalesced(outputs, inputs, opts)
         return self._all_gather(list(zip(by_tensor, inputs, strict=True)), outputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """Copy the tensor of every rank into one tensor on all ranks, one behind the other."""
-        work = self._all_gather_parts([output], [tensor], opts)
-        return work or super().all_gather_single(output, tensor, opts)
-
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Do what `all_gather_single` does; its older name."""
-        work = self._all_gather_parts([output], [tensor], opts)
-        return work or super()._allgather_base(output, tensor, opts)
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy several tensors of every rank into one tensor each on all ranks."""
-        work = self._all_gather_parts(outputs, inputs, opts)
-        return work or super().all_gather_single_coalesced(outputs, inputs, opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Do what `all_gather_single_coalesced` does; its older name."""
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def _all_gather_parts(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work | None:
-        """Copy every rank's input into the r-th part of the outputs; None: that is not for us."""
         opts = _options(opts, c10d.AllgatherOptions)
         dense = all(output.is_contiguous() for output in outputs)
         if not dense or not self._ours("all_gather", [*outputs, *inputs]):
-            return None
+            one = self._inner(inputs)._allgather_base
+            return _one_by_one(one, zip(outputs, inputs, strict=True), opts)
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_parts("all_gather", output, tensor)
             pairs.append((list(output.view(-1).chunk(self.size())), tensor))
         return self._all_gather(pairs, list(outputs), opts)
+
+    # What they were called before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def _all_gather(self, pairs: list[tuple[Tensors, torch.Tensor]], result: Any, opts: Any) -> dist.Work:
         for outputs, tensor in pairs:
@@ -322,7 +316,7 @@ class PacelineGroup(dist.ProcessGroup):
             for outputs, tensor in pairs:
                 with _DenseList(outputs) as places:
                     call = self._call("all_gather", tensor, opts)
-                    route.all_gather(call, places, tensor.detach().contiguous())
+                    route.all_gather(call, places, _dense([tensor])[0])
 
         return self._make("all_gather", job, result, opts, sum(_nbytes(outputs) for outputs, _ in pairs))
 
@@ -331,7 +325,7 @@ class PacelineGroup(dist.ProcessGroup):
         opts = _options(opts, c10d.GatherOptions)
         places, tensor, root = list(outputs[0]) if outputs else [], inputs[0], opts.rootRank
         if not self._ours("gather", [*places, tensor]):
-            return super().gather(outputs, inputs, opts)
+            return self._inner(inputs).gather(outputs, inputs, opts)
         if root == self.rank():
             self._check_list("gather", places, tensor)
         host = self._host()
@@ -339,7 +333,7 @@ class PacelineGroup(dist.ProcessGroup):
         def job() -> None:
             with _DenseList(places) as dense:
                 call = self._call("gather", tensor, opts, root=root)
-                host.gather(call, dense, tensor.detach().contiguous(), root)
+                host.gather(call, dense, _dense([tensor])[0], root)
 
         return self._make("gather", job, outputs, opts, _nbytes(places) or tensor.nbytes)
 
@@ -348,7 +342,7 @@ class PacelineGroup(dist.ProcessGroup):
         opts = _options(opts, c10d.ScatterOptions)
         output, given, root = outputs[0], list(inputs[0]) if inputs else [], opts.rootRank
         if not self._ours("scatter", [output, *given]):
-            return super().scatter(outputs, inputs, opts)
+            return self._inner(outputs).scatter(outputs, inputs, opts)
         if root == self.rank():
             self._check_list("scatter", given, output)
         host = self._host()
@@ -363,7 +357,7 @@ class PacelineGroup(dist.ProcessGroup):
         """Copy the r-th tensor of every rank q into the q-th output of rank r."""
         opts = _options(opts, c10d.AllToAllOptions)
         if not self._ours("all_to_all", [*outputs, *inputs]):
-            return super().alltoall(outputs, inputs, opts)
+            return self._inner(outputs).alltoall(outputs, inputs, opts)
         host = self._host()
 
         def job() -> None:
@@ -384,40 +378,20 @@ class PacelineGroup(dist.ProcessGroup):
 
         Splits count rows of the first dimension; without them all parts are equal.
         """
-        work = self._all_to_all_parts(output, tensor, output_splits, input_splits, opts)
-        return work or super().all_to_all_single(
-            output, tensor, list(output_splits), list(input_splits), opts
-        )
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
-    ) -> dist.Work:
-        """Do what `all_to_all_single` does; its older name."""
-        return self.all_to_all_single(output, tensor, output_splits, input_splits, opts)
-
-    def _all_to_all_parts(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any,
-    ) -> dist.Work | None:
+        opts = _options(opts, c10d.AllToAllOptions)
         if not output.is_contiguous() or not self._ours("all_to_all", [output, tensor]):
-            return None
+            inner = self._inner([output])
+            return inner.alltoall_base(output, tensor, list(output_splits), list(input_splits), opts)
         places = self._split("output", output, output_splits)
         return self.alltoall(places, self._split("input", tensor.contiguous(), input_splits), opts)
+
+    alltoall_base = all_to_all_single  # what it was called before torch 2.13
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have called."""
         opts = _options(opts, c10d.BarrierOptions)
         if not self._ours("barrier", []):
-            return super().barrier(opts)
+            return self._inner().barrier(opts)
         call, route = Call("barrier", timeout=_seconds(opts)), self._engaged()
         return self._make("barrier", lambda: route.barrier(call), [], opts, 0)
 
@@ -426,22 +400,30 @@ class PacelineGroup(dist.ProcessGroup):
     def send(self, tensors: Any, target: int, tag: int = 0) -> dist.Work:
         """Send one tensor to rank `target`."""
         if self._mailbox is None or not _plain(tensors):
-            return super().send(tensors, target, tag)
-        return self._mailbox.send(tensors[0].detach().contiguous(), target, tag)
+            return self._inner(tensors).send(tensors, target, tag)
+        return self._mailbox.send(_dense(tensors)[0], target, tag)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         """Receive one tensor from rank `source`."""
         if self._mailbox is None or not _plain(tensors):
-            return super().recv(tensors, source, tag)
+            return self._inner(tensors).recv(tensors, source, tag)
         return self._mailbox.receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receive one tensor from whoever sends first."""
         if self._mailbox is None or not _plain(tensors):
-            return super().recv_anysource(tensors, tag)
+            return self._inner(tensors).recv_anysource(tensors, tag)
         return self._mailbox.receive(tensors[0], None, tag)
 
     # How all of them go.
+
+    def _inner(self, tensors: Tensors = ()) -> Any:
+        """Return the gloo or NCCL group inside, which makes a call for `tensors` that is not for us.
+
+        It is called itself, not by way of super(): from there C++ comes back to the overrides here, and holds
+        the interpreter's lock all the while, for which a thread of gloo may be waiting.
+        """
+        return self._get_backend(tensors[0].device if tensors else torch.device("cpu"))
 
     def _ours(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
         return self._route is not None and op in self._route.ops and _plain(tensors)
@@ -467,23 +449,27 @@ class PacelineGroup(dist.ProcessGroup):
             self.calls += 1
             self.payload_nbytes += payload_nbytes
 
+        launched, spans = time.perf_counter(), self.spans
+        record = record_function(f"paceline:{name}") if torch.autograd._profiler_enabled() else None
+        if record is not None:
+            record.__enter__()  # left where the call ends, in whatever thread that is
+
         def guarded() -> None:
             try:
                 job()
+                if spans is not None:
+                    spans.append((launched, time.perf_counter()))
             except UsageError:
                 raise  # told before anything was written; the group stays in step
             except BaseException as error:
                 route.give_up(error)
                 raise
+            finally:
+                if record is not None:
+                    record.__exit__(None, None, None)
 
         asynchronous = getattr(opts, "asyncOp", True)
-        if not torch.autograd._profiler_enabled():
-            return self._line.make(guarded, list(result), name, asynchronous=asynchronous)
-        with record_function(f"paceline:{name}") as record:
-            work = self._line.make(guarded, list(result), name, asynchronous=asynchronous)
-            if asynchronous:
-                record._call_end_callbacks_on_future(work.get_future())
-            return work
+        return self._line.make(guarded, list(result), name, asynchronous=asynchronous)
 
     def _check_list(self, op: str, tensors: Tensors, like: torch.Tensor) -> None:
         """Raise unless there is one tensor per rank, each as large as `like` and of its dtype."""
@@ -552,11 +538,22 @@ class _DenseList:
 
 
 def _dense(tensors: Tensors) -> list[torch.Tensor]:
+    """Return contiguous tensors whose memory holds their values: no lazily conjugated or negated ones."""
+    lazy = [tensor.is_conj() or tensor.is_neg() for tensor in tensors]
+    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors] if any(lazy) else tensors
     return [tensor.detach().contiguous() for tensor in tensors]
 
 
 def _nbytes(tensors: Tensors) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _one_by_one(call: Callable[..., dist.Work], pairs: Iterable[tuple[Any, Any]], opts: Any) -> dist.Work:
+    """Make several calls; all but the last are done on return."""
+    *before, last = [call(output, tensor, opts) for output, tensor in pairs]
+    for work in before:
+        work.wait()
+    return last
 
 
 def _plain(tensors: Tensors) -> bool:

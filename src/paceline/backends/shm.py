@@ -471,7 +471,7 @@ class HostGroup:
             card.name,
             self.board.step_of(late[0]),
             None,
-            f"did not come within {self._limit:g} s ({state})"
+            f"did not come within the timeout of {self._limit:g} s ({state})"
             + (f"; missing in all: {names}" if len(cards) > 1 else ""),
             dead=False,
         )

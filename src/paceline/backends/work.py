@@ -12,11 +12,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from paceline.backends.untraced import untraced
 from paceline.errors import CollectiveTimeout
 
 __all__ = ["CollectiveWork", "Line"]
 
 
+@untraced
 class CollectiveWork(dist.Work):
     """A collective that is done, or will be.
 

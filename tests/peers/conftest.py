@@ -1,0 +1,33 @@
+"""The warm ranks of tests/ranks, also for the tests here; and the whole of torch's suite, by --full."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+
+import record
+from pool import Staff
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --full; known where tests/peers is named on the command line."""
+    parser.addoption("--full", action="store_true", help="run all of torch's suite, on 2, 3 and 4 ranks")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write what came of a full run into the README."""
+    if config.getoption("--full", default=False):
+        record.write(terminalreporter.stats)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Staff]:
+    """`pool(3)` is a pool of three warm ranks; see tests/ranks/pool.py."""
+    staff = Staff()
+    yield staff
+    staff.close()

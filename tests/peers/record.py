@@ -1,0 +1,54 @@
+"""Writing what came of a full run into README.md."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import suite
+
+__all__ = ["write"]
+
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- result: written by --full -->\n", "<!-- end of result -->"
+CASE = re.compile(r"test_torch\[(\d)-(test_\w+)\]$")
+
+
+def write(stats: dict[str, list[Any]]) -> None:
+    """Write the result between its marks, if all of the suite was run and nothing failed.
+
+    Args:
+        stats: pytest's reports by outcome.
+    """
+    passed = [found.groups() for report in stats.get("passed", []) if (found := CASE.search(report.nodeid))]
+    skipped = {
+        found.groups(): report.longrepr[2].removeprefix("Skipped: ")
+        for report in stats.get("skipped", [])
+        if (found := CASE.search(report.nodeid))
+    }
+    whole = len({name for _, name in [*passed, *skipped]}) == len(suite.names())
+    if whole and suite.BACKEND == "paceline" and not stats.get("failed") and not stats.get("error"):
+        before, after = README.read_text().split(BEGIN)[0], README.read_text().split(END)[1]
+        README.write_text(before + BEGIN + _table(passed, skipped) + END + after)
+
+
+def _table(passed: list[tuple[str, str]], skipped: dict[tuple[str, str], str]) -> str:
+    names = {name for _, name in passed}
+    sizes = Counter(size for size, _ in passed)
+    reasons = Counter({name: reason for (_, name), reason in skipped.items() if name not in names}.values())
+    lines = [
+        f"{date.today():%d %B %Y}, torch {version('torch')}, {os.cpu_count()} cores: "
+        f"**{len(names)} tests passed** ("
+        + ", ".join(f"{count} on {size} ranks" for size, count in sorted(sizes.items()))
+        + f"), none failed, {reasons.total()} are not run:",
+        "",
+        "| tests | reason |",
+        "|---|---|",
+        *(f"| {count} | {reason} |" for reason, count in reasons.most_common()),
+    ]
+    return "\n".join(lines) + "\n"

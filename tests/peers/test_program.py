@@ -1,0 +1,21 @@
+"""A program that never imports paceline may use the backend: under torchrun, or started by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).with_name("plain_program.py")
+
+
+def test_a_program_under_torchrun():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*torchrun, str(PROGRAM)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "paceline" not in PROGRAM.read_text().split("init_process_group")[0]
+    assert sorted(ended.stdout.splitlines()) == ["rank 0: paceline 3", "rank 1: paceline 3"]

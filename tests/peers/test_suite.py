@@ -1,0 +1,85 @@
+"""torch's own suite on the backend "paceline"; what is run and what is not is in suite.toml."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import suite
+
+pytestmark = pytest.mark.skipif(
+    not version("torch").startswith(suite.DATA["torch"]),
+    reason=f"suite.toml describes the suite of torch {suite.DATA['torch']}",
+)
+
+SIZES = (2, 3, 4)
+SECONDS = 240.0
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full", default=False)
+        names = [name for name in suite.names() if full or name not in suite.DATA["full_only"]]
+        metafunc.parametrize("size", SIZES if full else SIZES[-1:])
+        metafunc.parametrize("name", names)
+
+
+def test_torch(pool, size, name, tmp_path):
+    if name in suite.skipped():
+        pytest.skip(suite.skipped()[name])
+    if "compile" in name and shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    outcomes = pool(size).run(suite.run, name, str(tmp_path), world=False, timeout=SECONDS)
+    shutil.rmtree(tmp_path)
+    assert len(set(outcomes)) == 1, "the ranks disagree about whether the test runs"
+    if outcomes[0]:
+        pytest.skip(outcomes[0])
+
+
+def test_torchs_tests_without_a_world(pool):
+    [(number, failures)] = pool(1).run(suite.run_plain, world=False, timeout=SECONDS)
+    assert number > 0
+    assert failures == []
+
+
+# What suite.toml says is true.
+
+
+def test_every_name_in_the_data_is_a_test():
+    lifted, groups = suite.DATA["lifted"], suite.DATA["skipped"].values()
+    told = [*lifted["as_gloo"], *lifted["tests"], *(name for group in groups for name in group["tests"])]
+    assert set(told) <= set(suite.names())
+    assert len(suite.skipped()) == sum(len(group["tests"]) for group in groups), "a test has two reasons"
+
+
+def guards_of_gloo(rank, size):
+    return suite.guards(4, "gloo"), suite.loaded_names()
+
+
+def test_all_that_torch_runs_on_gloo_without_gpus_runs_here(pool):
+    [(guards, names)] = pool(1).run(guards_of_gloo, world=False)
+    assert names == suite.names()
+    needed = set(names) - set(guards) - {"test_SyncBatchNorm_process_group"}
+    assert needed & set(suite.skipped()) == set()
+
+
+def test_what_torch_skips_itself_it_skips_whatever_the_backend(pool):
+    [(guards, _)] = pool(1).run(guards_of_gloo, world=False)
+    for name in suite.DATA["skipped"]["torch"]["tests"]:
+        assert any("github.com/pytorch" in reason or "flaki" in reason for reason in guards[name]), name
+
+
+def test_what_runs_under_another_name_does_run():
+    for name in suite.DATA["skipped"]["same"]["tests"]:
+        twin = name.replace("nccl", "gloo" if "batch" in name else "").replace("_cuda", "").rstrip("_")
+        twin = twin.replace("__", "_")
+        assert twin in suite.names()
+        assert twin not in suite.skipped()
+
+
+def test_the_readme_tells_of_every_reason():
+    text = Path(__file__).with_name("README.md").read_text()
+    for group in suite.DATA["skipped"].values():
+        assert group["why"] in text
