@@ -5,22 +5,30 @@ A segment is anonymous memory behind a file descriptor (memfd): it has no name t
 there is no memfd, an unlinked temporary file takes its place. The arena of a process cuts tensors out of its
 own segments; whoever got a segment's descriptor maps the same memory.
 
-    segment 0   | tensor | free | tensor | free ...        a free list per segment, neighbours joined
-    segment 1   | tensor ...
+    segment 0   | tensor | free | tensor | free ...        a heap per segment (heap.py)
+    segment 1   | tensor ...                               each half as large as all before it: so they stay few
+
+A child that is forked shares this memory with its parent and leaves it to it: what the child allocates comes
+from segments of its own, and what it drops is not freed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
 import threading
 import weakref
 from bisect import bisect_right, insort
+from collections import deque
 
 import torch
+
+from paceline.backends.heap import Heap
+from paceline.units import format_bytes
 
 __all__ = ["Arena", "Segment", "arena"]
 
@@ -42,6 +50,8 @@ def _anonymous_file(nbytes: int) -> int:
     Raises:
         OSError: there is no memory left, or no descriptor.
     """
+    if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))  # the system finds out at the first write only
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
     else:
@@ -59,7 +69,7 @@ class Segment:
     """A piece of shared memory, mapped into this process.
 
     Attributes:
-        nbytes: its size. address: where it is mapped here. fd: what other processes map it by.
+        nbytes: its size. address: where it is mapped here. fd: what other processes map it by; −1: not ours.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -69,17 +79,41 @@ class Segment:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self.map.madvise(_MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        weakref.finalize(self, os.close, fd)
 
     @classmethod
     def new(cls, nbytes: int) -> Segment:
-        """Return fresh memory, all zero; it takes no pages until it is written."""
-        return cls(_anonymous_file(nbytes), nbytes)
+        """Return fresh memory, all zero; it takes no pages until it is written.
+
+        Raises:
+            OSError: the system has no memory or no file descriptor left.
+        """
+        fd = -1
+        try:
+            fd = _anonymous_file(nbytes)
+            segment = cls(fd, nbytes)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            remedy = {errno.EMFILE: ": raise the limit (ulimit -n)"}.get(error.errno or 0, "")
+            raise OSError(
+                error.errno, f"no {format_bytes(nbytes)} of shared memory: {error.strerror}{remedy}"
+            ) from error
+        weakref.finalize(segment, os.close, fd)
+        return segment
 
     @classmethod
     def of(cls, fd: int) -> Segment:
-        """Return the memory behind a descriptor that another process handed over."""
-        return cls(fd, os.fstat(fd).st_size)
+        """Return the memory behind a descriptor that another process handed over; closes the descriptor.
+
+        Raises:
+            OSError: no memory or no file descriptor is left to map it.
+        """
+        try:
+            segment = cls(fd, os.fstat(fd).st_size)  # the mapping holds a descriptor of its own
+        finally:
+            os.close(fd)
+        segment.fd = -1
+        return segment
 
     def bytes_at(self, offset: int, nbytes: int) -> ctypes.Array[ctypes.c_char]:
         """Return the memory from `offset` on, as an object that keeps the mapping alive."""
@@ -91,44 +125,27 @@ class Segment:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
-
-class _Heap:
-    """Free stretches (offset, nbytes) of one segment, in order, no two of them adjacent."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.free: list[tuple[int, int]] = [(0, nbytes)]
-
-    def take(self, nbytes: int) -> int | None:
-        """Return the offset of `nbytes` from the smallest stretch that has them; None: there is none."""
-        fitting = [(length, offset) for offset, length in self.free if length >= nbytes]
-        if not fitting:
-            return None
-        length, offset = min(fitting)
-        self.free.remove((offset, length))
-        if length > nbytes:
-            insort(self.free, (offset + nbytes, length - nbytes))
-        return offset
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Take back a stretch and join it with its free neighbours."""
-        at = bisect_right(self.free, (offset, 0))
-        if at < len(self.free) and self.free[at][0] == offset + nbytes:
-            nbytes += self.free.pop(at)[1]
-        if at > 0 and sum(self.free[at - 1]) == offset:
-            before, length = self.free.pop(at - 1)
-            offset, nbytes = before, length + nbytes
-        insort(self.free, (offset, nbytes))
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Return the whole pages of a stretch to the system; the mapping stays."""
+        first = _round_up(offset, mmap.PAGESIZE)
+        last = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first and _MADV_REMOVE is not None:
+            self.map.madvise(_MADV_REMOVE, first, last - first)
 
 
 class Arena:
     """This process's own segments and the tensors in them; safe to use from several threads."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.segments: list[Segment] = []
-        self._heaps: list[_Heap] = []
+        self._heaps: list[Heap] = []
         self._starts: list[tuple[int, int]] = []  # (address, segment), ascending
-        self._lock = threading.RLock()  # re-entrant: the collector may free a tensor anywhere
-        self._kept = 0
+        self._lock = threading.Lock()
+        # What comes back waits here: a tensor may be freed at any moment, also while the lock is held.
+        self._returned: deque[tuple[int, int, int]] = deque()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised 1-D tensor; its memory comes back when its storage is freed.
@@ -138,30 +155,46 @@ class Arena:
         """
         nbytes = max(_ALIGN, _round_up(numel * dtype.itemsize, _ALIGN))
         with self._lock:
+            self._take_back()
             segment, offset = self._place(nbytes)
             memory = self.segments[segment].bytes_at(offset, nbytes)
-        weakref.finalize(memory, self._release, segment, offset, nbytes).atexit = False
+        weakref.finalize(memory, self._release, self._returned, segment, offset, nbytes).atexit = False
         flat = torch.frombuffer(memory, dtype=dtype, count=max(numel, 1))
         return flat[:numel]
 
-    def locate(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return (segment, byte offset) of a contiguous tensor, None if it lies elsewhere."""
+    def locate(self, tensor: torch.Tensor, nbytes: int | None = None) -> tuple[int, int] | None:
+        """Return (segment, byte offset) of a contiguous tensor, None if it lies elsewhere.
+
+        Args:
+            tensor: where to begin. nbytes: how much has to lie there, if not just the tensor.
+        """
         address = tensor.data_ptr()
-        at = bisect_right(self._starts, (address, len(self.segments))) - 1
-        if at < 0:
-            return None
-        start, segment = self._starts[at]
-        inside = address + tensor.numel() * tensor.element_size() <= start + self.segments[segment].nbytes
-        return (segment, address - start) if inside else None
+        with self._lock:
+            at = bisect_right(self._starts, (address, len(self.segments))) - 1
+            if at < 0:
+                return None
+            start, segment = self._starts[at]
+            end = start + self.segments[segment].nbytes
+        needed = tensor.numel() * tensor.element_size() if nbytes is None else nbytes
+        return (segment, address - start) if address + needed <= end else None
+
+    def abandon(self, segment: int, offset: int) -> None:
+        """Never again give out the tensor that lies there: another process may write into it at any time."""
+        with self._lock:
+            self._heaps[segment].abandon(offset)
+
+    def forsake(self) -> None:
+        """Leave all memory to the parent: this is a child that was forked."""
+        self._begin()
 
     def _place(self, nbytes: int) -> tuple[int, int]:
         for segment, heap in enumerate(self._heaps):
             offset = heap.take(nbytes)
             if offset is not None:
-                self._kept = max(0, self._kept - nbytes)
                 return segment, offset
-        size = _round_up(max(nbytes, _LEAST_SEGMENT_NBYTES), _PAGE_NBYTES)
-        made, heap = Segment.new(size), _Heap(size)
+        half = sum(segment.nbytes for segment in self.segments) // 2
+        made = self._make_segment(nbytes, half)
+        heap = Heap(made.nbytes)
         self.segments.append(made)
         self._heaps.append(heap)
         insort(self._starts, (made.address, len(self.segments) - 1))
@@ -169,20 +202,31 @@ class Arena:
         assert offset is not None, "a fresh segment holds what it was made for"
         return len(self.segments) - 1, offset
 
-    def _release(self, segment: int, offset: int, nbytes: int) -> None:
-        with self._lock:
-            self._kept += nbytes
-            if self._kept > _KEPT_NBYTES:
-                self._give_back(segment, offset, nbytes)
-                self._kept -= nbytes
-            self._heaps[segment].give(offset, nbytes)
+    @staticmethod
+    def _make_segment(nbytes: int, wished: int) -> Segment:
+        needed = _round_up(max(nbytes, _LEAST_SEGMENT_NBYTES), _PAGE_NBYTES)
+        with contextlib.suppress(OSError):
+            return Segment.new(max(needed, _round_up(wished, _PAGE_NBYTES)))
+        return Segment.new(needed)
 
-    def _give_back(self, segment: int, offset: int, nbytes: int) -> None:
-        """Return the whole pages of a stretch to the system; the mapping stays."""
-        first = _round_up(offset, mmap.PAGESIZE)
-        last = (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first and _MADV_REMOVE is not None:
-            self.segments[segment].map.madvise(_MADV_REMOVE, first, last - first)
+    def _release(self, returned: deque[tuple[int, int, int]], segment: int, offset: int, nbytes: int) -> None:
+        returned.append((segment, offset, nbytes))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._returned:
+            segment, offset, nbytes = self._returned.popleft()
+            heap = self._heaps[segment]
+            free = heap.give(offset, nbytes)
+            if free is None:
+                self.segments[segment].give_back(offset, nbytes)
+            elif sum(each.dirty for each in self._heaps) > _KEPT_NBYTES:
+                self.segments[segment].give_back(*free)
+                heap.cleaned(*free)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -191,3 +235,5 @@ def _round_up(value: int, multiple: int) -> int:
 
 arena = Arena()
 """The arena of this process: all its groups share it."""
+
+os.register_at_fork(after_in_child=arena.forsake)

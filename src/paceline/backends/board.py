@@ -4,19 +4,23 @@ One segment, mapped by all. Every rank writes into its own slot only; the one wo
 count of arrivals, which the kernel adds to.
 
     | arrivals | slot 0 | slot 1 | … | window 0 | window 1 | … | ring 0→0 | ring 0→1 | … |
-                 notices, progress,    small messages and        point-to-point messages
+      broken     notices, progress,    small messages and        point-to-point messages
                  step, failure         copies under way
 
 A notice tells what a rank is about to do and where its data lie. Notices are written alternately into two
 places: a rank can be at most one collective ahead of a slow one, which still reads the other.
+
+A rank that gives a meeting up tells so before it raises. Whoever comes to that meeting later raises too, even
+where it finds everybody there: memory that was to be read may have gone.
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -36,12 +40,14 @@ RING_NBYTES = 256 << 10
 
 _PAGE = 4096
 _SLOT_NBYTES = 4096
+_ARRIVALS, _BROKEN = 0, 64
 _BELL, _PROGRESS, _STEP, _FAILURE = 128, 256, 264, 512
-_NOTICE = struct.Struct("<16siqq")
-_FAILURE_HEAD = struct.Struct("<dI")
+_NOTICE = struct.Struct("=16siq")
+_FAILURE_HEAD = struct.Struct("=dII")  # when, the meeting that was given up, bytes of text
+_TEXT_LENGTH = 500
+_MASK, _HALF = 0xFFFFFFFF, 0x80000000  # counts run round; one is not before another if less than half ahead
 _PANE_NBYTES = SMALL_NBYTES * 2 + WINDOW_NBYTES * 4  # two small ones, two to read, two to write (with slack)
-_WORD = struct.Struct("<I")
-_LONG = struct.Struct("<q")
+_LONG = struct.Struct("=q")
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,11 @@ class Notice:
     Attributes:
         call: the packed call, equal on all ranks if they agree.
         segment, offset: where its data lie in its arena; −1: elsewhere.
-        length: elements of its longest piece.
     """
 
     call: bytes
     segment: int = -1
     offset: int = 0
-    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,13 +92,15 @@ class Board:
     def __init__(self, segment: Segment, index: int, size: int) -> None:
         self.segment, self.index, self.size = segment, index, size
         self._view = memoryview(segment.map)
-        self._arrivals = segment.address
+        self._words = self._view.cast("I")  # read and written whole, not byte by byte
+        self._arrivals = segment.address + _ARRIVALS
         self._target = 0
         self._progress = 0
         self._slots = [_PAGE + rank * _SLOT_NBYTES for rank in range(size)]
         self._panes = _PAGE + size * _SLOT_NBYTES
         self._rings = self._panes + size * _PANE_NBYTES
         self._mine = self._slots[index]
+        self._telling = threading.Lock()
         _LONG.pack_into(self._view, self._mine + _STEP, -1)
 
     @staticmethod
@@ -105,27 +111,25 @@ class Board:
 
     # Meeting: everybody arrives, then goes on.
 
-    def arrive(self) -> None:
-        """Count this rank in for the next meeting."""
-        self._progress += 1
-        self._target = (self._target + self.size) & 0xFFFFFFFF
-        _WORD.pack_into(self._view, self._mine + _PROGRESS, self._progress & 0xFFFFFFFF)
+    def arrive(self) -> bool:
+        """Count this rank in for the next meeting, and return whether everybody is there."""
+        self._progress = (self._progress + 1) & _MASK
+        self._target = (self._target + self.size) & _MASK
+        self._words[(self._mine + _PROGRESS) // 4] = self._progress
         futex.add(self._arrivals)
-        if self.all_here():
+        complete = self.all_here()
+        if complete:
             futex.wake(self._arrivals)
-
-    def count(self) -> int:
-        """Return the arrivals so far, modulo 2³²."""
-        return _WORD.unpack_from(self._view, 0)[0]
+        return complete
 
     def all_here(self) -> bool:
         """Return whether everybody has arrived at the meeting that this rank arrived at last."""
-        return (_WORD.unpack_from(self._view, 0)[0] - self._target) & 0xFFFFFFFF < 0x80000000
+        return (self._words[_ARRIVALS // 4] - self._target) & _MASK < _HALF
 
     def sleep(self, seconds: float) -> None:
         """Sleep until everybody has arrived, or for a while."""
-        seen = self.count()
-        if (seen - self._target) & 0xFFFFFFFF >= 0x80000000:
+        seen = self._words[_ARRIVALS // 4]
+        if (seen - self._target) & _MASK >= _HALF:
             futex.wait(self._arrivals, seen, seconds)
 
     def late(self) -> list[int]:
@@ -133,15 +137,15 @@ class Board:
         return [rank for rank in range(self.size) if self._behind(rank)]
 
     def _behind(self, rank: int) -> bool:
-        there = _WORD.unpack_from(self._view, self._slots[rank] + _PROGRESS)[0]
-        return (there - self._progress) & 0xFFFFFFFF >= 0x80000000
+        there = self._words[(self._slots[rank] + _PROGRESS) // 4]
+        return (there - self._progress) & _MASK >= _HALF
 
     # What ranks tell each other.
 
     def post(self, turn: int, notice: Notice) -> None:
         """Tell what this rank does in collective number `turn`."""
         at = self._mine + 64 * (turn & 1)
-        _NOTICE.pack_into(self._view, at, notice.call, notice.segment, notice.offset, notice.length)
+        _NOTICE.pack_into(self._view, at, notice.call, notice.segment, notice.offset)
 
     def read(self, turn: int, rank: int) -> Notice:
         """Return what `rank` told for collective number `turn`."""
@@ -160,24 +164,45 @@ class Board:
         """Return the optimizer step that `rank` is in, −1 if nobody told."""
         return _LONG.unpack_from(self._view, self._slots[rank] + _STEP)[0]
 
+    @property
+    def broken(self) -> bool:
+        """Whether anybody told of a failure."""
+        return self._words[_BROKEN // 4] != 0
+
     def fail(self, failure: Failure) -> None:
-        """Tell everybody why the group can't go on."""
-        text = json.dumps(asdict(failure)).encode()[: _SLOT_NBYTES - _FAILURE - 64]
+        """Tell everybody why the group can't go on; what a rank told first stands."""
         at = self._mine + _FAILURE
-        self._view[at + _FAILURE_HEAD.size : at + _FAILURE_HEAD.size + len(text)] = text
-        futex.fence()
-        _FAILURE_HEAD.pack_into(self._view, at, time.monotonic(), len(text))
+        told = replace(failure, text=failure.text[:_TEXT_LENGTH])
+        text = json.dumps(asdict(told), ensure_ascii=False).encode(errors="replace")
+        with self._telling:
+            if _FAILURE_HEAD.unpack_from(self._view, at)[2] == 0:
+                start = at + _FAILURE_HEAD.size
+                self._view[start : start + len(text)] = text
+                futex.fence()
+                _FAILURE_HEAD.pack_into(self._view, at, time.monotonic(), self._progress, len(text))
+                futex.fence()
+        self._words[_BROKEN // 4] = 1
         futex.wake(self._arrivals)
 
     def failure(self) -> Failure | None:
         """Return the first failure that anybody told, None if there is none."""
+        told = self._told()
+        return Failure(**json.loads(min(told)[2])) if told else None
+
+    def given_up(self) -> bool:
+        """Return whether somebody gave up the meeting that this rank arrived at last, or an earlier one."""
+        return any((self._progress - meeting) & _MASK < _HALF for _, meeting, _ in self._told())
+
+    def _told(self) -> list[tuple[float, int, bytes]]:
+        """Return when which meeting was given up and why, by everybody who told."""
         told = []
-        for slot in self._slots:
-            when, length = _FAILURE_HEAD.unpack_from(self._view, slot + _FAILURE)
+        for slot in self._slots if self.broken else ():
+            when, meeting, length = _FAILURE_HEAD.unpack_from(self._view, slot + _FAILURE)
+            futex.fence()
             if length:
                 start = slot + _FAILURE + _FAILURE_HEAD.size
-                told.append((when, bytes(self._view[start : start + length])))
-        return Failure(**json.loads(min(told)[1])) if told else None
+                told.append((when, meeting, bytes(self._view[start : start + length])))
+        return told
 
     # Memory to pass data through.
 
@@ -206,4 +231,4 @@ class Board:
 
     def bell_count(self, rank: int) -> int:
         """Return what stands in that word."""
-        return _WORD.unpack_from(self._view, self._slots[rank] + _BELL)[0]
+        return self._words[(self._slots[rank] + _BELL) // 4]

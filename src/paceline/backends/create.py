@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.backends import futex
-from paceline.backends.arena import Segment, arena
+from paceline.backends.arena import arena
 from paceline.backends.between import Between
 from paceline.backends.board import Board
 from paceline.backends.hierarchical import HierarchicalRoute
@@ -42,7 +42,7 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
     world_ranks = list(options.global_ranks_in_group) or list(range(size))
     listener, problem = _listen()
     card = _card(rank, world_ranks, listener, problem)
-    cards = exchange_cards(store, card, size)
+    cards = exchange_cards(store, card, size, timeout.total_seconds())
     route, mailbox = None, None
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
     try:
@@ -99,8 +99,8 @@ def _route(
     for card in cards:
         hosts.setdefault(card.host, []).append(card)
     here = hosts[me.host]
-    neighbours = Neighbours(me, cards, here, listener, store, timeout)
-    board = _board(neighbours, me, here)
+    neighbours = Neighbours(me, cards, here, listener, store, timeout, Board.nbytes(len(here)))
+    board = Board(neighbours.common, here.index(me), len(here))
     inside = HostGroup(
         neighbours, board, arena, timeout, _PATIENCE_SECONDS if len(here) <= usable_cores() else 0.0
     )
@@ -111,18 +111,6 @@ def _route(
     column = min(board.index, min(map(len, by_host)) - 1)
     between = Between(gloo, [each[column].rank for each in by_host], at, timeout)
     return HierarchicalRoute(inside, between, by_host, me, store), None
-
-
-def _board(neighbours: Neighbours, me: Card, here: Sequence[Card]) -> Board:
-    """Make the shared board on the first rank of the host and hand it to the others."""
-    index, number = here.index(me), -1
-    if index == 0:
-        segment = Segment.new(Board.nbytes(len(here)))
-        for card in here[1:]:
-            neighbours.send_fd(card.rank, number, segment.fd)
-    else:
-        segment = Segment.of(neighbours.await_fd(here[0].rank, number))
-    return Board(segment, index, len(here))
 
 
 def _register_inner(group: PacelineGroup, options: Any, gloo: dist.ProcessGroupGloo) -> None:

@@ -10,7 +10,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-__all__ = ["Exit", "exit_of"]
+__all__ = ["Exit", "exit_of", "has_ended"]
 
 _PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit code (linux/pidfd.h, struct pidfd_info)
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
@@ -40,6 +40,15 @@ class Exit:
         return f"ended by {name}"
 
 
+def has_ended(pidfd: int, seconds: float = 0.0) -> bool:
+    """Return whether the process is no more, waiting for it; False where there is no descriptor of it (−1)."""
+    if pidfd < 0:
+        return False
+    watch = select.poll()  # takes descriptors of any number, as select() does not
+    watch.register(pidfd, select.POLLIN)
+    return bool(watch.poll(seconds * 1e3))
+
+
 def exit_of(pidfd: int, pid: int) -> Exit:
     """Return how the process ended, waiting a moment until it is through with ending.
 
@@ -50,8 +59,7 @@ def exit_of(pidfd: int, pid: int) -> Exit:
         pid: its number.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    if pidfd >= 0:
-        select.select([pidfd], [], [], _PATIENCE_SECONDS)
+    has_ended(pidfd, _PATIENCE_SECONDS)
     while True:
         status = _status_by_pidfd(pidfd)
         if status is None:

@@ -10,6 +10,8 @@ import ctypes
 import errno
 import platform
 import sys
+from collections.abc import Callable
+from functools import partial
 
 __all__ = ["SUPPORTED", "add", "fence", "wait", "wake"]
 
@@ -24,29 +26,34 @@ _ADD_ONE_NEVER_WAKE = (1 << 28) | (1 << 12) | 0xFFF  # op ADD, argument 1; wakes
 _EVERYBODY = 2**31 - 1
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64")
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _nobody_waits_here = ctypes.c_uint32(0)
-_nowhere = ctypes.c_void_p(ctypes.addressof(_nobody_waits_here))
+_nowhere = ctypes.addressof(_nobody_waits_here)
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _futex(address: ctypes.c_void_p, op: int, value: int, extra: object, other: object, argument: int) -> int:
-    return _libc.syscall(
-        _NUMBER, address, op, ctypes.c_uint32(value), extra, other, ctypes.c_uint32(argument)
-    )
+def _futex_of(library: type[ctypes.CDLL]) -> Callable[[int, int, int, int | None, int | None, int], int]:
+    """Return the system call, made by the rules of a kind of library: those of a PyDLL keep Python's lock."""
+    syscall = library(None, use_errno=True).syscall
+    syscall.restype = ctypes.c_long
+    word, pointer = ctypes.c_uint32, ctypes.c_void_p
+    syscall.argtypes = [ctypes.c_long, pointer, ctypes.c_int, word, pointer, pointer, word]
+    return partial(syscall, _NUMBER)
+
+
+_at_once, _sleeping = _futex_of(ctypes.PyDLL), _futex_of(ctypes.CDLL)
 
 
 def add(address: int) -> None:
     """Add 1 to the word at `address`, atomically over all processes that share it."""
-    _futex(_nowhere, _WAKE_OP, 0, None, ctypes.c_void_p(address), _ADD_ONE_NEVER_WAKE)
+    _at_once(_nowhere, _WAKE_OP, 0, None, address, _ADD_ONE_NEVER_WAKE)
 
 
 def wake(address: int) -> None:
     """Wake everybody who sleeps on the word at `address`."""
-    _futex(ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+    _at_once(address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
@@ -56,7 +63,7 @@ def wait(address: int, seen: int, seconds: float) -> None:
     """
     whole = int(seconds)
     limit = _Timespec(whole, int((seconds - whole) * 1e9))
-    if _futex(ctypes.c_void_p(address), _WAIT, seen, ctypes.byref(limit), None, 0) < 0:
+    if _sleeping(address, _WAIT, seen, ctypes.addressof(limit), None, 0) < 0:
         number = ctypes.get_errno()
         if number not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(number, f"futex wait: {errno.errorcode.get(number, number)}")
@@ -65,4 +72,4 @@ def wait(address: int, seen: int, seconds: float) -> None:
 def fence() -> None:
     """Order this process's earlier reads of shared memory before its later ones."""
     if not _STRONG_ORDER:
-        wake(_nowhere.value or 0)  # every futex call is a full barrier
+        wake(_nowhere)  # every futex call is a full barrier

@@ -22,6 +22,7 @@ import torch
 
 from paceline.backends import futex
 from paceline.backends.board import RING_NBYTES, Board
+from paceline.backends.views import bytes_of
 from paceline.backends.work import CollectiveWork
 from paceline.errors import CollectiveError, UsageError
 
@@ -148,7 +149,7 @@ class Mailbox:
         """Start sending a contiguous tensor; done once its bytes have left it."""
         self._check_rank("send", target)
         work = CollectiveWork([tensor], f"send to rank {target}")
-        message = _Message(tag, _bytes(tensor), work)
+        message = _Message(tag, bytes_of(tensor), work)
         return self._start(work, lambda: self._peers[target].sends.append(message))
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> CollectiveWork:
@@ -290,7 +291,7 @@ class Mailbox:
         peer.head, peer.posted = None, posted
         tensor = posted.tensor if posted is not None else None
         direct = tensor is not None and tensor.is_contiguous() and tensor.nbytes == nbytes
-        data = _bytes(tensor) if direct and tensor is not None else torch.empty(nbytes, dtype=torch.uint8)
+        data = bytes_of(tensor) if direct and tensor is not None else torch.empty(nbytes, dtype=torch.uint8)
         peer.arriving = _Message(tag, data, None)
         return True
 
@@ -335,7 +336,3 @@ class Mailbox:
 
 def _busy(peer: _Peer) -> bool:
     return bool(peer.sends) or peer.arriving is not None
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)

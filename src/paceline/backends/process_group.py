@@ -230,7 +230,7 @@ class PacelineGroup(dist.ProcessGroup):
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_parts("reduce_scatter", tensor, output)
-            pairs.append((output, list(tensor.contiguous().view(-1).chunk(self.size()))))
+            pairs.append((output, list(_dense([tensor])[0].view(-1).chunk(self.size()))))
         return self._reduce_scatter(pairs, opts)
 
     # What they were called before torch 2.13.
@@ -383,7 +383,7 @@ class PacelineGroup(dist.ProcessGroup):
             inner = self._inner([output])
             return inner.alltoall_base(output, tensor, list(output_splits), list(input_splits), opts)
         places = self._split("output", output, output_splits)
-        return self.alltoall(places, self._split("input", tensor.contiguous(), input_splits), opts)
+        return self.alltoall(places, self._split("input", _dense([tensor])[0], input_splits), opts)
 
     alltoall_base = all_to_all_single  # what it was called before torch 2.13
 
@@ -539,9 +539,7 @@ class _DenseList:
 
 def _dense(tensors: Tensors) -> list[torch.Tensor]:
     """Return contiguous tensors whose memory holds their values: no lazily conjugated or negated ones."""
-    lazy = [tensor.is_conj() or tensor.is_neg() for tensor in tensors]
-    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors] if any(lazy) else tensors
-    return [tensor.detach().contiguous() for tensor in tensors]
+    return [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors]
 
 
 def _nbytes(tensors: Tensors) -> int:

@@ -15,10 +15,20 @@ import torch.distributed as dist
 
 from paceline.errors import UsageError
 
-__all__ = ["BLOCK_NBYTES", "Reduction", "Scratch", "blocks", "reduction_of"]
+__all__ = ["BLOCK_NBYTES", "Reduction", "Scratch", "blocks", "divide", "reduction_of"]
 
 BLOCK_NBYTES = 256 << 10
 """Work is cut into blocks that stay in a core's cache between being written and being read again."""
+
+
+def _multiply_complex(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Multiply by the definition: torch's own product rounds the last few elements in another way than the rest."""
+    real = left.real * right.real - left.imag * right.imag
+    imag = left.real * right.imag + left.imag * right.real
+    out.real.copy_(real)
+    out.imag.copy_(imag)
+    return out
+
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "SUM": torch.add,
@@ -94,7 +104,7 @@ class Reduction:
                 target = out if index >= own else scratch.take(out.numel(), out.dtype)
                 total = self.combine(total, block, out=target)
         if self.name == "AVG":
-            out.div_(ranks)
+            divide(out, ranks)
 
     def as_sum(self) -> Reduction:
         """Return the reduction before the division: a mean's sum, any other itself."""
@@ -129,7 +139,13 @@ def reduction_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype
         known = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES[name])
         raise UsageError(f"{name} is not defined for {dtype} on the paceline backend; valid: {known}")
     low = dtype in (torch.float16, torch.bfloat16)
-    return Reduction(name, _COMBINE[name], wide=low and name in ("SUM", "AVG", "PRODUCT"))
+    combine = _multiply_complex if name == "PRODUCT" and dtype in _COMPLEX else _COMBINE[name]
+    return Reduction(name, combine, wide=low and name in ("SUM", "AVG", "PRODUCT"))
+
+
+def divide(tensor: torch.Tensor, ranks: int) -> None:
+    """Make a mean of a sum; torch rounds the quotients of complex numbers more than once."""
+    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(ranks)
 
 
 def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -80,9 +80,7 @@ class _TimedZero(ZeroRedundancyOptimizer):
         self.waited = time.perf_counter() - started
 
 
-def build(
-    entry: Entry, size: Size, device: str, seed: int, torchs: ProcessGroup | None = None
-) -> Contestant:
+def build(entry: Entry, size: Size, device: str, seed: int, torchs: ProcessGroup | None = None) -> Contestant:
     """Return the contestant `entry` with a model of `size`, the same on every rank.
 
     Args:

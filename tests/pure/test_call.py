@@ -1,0 +1,84 @@
+"""What ranks compare before they exchange data: small, exact, and readable when it differs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from paceline.backends import call as module
+from paceline.backends.board import Notice
+from paceline.backends.call import Call
+from paceline.backends.reduction import NAMES
+
+FULL = Call("reduce", 1024, torch.float32, "SUM", 1, 30.0)
+
+
+def test_every_call_survives_being_packed_into_16_bytes():
+    seen = set()
+    for op, reduction, dtype in itertools.product(module._OPS, ["", *NAMES], module._DTYPES):
+        call = Call(op, 2**40 + 7, dtype, reduction, root=-1)
+        packed = call.packed()
+        assert len(packed) == 16 == len(Notice(packed).call)
+        assert Call.unpacked(packed) == call
+        seen.add(packed)
+    assert len(seen) == len(module._OPS) * (len(NAMES) + 1) * len(module._DTYPES)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2**31, 2**32, 2**62])
+@pytest.mark.parametrize("root", [-1, 0, 1, 1023])
+def test_sizes_and_roots_of_any_magnitude_are_told_apart(numel, root):
+    call = Call("broadcast", numel, torch.int8, root=root)
+    assert Call.unpacked(call.packed()) == call
+    assert Call("broadcast", numel + 1, torch.int8, root=root).packed() != call.packed()
+    assert Call("broadcast", numel, torch.int8, root=root + 1).packed() != call.packed()
+
+
+def test_a_time_out_is_not_compared():
+    assert (
+        Call("barrier", timeout=1.0).packed()
+        == Call("barrier", timeout=2.0).packed()
+        == Call("barrier").packed()
+    )
+
+
+def test_all_dtypes_of_torch_have_a_place():
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    assert dtypes == set(module._DTYPES) - {None}
+    assert len(module._DTYPES) < 256
+
+
+def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
+    total, mean = Call("all_reduce", 8, torch.float32, "SUM"), Call("all_reduce", 8, torch.float32, "AVG")
+    assert total.agrees(mean.packed())
+    assert mean.agrees(total.packed())
+    assert total.agrees(total.packed())
+    for other in (
+        Call("all_reduce", 8, torch.float32, "MAX"),
+        Call("all_reduce", 9, torch.float32, "AVG"),
+        Call("all_reduce", 8, torch.float64, "AVG"),
+        Call("reduce", 8, torch.float32, "AVG", 0),
+        Call("broadcast", 8, torch.float32),
+    ):
+        assert not total.agrees(other.packed())
+        assert not other.agrees(total.packed())
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (Call("barrier"), "barrier()"),
+        (Call("all_reduce", 1024, torch.float32, "SUM"), "all_reduce(float32[1024], SUM)"),
+        (Call("broadcast", 3, torch.bfloat16, root=0), "broadcast(bfloat16[3], root 0)"),
+        (FULL, "reduce(float32[1024], SUM, root 1)"),
+    ],
+)
+def test_a_call_is_written_as_people_write_it(call, text):
+    assert str(call) == text
+
+
+def test_calls_are_derived():
+    sizes = torch.zeros(8, dtype=torch.int64)
+    assert FULL.about("sizes", sizes) == Call("sizes", 8, torch.int64, "SUM", 1, 30.0)
+    assert FULL.moving("broadcast", root=0) == Call("broadcast", 1024, torch.float32, "", 0, 30.0)
