@@ -20,19 +20,25 @@ CASE = re.compile(r"test_torch\[(\d)-(test_\w+)\]$")
 
 
 def write(stats: dict[str, list[Any]]) -> None:
-    """Write the result between its marks, if all of the suite was run and nothing failed.
+    """Write the result between its marks, if all of the suite was run and nothing of it failed.
 
     Args:
         stats: pytest's reports by outcome.
     """
-    passed = [found.groups() for report in stats.get("passed", []) if (found := CASE.search(report.nodeid))]
-    skipped = {
-        found.groups(): report.longrepr[2].removeprefix("Skipped: ")
-        for report in stats.get("skipped", [])
+    reports = {
+        (outcome, *found.groups()): report
+        for outcome in ("passed", "skipped", "failed", "error")
+        for report in stats.get(outcome, [])
         if (found := CASE.search(report.nodeid))
     }
-    whole = len({name for _, name in [*passed, *skipped]}) == len(suite.names())
-    if whole and suite.BACKEND == "paceline" and not stats.get("failed") and not stats.get("error"):
+    passed = [(size, name) for outcome, size, name in reports if outcome == "passed"]
+    skipped = {
+        (size, name): report.longrepr[2].removeprefix("Skipped: ")
+        for (outcome, size, name), report in reports.items()
+        if outcome == "skipped"
+    }
+    whole = len(passed) + len(skipped) == len(reports) == len(suite.SIZES) * len(suite.names())
+    if whole and suite.BACKEND == "paceline":
         before, after = README.read_text().split(BEGIN)[0], README.read_text().split(END)[1]
         README.write_text(before + BEGIN + _table(passed, skipped) + END + after)
 

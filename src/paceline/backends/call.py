@@ -1,15 +1,17 @@
-"""What a rank calls, small enough to compare with what the others call."""
+"""What a rank calls, small enough to compare with what the others call; and what makes such calls."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-from paceline.backends.reduction import NAMES
+from paceline.backends.reduction import NAMES, Reduction
 
-__all__ = ["Call"]
+__all__ = ["Call", "Route"]
 
 _OPS = (
     "barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter",
@@ -74,3 +76,26 @@ class Call:
         if self.root >= 0:
             inside.append(f"root {self.root}")
         return f"{self.op}({', '.join(inside)})"
+
+
+class Route(Protocol):
+    """What makes the calls: the ranks of one host, or of several. Calls block; ranks are the group's."""
+
+    @property
+    def ops(self) -> frozenset[str]: ...
+    @property
+    def timeout(self) -> float: ...
+    @timeout.setter
+    def timeout(self, seconds: float) -> None: ...
+
+    def barrier(self, call: Call) -> None: ...
+    def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None: ...
+    def reduce_scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
+    ) -> None: ...
+    def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None: ...
+    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None: ...
+    def give_up(self, error: BaseException) -> None: ...
+    def note_step(self, step: int) -> None: ...
+    def leave(self) -> None: ...
+    def close(self) -> None: ...

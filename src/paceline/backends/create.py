@@ -15,10 +15,11 @@ from paceline.backends import futex
 from paceline.backends.arena import arena
 from paceline.backends.between import Between
 from paceline.backends.board import Board
+from paceline.backends.call import Route
 from paceline.backends.hierarchical import HierarchicalRoute
 from paceline.backends.mailbox import Mailbox
 from paceline.backends.neighbours import Card, Listener, Neighbours, NotShared, exchange_cards
-from paceline.backends.process_group import PacelineGroup, Route
+from paceline.backends.process_group import PacelineGroup
 from paceline.backends.shm import HostGroup
 from paceline.machine.cores import usable_cores
 from paceline.world.host import host_of
@@ -105,7 +106,7 @@ def _route(
         neighbours, board, arena, timeout, _PATIENCE_SECONDS if len(here) <= usable_cores() else 0.0
     )
     if len(hosts) == 1:
-        return inside, Mailbox(board, inside.look) if len(here) > 1 else None
+        return inside, Mailbox(inside) if len(here) > 1 else None
     by_host = list(hosts.values())
     at = by_host.index(here)
     column = min(board.index, min(map(len, by_host)) - 1)

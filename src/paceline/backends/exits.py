@@ -16,7 +16,7 @@ _PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit code (linux
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
 _EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, counted from the state (proc(5): field 52)
-_PATIENCE_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)

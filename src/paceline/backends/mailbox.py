@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch
 
 from paceline.backends import futex
 from paceline.backends.board import RING_NBYTES, Board
+from paceline.backends.meeting import Meeting
 from paceline.backends.views import bytes_of
 from paceline.backends.work import CollectiveWork
 from paceline.errors import CollectiveError, UsageError
@@ -87,6 +89,7 @@ class _Message:
     work: CollectiveWork | None
     moved: int = 0
     started: bool = False
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -97,6 +100,7 @@ class _Posted:
     tag: int
     tensor: torch.Tensor
     work: ReceiveWork
+    since: float = field(default_factory=time.monotonic)
 
 
 class ReceiveWork(CollectiveWork):
@@ -126,13 +130,12 @@ class Mailbox:
     """The messages of this rank.
 
     Args:
-        board: the shared board.
-        check: raises if the group can't go on.
-        timeout: returns the seconds that a message waits for its other end.
+        meeting: the ranks of the host; knows who is gone, and how long to wait for a rank.
     """
 
-    def __init__(self, board: Board, check: Callable[[], None]) -> None:
-        self._board, self._check = board, check
+    def __init__(self, meeting: Meeting) -> None:
+        board = meeting.board
+        self._board, self._meeting = board, meeting
         self._me = board.index
         self._peers = {
             rank: _Peer(Ring(board, self._me, rank), Ring(board, rank, self._me))
@@ -198,16 +201,44 @@ class Mailbox:
                 try:
                     with self._lock:
                         moved = self._turn()
-                        waiting = bool(self._posted) or any(_busy(peer) for peer in self._peers.values())
                     self._tell()
                     if not moved:
                         futex.wait(self._board.bell(self._me), seen, _SLEEP_SECONDS)
-                        if waiting:
-                            self._check()
+                        self._look()
                 except BaseException as error:  # noqa: BLE001 — told to whoever waits for a message
                     self._tell()
                     self._fail(error)
                     return
+
+    def _look(self) -> None:
+        """Raise if a message that is waited for can't come, or takes too long."""
+        with self._lock:
+            since = self._waiting()
+        if self._meeting.miss(since):
+            with self._lock:
+                last = self._turn()  # what a rank sent before it went
+                since = self._waiting()
+            self._tell()
+            if not last:
+                self._meeting.give_up_on(since)
+        for rank, start in since.items():
+            if time.monotonic() - start > self._meeting.timeout:
+                self._meeting.time_out_on(rank)
+
+    def _waiting(self) -> dict[int, float]:
+        """Return the ranks that messages are waited for from, or to be taken by, and since when."""
+        since: dict[int, float] = {}
+        for posted in self._posted:
+            if posted.source is not None:
+                since[posted.source] = min(posted.since, since.get(posted.source, posted.since))
+        for rank, peer in self._peers.items():
+            pending = [*peer.sends, *([peer.arriving] if peer.arriving is not None else [])]
+            for message in pending:
+                since[rank] = min(message.since, since.get(rank, message.since))
+        others = set(self._peers) - {self._me}
+        if any(each.source is None for each in self._posted) and self._meeting.all_gone(others):
+            since |= {rank: time.monotonic() for rank in others - set(since)}
+        return since
 
     def _tell(self) -> None:
         """Tell whoever waits for a message that ended.
@@ -332,7 +363,3 @@ class Mailbox:
                 works += [peer.posted.work] if peer.posted is not None else []
         for work in works:
             work.finish(error)
-
-
-def _busy(peer: _Peer) -> bool:
-    return bool(peer.sends) or peer.arriving is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from paceline.backends import futex
@@ -114,6 +114,33 @@ class Meeting:
             self.board.fail(self.board.failure() or self._describe(gone))
         self._raise()
 
+    def miss(self, indices: Collection[int]) -> bool:
+        """Return whether the group failed, or one of these ranks is gone."""
+        return self._left or self.board.failure() is not None or bool(self._gone(indices))
+
+    def give_up_on(self, indices: Collection[int]) -> None:
+        """Raise if the group failed, or one of these ranks is gone: a message to or from it can't come."""
+        gone = self._gone(indices)
+        if gone and self.board.failure() is None:
+            self.board.fail(self._describe(gone))
+        self.look()
+
+    def all_gone(self, indices: Collection[int]) -> bool:
+        """Return whether all of these ranks are gone."""
+        return len(self._gone(indices)) == len(indices)
+
+    def time_out_on(self, index: int) -> None:
+        """Raise because a message to or from this rank took longer than the group's time-out."""
+        self.board.fail(self._lateness([index], self.timeout))
+        self._raise()
+
+    def _gone(self, indices: Collection[int]) -> list[tuple[Card, bool]]:
+        return [
+            (card, left)
+            for card, left in self._neighbours.ended()
+            if self._neighbours.cards.index(card) in indices
+        ]
+
     def _describe(self, gone: Sequence[tuple[Card, bool]]) -> Failure:
         """Return what became of the neighbours that are gone: of the one most likely to be the cause."""
         ends = [(card, None if left else self._neighbours.exit_of(card.rank)) for card, left in gone]
@@ -125,24 +152,20 @@ class Meeting:
 
     def _time_out(self) -> None:
         late = self.board.late()
-        if not late:
-            return
+        if late:
+            self.board.fail(self._lateness(late, self._limit))
+            self._raise()
+
+    def _lateness(self, late: Sequence[int], limit: float) -> Failure:
+        """Return what to say of ranks that did not come in time; the first of them is at fault."""
         cards = [self._neighbours.cards[index] for index in late]
-        card = cards[0]
         stopped = any(self._neighbours.stopped(card.rank) for card in cards)
-        names = ", ".join(f"rank {card.world_rank}" for card in cards)
         state = "its process is stopped" if stopped else "its process lives"
-        failure = Failure(
-            card.world_rank,
-            card.name,
-            self.board.step_of(late[0]),
-            None,
-            f"did not come within the timeout of {self._limit:g} s ({state})"
-            + (f"; missing in all: {names}" if len(cards) > 1 else ""),
-            dead=False,
-        )
-        self.board.fail(failure)
-        self._raise()
+        names = ", ".join(f"rank {card.world_rank}" for card in cards)
+        more = f"; missing in all: {names}" if len(cards) > 1 else ""
+        text = f"did not come within the timeout of {limit:g} s ({state}){more}"
+        step = self.board.step_of(late[0])
+        return Failure(cards[0].world_rank, cards[0].name, step, None, text, dead=False)
 
     def _raise(self) -> NoReturn:
         """Raise what was told first."""

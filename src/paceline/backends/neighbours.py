@@ -307,6 +307,8 @@ class Neighbours:
     def close(self) -> None:
         """Take leave of everybody. Where Python goes down it just ends, and its exit code tells the rest."""
         if not threading.main_thread().is_alive():
+            for neighbour in self._by_rank.values():
+                neighbour.socket.detach()  # else Python closes it long before the process has an exit code
             return
         for neighbour in self._by_rank.values():
             with contextlib.suppress(OSError):
