@@ -46,7 +46,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text):
     out = tmp_path / "run"
     told = run("--data", text, "--out", out, "--steps", 6, *SMALL)
     assert told.returncode == 0, told.stderr
-    assert "2 ranks on cpu (gloo), 1 thread each; sharded" in told.stdout
+    assert "2 ranks on cpu (paceline), 1 thread each; sharded" in told.stdout
     assert "step      6  held-out loss" in told.stdout
     assert "a sample of what the model writes:\n\ndef " in told.stdout
     assert f"report: {out}/report.html" in told.stdout
