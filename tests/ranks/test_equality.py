@@ -104,7 +104,7 @@ def check(pool, ranks, cases, backend="paceline", timeout=240):
 
 @pytest.mark.parametrize(
     ("backend", "ranks"),
-    [("paceline", 1), ("paceline", 2), ("paceline", 3), ("gloo", 2), ("gloo", 4)],
+    [("gloo", 1), ("paceline", 2), ("gloo", 3), ("paceline", 4)],
     ids=lambda value: str(value),
 )
 @pytest.mark.parametrize("sync", STRATEGIES)
