@@ -265,13 +265,20 @@ def test_nothing_is_left_of_an_owner_that_is_killed(number):
     finally:
         owner.send_signal(number)
         owner.wait(30)
-    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
+    until(lambda: not any(lives(one) for one in family))
     foreign = set(network_of.values()) - {None, network_of_process("self")}
     assert len(foreign) == 3  # two hosts and the switch
     until(lambda: foreign.isdisjoint(map(network_of_process, psutil.pids())))
     until(lambda: "eth0" not in devices_of(pinned))  # its other end was at the switch, which is gone
     os.close(pinned)
     assert os.listdir("/sys/class/net") == devices
+
+
+def lives(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def holds(process, name):
