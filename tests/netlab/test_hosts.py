@@ -249,7 +249,12 @@ time.sleep(1000)
 def test_nothing_is_left_of_an_owner_that_is_killed(number):
     devices = os.listdir("/sys/class/net")
     words = [sys.executable, "-c", OWNER, f"{ORPHAN}; {FOREVER}"]
-    owner = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    owner = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
+    )
     try:
         assert owner.stdout.readline() == b"ready\n"
         assert os.listdir("/sys/class/net") == devices

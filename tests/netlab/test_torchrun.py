@@ -151,7 +151,12 @@ def test_ctrl_c_leaves_cleanly(tmp_path):
     line = "trap 'echo tidy; exit' TERM; echo ready; while :; do sleep 0.05; done"
     words = [sys.executable, "-m", "paceline", "lab", "--ranks", "0", "sh", "-c", line]
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     seen = ""
     while seen.count("ready\n") < 2:
