@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import warnings
@@ -39,8 +40,8 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
     """
     del backend_options
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
-    store = dist.PrefixStore("paceline", options.store)
     world_ranks = list(options.global_ranks_in_group) or list(range(size))
+    store = dist.PrefixStore(f"paceline/{_key(world_ranks)}", options.store)
     listener, problem = _listen()
     card = _card(rank, world_ranks, listener, problem)
     cards = exchange_cards(store, card, size, timeout.total_seconds())
@@ -52,8 +53,16 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
         if rank == 0:
             warnings.warn(f"paceline backend: no shared memory, using gloo instead ({reason})", stacklevel=2)
     group = PacelineGroup(rank, size, route, mailbox)
-    _register_inner(group, options, gloo)
+    _register_inner(group, options, store, gloo)
     return group
+
+
+def _key(world_ranks: Sequence[int]) -> str:
+    """Return what tells groups of different ranks apart.
+
+    torch counts groups on each rank for itself, so two groups may have one name, and one part of the store.
+    """
+    return hashlib.sha256(repr(list(world_ranks)).encode()).hexdigest()[:16]
 
 
 def _listen() -> tuple[Listener | None, str]:
@@ -114,7 +123,9 @@ def _route(
     return HierarchicalRoute(inside, between, by_host, me, store), None
 
 
-def _register_inner(group: PacelineGroup, options: Any, gloo: dist.ProcessGroupGloo) -> None:
+def _register_inner(
+    group: PacelineGroup, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo
+) -> None:
     """Register what calls fall through to: gloo for the CPU, NCCL for CUDA where it is there."""
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -122,7 +133,7 @@ def _register_inner(group: PacelineGroup, options: Any, gloo: dist.ProcessGroupG
         nccl_options = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = options.timeout
         nccl = dist.ProcessGroupNCCL(
-            dist.PrefixStore("nccl", options.store), options.group_rank, options.group_size, nccl_options
+            dist.PrefixStore("nccl", store), options.group_rank, options.group_size, nccl_options
         )
         nccl._set_sequence_number_for_group()
         group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
