@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 from scenes import fails
 
+from paceline.backends import neighbours
+from paceline.backends.board import RING_NBYTES
+from paceline.backends.mailbox import Ring
+
 
 def disagree(rank, size):
     group, texts = dist.group.WORLD, []
@@ -114,6 +118,52 @@ def exchange_in_place(rank, size):
 
 def test_an_exchange_may_be_in_place(pool):
     assert pool(3, "paceline").run(exchange_in_place) == [True] * 3
+
+
+def groups_of_one_name(rank, size):
+    """torch counts groups on each rank, so pairs that make groups of their own give them the same name."""
+    told = neighbours._everybodys
+
+    def slowly(*args):
+        time.sleep(0.3)  # all of them have told by now
+        return told(*args)
+
+    pairs = [dist.new_group(ranks, backend="paceline") for ranks in ([0, 1], [2, 3])]
+    neighbours._everybodys = slowly
+    try:
+        mine, _ = dist.new_subgroups(1, group=pairs[rank // 2])
+    finally:
+        neighbours._everybodys = told
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=mine)
+    return total.item()
+
+
+def test_groups_of_different_ranks_may_have_one_name(pool):
+    assert pool(4, "paceline").run(groups_of_one_name) == [0.0, 1.0, 2.0, 3.0]
+
+
+def counts(rank, size, number):
+    """Pass bytes through a ring as fast as they go, and look at its counts all the while."""
+    ring = Ring(dist.group.WORLD._route.board, 0, 1)
+    one, moved, seen = torch.zeros(1, dtype=torch.uint8), 0, set()
+    dist.barrier()
+    while moved < number:
+        nbytes = ring.full()
+        seen.add(0 <= nbytes <= RING_NBYTES)
+        if rank == 0 and nbytes < 300:
+            ring.write(one)
+        elif rank == 1 and nbytes > 0:
+            ring.read(one)
+        else:
+            continue
+        moved += 1
+    dist.barrier()
+    return seen
+
+
+def test_no_rank_sees_a_count_half_written(pool):
+    assert pool(2, "paceline").run(counts, 30_000) == [{True}] * 2
 
 
 def tiny_ones(rank, size, count):

@@ -31,9 +31,8 @@ from paceline.errors import CollectiveError, UsageError
 __all__ = ["Mailbox"]
 
 _HEADER = struct.Struct("<qq")  # tag, bytes
-_COUNT = struct.Struct("<Q")
 _PAGE = 4096
-_WRITTEN, _READ = 0, 64
+_WRITTEN, _READ = 0, 64 // 8  # numbers of 8-byte words, each in a cache line of its own
 _SLEEP_SECONDS = 0.1
 
 
@@ -42,12 +41,13 @@ class Ring:
 
     def __init__(self, board: Board, source: int, target: int) -> None:
         self._board, self._at = board, board.ring(source, target)
-        self._view = memoryview(board.segment.map)[self._at : self._at + _PAGE]
+        # Words are read and written whole; struct's pack_into() writes zeros first, which the other end would see.
+        self._counts = memoryview(board.segment.map)[self._at : self._at + _PAGE].cast("Q")
         self._data = board.segment.tensor(self._at + _PAGE, RING_NBYTES, torch.uint8)
 
     def full(self) -> int:
         """Return how many bytes can be read."""
-        nbytes = _COUNT.unpack_from(self._view, _WRITTEN)[0] - _COUNT.unpack_from(self._view, _READ)[0]
+        nbytes = self._counts[_WRITTEN] - self._counts[_READ]
         futex.fence()
         return nbytes
 
@@ -64,14 +64,14 @@ class Ring:
         self._move(_READ, into.numel(), lambda place, low, high: into[low:high].copy_(place))
 
     def _move(self, counter: int, nbytes: int, copy: Callable[[torch.Tensor, int, int], object]) -> None:
-        done = _COUNT.unpack_from(self._view, counter)[0]
+        done = self._counts[counter]
         start = done % RING_NBYTES
         first = min(nbytes, RING_NBYTES - start)
         copy(self._data[start : start + first], 0, first)
         if first < nbytes:
             copy(self._data[: nbytes - first], first, nbytes)
         futex.fence()
-        _COUNT.pack_into(self._view, counter, done + nbytes)
+        self._counts[counter] = done + nbytes
 
 
 @dataclass(eq=False)
