@@ -119,7 +119,7 @@ def test_no_two_places_of_the_board_overlap(size):
     for rank in range(size):
         for parity in (0, 1):
             for place, nbytes in (
-                (board.small(rank, parity, SMALL_NBYTES, byte), SMALL_NBYTES),
+                (board.small(rank, parity, byte), SMALL_NBYTES),
                 (board.window(rank, parity, WINDOW_NBYTES, byte), WINDOW_NBYTES),
                 (board.result(rank, parity, WINDOW_NBYTES, byte), WINDOW_NBYTES),
             ):

@@ -21,6 +21,7 @@ import struct
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -43,15 +44,14 @@ _SLOT_NBYTES = 4096
 _ARRIVALS, _BROKEN = 0, 64
 _BELL, _PROGRESS, _STEP, _FAILURE = 128, 256, 264, 512
 _NOTICE = struct.Struct("=16siq")
-_FAILURE_HEAD = struct.Struct("=dII")  # when, the meeting that was given up, bytes of text
+_FAILURE_HEAD = struct.Struct("=dI")  # when, the meeting that was given up
+_FAILURE_LENGTH, _FAILURE_TEXT = _FAILURE + 12, _FAILURE + 16
 _TEXT_LENGTH = 500
 _MASK, _HALF = 0xFFFFFFFF, 0x80000000  # counts run round; one is not before another if less than half ahead
 _PANE_NBYTES = SMALL_NBYTES * 2 + WINDOW_NBYTES * 4  # two small ones, two to read, two to write (with slack)
-_LONG = struct.Struct("=q")
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """What a rank is about to do.
 
     Attributes:
@@ -92,7 +92,8 @@ class Board:
     def __init__(self, segment: Segment, index: int, size: int) -> None:
         self.segment, self.index, self.size = segment, index, size
         self._view = memoryview(segment.map)
-        self._words = self._view.cast("I")  # read and written whole, not byte by byte
+        # Read and written whole; struct's pack_into() writes zeros first, which others would see.
+        self._words, self._longs = self._view.cast("I"), self._view.cast("q")
         self._arrivals = segment.address + _ARRIVALS
         self._target = 0
         self._progress = 0
@@ -101,7 +102,8 @@ class Board:
         self._rings = self._panes + size * _PANE_NBYTES
         self._mine = self._slots[index]
         self._telling = threading.Lock()
-        _LONG.pack_into(self._view, self._mine + _STEP, -1)
+        self._small: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self.step = -1
 
     @staticmethod
     def nbytes(size: int) -> int:
@@ -158,11 +160,11 @@ class Board:
 
     @step.setter
     def step(self, value: int) -> None:
-        _LONG.pack_into(self._view, self._mine + _STEP, value)
+        self._longs[(self._mine + _STEP) // 8] = value
 
     def step_of(self, rank: int) -> int:
         """Return the optimizer step that `rank` is in, −1 if nobody told."""
-        return _LONG.unpack_from(self._view, self._slots[rank] + _STEP)[0]
+        return self._longs[(self._slots[rank] + _STEP) // 8]
 
     @property
     def broken(self) -> bool:
@@ -171,15 +173,15 @@ class Board:
 
     def fail(self, failure: Failure) -> None:
         """Tell everybody why the group can't go on; what a rank told first stands."""
-        at = self._mine + _FAILURE
         told = replace(failure, text=failure.text[:_TEXT_LENGTH])
         text = json.dumps(asdict(told), ensure_ascii=False).encode(errors="replace")
         with self._telling:
-            if _FAILURE_HEAD.unpack_from(self._view, at)[2] == 0:
-                start = at + _FAILURE_HEAD.size
+            if self._words[(self._mine + _FAILURE_LENGTH) // 4] == 0:
+                start = self._mine + _FAILURE_TEXT
                 self._view[start : start + len(text)] = text
+                _FAILURE_HEAD.pack_into(self._view, self._mine + _FAILURE, time.monotonic(), self._progress)
                 futex.fence()
-                _FAILURE_HEAD.pack_into(self._view, at, time.monotonic(), self._progress, len(text))
+                self._words[(self._mine + _FAILURE_LENGTH) // 4] = len(text)  # from now on it is told
                 futex.fence()
         self._words[_BROKEN // 4] = 1
         futex.wake(self._arrivals)
@@ -197,19 +199,24 @@ class Board:
         """Return when which meeting was given up and why, by everybody who told."""
         told = []
         for slot in self._slots if self.broken else ():
-            when, meeting, length = _FAILURE_HEAD.unpack_from(self._view, slot + _FAILURE)
+            length = self._words[(slot + _FAILURE_LENGTH) // 4]
             futex.fence()
             if length:
-                start = slot + _FAILURE + _FAILURE_HEAD.size
+                when, meeting = _FAILURE_HEAD.unpack_from(self._view, slot + _FAILURE)
+                start = slot + _FAILURE_TEXT
                 told.append((when, meeting, bytes(self._view[start : start + length])))
         return told
 
     # Memory to pass data through.
 
-    def small(self, rank: int, turn: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def small(self, rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `rank`'s place for a small message in collective number `turn`."""
-        at = self._panes + rank * _PANE_NBYTES + SMALL_NBYTES * (turn & 1)
-        return self.segment.tensor(at, numel, dtype)
+        place = self._small.get((rank, turn & 1, dtype))
+        if place is None:
+            at = self._panes + rank * _PANE_NBYTES + SMALL_NBYTES * (turn & 1)
+            place = self.segment.tensor(at, SMALL_NBYTES // dtype.itemsize, dtype)
+            self._small[rank, turn & 1, dtype] = place
+        return place
 
     def window(self, rank: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the window in which `rank` shows part number `part` of its tensor."""

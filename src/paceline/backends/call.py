@@ -19,6 +19,9 @@ _OPS = (
 )  # fmt: skip
 _REDUCTIONS = ("", *NAMES)
 _DTYPES = (None, *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str))
+_OP_CODES, _REDUCTION_CODES, _DTYPE_CODES = (
+    {each: code for code, each in enumerate(every)} for every in (_OPS, _REDUCTIONS, _DTYPES)
+)
 _PACKED = struct.Struct("<BBHiq")
 
 
@@ -50,7 +53,7 @@ class Call:
 
     def packed(self) -> bytes:
         """Return what must agree on all ranks: equal, but that one may ask for a mean, another for a sum."""
-        codes = _OPS.index(self.op), _REDUCTIONS.index(self.reduction), _DTYPES.index(self.dtype)
+        codes = _OP_CODES[self.op], _REDUCTION_CODES[self.reduction], _DTYPE_CODES[self.dtype]
         return _PACKED.pack(*codes, self.root, self.numel)
 
     def agrees(self, data: bytes) -> bool:

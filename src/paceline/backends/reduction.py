@@ -7,6 +7,7 @@ two ranks are accumulated in float32 and rounded once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -128,7 +129,11 @@ def reduction_of(op: dist.ReduceOp | dist.ReduceOp.RedOpType, dtype: torch.dtype
     Raises:
         UsageError: there is none.
     """
-    kind = getattr(op, "op", op)
+    return _reduction(getattr(op, "op", op), dtype)
+
+
+@functools.cache
+def _reduction(kind: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction:
     name = next((name for name in NAMES if kind == getattr(dist.ReduceOp, name)), None)
     if name is None:
         raise UsageError(

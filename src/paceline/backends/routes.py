@@ -8,7 +8,7 @@ windows  anything else: shown part by part through a window that stays in the ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,7 @@ Reader = Callable[[int, int], torch.Tensor]
 """``reader(source, target)``: the elements that rank `source` shows to rank `target`."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Elements `low` to `high` of every piece, and how to read them."""
 
     low: int
@@ -86,16 +85,15 @@ class Routes(Meeting):
         yield from self._windows(pieces, length, mine)
 
     def _small(self, call: Call, pieces: Sequence[torch.Tensor], length: int, mine: bool) -> Part:
-        dtype, numel = pieces[0].dtype, len(pieces) * length
+        dtype, turn = pieces[0].dtype, self._turn
         if mine:
-            place = self.board.small(self.index, self._turn, numel, dtype)
+            place = self.board.small(self.index, turn, dtype)
             for target, piece in enumerate(pieces):
                 place[target * length : (target + 1) * length].copy_(piece)
-        turn = self._turn
         self._begin(call, Notice(call.packed()))
 
         def read(source: int, target: int) -> torch.Tensor:
-            return self.board.small(source, turn, numel, dtype)[target * length : (target + 1) * length]
+            return self.board.small(source, turn, dtype)[target * length : (target + 1) * length]
 
         return Part(0, length, read)
 

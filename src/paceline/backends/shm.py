@@ -155,14 +155,13 @@ class HostGroup(Routes):
         self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
     ) -> None:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
-        in_place = same_memory(output, inputs[self.index])
-        others = [each for rank, each in enumerate(inputs) if rank != self.index or not in_place]
-        result = torch.empty_like(output) if overlap([output], others) else output
+        own = self.index if same_memory(output, inputs[self.index]) else 0
+        result = torch.empty_like(output) if _clash(output, inputs, self.index) else output
         flat = result.view(-1)
         for part in self._parts(call, [flat_of(each) for each in inputs], range(self.size)):
             shown = [part.read(rank, self.index) for rank in range(self.size)]
             for *block, out in blocks([*shown, flat[part.low : part.high]]):
-                how(block, out, self.index if in_place else 0, self._scratch, ranks)
+                how(block, out, own, self._scratch, ranks)
         if result is not output:
             output.copy_(result)
 
@@ -177,12 +176,7 @@ class HostGroup(Routes):
     def _collect(
         self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, takes: bool
     ) -> None:
-        others = [
-            output
-            for rank, output in enumerate(outputs)
-            if rank != self.index or not same_memory(output, tensor)
-        ]
-        mine = bytes_of(tensor.clone() if overlap([tensor], others) else tensor)
+        mine = bytes_of(tensor.clone() if _clash(tensor, outputs, self.index) else tensor)
         places = [bytes_of(output) for output in outputs]
         order = [(self.index + distance) % self.size for distance in range(self.size)]
         for part in self._parts(call, [mine], range(self.size), shared=True):
@@ -198,8 +192,7 @@ class HostGroup(Routes):
 
     def scatter(self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
         """Copy ``inputs[r]`` of `root` into the `output` of rank r; elsewhere `inputs` is empty."""
-        others = [each for rank, each in enumerate(inputs) if rank != root or not same_memory(output, each)]
-        result = torch.empty_like(output) if overlap([output], others) else output
+        result = torch.empty_like(output) if _clash(output, inputs, root) else output
         mine = bytes_of(result)
         shown = [bytes_of(each) for each in inputs] if self.index == root else [mine] * self.size
         for part in self._parts(call, shown, [root]):
@@ -243,3 +236,11 @@ class HostGroup(Routes):
                 remedy="give input splits of each rank that equal the output splits of the receivers",
             )
         return int(table.max())
+
+
+def _clash(tensor: torch.Tensor, pieces: Sequence[torch.Tensor], own: int) -> bool:
+    """Return whether a tensor overlaps other pieces than its own; small ones are copied before that matters."""
+    if len(pieces) * tensor.nbytes <= SMALL_NBYTES:
+        return False
+    others = [each for rank, each in enumerate(pieces) if rank != own or not same_memory(tensor, each)]
+    return overlap([tensor], others)
