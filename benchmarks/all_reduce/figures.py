@@ -22,6 +22,7 @@ __all__ = [
     "HALVES",
     "MPICH",
     "ORDINARY",
+    "PASS",
     "Result",
     "Tried",
     "contestants_at",
@@ -31,6 +32,7 @@ GLOO, HALVES, BEST = "gloo", "gloo, two halves", "gloo at its best"
 ORDINARY, ARENA = "paceline", "paceline, arena"
 MPICH = "MPICH"
 COPY, COPY_ALONE = "copy_, every rank", "copy_, one rank alone"
+PASS = "mul_, every rank"
 
 _LEAST_HALVES_NBYTES = 1_000_000
 """From here on gloo is also tried with two halves; below, a second call costs more than it brings."""
@@ -39,7 +41,7 @@ _LEAST_HALVES_NBYTES = 1_000_000
 def contestants_at(nbytes: int) -> list[str]:
     """Return who takes part at a size."""
     halves = [HALVES] if nbytes >= _LEAST_HALVES_NBYTES else []
-    return [GLOO, *halves, ORDINARY, ARENA, MPICH, COPY, COPY_ALONE]
+    return [GLOO, *halves, ORDINARY, ARENA, MPICH, COPY, COPY_ALONE, PASS]
 
 
 Tried = list[dict[str, Any]]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from figures import ARENA, BEST, COPY, COPY_ALONE, GLOO, HALVES, MPICH, ORDINARY, contestants_at
+from figures import ARENA, BEST, COPY, COPY_ALONE, GLOO, HALVES, MPICH, ORDINARY, PASS, contestants_at
 from mpi4py import MPI
 
 from paceline.bench import exact
@@ -52,8 +52,9 @@ class Contestant:
         run: does it once, in `buffer`.
         meet: the barrier at which an iteration begins.
         buffer: what it reduces, or copies to.
-        source: what it copies from; None: it is an all-reduce.
+        source: what it copies from; None: it is an all-reduce, or makes of ones what an all-reduce makes of them.
         alone: rank 0 does it while the others sleep.
+        shares: False: no rank needs another one's numbers.
     """
 
     run: Callable[[], object]
@@ -61,6 +62,7 @@ class Contestant:
     buffer: torch.Tensor
     source: torch.Tensor | None = None
     alone: bool = False
+    shares: bool = True
 
 
 def contestants(ranks: Ranks, numel: int) -> dict[str, Contestant]:
@@ -85,6 +87,7 @@ def contestants(ranks: Ranks, numel: int) -> dict[str, Contestant]:
         MPICH: Contestant(lambda: ranks.mpi.Allreduce(MPI.IN_PLACE, memory), ranks.mpi.Barrier, ordinary),
         COPY: Contestant(lambda: arena.copy_(ordinary), dist.barrier, arena, ordinary),
         COPY_ALONE: Contestant(lambda: arena.copy_(ordinary), dist.barrier, arena, ordinary, alone=True),
+        PASS: Contestant(lambda: arena.mul_(ranks.size), dist.barrier, arena, shares=False),
     }
     return {name: everybody[name] for name in contestants_at(ordinary.nbytes)}
 
@@ -136,7 +139,8 @@ def measure(ranks: Ranks, nbytes: int, rounds: int, calls: int) -> dict[str, Any
     """Return the times of all contestants at one size."""
     everybody = contestants(ranks, nbytes // 4)
     for name, contestant in everybody.items():
-        check(ranks, name, contestant)
+        if contestant.shares:
+            check(ranks, name, contestant)
         _tick(ranks)
     names = list(everybody)
     seconds = np.zeros((len(names), rounds, calls))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, Result, Tried
+from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, PASS, Result, Tried
 
 from paceline.bench.paired import Ratio
 from paceline.report.markdown import fill, table
@@ -23,6 +23,8 @@ WANTED = [  # ranks, bytes, own, other, bound
     (2, 100 * MB, BEST, ORDINARY, "≥ 1.8"),
     (2, 100 * MB, MPICH, ARENA, "≥ 2.5"),
     (2, 100 * MB, ARENA, COPY, "≤ 1.1"),
+    (2, 100 * MB, ARENA, PASS, ""),
+    (2, 100 * MB, MPICH, PASS, ""),
     (2, 4_000, BEST, ORDINARY, "≥ 4"),
     (2, 4_000, BEST, ARENA, "≥ 4"),
     (4, 100 * MB, BEST, ARENA, "≥ 2.5"),
@@ -35,6 +37,7 @@ COLUMNS = {
     ARENA: "paceline, arena",
     COPY: "copy_, all ranks",
     COPY_ALONE: "copy_, one rank",
+    PASS: "mul_, all ranks",
 }
 
 
@@ -72,7 +75,7 @@ def settings(results: dict[int, Tried]) -> str:
 
 
 def _short(name: str) -> str:
-    return {BEST: "gloo", ORDINARY: "ordinary", ARENA: "arena", COPY: "copy_"}.get(name, name)
+    return {BEST: "gloo", ORDINARY: "ordinary", ARENA: "arena", COPY: "copy_", PASS: "mul_"}.get(name, name)
 
 
 def _size(nbytes: int) -> str:
