@@ -16,7 +16,8 @@ import torch.distributed as dist
 from scenes import enter, fails, ranks_of
 
 from paceline.backends.arena import arena
-from paceline.backends.reduction import BLOCK_NBYTES, Reduction
+from paceline.backends.reduction import BLOCK_NBYTES
+from paceline.backends.shm import HostGroup
 from paceline.errors import CollectiveError, PeerLost
 
 
@@ -24,15 +25,15 @@ def late_in_the_middle(tell, rank, size, folder):
     """Rank 1 is slow within a call; when it goes on, rank 0 has long used the memory for something else."""
     group = enter(folder, rank, size, timeout=0.5)
     tensor = group.allocate_tensor(16 * BLOCK_NBYTES // 4).fill_(1)
-    place, made = tensor.data_ptr(), Reduction.__call__
+    place, look = tensor.data_ptr(), HostGroup._look_if_broken
 
-    def slowly(self, *args):
-        made(self, *args)
+    def slowly(self):
         if rank == 1:
-            Reduction.__call__ = made
+            HostGroup._look_if_broken = look
             time.sleep(2.0)
+        look(self)
 
-    Reduction.__call__ = slowly
+    HostGroup._look_if_broken = slowly
     held = [dist.all_reduce(tensor, async_op=True)]
     kind, text = fails(lambda: held[0])
     held.clear()
@@ -80,14 +81,14 @@ def test_a_rank_that_comes_too_late_is_told_so(nursery):
 def failing_inside(tell, rank, size, folder):
     group = enter(folder, rank, size)
     group.note_step(4)
-    tensor, made = group.allocate_tensor(1_000_000).fill_(1), Reduction.__call__
+    tensor, look = group.allocate_tensor(1_000_000).fill_(1), HostGroup._look_if_broken
 
-    def breaking(self, *args):
-        made(self, *args)
+    def breaking(self):
+        look(self)
         if rank == 2:
             raise MemoryError("no room for the scratch")
 
-    Reduction.__call__ = breaking
+    HostGroup._look_if_broken = breaking
     tell(fails(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 

@@ -7,10 +7,11 @@ Phases of every collective:
     3. take: combine or copy what the others show, in place where the data lie in the arena
     4. meet again, where others read or write this rank's own tensor
 
-How data are shown depends on where they lie: routes.py.
+How data are shown depends on where they lie: routes.py. How they are combined: reduction.py.
 
 All-reduce, direct (rank r of N): reduce the r-th slice of all ranks into the own tensor, block by block,
-and write each block into the others' tensors while it is in the cache: about the memory traffic of one copy.
+and write each block into the others' tensors while it is in the cache: about the memory traffic of one copy
+(everywhere.py).
 
 A result may overlap what this rank gives. Where the others still read there, a copy stands in for one of them.
 """
@@ -24,6 +25,7 @@ import torch
 from paceline.backends.arena import Arena
 from paceline.backends.board import SMALL_NBYTES, WINDOW_NBYTES, Board, Notice
 from paceline.backends.call import Call
+from paceline.backends.everywhere import reduce_everywhere
 from paceline.backends.neighbours import Neighbours
 from paceline.backends.reduction import Reduction, Scratch, blocks, divide
 from paceline.backends.routes import ALIGN_NUMEL, Routes
@@ -96,16 +98,14 @@ class HostGroup(Routes):
 
     def _all_reduce_direct(self, tensors: list[torch.Tensor], how: Reduction, ranks: int) -> None:
         low, high = span(tensors[0].numel(), self.size, self.index)
-        if low == high:
-            return
-        for block in blocks([tensor[low:high] for tensor in tensors]):
-            own = block[self.index]
-            how(block, own, self.index, self._scratch, ranks)
-            if self.board.broken:
-                self.look()  # before writing where another rank may keep something else by now
-            for rank, other in enumerate(block):
-                if rank != self.index:
-                    other.copy_(own)
+        if low < high:
+            slices = [tensor[low:high] for tensor in tensors]
+            reduce_everywhere(slices, self.index, how, self._scratch, ranks, self._look_if_broken)
+
+    def _look_if_broken(self) -> None:
+        """Raise before writing where another rank may keep something else by now."""
+        if self.board.broken:
+            self.look()
 
     def _all_reduce_windows(self, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
         """Show part t, meet, reduce the own slice of it, and take the others' results of part t − 1."""

@@ -1,0 +1,72 @@
+"""Slices of all ranks, reduced into every one of them: numpy's way beside torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.backends import everywhere
+from paceline.backends.everywhere import reduce_everywhere, reduce_tensors
+from paceline.backends.reduction import Scratch, reduction_of
+
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+def slices_of(size, numel, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        scale = 10.0 ** torch.randint(-30, 30, (size, numel), generator=generator)
+        return list((torch.randn(size, numel, generator=generator) * scale).to(dtype))
+    return list(torch.randint(-(2**31), 2**31 - 1, (size, numel), generator=generator).to(dtype))
+
+
+def nothing():
+    pass
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("op", "dtype"), [(op, dtype) for op in ("SUM", "AVG") for dtype in DTYPES[: 4 if op == "SUM" else 2]]
+)
+def test_numpy_and_torch_come_to_the_same_bits(monkeypatch, size, dtype, op):
+    monkeypatch.setattr(everywhere, "BLOCK_NBYTES", 512)
+    how = reduction_of(getattr(dist.ReduceOp, op), dtype)
+    for own in range(size):
+        for numel in (1, 63, 64, 1000):
+            given = slices_of(size, numel, dtype, numel)
+            quick, plain = [[each.clone() for each in given] for _ in range(2)]
+            reduce_everywhere(quick, own, how, Scratch(), size + 1, nothing)
+            reduce_tensors(plain, own, how, Scratch(), size + 1, nothing)
+            for left, right in zip(quick, plain, strict=True):
+                assert torch.equal(left, right)
+                assert torch.equal(left, quick[own])
+
+
+def test_a_mean_divides_by_the_ranks_it_is_told():
+    slices = [torch.full((100,), 3.0), torch.full((100,), 5.0)]
+    reduce_everywhere(slices, 1, reduction_of(dist.ReduceOp.AVG, torch.float32), Scratch(), 4, nothing)
+    assert all(each.eq(2.0).all() for each in slices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_written_into_the_others_once_the_look_raises(dtype):
+    given = [torch.ones(1 << 18, dtype=dtype), torch.ones(1 << 18, dtype=dtype)]
+    how, looks = reduction_of(dist.ReduceOp.SUM, dtype), []
+
+    def look():
+        looks.append(1)
+        if len(looks) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        reduce_everywhere(given, 0, how, Scratch(), 2, look)
+    written = given[1].eq(2).nonzero().numel()
+    assert 0 < written < given[1].numel(), "the first block"
+    assert given[1][written:].eq(1).all()
+
+
+def test_reductions_that_numpy_does_not_make():
+    slices = [torch.tensor([True, False]), torch.tensor([False, False])]
+    reduce_everywhere(slices, 0, reduction_of(dist.ReduceOp.MAX, torch.bool), Scratch(), 2, nothing)
+    assert [each.tolist() for each in slices] == [[True, False]] * 2
