@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import Wire
+from wire import Wire
 
 from paceline.errors import UsageError
 from paceline.lab import Lab, Traffic, missing
