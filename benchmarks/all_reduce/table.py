@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, PASS, Result, Tried
 
-from paceline.bench.paired import Ratio
 from paceline.report.markdown import fill, table
 from paceline.units import format_count
 
@@ -47,7 +46,7 @@ def figures(results: dict[int, Result]) -> str:
     for ranks, nbytes, own, other, bound in WANTED:
         ratio = results[ranks].at(nbytes).ratio(own, other)
         title = f"{_short(own)} ÷ {_short(other)}"
-        rows.append([str(ranks), _size(nbytes), title, _ratio(ratio), bound])
+        rows.append([str(ranks), _size(nbytes), title, str(ratio), bound])
     return table(["ranks", "bytes", "", "median (95 % interval)", "wanted"], rows, words=3)
 
 
@@ -85,10 +84,6 @@ def _size(nbytes: int) -> str:
 def _milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
     return f"{value:.4f}" if value < 0.1 else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def main(

@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 from figures import ARENA, BEST, GLOO, ORDINARY, Result
 
-from paceline.bench.paired import Ratio
 from paceline.report.markdown import fill, table
 from paceline.units import format_count
 
@@ -25,17 +24,13 @@ def figures(result: Result) -> str:
     rows = []
     for row in result.rows:
         times = [f"{1e3 * row.times.seconds[name]:.4g}" for name in (BEST, ORDINARY, ARENA)]
-        ratios = [_ratio(row.times.ratio(BEST, name)) for name in (ORDINARY, ARENA)]
+        ratios = [str(row.times.ratio(BEST, name)) for name in (ORDINARY, ARENA)]
         buffers = [f"{row.buffers(name):.3f}" for name in (GLOO, ARENA)]
         rows.append([f"{format_count(row.times.nbytes)}B", *times, *ratios, *buffers])
     ranks = result.hosts * result.ranks_per_host
     least = [f"{2 * (count - 1) / count:g}" for count in (ranks, result.hosts)]
     rows.append(["expected", *[""] * 5, *least])
     return table(["bytes", *titles, *passed], rows)
-
-
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def main(

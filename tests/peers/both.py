@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from scenes import enter
 
-__all__ = ["apart", "on_both", "world"]
+__all__ = ["apart", "compare", "on_both", "world"]
 
 
 @contextmanager
 def world(rank: int, size: int, folder: str, seconds: float = 60.0):
     """Enter a world on "paceline" whose ranks meet in `folder`; an error leaves it as it is."""
-    dist.init_process_group(
-        "paceline",
-        init_method=f"file://{folder}/world",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=seconds),
-    )
-    yield dist.group.WORLD
+    yield enter(folder, rank, size, seconds)
     dist.destroy_process_group()
 
 
@@ -42,3 +35,14 @@ def apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     assert [each.dtype for each in left] == [each.dtype for each in right]
     gaps = [(a - b).abs().max().double() for a, b in zip(left, right, strict=True) if a.numel()]
     return torch.stack(gaps).max().item()
+
+
+def compare(pool, tmp_path, size: int, *case: Any) -> None:
+    """Hold the parameters of every rank on "paceline" against those on gloo, and against rank 0's.
+
+    On two ranks to the same bits; on more to 1e-6, as the backends add the ranks in different orders.
+    """
+    results = pool(size).run(on_both, str(tmp_path), *case, world=False)
+    for ours, gloos in results:
+        assert apart(ours, results[0][0]) == 0.0, "the ranks differ"
+        assert apart(ours, gloos) <= (0.0 if size == 2 else 1e-6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from both import apart, on_both, world
+from both import apart, compare, world
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,14 +66,6 @@ def train_uneven(group, rank, size, static):
             optim.step()
             optim.zero_grad()
     return [param.detach() for param in model.parameters()]
-
-
-def compare(pool, tmp_path, size, *case):
-    """Hold the parameters of every rank on "paceline" against those on gloo, and against rank 0's."""
-    results = pool(size).run(on_both, str(tmp_path), *case, world=False)
-    for ours, gloos in results:
-        assert apart(ours, results[0][0]) == 0.0, "the ranks differ"
-        assert apart(ours, gloos) <= (0.0 if size == 2 else 1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)

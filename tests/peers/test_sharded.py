@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
-from both import apart, on_both, world
+from both import apart, compare, world
 from test_ddp import STEPS, batch, build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -59,13 +59,6 @@ def train_zero(group, rank, size):
     advance(model, optim, rank, size, range(STEPS))
     optim.consolidate_state_dict(to=0)
     return [param.detach() for param in model.parameters()]
-
-
-def compare(pool, tmp_path, size, *case):
-    results = pool(size).run(on_both, str(tmp_path), *case, world=False)
-    for ours, gloos in results:
-        assert apart(ours, results[0][0]) == 0.0, "the ranks differ"
-        assert apart(ours, gloos) <= (0.0 if size == 2 else 1e-6)
 
 
 @pytest.mark.parametrize("size", [2, 3])

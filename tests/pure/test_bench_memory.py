@@ -19,7 +19,7 @@ def test_what_a_block_needs_is_seen_even_if_it_is_freed():
     with PeakMemory("cpu") as peak:
         block = torch.ones(16 * MIB)
         del block
-    assert 63 * MIB <= peak.nbytes < 96 * MIB  # the process may give back a few pages of its own meanwhile
+    assert 63 * MIB <= peak.nbytes < 96 * MIB  # Linux notes a peak from counts that lag
 
 
 def test_what_was_held_and_what_was_freed_before_do_not_count():

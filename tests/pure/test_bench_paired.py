@@ -52,3 +52,7 @@ def test_the_best_of_several_is_one_more_contestant():
     assert best.seconds["best"] == 2.0
     assert best.rounds["best"] == [2.0]
     assert set(best.seconds) == {*times.seconds, "best"}
+
+
+def test_a_ratio_is_written_with_its_interval():
+    assert str(Ratio(6.987, 6.5, 7.671)) == "6.99 (6.50 to 7.67)"

@@ -14,7 +14,7 @@ import torch
 
 from paceline.backends.reduction import BLOCK_NBYTES, Reduction, Scratch, blocks
 
-__all__ = ["reduce_everywhere", "reduce_tensors"]
+__all__ = ["reduce_everywhere"]
 
 _SUMMED_BY_NUMPY = (torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -36,19 +36,7 @@ def reduce_everywhere(
     """
     if how.name in ("SUM", "AVG") and slices[0].dtype in _SUMMED_BY_NUMPY:
         _sum_arrays([each.numpy() for each in slices], own, ranks if how.name == "AVG" else 1, before_writing)
-    else:
-        reduce_tensors(slices, own, how, scratch, ranks, before_writing)
-
-
-def reduce_tensors(
-    slices: Sequence[torch.Tensor],
-    own: int,
-    how: Reduction,
-    scratch: Scratch,
-    ranks: int,
-    before_writing: Callable[[], None],
-) -> None:
-    """Do what `reduce_everywhere` does, for any reduction and dtype."""
+        return
     for block in blocks(slices):
         how(block, block[own], own, scratch, ranks)
         before_writing()

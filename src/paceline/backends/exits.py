@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import select
-import signal
 import struct
 import time
 from dataclasses import dataclass
+
+from paceline.ending import signal_name
 
 __all__ = ["Exit", "exit_of", "has_ended"]
 
@@ -32,12 +32,7 @@ class Exit:
     def __str__(self) -> str:
         if self.code is None:
             return "exit code unknown"
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        name = f"signal {-self.code}"
-        with contextlib.suppress(ValueError):
-            name = signal.Signals(-self.code).name
-        return f"ended by {name}"
+        return f"exit code {self.code}" if self.code >= 0 else f"ended by {signal_name(-self.code)}"
 
 
 def has_ended(pidfd: int, seconds: float = 0.0) -> bool:

@@ -3,7 +3,8 @@
 On CUDA the allocator tells. On the CPU it is resident memory: Linux keeps its peak (``VmHWM``) and forgets it
 when 5 is written to ``/proc/self/clear_refs``. Where that is not allowed, the process's peak since it started
 stands in, which is right as long as nothing before was larger: measure in a fresh process. What was freed before
-is first handed back to the system (glibc), or the block would get it for nothing.
+is first handed back to the system (glibc), or the block would get it for nothing. The kernel notes a peak from
+counts that lag by some pages on each core: 0.3 MiB were seen missing on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class PeakMemory:
     Example:
         >>> with PeakMemory("cpu") as peak:
         ...     block = bytearray(2**26)
-        >>> peak.nbytes >= 2**26
+        >>> peak.nbytes > 0.99 * 2**26
         True
     """
 

@@ -33,6 +33,10 @@ class Ratio:
     low: float
     high: float
 
+    def __str__(self) -> str:
+        """Return it as people write it, such as ``6.99 (6.51 to 7.67)``."""
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
 
 def ratio_of(own: Sequence[float], other: Sequence[float]) -> Ratio:
     """Return own / other over rounds in which both had a turn; the same for the same numbers.

@@ -13,6 +13,7 @@ from typing import IO
 
 import psutil
 
+from paceline.ending import how_ended
 from paceline.errors import HostFailed
 from paceline.lab.star import name_of
 from paceline.lab.torchrun import without_report
@@ -195,11 +196,7 @@ class Job:
 
 
 def _how(one: Program) -> str:
-    code = one.code() or 0
-    if code >= 0:
-        return f"ended with exit code {code}"
-    known = -code in signal.Signals.__members__.values()  # real-time signals have no names
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    return how_ended(one.code() or 0)
 
 
 def _tail(one: Program, most: int = _TAIL_LINES) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from paceline.ending import how_ended
 from paceline.errors import RankFailed, UsageError
 from paceline.launch import leash
 from paceline.machine.cores import usable_cores
@@ -172,11 +173,7 @@ def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) 
 
 
 def _how(one: _Rank) -> str:
-    code = one.exit_code() or 0
-    if code >= 0:
-        return f"ended with exit code {code}"
-    known = -code in signal.Signals.__members__.values()  # real-time signals have no names
-    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    return how_ended(one.exit_code() or 0)
 
 
 def _remedy(one: _Rank) -> str:

@@ -1,0 +1,22 @@
+"""How a process ended, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.backends.exits import Exit
+from paceline.ending import how_ended
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence", "short"),
+    [
+        (0, "ended with exit code 0", "exit code 0"),
+        (3, "ended with exit code 3", "exit code 3"),
+        (-9, "was ended by SIGKILL", "ended by SIGKILL"),
+        (-40, "was ended by signal 40", "ended by signal 40"),
+    ],
+)
+def test_signals_are_named_where_they_have_names(code, sentence, short):
+    assert how_ended(code) == sentence
+    assert str(Exit(code)) == short
