@@ -22,6 +22,7 @@ WANTED = [  # ranks, bytes, own, other, bound
     (2, 100 * MB, BEST, ORDINARY, "≥ 1.8"),
     (2, 100 * MB, MPICH, ARENA, "≥ 2.5"),
     (2, 100 * MB, ARENA, COPY, "≤ 1.1"),
+    (2, 100 * MB, ARENA, COPY_ALONE, "≤ 1.1"),
     (2, 100 * MB, ARENA, PASS, ""),
     (2, 100 * MB, MPICH, PASS, ""),
     (2, 4_000, BEST, ORDINARY, "≥ 4"),
@@ -74,7 +75,14 @@ def settings(results: dict[int, Tried]) -> str:
 
 
 def _short(name: str) -> str:
-    return {BEST: "gloo", ORDINARY: "ordinary", ARENA: "arena", COPY: "copy_", PASS: "mul_"}.get(name, name)
+    return {
+        BEST: "gloo",
+        ORDINARY: "ordinary",
+        ARENA: "arena",
+        COPY: "copy_",
+        COPY_ALONE: "copy_, one rank alone",
+        PASS: "mul_",
+    }.get(name, name)
 
 
 def _size(nbytes: int) -> str:
