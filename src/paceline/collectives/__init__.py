@@ -1,0 +1,1 @@
+"""Collectives as data: a schedule says who sends which part to whom in which round."""
