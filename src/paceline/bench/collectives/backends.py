@@ -1,0 +1,121 @@
+"""What carries a collective, by the name on the command line, and what each needs (no torch until asked).
+
+| name             | what runs                                                                            |
+|------------------|--------------------------------------------------------------------------------------|
+| `gloo`           | torch's backend for the CPU, over TCP                                                |
+| `paceline`       | ours, on ordinary tensors: shared memory inside a host, the network between hosts    |
+| `paceline:arena` | ours, on tensors of `allocate_tensor`, which it reduces where they lie               |
+| `nccl`           | NVIDIA's, on GPUs, one per rank                                                      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.errors import UsageError, unknown
+from paceline.machine.software import Gpu, torch_facts
+
+__all__ = ["BACKENDS", "RANKS", "Backend", "backend_of", "check_backends", "default_backends", "gpus"]
+
+RANKS = "ranks"
+"""Ranks that are started as Python processes, which meet in a file or over TCP."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to carry collectives.
+
+    Attributes:
+        name: as on the command line.
+        torch: torch's name for it.
+        device: ``"cpu"`` or ``"cuda"``.
+        starter: what starts its processes; those of one starter share processes and take turns.
+        missing: tells why it can't be had here, with what to do; None: it can.
+        arena: its buffers come from the backend's own memory.
+        usual: it takes part where nobody names backends.
+    """
+
+    name: str
+    torch: str
+    device: str
+    starter: str
+    missing: Callable[[], UsageError | None]
+    arena: bool = False
+    usual: bool = True
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that torch can use here."""
+    facts = torch_facts()
+    return facts.gpus if facts else ()
+
+
+def _built_in(name: str, remedy: str) -> UsageError | None:
+    facts = torch_facts()
+    if facts and name in facts.backends:
+        return None
+    return UsageError(f"backend {name!r}: the installed PyTorch is built without it", remedy=remedy)
+
+
+def _gloo_missing() -> UsageError | None:
+    return _built_in("gloo", "install a PyTorch from pytorch.org, which has it")
+
+
+def _nccl_missing() -> UsageError | None:
+    if not gpus():
+        return UsageError(
+            "backend 'nccl' needs GPUs, and torch can use none here",
+            remedy="see `paceline doctor`, or leave it out",
+        )
+    return _built_in("nccl", "install a PyTorch for CUDA, or leave nccl out")
+
+
+BACKENDS = {
+    each.name: each
+    for each in (
+        Backend("gloo", "gloo", "cpu", RANKS, _gloo_missing),
+        Backend("paceline", "paceline", "cpu", RANKS, _gloo_missing),
+        Backend("paceline:arena", "paceline", "cpu", RANKS, _gloo_missing, arena=True, usual=False),
+        Backend("nccl", "nccl", "cuda", RANKS, _nccl_missing),
+    )
+}
+
+
+def backend_of(name: str) -> Backend:
+    """Return the backend of that name.
+
+    Raises:
+        UsageError: there is none; the nearest name is suggested.
+    """
+    if name not in BACKENDS:
+        raise unknown("backend", name, BACKENDS)
+    return BACKENDS[name]
+
+
+def check_backends(names: tuple[str, ...], most_ranks_on_host: int) -> None:
+    """Refuse backends that can't run here.
+
+    Args:
+        names: which ones.
+        most_ranks_on_host: the most ranks that one host gets.
+
+    Raises:
+        UsageError: one is unknown or not installed, or there are fewer GPUs than ranks.
+    """
+    for name in names:
+        problem = backend_of(name).missing()
+        if problem is not None:
+            raise problem
+        there = len(gpus()) if BACKENDS[name].device == "cuda" else most_ranks_on_host
+        if most_ranks_on_host > there:
+            raise UsageError(
+                f"backend {name!r}: {most_ranks_on_host} ranks need a GPU each, and there are {there}",
+                remedy=f"give at most {there} with --ranks" if there > 1 else f"leave {name} out",
+            )
+
+
+def default_backends() -> tuple[str, ...]:
+    """Return those that take part where nobody names any: all usual ones that can be had, NCCL from two GPUs on."""
+    there = [each for each in BACKENDS.values() if each.usual and each.missing() is None]
+    return tuple(each.name for each in there if each.device == "cpu" or len(gpus()) > 1)

@@ -1,0 +1,104 @@
+"""Backends at work: a process group for each, and the call of each operation on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from paceline.bench.collectives.backends import backend_of
+from paceline.bench.collectives.buffers import Allocate, Buffers
+from paceline.world import World
+
+__all__ = ["Carrier", "Contestant", "call_of", "open_carrier"]
+
+# These have new names since torch 2.13, and the old ones warn.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A backend that is ready.
+
+    Attributes:
+        name: as on the command line.
+        group: all ranks, on that backend.
+        device: where its tensors are.
+        arena: whether they come from the backend's own memory.
+    """
+
+    name: str
+    group: ProcessGroup
+    device: torch.device
+    arena: bool
+
+    def allocator(self, dtype: torch.dtype) -> Allocate:
+        """Return the function that allocates its buffers."""
+        if self.arena:
+            return partial(self.group.allocate_tensor, dtype=dtype)  # type: ignore[attr-defined]
+        return partial(torch.empty, dtype=dtype, device=self.device)
+
+    def meet(self) -> None:
+        """Return when all ranks have called: a barrier of the backend itself."""
+        if self.device.type == "cuda":
+            dist.barrier(group=self.group, device_ids=[self.device.index])
+        else:
+            dist.barrier(group=self.group)
+        self.finish()
+
+    def finish(self) -> None:
+        """Return when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A backend at one case: `run` does the operation once on `buffers`."""
+
+    carrier: Carrier
+    buffers: Buffers
+    run: Callable[[], object]
+
+
+def open_carrier(name: str, world: World) -> Carrier:
+    """Return the backend of that name with a process group of its own; all ranks must call it, in the same order."""
+    backend = backend_of(name)
+    device = torch.device("cpu")
+    if backend.device == "cuda":
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+    group = dist.new_group(backend=backend.torch)
+    assert isinstance(group, ProcessGroup), "every rank belongs to it"
+    return Carrier(name, group, device, backend.arena)
+
+
+def call_of(buffers: Buffers, group: ProcessGroup) -> Callable[[], object]:
+    """Return the function that does the operation of `buffers` once over `group`, and returns when it is done."""
+    given, taken = buffers.given, buffers.taken
+    match buffers.op:
+        case "all-reduce":
+            return partial(dist.all_reduce, given, group=group)
+        case "reduce-scatter":
+            return partial(_reduce_scatter, taken, given, group=group)
+        case "all-gather":
+            return partial(_all_gather, taken, given, group=group)
+        case "broadcast":
+            return partial(dist.broadcast, given, 0, group=group)
+        case "all-to-all":
+            return partial(dist.all_to_all_single, taken, given, group=group)
+    return partial(_shift, buffers, group)
+
+
+def _shift(buffers: Buffers, group: ProcessGroup) -> None:
+    """Send to the next rank and receive from the previous one at once, as nccl-tests' sendrecv_perf does."""
+    following, previous = (buffers.rank + 1) % buffers.ranks, (buffers.rank - 1) % buffers.ranks
+    sending = dist.P2POp(dist.isend, buffers.given, following, group)
+    receiving = dist.P2POp(dist.irecv, buffers.taken, previous, group)
+    for work in dist.batch_isend_irecv([sending, receiving]):
+        work.wait()

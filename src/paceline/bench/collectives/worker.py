@@ -1,0 +1,89 @@
+"""What each rank of `paceline bench collectives` runs: ``python -m paceline.bench.collectives.worker job.json``.
+
+The job holds settings, the cases, where the ranks meet (else they are told by variables), and the journal that rank 0
+adds each case's rows to as soon as they are there.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from paceline.bench.collectives.contestants import open_carrier
+from paceline.bench.collectives.journal import Journal
+from paceline.bench.collectives.plan import TURNS, Case
+from paceline.bench.collectives.settings import CollectiveSettings
+from paceline.bench.collectives.timing import Field, measure_case
+from paceline.bench.progress import TurnBar
+from paceline.errors import PacelineError
+from paceline.world import World, init, shutdown
+
+__all__ = ["main", "measure_cases", "take_part"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do the job that the file ``argv[0]`` describes; return the exit status."""
+    signal.signal(signal.SIGTERM, _leave)
+    job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    cases = [Case(**{**case, "backends": tuple(case["backends"])}) for case in job["cases"]]
+    settings = CollectiveSettings.from_json(job["settings"])
+    try:
+        world = init("gloo", device="cpu", init_method=job["init_method"])
+        measure_cases(settings, cases, world, Journal(Path(job["journal"])))
+        shutdown()
+    except PacelineError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End in order when asked to, so that a live line gives the terminal back."""
+    raise SystemExit(128 + number)
+
+
+def take_part(
+    settings: CollectiveSettings, cases: Sequence[Case], wanted: Sequence[bool], journal: Journal | None
+) -> None:
+    """Measure as a rank that a launcher started.
+
+    Args:
+        settings: the same on all ranks.
+        cases: all cases, the same on all ranks.
+        wanted: which of them this rank has memory for, and, on rank 0, are not finished yet: a case is measured if
+            all ranks want it.
+        journal: for rank 0.
+    """
+    world = init("gloo", device="cpu")
+    agreed = torch.tensor(wanted, dtype=torch.uint8)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    left = [case for case, chosen in zip(cases, agreed.tolist(), strict=True) if chosen]
+    measure_cases(settings, left, world, journal)
+    shutdown()
+
+
+def measure_cases(
+    settings: CollectiveSettings, cases: Sequence[Case], world: World, journal: Journal | None
+) -> None:
+    """Measure the cases one after another; rank 0 adds the rows of each to the journal."""
+    backends = dict.fromkeys(name for case in cases for name in case.backends)
+    field = Field(world, settings, {name: open_carrier(name, world) for name in backends})
+    with TurnBar(f"{world.size} ranks", TURNS * len(cases), shown=world.rank == 0) as tick:
+        for case in cases:
+            rows = measure_case(field, case, tick)
+            if journal is not None and world.rank == 0:
+                journal.append(rows)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
