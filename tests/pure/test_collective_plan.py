@@ -95,7 +95,7 @@ def test_what_is_asked_for_and_does_not_fit_is_refused_with_what_would():
 
     room = Room(4 * GIB)
     cases = cases_of(settings(sizes=(10**6, 10**10)))
-    with pytest.raises(UsageError, match=r"(?s)10 GB with 2 ranks.*give --sizes up to \d+"):
+    with pytest.raises(UsageError, match=r"(?s)10 GB with 2 ranks.*give --sizes up to [\d.]+MB"):
         refuse_what_does_not_fit(cases, room)
     largest = largest_nbytes(cases[-1], room)
     refuse_what_does_not_fit(cases_of(settings(ranks=(4,), sizes=(largest,))), room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,20 +11,18 @@ __all__ = ["write_text", "write_whole"]
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make a file beside `path`, and put it in its place once it is complete and on disk.
+    """Have `write` make the file beside its place, and put it there once it is complete and on disk.
 
     Args:
         path: the file, whose folder exists.
-        write: writes to the path that it is given, which has the suffix of `path`.
+        write: writes to the path that it is given, which has the name of `path` in another folder.
     """
-    beside = path.with_name(f".{path.stem}-{os.getpid()}.tmp{path.suffix}")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        beside = Path(folder, path.name)
         write(beside)
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ __all__ = ["app", "main"]
 # name: (module, a function or a typer.Typer in it, help)
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
-    "bench": ("paceline.cli.bench", "app", "Measure training steps, beside torch's own DDP."),
+    "bench": ("paceline.cli.bench", "app", "Measure training steps and collectives, beside torch's own."),
     "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),
     "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
     "report": ("paceline.cli.report", "report", "Turn a run's folder into one HTML page."),

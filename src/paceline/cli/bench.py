@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.bench_collectives import collectives
+from paceline.cli.bench_compare import compare
 from paceline.cli.writable import check_writable
 from paceline.errors import UsageError
 
@@ -25,6 +27,10 @@ app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": [
 @app.callback()
 def bench() -> None:
     """Measure, with torch in the same table."""
+
+
+app.command()(collectives)
+app.command()(compare)
 
 
 @app.command()
@@ -144,13 +150,9 @@ def _write_csv(path: Path, rows: list[Row], measured: Mapping[str, object]) -> N
 
 def _show(rows: list[Row]) -> None:
     """Print one table per model, as wide as it needs to be."""
-    from rich.console import Console
-
     from paceline.bench.table import FOOTER, table
+    from paceline.cli.wide_table import print_wide
 
     for model in dict.fromkeys(row.model for row in rows):
-        made = table([row for row in rows if row.model == model])
-        console = Console(highlight=False)
-        needed = console.measure(made, options=console.options.update(width=1000)).maximum
-        Console(highlight=False, width=max(console.width, needed)).print(made, "")
+        print_wide(table([row for row in rows if row.model == model]))
     typer.echo(FOOTER)

@@ -1,15 +1,19 @@
-"""Two results beside each other: what got faster or slower, what only one has, and what else differs (pure)."""
+"""Two results beside each other: what got faster or slower, what only one has, and what else differs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.table import Table
+
 from paceline.bench.collectives.journal import differences
 from paceline.bench.collectives.results import Result
 from paceline.bench.collectives.rows import Key, Row
+from paceline.bench.collectives.table import show_size
+from paceline.units import format_seconds
 
-__all__ = ["Comparison", "Pair", "compare"]
+__all__ = ["Comparison", "Pair", "compare", "in_words", "table"]
 
 _NOT_COMPARED = ("left_out", "complete", "backends", "ops", "ranks", "sizes", "versions")
 """Settings that say which rows there are, which the rows tell better, and versions, which have lines of their own."""
@@ -70,3 +74,25 @@ def _differing(first: Result, second: Result) -> list[str]:
         *(f"version of {line}" for line in differences(*versions)),
         *(f"setting {line}" for line in differences(*settings)),
     ]
+
+
+def in_words(row: Row) -> str:
+    """Return what a row is about: ``"gloo all-reduce, 2 ranks, 1 MB float32"``."""
+    return f"{row.backend} {row.op}, {row.ranks} ranks, {show_size(row.nbytes)} {row.dtype}"
+
+
+def table(pairs: Sequence[Pair]) -> Table:
+    """Return the cases that both results have, with times and their ratio; a wrong result is red."""
+    made = Table(title="B ÷ A below 1: B is faster", title_justify="left", pad_edge=False, box=None)
+    for name in ("op", "backend"):
+        made.add_column(name, no_wrap=True)
+    for name in ("ranks", "S", "A", "B", "B ÷ A"):
+        made.add_column(name, justify="right", no_wrap=True)
+    for pair in pairs:
+        row, other = pair.before, pair.after
+        times = [
+            format_seconds(each.times.median_s) + ("" if each.correct else " WRONG") for each in (row, other)
+        ]
+        cells = [row.op, row.backend, str(row.ranks), show_size(row.nbytes), *times, f"{pair.ratio:.2f}"]
+        made.add_row(*cells, style="" if row.correct and other.correct else "red")
+    return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +26,6 @@ def measure(
     cases: Sequence[Case],
     starters: Starters,
     journal: Journal,
-    meeting: str | None,
 ) -> None:
     """Measure whatever of the cases is not in the journal yet.
 
@@ -34,7 +34,6 @@ def measure(
         cases: all cases.
         starters: start the ranks, such as ``{RANKS: paceline.launch.local.run_ranks}``.
         journal: begun, or resumed.
-        meeting: address ``tcp://host:port`` where ranks meet; None: in a file.
 
     Raises:
         RankFailed: a rank ended with an error; the rows of finished cases are in the journal.
@@ -49,11 +48,19 @@ def measure(
             described = {
                 "settings": settings.to_json(),
                 "cases": [asdict(case) for case in left],
-                "init_method": meeting or Path(folder, "rendezvous").as_uri(),
+                "init_method": _meeting(settings.rendezvous, Path(folder)),
                 "journal": str(journal.path.absolute()),
             }
             job.write_text(json.dumps(described), encoding="utf-8")
             starters[each.starter](["-m", "paceline.bench.collectives.worker", str(job)], each.ranks, env={})
+
+
+def _meeting(rendezvous: str, folder: Path) -> str:
+    """Return where the ranks of one process set meet: a file in `folder`, or a port that is free now."""
+    if rendezvous == "file":
+        return Path(folder, "rendezvous").as_uri()
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 def keys_of(case: Case, dtype: str) -> list[Key]:

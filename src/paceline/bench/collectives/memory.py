@@ -71,7 +71,21 @@ def _reason(case: Case, room: Room) -> str:
         why = f"needs about {format_bytes(needed)} of memory, {format_bytes(room.memory_nbytes)} are free"
     else:
         why = f"needs more than the {format_bytes(room.gpu_nbytes)} of a GPU"
-    return f"{what} {why}; up to {format_count(largest)}B would fit"
+    return f"{what} {why}; up to {_round_down(largest)} would fit"
+
+
+def _round_down(nbytes: int) -> str:
+    """Return a size of at most `nbytes` with two digits, as it can be given on the command line.
+
+    Example:
+        >>> _round_down(1_684_458_854), _round_down(999)
+        ('1.6GB', '990B')
+    """
+    digit = 10 ** max(0, len(str(nbytes)) - 2)
+    lower = nbytes // digit * digit
+    units = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
+    unit = next((unit for unit, scale in units.items() if lower >= scale), "B")
+    return f"{lower / units.get(unit, 1):g}{unit}"
 
 
 def fitting_cases(cases: Iterable[Case], room: Room) -> tuple[list[Case], list[str]]:
@@ -96,4 +110,4 @@ def refuse_what_does_not_fit(cases: Sequence[Case], room: Room) -> None:
         reason = _reason(case, room)
         if reason:
             least = min(largest_nbytes(each, room) for each in cases)
-            raise UsageError(reason, remedy=f"give --sizes up to {least}, fewer --ranks or fewer --backends")
+            raise UsageError(reason, remedy=f"give --sizes up to {_round_down(least)}, fewer --ranks or fewer --backends")

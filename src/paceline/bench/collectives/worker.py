@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -22,10 +23,13 @@ from paceline.bench.collectives.plan import TURNS, Case
 from paceline.bench.collectives.settings import CollectiveSettings
 from paceline.bench.collectives.timing import Field, measure_case
 from paceline.bench.progress import TurnBar
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, PeerLost
 from paceline.world import World, init, shutdown
 
 __all__ = ["main", "measure_cases", "take_part"]
+
+_LOSS = ("by peer", "connection", "broken pipe", "timed out", "timeout")
+"""What gloo and NCCL write when another rank is gone or silent."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,6 +79,13 @@ def measure_cases(
     settings: CollectiveSettings, cases: Sequence[Case], world: World, journal: Journal | None
 ) -> None:
     """Measure the cases one after another; rank 0 adds the rows of each to the journal."""
+    with _losses_named():
+        _measure(settings, cases, world, journal)
+
+
+def _measure(
+    settings: CollectiveSettings, cases: Sequence[Case], world: World, journal: Journal | None
+) -> None:
     backends = dict.fromkeys(name for case in cases for name in case.backends)
     field = Field(world, settings, {name: open_carrier(name, world) for name in backends})
     with TurnBar(f"{world.size} ranks", TURNS * len(cases), shown=world.rank == 0) as tick:
@@ -83,6 +94,23 @@ def measure_cases(
             if journal is not None and world.rank == 0:
                 journal.append(rows)
     dist.barrier()
+
+
+@contextmanager
+def _losses_named() -> Iterator[None]:
+    """Turn the anonymous error of a backend that lost a rank into one that says what it means."""
+    try:
+        yield
+    except PacelineError:
+        raise  # it names the rank already
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].rsplit("] ", 1)[-1]
+        if not any(sign in reason.lower() for sign in _LOSS):
+            raise
+        raise PeerLost(
+            f"another rank ended or stopped answering ({reason})",
+            remedy="look at the output of the other ranks",
+        ) from error
 
 
 if __name__ == "__main__":
