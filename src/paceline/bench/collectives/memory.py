@@ -110,4 +110,6 @@ def refuse_what_does_not_fit(cases: Sequence[Case], room: Room) -> None:
         reason = _reason(case, room)
         if reason:
             least = min(largest_nbytes(each, room) for each in cases)
-            raise UsageError(reason, remedy=f"give --sizes up to {_round_down(least)}, fewer --ranks or fewer --backends")
+            raise UsageError(
+                reason, remedy=f"give --sizes up to {_round_down(least)}, fewer --ranks or fewer --backends"
+            )

@@ -49,12 +49,15 @@ def measure_case(field: Field, case: Case, tick: Callable[[], None]) -> list[Row
     All ranks must call it with the same case.
     """
     everybody = _contestants(field, case)
-    right = [_check(each) for each in everybody]
+    before = [_check(each) for each in everybody]
     once = [_warm_up(each, field.settings.warmup) for each in everybody]
     iterations = iterations_for(field.settings, _slowest(once))
     mine = _take_turns(everybody, turns_of(iterations), tick)
-    right = [before and _check(each) for before, each in zip(right, everybody, strict=True)]
-    told = torch.cat([mine, torch.tensor(right, dtype=torch.float64).view(-1, 1)], dim=1)
+    after = [
+        _check(each) for each in everybody
+    ]  # whatever came before: a rank that stayed out would be waited for
+    right = torch.tensor([before, after], dtype=torch.float64).amin(dim=0).view(-1, 1)
+    told = torch.cat([mine, right], dim=1)
     every = _gather(field.world, told)
     if every is None:
         return []

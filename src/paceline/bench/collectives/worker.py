@@ -6,6 +6,7 @@ adds each case's rows to as soon as they are there.
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -79,8 +80,13 @@ def measure_cases(
     settings: CollectiveSettings, cases: Sequence[Case], world: World, journal: Journal | None
 ) -> None:
     """Measure the cases one after another; rank 0 adds the rows of each to the journal."""
-    with _losses_named():
-        _measure(settings, cases, world, journal)
+    gc.collect()
+    gc.freeze()  # what is there stays there, so that collecting before turns is quick
+    try:
+        with _losses_named():
+            _measure(settings, cases, world, journal)
+    finally:
+        gc.unfreeze()
 
 
 def _measure(

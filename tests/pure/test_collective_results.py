@@ -1,0 +1,249 @@
+"""Journal, JSON, CSV, table, charts and comparison of bench collectives, from rows that are known."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.bench.collectives.compare import compare
+from paceline.bench.collectives.compare import table as comparison_table
+from paceline.bench.collectives.journal import Journal
+from paceline.bench.collectives.measure import finished, in_order, measure
+from paceline.bench.collectives.plan import cases_of
+from paceline.bench.collectives.results import Result, read_result, write_csv, write_json
+from paceline.bench.collectives.rows import Row, Summary
+from paceline.bench.collectives.settings import CollectiveSettings
+from paceline.bench.collectives.table import show_size, table, tables
+from paceline.cli import collective_charts
+from paceline.errors import RankFailed, UsageError
+
+SETTINGS = CollectiveSettings(("gloo", "paceline"), ("all-reduce",), (2, 4), (1000, 1_000_000))
+CASES = cases_of(SETTINGS)
+MACHINE = {"cpu": "one", "torch": "2.13.0"}
+
+
+def row(backend="gloo", op="all-reduce", ranks=2, nbytes=1000, seconds=0.001, correct=True):
+    times = Summary(9, seconds, 2 * seconds, seconds / 2, 3 * seconds, 1, 0.625)
+    return Row(backend, op, ranks, nbytes, "float32", times, correct)
+
+
+def rows_of(case):
+    return [row(backend, case.op, case.ranks, case.nbytes, 1e-6 * case.nbytes) for backend in case.backends]
+
+
+ROWS = [each for case in CASES for each in rows_of(case)]
+
+
+@pytest.fixture
+def journal(tmp_path):
+    made = Journal(tmp_path / "journal.jsonl")
+    made.begin(SETTINGS.to_json(), MACHINE)
+    return made
+
+
+def test_finished_rows_are_in_the_journal_at_once(journal):
+    assert journal.rows() == []
+    journal.append(ROWS[:2])
+    assert Journal(journal.path).rows() == ROWS[:2]
+    journal.append(ROWS[2:])
+    assert Journal(journal.path).resume(SETTINGS.to_json(), MACHINE) == ROWS
+
+
+def test_a_line_that_was_cut_is_dropped_and_written_over(journal):
+    journal.append(ROWS[:2])
+    whole = journal.path.read_bytes()
+    journal.path.write_bytes(whole + b'{"backend": "glo')
+    assert journal.rows() == ROWS[:2]
+    assert journal.resume(SETTINGS.to_json(), MACHINE) == ROWS[:2]
+    journal.append(ROWS[2:3])
+    assert journal.rows() == ROWS[:3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "machine", "message"),
+    [
+        (replace(SETTINGS, dtype="int32"), MACHINE, "other settings: dtype: 'int32' against 'float32'"),
+        (replace(SETTINGS, sizes=(1000,)), MACHINE, "other settings: sizes: .1000. against .1000, 1000000."),
+        (SETTINGS, MACHINE | {"torch": "2.9"}, "other machine: torch: '2.9' against '2.13.0'"),
+    ],
+)
+def test_a_journal_of_another_measurement_is_refused_and_left_alone(journal, settings, machine, message):
+    journal.append(ROWS[:1])
+    before = journal.path.read_bytes()
+    with pytest.raises(UsageError, match=message):
+        journal.resume(settings.to_json(), machine)
+    assert journal.path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", '{"kind": "other", "schema": 1}\n', "no json\n", '{"kind": 1'])
+def test_what_is_no_journal_is_refused(tmp_path, text):
+    (tmp_path / "j").write_text(text)
+    with pytest.raises(UsageError, match="journal"):
+        Journal(tmp_path / "j").rows()
+
+
+class Starter:
+    """Plays the ranks: writes the rows of each case, and fails as the n-th case begins."""
+
+    def __init__(self, fail_at=None):
+        self.fail_at, self.cases, self.jobs = fail_at, 0, []
+
+    def __call__(self, argv, ranks, *, env):
+        job = json.loads(Path(argv[-1]).read_text())
+        self.jobs.append((ranks, job["init_method"]))
+        for record in job["cases"]:
+            if self.cases == self.fail_at:
+                raise RankFailed("was ended by SIGKILL", rank=1)
+            case = next(
+                each for each in CASES if (each.ranks, each.nbytes) == (record["ranks"], record["nbytes"])
+            )
+            Journal(Path(job["journal"])).append(rows_of(case))
+            self.cases += 1
+
+
+def test_what_is_finished_is_not_measured_again(journal):
+    with pytest.raises(RankFailed):
+        measure(SETTINGS, CASES, {"ranks": Starter(fail_at=3)}, journal)
+    assert journal.rows() == [each for case in CASES[:3] for each in rows_of(case)]
+    again = Starter()
+    measure(SETTINGS, CASES, {"ranks": again}, journal)
+    assert (again.cases, [ranks for ranks, _ in again.jobs]) == (1, [4])
+    assert in_order(CASES, "float32", journal.rows()) == ROWS
+    measure(SETTINGS, CASES, {"ranks": Starter(fail_at=0)}, journal)
+
+
+def test_ranks_meet_in_a_file_or_over_tcp(journal):
+    over_tcp = Starter()
+    measure(replace(SETTINGS, rendezvous="tcp"), CASES, {"ranks": over_tcp}, journal)
+    assert all(method.startswith("tcp://127.0.0.1:") for _, method in over_tcp.jobs)
+    journal.begin(SETTINGS.to_json(), MACHINE)
+    by_file = Starter()
+    measure(SETTINGS, CASES, {"ranks": by_file}, journal)
+    methods = [method for _, method in by_file.jobs]
+    assert all(method.startswith("file:///") for method in methods)
+    assert len(set(methods)) == 2
+
+
+def test_a_case_is_finished_when_all_its_backends_are_there():
+    assert not finished(CASES[0], "float32", {ROWS[0].key})
+    assert finished(CASES[0], "float32", {ROWS[0].key, ROWS[1].key})
+    assert not finished(CASES[0], "int32", {ROWS[0].key, ROWS[1].key})
+
+
+def test_the_latest_row_of_a_case_counts():
+    newer = row(seconds=7.0)
+    assert in_order(CASES, "float32", [*ROWS, newer])[0] == newer
+
+
+def result(rows=ROWS, **settings):
+    kept = SETTINGS.to_json() | {"versions": {"torch": "2.13.0"}, "left_out": [], "complete": True} | settings
+    return Result("paceline bench collectives", MACHINE, kept, rows)
+
+
+def test_json_is_strict_and_comes_back(tmp_path):
+    write_json(tmp_path / "r.json", result())
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert list(record) == ["kind", "schema", "command", "machine", "settings", "rows"]
+    assert (record["kind"], record["schema"]) == ("bench-collectives", 1)
+    assert record["settings"]["network"] == "loopback"
+    assert read_result(tmp_path / "r.json") == result()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_a_result_that_cannot_be_written_whole_leaves_the_old_one(tmp_path):
+    write_json(tmp_path / "r.json", result())
+    broken = replace(ROWS[0], times=replace(ROWS[0].times, p95_s=float("nan")))
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(tmp_path / "r.json", result([broken]))
+    assert read_result(tmp_path / "r.json") == result()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"kind": "bench-step", "schema": 1}', "[]", '{"kind": 1, "schema": 1}']
+)
+def test_what_is_no_result_is_refused(tmp_path, text):
+    (tmp_path / "r.json").write_text(text)
+    with pytest.raises(UsageError, match=r"(?s)r\.json.*paceline bench collectives --json FILE"):
+        read_result(tmp_path / "r.json")
+    with pytest.raises(UsageError, match="can't read"):
+        read_result(tmp_path / "absent.json")
+
+
+def test_csv_has_one_line_per_row(tmp_path):
+    write_csv(tmp_path / "r.csv", ROWS)
+    with (tmp_path / "r.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(ROWS)
+    assert lines[0]["backend"] == "gloo"
+    assert float(lines[0]["busbw"]) == pytest.approx(1e6)
+    assert lines[0]["slowest_share"] == "0.625"
+
+
+def printed(made):
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(made)
+    return console.export_text()
+
+
+def test_the_table_has_times_bandwidths_and_the_slowest_rank():
+    made = printed(table([row(ranks=4, nbytes=100_000_000, seconds=0.05)]))
+    cells = made.splitlines()[-1].split()
+    assert cells == ["4", "100", "MB", "gloo", "50", "100", "2", "3", "1", "(62%)", "9"]
+    assert "WRONG" not in made
+
+
+def test_a_wrong_result_is_told_in_the_table():
+    assert printed(table([row(), row("paceline", correct=False)])).count("WRONG RESULT") == 1
+
+
+def test_there_is_a_table_per_operation():
+    assert [made.title for made in tables([row(), row(op="broadcast")])] == [
+        "all-reduce, float32",
+        "broadcast, float32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"), [(999_984, "1 MB"), (65536, "64 KiB"), (1_024_000_000, "1.02 GB"), (996, "996 B")]
+)
+def test_sizes_are_shown_in_the_units_that_suit_them(nbytes, shown):
+    assert show_size(nbytes) == shown
+
+
+def test_charts_have_a_line_for_each_backend_and_number_of_ranks(tmp_path):
+    (tmp_path / "o").mkdir()
+    for path, write in collective_charts.writers(tmp_path / "o", ["all-reduce", "broadcast"]).items():
+        write(path, result())
+    names = {f"all-reduce-{name}{suffix}" for name in ("time", "busbw") for suffix in (".png", ".svg")}
+    assert {path.name for path in (tmp_path / "o").iterdir()} == names  # broadcast has no rows yet
+    said = (tmp_path / "o" / "all-reduce-busbw.svg").read_text()
+    for text in ("gloo, 2 ranks", "paceline, 4 ranks", "busbw (GB/s)", "all-reduce of float32, loopback"):
+        assert text in said
+
+
+def test_two_results_are_compared_case_by_case():
+    faster = [replace(each, times=replace(each.times, median_s=each.times.median_s / 4)) for each in ROWS]
+    found = compare(result(ROWS[:3]), result(faster[1:], complete=False))
+    assert [pair.ratio for pair in found.pairs] == [0.25, 0.25]
+    assert [pair.before for pair in found.pairs] == ROWS[1:3]
+    assert (list(found.only_first), list(found.only_second)) == ([ROWS[0]], faster[3:])
+    assert list(found.differing) == []
+    assert "0.25" in printed(comparison_table(found.pairs))
+
+
+def test_what_else_differs_between_results_is_named():
+    other = replace(
+        result(network="1 Gbit/s star", versions={"torch": "2.9"}), machine={"cpu": "two", "torch": "2.9"}
+    )
+    assert list(compare(result(), other).differing) == [
+        "machine, cpu: 'one' against 'two'",
+        "machine, torch: '2.13.0' against '2.9'",
+        "version of torch: '2.13.0' against '2.9'",
+        "setting network: 'loopback' against '1 Gbit/s star'",
+    ]
