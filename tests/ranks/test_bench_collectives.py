@@ -178,9 +178,8 @@ MANY = ["--ranks", "2", "--backends", "gloo,paceline", "--sizes", "1kB:60kB:+1kB
 
 
 def test_a_rank_that_is_killed_is_named_and_what_was_finished_is_kept_and_resumed(tmp_path):
-    out = tmp_path / "out"
-    journal = out / "collectives.journal.jsonl"
-    with start(*MANY, "--out", out) as process:
+    file, journal = tmp_path / "result.json", tmp_path / "result.journal.jsonl"
+    with start(*MANY, "--json", file) as process:
         wait_for_rows(journal, process)
         ranks = ranks_below(process)
         ranks[1].kill()
@@ -189,23 +188,17 @@ def test_a_rank_that_is_killed_is_named_and_what_was_finished_is_kept_and_resume
     assert "[rank 1] was ended by SIGKILL" in told
     assert "go on with the same command and --resume" in told
     assert not psutil.pid_exists(ranks[0].pid)
-    partial = json.loads((out / "collectives.json").read_text())
+    partial = json.loads(file.read_text())
     kept = [row.to_json() for row in Journal(journal).rows()]
     assert 0 < len(kept) < 120
     assert partial["rows"] == kept
     assert partial["settings"]["complete"] is False
     assert "busbw GB/s" in shown
-    assert (out / "all-reduce-time.png").exists()
 
-    with start(*MANY, "--out", out) as process:
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "--resume" in told
-
-    with start(*MANY, "--out", out, "--resume") as process:
+    with start(*MANY, "--json", file, "--resume") as process:
         _, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
-    whole = json.loads((out / "collectives.json").read_text())
+    whole = json.loads(file.read_text())
     assert whole["rows"][: len(kept)] == kept
     assert len(whole["rows"]) == 120
     assert whole["settings"]["complete"] is True

@@ -1,0 +1,256 @@
+"""`paceline bench collectives` and `compare`: options, mistakes, exit codes and files; no rank is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import paceline.bench.collectives.measure as measuring
+from paceline.bench.collectives import request
+from paceline.bench.collectives.journal import Journal
+from paceline.bench.collectives.measure import keys_of
+from paceline.bench.collectives.rows import Row, Summary
+from paceline.cli import app as module
+from paceline.errors import RankFailed
+
+GIB = 2**30
+
+
+def paceline(monkeypatch, *arguments):
+    """Run the command in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["paceline", "bench", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    return caught.value.code or 0
+
+
+class Measurement:
+    """Plays the ranks: notes what was asked, gives rows, and ends early if told to."""
+
+    def __init__(self):
+        self.asked, self.wrong, self.end = [], None, None
+
+    def __call__(self, settings, cases, starters, journal):
+        self.asked.append((settings, cases))
+        for number, case in enumerate(cases):
+            if number == 1 and self.end is not None:
+                raise self.end
+            for backend, op, ranks, nbytes, dtype in keys_of(case, settings.dtype):
+                times = Summary(5, 0.001, 0.002, 0.001, 0.003, 1, 0.6)
+                journal.append([Row(backend, op, ranks, nbytes, dtype, times, backend != self.wrong)])
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Keep the command from starting ranks, on a machine with 64 GiB free."""
+    played = Measurement()
+    monkeypatch.setattr(measuring, "measure", played)
+    monkeypatch.setattr(request, "memory_available", lambda: 64 * GIB)
+    return played
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backends", "glooo"], "did you mean 'gloo'"),
+        (["--backends", "schedule:rnig"], "unknown backend 'schedule:rnig'"),
+        (["--backends", ","], "--backends ',' names none"),
+        (["--backends", "nccl"], "torch can use none here"),
+        (["--ops", "allreduce"], "did you mean 'all-reduce'"),
+        (["--ranks", "0"], "--ranks 0: one rank has nobody to talk to → give 2 or more"),
+        (["--ranks", "1"], "give 2 or more"),
+        (["--ranks", "two"], "is no number of ranks"),
+        (["--sizes", "1TB"], "would fit → give --sizes up to"),
+        (["--sizes", "big"], "'big' is no size"),
+        (["--sizes", "1MB:2MB"], "is no sweep"),
+        (["--dtype", "float31"], "did you mean 'float32'"),
+        (["--iterations", "0"], "--iterations 0"),
+        (["--seconds", "-1"], "--seconds -1"),
+        (["--warmup", "0"], "--warmup 0"),
+        (["--rendezvous", "fiel"], "did you mean 'file'"),
+        (["--resume"], "--resume: nothing tells of what"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):
+    assert paceline(monkeypatch, "collectives", *arguments) == 2
+    shown = capsys.readouterr().err
+    assert message in " ".join(shown.split())
+    assert "Traceback" not in shown
+    assert measured.asked == []
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--out"])
+def test_a_file_that_cannot_be_written_is_known_before_measuring(
+    monkeypatch, capsys, measured, tmp_path, option
+):
+    (tmp_path / "file").write_text("")
+    assert paceline(monkeypatch, "collectives", option, tmp_path / "file" / "x") == 2
+    assert "can't write" in capsys.readouterr().err
+    assert measured.asked == []
+
+
+def test_two_results_in_one_file_are_refused(monkeypatch, capsys, measured, tmp_path):
+    both = tmp_path / "result"
+    assert paceline(monkeypatch, "collectives", "--json", both, "--csv", both) == 2
+    assert measured.asked == []
+
+
+def test_charts_without_matplotlib_are_known_before_measuring(monkeypatch, capsys, measured, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert paceline(monkeypatch, "collectives", "--out", tmp_path) == 2
+    assert "pip install 'paceline[report]'" in capsys.readouterr().err
+    assert measured.asked == []
+
+
+def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monkeypatch, capsys, measured):
+    assert paceline(monkeypatch, "collectives") == 0
+    ((settings, cases),) = measured.asked
+    assert settings.backends[:2] == ("gloo", "paceline")
+    assert (settings.ops, settings.ranks) == (("all-reduce",), (2, 4, 6))
+    assert [case.nbytes for case in cases] == 3 * [10**6, 10**7, 10**8, 1_024_000_000]
+    assert (settings.dtype, settings.rendezvous, settings.network) == ("float32", "file", "loopback")
+    assert "left out" not in capsys.readouterr().err
+
+
+def test_of_the_default_sizes_those_that_do_not_fit_are_left_out_and_named(
+    monkeypatch, capsys, measured, tmp_path
+):
+    monkeypatch.setattr(request, "memory_available", lambda: 8 * GIB)
+    assert paceline(monkeypatch, "collectives", "--json", tmp_path / "r.json") == 0
+    told = capsys.readouterr().err
+    assert told.count("left out: ") == 2
+    assert "all-reduce of 1.02 GB with 6 ranks needs about" in told
+    ((_, cases),) = measured.asked
+    assert {case.ranks for case in cases if case.nbytes > 10**9} == {2}
+    assert len(json.loads((tmp_path / "r.json").read_text())["settings"]["left_out"]) == 2
+
+
+def test_options_become_settings(monkeypatch, measured):
+    options = {
+        "--backends": "paceline:arena, gloo",
+        "--ops": "broadcast,send-recv",
+        "--ranks": "3",
+        "--sizes": "1kB:4kB:x2",
+        "--dtype": "int64",
+        "--iterations": 7,
+        "--rendezvous": "tcp",
+        "--network": "my switch",
+    }
+    assert paceline(monkeypatch, "collectives", *(word for pair in options.items() for word in pair)) == 0
+    ((settings, _),) = measured.asked
+    assert (settings.backends, settings.ops) == (("paceline:arena", "gloo"), ("broadcast", "send-recv"))
+    assert (settings.ranks, settings.sizes) == ((3,), (1000, 2000, 4000))
+    assert (settings.dtype, settings.iterations, settings.rendezvous) == ("int64", 7, "tcp")
+    assert settings.network == "my switch"
+
+
+SMALL = ("collectives", "--ranks", "2", "--sizes", "1kB,2kB", "--backends", "gloo,paceline")
+
+
+def test_every_file_is_written_and_named(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "o"
+    more = ["--json", tmp_path / "a" / "r.json", "--csv", tmp_path / "r.csv"]
+    assert paceline(monkeypatch, *SMALL, "--ops", "all-reduce,broadcast", "--out", out, *more) == 0
+    shown = capsys.readouterr().out
+    charts = {
+        f"{op}-{name}{suffix}"
+        for op in ("all-reduce", "broadcast")
+        for name in ("time", "busbw")
+        for suffix in (".png", ".svg")
+    }
+    assert {path.name for path in out.iterdir()} == charts | {"collectives.json", "collectives.csv"}
+    measured = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert measured["command"].startswith("paceline bench collectives --ranks 2")
+    assert len(measured["rows"]) == 8
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 9
+    for path in (out / "all-reduce-time.png", tmp_path / "a" / "r.json"):
+        assert str(path) in shown
+    assert not (tmp_path / "a" / "r.journal.jsonl").exists()
+
+
+def test_the_table_is_printed_whole_however_narrow_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert paceline(monkeypatch, *SMALL) == 0
+    shown = capsys.readouterr().out
+    (head,) = (line for line in shown.splitlines() if line.startswith("ranks"))
+    assert head.split()[-2:] == ["slowest", "iterations"]
+    assert "as in nccl-tests" in shown
+
+
+def test_a_wrong_result_is_shown_and_fails_the_command(monkeypatch, capsys, measured, tmp_path):
+    measured.wrong = "paceline"
+    assert paceline(monkeypatch, *SMALL, "--json", tmp_path / "r.json") == 1
+    assert "WRONG RESULT" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["correct"] for row in rows] == [True, False] * 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(RankFailed("was ended by SIGKILL", rank=1), 1), (KeyboardInterrupt(), 130), (SystemExit(143), 143)],
+)
+def test_what_was_finished_is_kept_shown_and_resumed(monkeypatch, capsys, measured, tmp_path, end, code):
+    measured.end = end
+    file, journal = tmp_path / "r.json", tmp_path / "r.journal.jsonl"
+    assert paceline(monkeypatch, *SMALL, "--json", file) == code
+    shown = capsys.readouterr()
+    assert "busbw GB/s" in shown.out
+    assert f"2 rows are kept in {journal}" in " ".join(shown.err.split())
+    record = json.loads(file.read_text())
+    assert (len(record["rows"]), record["settings"]["complete"]) == (2, False)
+    assert len(Journal(journal).rows()) == 2
+
+    measured.end = None
+    assert paceline(monkeypatch, *SMALL, "--json", file) == 2
+    assert f"{journal} holds finished rows" in " ".join(capsys.readouterr().err.split())
+    assert paceline(monkeypatch, *SMALL, "--dtype", "int32", "--json", file, "--resume") == 2
+    assert "other settings: dtype: 'int32' against 'float32'" in " ".join(capsys.readouterr().err.split())
+    assert paceline(monkeypatch, *SMALL, "--json", file, "--resume") == 0
+    assert json.loads(file.read_text())["settings"]["complete"] is True
+    assert not journal.exists()
+    assert paceline(monkeypatch, *SMALL, "--json", file, "--resume") == 2
+    assert "nothing to resume" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_measurement_that_ends_before_its_first_row_leaves_nothing(monkeypatch, capsys, measured, tmp_path):
+    def end(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measuring, "measure", end)
+    assert paceline(monkeypatch, *SMALL, "--json", tmp_path / "r.json") == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", [["compare"], ["collectives", "--compare"]])
+def test_two_results_are_compared(monkeypatch, capsys, tmp_path, form):
+    files = tmp_path / "a.json", tmp_path / "b.json"
+    assert paceline(monkeypatch, *SMALL, "--json", files[0]) == 0
+    assert paceline(monkeypatch, *SMALL[:-1], "gloo", "--network", "other", "--json", files[1]) == 0
+    capsys.readouterr()
+    assert paceline(monkeypatch, *form, *files) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "differs: setting network: 'loopback' against 'other'" in shown
+    assert f"only in {files[0]}: paceline all-reduce, 2 ranks, 1 kB float32" in shown
+    assert "all-reduce gloo 2 1 kB 1 ms 1 ms 1.00" in shown
+
+
+def test_what_is_no_result_is_not_compared(monkeypatch, capsys, tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    assert paceline(monkeypatch, "compare", tmp_path / "a.json", tmp_path / "a.json") == 2
+    assert "is no result" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "message"), [("2", "leave --ranks out"), (None, "nobody to talk to")])
+def test_under_a_launcher_its_ranks_are_those_that_are_measured(monkeypatch, capsys, ranks, message):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert paceline(monkeypatch, "collectives", *([] if ranks is None else ["--ranks", ranks])) == 2
+    assert message in capsys.readouterr().err
