@@ -47,7 +47,7 @@ def measured(monkeypatch):
     """Keep the command from starting ranks, on a machine with 64 GiB free."""
     played = Measurement()
     monkeypatch.setattr(measuring, "measure", played)
-    monkeypatch.setattr(request, "memory_available", lambda: 64 * GIB)
+    monkeypatch.setattr(request, "available_nbytes", lambda: 64 * GIB)
     return played
 
 
@@ -117,7 +117,7 @@ def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monke
 def test_of_the_default_sizes_those_that_do_not_fit_are_left_out_and_named(
     monkeypatch, capsys, measured, tmp_path
 ):
-    monkeypatch.setattr(request, "memory_available", lambda: 8 * GIB)
+    monkeypatch.setattr(request, "available_nbytes", lambda: 5 * GIB)
     assert paceline(monkeypatch, "collectives", "--json", tmp_path / "r.json") == 0
     told = capsys.readouterr().err
     assert told.count("left out: ") == 2

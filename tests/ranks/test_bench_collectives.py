@@ -42,9 +42,9 @@ def measure(rank, size, settings, file, break_it=None):
 
     whole = timing.call_of
 
-    def broken(buffers, group):
-        run = whole(buffers, group)
-        return run if break_it is None or group.name() != "paceline" else break_it(buffers, run)
+    def broken(carrier, buffers):
+        run = whole(carrier, buffers)
+        return run if break_it is None or carrier.name != "paceline" else break_it(buffers, run)
 
     timing.call_of = broken
     try:

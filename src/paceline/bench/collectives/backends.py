@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.bench.collectives.operations import OPERATIONS
 from paceline.errors import UsageError, unknown
 from paceline.machine.software import Gpu, torch_facts
 
@@ -33,6 +34,8 @@ class Backend:
         starter: what starts its processes; those of one starter share processes and take turns.
         missing: tells why it can't be had here, with what to do; None: it can.
         arena: its buffers come from the backend's own memory.
+        ops: the operations that it has.
+        scratch: bytes that its library allocates for an operation beyond what others do, in units of S.
         usual: it takes part where nobody names backends.
     """
 
@@ -42,6 +45,8 @@ class Backend:
     starter: str
     missing: Callable[[], UsageError | None]
     arena: bool = False
+    ops: tuple[str, ...] = tuple(OPERATIONS)
+    scratch: float = 0.0
     usual: bool = True
 
 

@@ -78,9 +78,9 @@ def open_carrier(name: str, world: World) -> Carrier:
     return Carrier(name, group, device, backend.arena)
 
 
-def call_of(buffers: Buffers, group: ProcessGroup) -> Callable[[], object]:
-    """Return the function that does the operation of `buffers` once over `group`, and returns when it is done."""
-    given, taken = buffers.given, buffers.taken
+def call_of(carrier: Carrier, buffers: Buffers) -> Callable[[], object]:
+    """Return the function that does the operation of `buffers` once, and returns when it is done."""
+    given, taken, group = buffers.given, buffers.taken, carrier.group
     match buffers.op:
         case "all-reduce":
             return partial(dist.all_reduce, given, group=group)

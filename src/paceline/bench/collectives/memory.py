@@ -14,10 +14,7 @@ from paceline.units import format_bytes, format_count
 
 __all__ = ["Room", "fitting_cases", "largest_nbytes", "needed_nbytes", "refuse_what_does_not_fit"]
 
-_SCRATCH = 1.0
-"""What a library works in beside the buffers that it is given, in units of S per rank."""
-
-_PROCESS_NBYTES = 300 << 20
+_PROCESS_NBYTES = 256 << 20
 """Memory of a rank's Python and torch, before any buffer."""
 
 
@@ -39,8 +36,12 @@ class Room:
 def _copies(case: Case, device: str) -> float:
     """Return the bytes that a rank's buffers take on a device, in units of S."""
     backends = [backend_of(name) for name in case.backends if backend_of(name).device == device]
+    if not backends:
+        return 0.0
+    operation = operation_of(case.op)
     sets = len({each.arena for each in backends})  # ordinary tensors are shared by those that take turns
-    return sets * operation_of(case.op).buffers(case.ranks) + _SCRATCH if sets else 0.0
+    scratch = operation.scratch + max(each.scratch for each in backends)
+    return sets * operation.buffers(case.ranks) + scratch
 
 
 def needed_nbytes(case: Case, room: Room) -> int:

@@ -35,12 +35,14 @@ class Operation:
         factor: bus bandwidth ÷ algorithm bandwidth, for a number of ranks.
         parts: S is made of one part per rank.
         buffers: bytes of a rank's input and output together ÷ S, for a number of ranks.
+        scratch: bytes that gloo or paceline allocate besides ÷ S, as measured (200 MB, 3 and 6 ranks), rounded up.
     """
 
     name: str
     factor: Callable[[int], float]
     parts: bool
     buffers: Callable[[int], float]
+    scratch: float = 0.1
 
     def round(self, nbytes: int, ranks: int, itemsize: int) -> int:
         """Return the size of at most `nbytes` that whole elements and equal parts make up, at least one of each.
@@ -77,8 +79,8 @@ OPERATIONS = {
     each.name: each
     for each in (
         Operation("all-reduce", _both_ways, parts=False, buffers=_once),
-        Operation("reduce-scatter", _others, parts=True, buffers=_whole_and_part),
-        Operation("all-gather", _others, parts=True, buffers=_whole_and_part),
+        Operation("reduce-scatter", _others, parts=True, buffers=_whole_and_part, scratch=1.2),
+        Operation("all-gather", _others, parts=True, buffers=_whole_and_part, scratch=1.2),
         Operation("broadcast", _once, parts=False, buffers=_once),
         Operation("all-to-all", _others, parts=True, buffers=_two),
         Operation("send-recv", _once, parts=False, buffers=_two),

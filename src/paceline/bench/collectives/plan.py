@@ -36,14 +36,19 @@ class ProcessSet:
 
 
 def cases_of(settings: CollectiveSettings) -> list[Case]:
-    """Return all cases, by ranks, operation and size; sizes are rounded to whole elements and equal parts."""
+    """Return all cases, by ranks, operation and size; sizes are rounded to whole elements and equal parts.
+
+    A backend takes part in the operations that it has.
+    """
     cases: dict[Case, None] = {}
     for ranks in settings.ranks:
         for op in settings.ops:
+            backends = tuple(name for name in settings.backends if op in backend_of(name).ops)
             for size in settings.sizes:
-                nbytes = operation_of(op).round(size, ranks, settings.itemsize)
-                cases[Case(ranks, op, nbytes, settings.backends)] = None
-    return list(cases)
+                cases[Case(ranks, op, operation_of(op).round(size, ranks, settings.itemsize), backends)] = (
+                    None
+                )
+    return [case for case in cases if case.backends]
 
 
 def process_sets(cases: Iterable[Case]) -> list[ProcessSet]:

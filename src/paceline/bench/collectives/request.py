@@ -11,7 +11,7 @@ from paceline.bench.collectives.plan import Case, cases_of
 from paceline.bench.collectives.settings import CollectiveSettings
 from paceline.bench.collectives.sizes import parse_names, parse_ranks, parse_sizes
 from paceline.errors import UsageError
-from paceline.machine.facts import memory_available
+from paceline.machine.facts import available_nbytes
 from paceline.world import Place
 
 __all__ = ["DEFAULT_OPS", "DEFAULT_RANKS", "DEFAULT_SIZES", "Request", "is_joined", "make_request"]
@@ -135,4 +135,4 @@ def _check_starters(settings: CollectiveSettings, place: Place) -> None:
 
 def _room(local: int | None) -> Room:
     smallest = min((gpu.memory_nbytes for gpu in gpus()), default=0)
-    return Room(int(_USED * memory_available()), int(_USED * smallest), local)
+    return Room(int(_USED * available_nbytes()), int(_USED * smallest), local)

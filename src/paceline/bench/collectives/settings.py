@@ -53,10 +53,14 @@ class CollectiveSettings:
     network: str = "loopback"
 
     def __post_init__(self) -> None:
-        for name in self.backends:
-            backend_of(name)
         for name in self.ops:
             operation_of(name)
+        for name in self.backends:
+            there = backend_of(name).ops
+            if not set(self.ops) & set(there):
+                raise UsageError(
+                    f"backend {name!r} has none of {', '.join(self.ops)}", remedy=f"it has {', '.join(there)}"
+                )
         if self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.rendezvous not in RENDEZVOUS:

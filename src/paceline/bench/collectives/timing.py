@@ -87,7 +87,7 @@ def _contestants(field: Field, case: Case) -> list[Contestant]:
         if kind not in shared:
             numel, new = case.nbytes // field.settings.itemsize, carrier.allocator(dtype)
             shared[kind] = allocate(case.op, world.rank, world.size, numel, new)
-        found.append(Contestant(carrier, shared[kind], call_of(shared[kind], carrier.group)))
+        found.append(Contestant(carrier, shared[kind], call_of(carrier, shared[kind])))
     return found
 
 
