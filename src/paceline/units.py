@@ -125,6 +125,8 @@ def format_seconds(seconds: float) -> str:
         >>> format_seconds(0.00025), format_seconds(0.0123), format_seconds(75)
         ('250 µs', '12.3 ms', '1 min 15 s')
     """
+    if not seconds:
+        return "0 s"
     if seconds >= 59.95:
         minutes, rest = divmod(round(seconds), 60)
         hours, minutes = divmod(minutes, 60)

@@ -169,7 +169,7 @@ def test_sizes_for_people(nbytes, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.00025, "250 µs"), (0.0123, "12.3 ms"), (1.0, "1 s"), (59.94, "59.9 s"), (75, "1 min 15 s"), (3600, "1 h 0 min"),
-     (5e-9, "5 ns"), (0, "0 ns")],
+     (5e-9, "5 ns"), (0, "0 s")],
 )  # fmt: skip
 def test_times_for_people(seconds, text):
     assert format_seconds(seconds) == text

@@ -207,3 +207,16 @@ def test_thousands_of_small_calls_among_busy_processes(pool):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     pool(2, "paceline").run(tiny_ones, 5000, timeout=100)
+
+
+def all_to_all_of_nothing(rank, size):
+    for numel in (0, size, 0, 2 * size):
+        tensor = torch.full((numel,), float(rank))
+        output = torch.full_like(tensor, -1)
+        dist.all_to_all_single(output, tensor)
+        assert output.tolist() == [float(source) for source in range(size) for _ in range(numel // size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all_of_nothing_is_a_call_like_others(pool, size):
+    pool(size, "paceline").run(all_to_all_of_nothing)

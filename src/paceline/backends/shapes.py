@@ -47,4 +47,4 @@ def split(name: str, tensor: torch.Tensor, splits: Sequence[int], ranks: int) ->
         raise UsageError(
             f"all_to_all_single: {tensor.size(0)} rows of {name} can't be split over {ranks} ranks"
         )
-    return list(tensor.split(tensor.size(0) // ranks))
+    return list(tensor.split([tensor.size(0) // ranks] * ranks))  # one for each rank, of nothing too

@@ -111,6 +111,20 @@ def _rabenseifner(p: int) -> Terms:
     return core + Terms(1, 1, 1) if q < p else core
 
 
+def _halving(p: int) -> Terms:
+    """Each of q actors has one chunk or, if it acts for a pair, two; the largest half is sent where pairs are."""
+    lg, q = _fold(p)
+    pairs = p - q
+    sent = sum((1 << k) + min(1 << k, pairs) for k in range(lg)) / p
+    return Terms(lg + 2, 1 + sent + 1 / p) if pairs else Terms(lg, sent)
+
+
+def _halving_added(p: int) -> float:
+    """All that is sent is added, but for the chunk that the odd one of a pair gets at the end."""
+    terms = _halving(p)
+    return terms.sent - (1 / p if p & (p - 1) else 0)
+
+
 CLOSED_FORMS: dict[tuple[str, str], Callable[[int], Terms]] = {
     ("send-recv", "direct"): lambda p: Terms(1, 1),
     ("broadcast", "one-by-one"): _one_by_one,
@@ -123,12 +137,17 @@ CLOSED_FORMS: dict[tuple[str, str], Callable[[int], Terms]] = {
     ("reduce", "rabenseifner"): _rabenseifner,
     ("all-reduce", "tree"): lambda p: _added(_tree(p)) + _tree(p),
     ("all-reduce", "ring"): lambda p: _added(_ring_half(p)) + _ring_half(p),
-    ("all-reduce", "whole-ring"): lambda p: _added(_one_by_one(p)),
     ("all-reduce", "doubling"): _doubling,
     ("all-reduce", "halving-doubling"): _halving_doubling,
     ("reduce-scatter", "ring"): lambda p: _added(_ring_half(p)),
     ("reduce-scatter", "pairwise"): lambda p: _added(_ring_half(p)),
+    ("reduce-scatter", "halving"): lambda p: _halving(p) + Terms(0, 0, _halving_added(p)),
     ("all-gather", "ring"): _ring_half,
+    ("all-gather", "doubling"): _halving,
     ("all-gather", "bruck"): lambda p: Terms(_lg_up(p), (p - 1) / p),
     ("all-to-all", "pairwise"): _ring_half,
+    ("scatter", "one-by-one"): _ring_half,
+    ("scatter", "tree"): _scatter_tree,
+    ("gather", "one-by-one"): _ring_half,
+    ("gather", "tree"): _scatter_tree,
 }
