@@ -16,6 +16,7 @@ found and its part is named, and so is where an envelope was cut off. All number
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 from xxhash import xxh3_64_intdigest
 
@@ -34,6 +35,8 @@ __all__ = [
     "decode",
     "decode_head",
     "encode",
+    "encode_sealed",
+    "seal",
 ]
 
 Bytes = bytes | bytearray | memoryview
@@ -64,11 +67,22 @@ def encode(header: Header, payload: Bytes = b"") -> list[Bytes]:
         >>> bytes(payload), header.sequence
         (b'hello', 7)
     """
+    return encode_sealed(seal(header, payload), payload)
+
+
+def seal(header: Header, payload: Bytes) -> Header:
+    """Return the header of this very payload: its size and checksum are filled in."""
     payload = memoryview(payload).cast("B")
-    packed = pack(header.sealed(payload.nbytes, xxh3_64_intdigest(payload)))
+    total = payload.nbytes if header.frames == 1 else header.total_nbytes
+    return replace(header, nbytes=payload.nbytes, checksum=xxh3_64_intdigest(payload), total_nbytes=total)
+
+
+def encode_sealed(header: Header, payload: Bytes) -> list[Bytes]:
+    """Return an envelope whose header was sealed before, as `encode` does."""
+    packed = pack(header)
     head = BEGIN + _SIZES.pack(len(packed), len(packed) ^ 0xFFFF) + packed
     checksum = _CHECKSUM.pack(xxh3_64_intdigest(head))
-    return [head + checksum, payload, checksum + END]
+    return [head + checksum, memoryview(payload).cast("B"), checksum + END]
 
 
 def decode(data: Bytes, *, limit: int = PAYLOAD_LIMIT_NBYTES) -> tuple[Header, memoryview]:

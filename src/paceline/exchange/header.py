@@ -59,11 +59,6 @@ class Header:
     checksum: int = 0
     meta: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
-    def sealed(self, nbytes: int, checksum: int) -> Header:
-        """Return the header of a payload: its size and checksum, and that of the message if it is the only part."""
-        total = nbytes if self.frames == 1 else self.total_nbytes
-        return replace(self, nbytes=nbytes, checksum=checksum, total_nbytes=total)
-
     def __str__(self) -> str:
         """Return how messages call it, such as ``envelope 5 from 1 to 2 (frame 3 of 24, round 0)``."""
         of = f"frame {self.frame} of {self.frames}" if self.frames > 1 else self.kind

@@ -47,7 +47,7 @@ class Inbox:
         return error
 
     def check(self, header: Header, *, carried_from: int | None = None) -> None:
-        """Raise if an envelope may not be delivered; it is not noted as come.
+        """Raise if an envelope may not be delivered; nothing is noted or counted.
 
         Args:
             header: of the envelope.
@@ -60,11 +60,13 @@ class Inbox:
         """
         error = self._problem(header, carried_from)
         if error is not None:
-            raise self.refuse(error)
+            raise error
 
     def accept(self, header: Header, *, carried_from: int | None = None) -> None:
-        """Note that an envelope came whole, or raise as `check` does."""
-        self.check(header, carried_from=carried_from)
+        """Note and count that an envelope came whole, or was refused, and then raise as `check` does."""
+        error = self._problem(header, carried_from)
+        if error is not None:
+            raise self.refuse(error)
         source, early = header.source, self._early[header.source]
         early.add(header.sequence)
         while self._next[source] in early:

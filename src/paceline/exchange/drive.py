@@ -1,0 +1,94 @@
+"""Moving a round's messages while work goes on, until all are through or nothing moves any more (pure)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.errors import MissingEnvelope
+from paceline.exchange.incoming import Incoming
+from paceline.exchange.outgoing import Outgoing
+
+__all__ = ["Idle", "drive"]
+
+Work = Callable[[], bool]
+"""Does a slice of work and returns whether there was any left to do."""
+
+_YIELDS, _NAP_SECONDS, _LONGEST_NAP_SECONDS = 50, 50e-6, 1e-3
+
+
+class Idle:
+    """Waits a little when nothing moves: first by letting others run, then asleep for longer and longer."""
+
+    def __init__(self) -> None:
+        self._times = 0
+
+    def reset(self) -> None:
+        """Note that something moved."""
+        self._times = 0
+
+    def wait(self) -> None:
+        """Wait a little."""
+        self._times += 1
+        if self._times <= _YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * (self._times - _YIELDS)))
+
+
+def drive(
+    outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], timeout: float, work: Work | None = None
+) -> int:
+    """Return when all messages are through and all work is done.
+
+    Args:
+        outgoing, incoming: the messages.
+        timeout: seconds in which nothing moved before that counts as an error.
+        work: called between looks at the messages, and on after the last, until it returns False.
+
+    Returns:
+        slices of work that were done while messages were under way.
+
+    Raises:
+        MissingEnvelope: nothing moved for `timeout` seconds; the message names who did not send or take what.
+    """
+    idle, moved_at, under_way = Idle(), time.monotonic(), 0
+    while not all(each.done for each in (*outgoing, *incoming)):
+        moved = False
+        for each in (*incoming, *outgoing):
+            moved = each.advance() or moved
+        if moved:
+            moved_at = time.monotonic()
+            idle.reset()
+        if work is not None:
+            if work():
+                under_way += 1
+                continue
+            work = None
+        if not moved:
+            if time.monotonic() - moved_at > timeout:
+                raise _stuck(outgoing, incoming, timeout)
+            idle.wait()
+    while work is not None and work():
+        pass
+    return under_way
+
+
+def _stuck(outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], timeout: float) -> MissingEnvelope:
+    """Return the error that names what did not come, and what was not taken."""
+    missing = [each for each in incoming if not each.done]
+    untaken = [each for each in outgoing if each.untaken]
+    if missing:
+        source = missing[0].source
+        what = "; ".join(f"rank {each.source} did not send {each.next_missing}" for each in missing)
+    elif untaken:
+        source = untaken[0].target
+        what = "; ".join(f"rank {each.target} did not take all before {each.next_frame}" for each in untaken)
+    else:
+        source, what = None, "this rank itself sends no more"
+    return MissingEnvelope(
+        f"nothing moved for {timeout:g} s: {what}",
+        source=source,
+        remedy="see whether that rank still runs; raise the time-out if it may be silent for so long",
+    )
