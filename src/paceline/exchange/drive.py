@@ -10,7 +10,7 @@ from paceline.errors import MissingEnvelope
 from paceline.exchange.incoming import Incoming
 from paceline.exchange.outgoing import Outgoing
 
-__all__ = ["Idle", "drive"]
+__all__ = ["Idle", "Work", "drive"]
 
 Work = Callable[[], bool]
 """Does a slice of work and returns whether there was any left to do."""
@@ -86,7 +86,7 @@ def _stuck(outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], timeout: 
         source = untaken[0].target
         what = "; ".join(f"rank {each.target} did not take all before {each.next_frame}" for each in untaken)
     else:
-        source, what = None, "this rank itself sends no more"
+        source, what = outgoing[0].source, "it sends no more itself"
     return MissingEnvelope(
         f"nothing moved for {timeout:g} s: {what}",
         source=source,

@@ -27,7 +27,7 @@ from uuid import uuid4
 from paceline.errors import EnvelopeError, UsageError
 from paceline.exchange.agree import Problem, Verdict, agree
 from paceline.exchange.carrier import Arrival, Flight, Tag
-from paceline.exchange.drive import Idle, Work, drive
+from paceline.exchange.drive import Work, drive
 from paceline.exchange.envelope import Bytes
 from paceline.exchange.frames import FRAME_NBYTES, frames_of, message_checksum
 from paceline.exchange.header import Header
@@ -71,17 +71,9 @@ class MpiCarrier:
             lambda buffer: found.Irecv([buffer, self._mpi.BYTE]),
         )
 
-    def barrier(self, timeout: float) -> None:
-        """Return when all ranks have come.
-
-        Raises:
-            TimeoutError: some rank did not.
-        """
-        request, deadline, idle = self._verdicts.Ibarrier(), time.monotonic() + timeout, Idle()
-        while not request.Test():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a rank did not come to a barrier within {timeout:g} s")
-            idle.wait()
+    def ranks_here(self) -> int:
+        """Return how many of the ranks share this host's memory; all ranks have to ask."""
+        return self._data.Split_type(self._mpi.COMM_TYPE_SHARED).size
 
     def abort(self, code: int) -> None:
         """End all ranks at once."""
@@ -131,7 +123,8 @@ class Exchange:
         run: names this exchange, the same on all ranks; drawn if it is left out.
         timeout: seconds in which nothing moves before that is an error.
         frame_nbytes: long messages go in frames of so many bytes, the same on all ranks.
-        fault: one of `exchange.faults.FAULTS` for this rank to make, in its first message; for trying it out.
+        fault: one of `exchange.faults.FAULTS` for this rank to make, in its first message to
+            the next rank; for trying it out.
     """
 
     def __init__(
@@ -152,12 +145,17 @@ class Exchange:
         self.timeout, self.frame_nbytes, self.fault = timeout, frame_nbytes, fault
         self._closed = True
         self._round, self._sequence_to = 0, dict.fromkeys(range(self.carrier.size), 0)
-        self._run = run or self._agree_on_run()
+        self._run = run or str(self.meet({"run": uuid4().hex})[0]["run"])
         self.inbox = Inbox(self._run, self.carrier.rank, range(self.carrier.size))
 
-    def _agree_on_run(self) -> str:
-        verdicts = agree(self.carrier, Verdict(self.carrier.rank, facts={"run": uuid4().hex}), self.timeout)
-        return str(verdicts[0].facts["run"])
+    def meet(self, facts: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
+        """Return the facts that all ranks tell, by rank, once all have come.
+
+        Raises:
+            MissingEnvelope: some rank did not come in time; it is named.
+        """
+        mine = Verdict(self.carrier.rank, facts=facts or {})
+        return [each.facts for each in agree(self.carrier, mine, self.timeout)]
 
     def exchange_pieces(
         self, pieces: Mapping[int, Any], places: Mapping[int, Any], work: Work | None = None
@@ -182,7 +180,11 @@ class Exchange:
                 remedy="end all ranks: carrier.abort(1)",
             )
         started = time.perf_counter()
-        outgoing = [self._outgoing(target, piece) for target, piece in sorted(pieces.items())]
+        neighbour, fault, self.fault = (self.carrier.rank + 1) % self.carrier.size, self.fault, ""
+        outgoing = [
+            self._outgoing(target, piece, fault if target == neighbour else "")
+            for target, piece in sorted(pieces.items())
+        ]
         incoming = [self._incoming(source, place) for source, place in sorted(places.items())]
         stuck: list[EnvelopeError] = []
         under_way = 0
@@ -209,16 +211,15 @@ class Exchange:
         )
 
     def _agree(self, problems: Sequence[EnvelopeError], *, closed: bool) -> list[Verdict]:
-        """Return what all ranks found; they may come here as late as their time-outs let them."""
+        """Return what all ranks found; they may be as late here as their time-outs let them."""
         rank = self.carrier.rank
         found = tuple(Problem.of(each, rank) for each in problems)
         return agree(self.carrier, Verdict(rank, found, {"closed": closed}), 2 * self.timeout + 5)
 
-    def _outgoing(self, target: int, piece: Any) -> Outgoing:
+    def _outgoing(self, target: int, piece: Any, fault: str) -> Outgoing:
         header = Header(
             self._run, "frame", self.carrier.rank, target, self._sequence_to[target], round=self._round
         )
-        fault, self.fault = self.fault, ""
         return Outgoing(self.carrier, header, bytes_view(piece), self.frame_nbytes, fault)
 
     def _incoming(self, source: int, place: Any) -> Incoming:

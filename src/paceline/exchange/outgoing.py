@@ -27,6 +27,7 @@ class Outgoing:
         fault: what to do wrong, once, in the middle.
 
     Attributes:
+        source, target: ranks.
         done: everything was sent and taken.
         checksum: of the message, once everything was sent.
         sequence: number of the next envelope.
@@ -43,7 +44,8 @@ class Outgoing:
         self._flights: list[tuple[Flight, Bytes]] = []
         self._checksum_of_frame: dict[int, int] = {}
         self._first, self._closed = header.sequence, False
-        self.target, self.done, self.checksum = header.target, False, 0
+        self.source, self.target = header.source, header.target
+        self.done, self.checksum = False, 0
         self.sequence = header.sequence + len(self._frames) + 1
 
     @property

@@ -18,7 +18,7 @@ from paceline.machine.cores import usable_cores
 from paceline.machine.network import Interface, host_address, interfaces
 from paceline.machine.software import Compiler, Mpi, Torch, compiler, mpi, torch_facts
 
-__all__ = ["Loopback", "Machine", "machine", "memory_limit", "memory_used"]
+__all__ = ["Loopback", "Machine", "available_nbytes", "machine", "memory_limit", "memory_used"]
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -120,9 +120,7 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
         load=os.getloadavg()[0],
         thread_variables={name: env[name] for name in THREAD_VARIABLES if name in env},
         memory_nbytes=total,
-        available_nbytes=max(0, min(memory.available, limit - memory_used()))
-        if limit < memory.total
-        else memory.available,
+        available_nbytes=available_nbytes(),
         shm_nbytes=shm.total if shm else 0,
         shm_free_nbytes=shm.free if shm else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -136,6 +134,15 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
         mpi=mpi(),
         compiler=compiler(env),
     )
+
+
+def available_nbytes() -> int:
+    """Return the bytes of memory that programs can still get, here or in this container."""
+    memory = psutil.virtual_memory()
+    limit = memory_limit() or memory.total
+    if limit < memory.total:
+        return max(0, min(memory.available, limit - memory_used()))
+    return memory.available
 
 
 def memory_limit(root: str = "/sys/fs/cgroup") -> int | None:
