@@ -60,7 +60,7 @@ class ExchangeSettings:
                 f"--work {self.work_seconds:g} --timeout {self.timeout:g}",
                 remedy="give 0 seconds of work or more, and a time-out above 0",
             )
-        frames_of(self.nbytes, self.frame_nbytes)
+        frames_of(0, self.frame_nbytes)
         if self.fault and self.faulty_rank >= ranks:
             raise UsageError(
                 f"--inject {self.fault}@{self.faulty_rank}: there is no such rank",
@@ -92,5 +92,5 @@ def check_memory(nbytes: int, ranks_here: int, available: int) -> None:
         f"{ranks_here} ranks that each send {format_bytes(nbytes)} and receive as much need about "
         f"{format_bytes(needed)}; {format_bytes(available)} are available",
         remedy=f"{format_bytes(fitting)} would fit (--bytes {fitting})"
-        + (f", or {room} ranks (--ranks {room})" if room else ""),
+        + (f", or --ranks {room}" if room else ""),
     )
