@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import EnvelopeError, MissingEnvelope
 from paceline.exchange.carrier import Carrier, Flight, Tag
-from paceline.exchange.drive import Idle
+from paceline.idle import Idle
 
 __all__ = ["Problem", "Verdict", "agree"]
 

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 
 from paceline.errors import MissingEnvelope
 from paceline.exchange.incoming import Incoming
 from paceline.exchange.outgoing import Outgoing
+from paceline.idle import Idle
 
-__all__ = ["Idle", "Work", "drive"]
+__all__ = ["Work", "drive"]
 
 Work = Callable[[], bool]
 """Does a slice of work and returns whether there was any left to do."""
-
-_YIELDS, _NAP_SECONDS, _LONGEST_NAP_SECONDS = 50, 50e-6, 1e-3
-
-
-class Idle:
-    """Waits a little when nothing moves: first by letting others run, then asleep for longer and longer."""
-
-    def __init__(self) -> None:
-        self._times = 0
-
-    def reset(self) -> None:
-        """Note that something moved."""
-        self._times = 0
-
-    def wait(self) -> None:
-        """Wait a little."""
-        self._times += 1
-        if self._times <= _YIELDS:
-            os.sched_yield()
-        else:
-            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * (self._times - _YIELDS)))
 
 
 def drive(
