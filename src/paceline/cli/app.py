@@ -18,12 +18,17 @@ from typer.core import TyperCommand, TyperGroup
 import paceline
 from paceline.errors import PacelineError, UsageError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "show"]
 
 # name: (module, a function or a typer.Typer in it, help)
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
     "bench": ("paceline.cli.bench", "app", "Measure training steps and collectives, beside torch's own."),
+    "exchange": (
+        "paceline.cli.exchange",
+        "app",
+        "Exchange checked messages over MPI while work goes on.",
+    ),
     "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),
     "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
     "report": ("paceline.cli.report", "report", "Turn a run's folder into one HTML page."),
@@ -91,13 +96,13 @@ def main() -> None:
     try:
         typer.main.get_command(app)(prog_name="paceline")
     except PacelineError as error:
-        _show(error)
+        show(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _show(error: PacelineError) -> None:
+def show(error: PacelineError) -> None:
     """Write an error to the terminal, without a traceback: it is the user's to mend."""
     from rich.console import Console
     from rich.text import Text
