@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
         measure_cases(settings, cases, world, Journal(Path(job["journal"])))
         shutdown()
     except PacelineError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 1
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # at once: MPI is left by all ranks together, so an orderly end would wait for the others
     except KeyboardInterrupt:
         return 130
     return 0
