@@ -15,6 +15,7 @@ from paceline.bench.collectives.buffers import Allocate, Buffers
 from paceline.collectives.catalogue import schedule
 from paceline.collectives.run import run
 from paceline.world import World
+from paceline.world.device import choose_device
 
 __all__ = ["Carrier", "Contestant", "call_of", "open_carrier"]
 
@@ -75,7 +76,7 @@ def open_carrier(name: str, world: World) -> Carrier:
     backend = backend_of(name)
     device = torch.device("cpu")
     if backend.device == "cuda":
-        device = torch.device("cuda", world.local_rank)
+        device = torch.device(choose_device("cuda", "nccl", world.local_rank, world.local_size)[0])
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend.torch)
     assert isinstance(group, ProcessGroup), "every rank belongs to it"
