@@ -24,6 +24,11 @@ __all__ = ["app", "main"]
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
     "bench": ("paceline.cli.bench", "app", "Measure training steps and collectives, beside torch's own."),
+    "collective": (
+        "paceline.cli.collective",
+        "collective",
+        "Prove, price, tell, draw and run a collective algorithm.",
+    ),
     "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),
     "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
     "report": ("paceline.cli.report", "report", "Turn a run's folder into one HTML page."),
