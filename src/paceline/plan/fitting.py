@@ -1,0 +1,184 @@
+"""From measured times to a fit: which algorithm, how many segments, and how well it predicts what it has not seen.
+
+1. The form (`paceline.plan.forms`): with two numbers of ranks or more, each is predicted from the others by every
+   form, and the one with the least error is taken; the usual algorithm unless another is better by a tenth. With one
+   number of ranks all forms fit alike, and the usual algorithm is assumed.
+2. The segments: see [Note: segments] in `paceline.plan.segments`.
+3. The held-out errors: steps 1 and 2 once more without every second size (the first and the last stay), and without
+   each number of ranks in turn; what was left out had no part in any choice.
+
+The times are to be medians over iterations: that is where single outliers end. What remains weighs by its relative
+error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.plan.accuracy import Accuracy, Checked
+from paceline.plan.fit import Fit
+from paceline.plan.forms import USUAL, Form, candidates, terms_of
+from paceline.plan.segments import MOST_SEGMENTS, Samples, cut, how_many
+
+__all__ = ["Point", "fit_points", "held_out_ranks", "held_out_sizes"]
+
+_LEAST_SIZES = 3
+_GAIN = 0.9
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time: size n in bytes as nccl-tests defines it, number of ranks, median seconds."""
+
+    nbytes: int
+    ranks: int
+    seconds: float
+
+
+def fit_points(
+    points: Iterable[Point], op: str, *, form: Form | None = None, most_segments: int = MOST_SEGMENTS
+) -> Fit:
+    """Return the fit of one operation's times, with its held-out errors.
+
+    Args:
+        points: at three sizes or more, of two ranks or more.
+        op: such as ``"all-reduce"``.
+        form: the algorithm, where it is known; else it is chosen.
+        most_segments: at most so many ranges of sizes.
+
+    Raises:
+        UsageError: too few sizes, or a size, number of ranks or time that can't be.
+
+    Example:
+        >>> points = [Point(n, 4, 6 * 1e-5 + 1.5e-9 * n) for n in (10**4, 10**5, 10**6, 10**7)]
+        >>> fit = fit_points(points, "all-reduce")
+        >>> str(fit.form), round(fit.segments[0].line.alpha * 1e6, 3)
+        ('ring', 10.0)
+    """
+    checked = _checked(points, op)
+    fit = _fit(checked, op, form, most_segments)
+    return replace(
+        fit,
+        sizes_error=Accuracy.of(held_out_sizes(checked, op, form=form, most_segments=most_segments)),
+        ranks_error=Accuracy.of(held_out_ranks(checked, op, form=form, most_segments=most_segments)),
+    )
+
+
+def held_out_sizes(
+    points: Iterable[Point], op: str, *, form: Form | None = None, most_segments: int = MOST_SEGMENTS
+) -> list[Checked]:
+    """Return every second size, the first and the last never, beside its prediction from the other sizes.
+
+    Args, Raises: as for `fit_points`.
+    """
+    checked = _checked(points, op)
+    sizes = sorted({point.nbytes for point in checked})
+    left_out = set(sizes[1:-1:2])
+    fit = _fit([point for point in checked if point.nbytes not in left_out], op, form, most_segments)
+    return [_check(fit, point) for point in checked if point.nbytes in left_out]
+
+
+def held_out_ranks(
+    points: Iterable[Point], op: str, *, form: Form | None = None, most_segments: int = MOST_SEGMENTS
+) -> list[Checked]:
+    """Return every measurement beside its prediction from other numbers of ranks; empty if there is one number.
+
+    Sizes beyond those of the other numbers are left out.
+
+    Args, Raises: as for `fit_points`.
+    """
+    checked, found = _checked(points, op), []
+    for ranks in sorted({point.ranks for point in checked}):
+        others = [point for point in checked if point.ranks != ranks]
+        if len({point.nbytes for point in others}) < 2:
+            continue
+        fit = _fit(others, op, form, most_segments)
+        found += [
+            _check(fit, point)
+            for point in checked
+            if point.ranks == ranks and fit.low <= point.nbytes <= fit.high
+        ]
+    return found
+
+
+def _check(fit: Fit, point: Point) -> Checked:
+    return Checked(point.nbytes, point.ranks, point.seconds, fit.seconds(point.nbytes, point.ranks))
+
+
+def _checked(points: Iterable[Point], op: str) -> list[Point]:
+    """Return the points in ascending order of size."""
+    found = sorted(points, key=lambda point: (point.nbytes, point.ranks))
+    for point in found:
+        if point.nbytes < 1 or point.ranks < 2 or not (math.isfinite(point.seconds) and point.seconds > 0):
+            raise UsageError(
+                f"{op}: {point.nbytes} bytes by {point.ranks} ranks in {point.seconds} s can't be fitted",
+                remedy="give sizes of 1 byte or more, 2 ranks or more, and times above 0",
+            )
+    sizes = len({point.nbytes for point in found})
+    if sizes < _LEAST_SIZES:
+        raise UsageError(
+            f"{op}: {sizes} sizes are too few to fit a line and to check it",
+            remedy=f"measure {_LEAST_SIZES} sizes or more; ten make a good fit",
+        )
+    return found
+
+
+def _fit(points: Sequence[Point], op: str, form: Form | None, most: int) -> Fit:
+    """Return the fit without held-out errors."""
+    error_of_form, told = {}, form is not None
+    if form is None:
+        form, error_of_form = _choose(points, op)
+        told = bool(error_of_form)
+    samples = _samples(points, op, form)
+    segments = cut(samples, how_many(samples, most))
+    ranks = tuple(sorted({point.ranks for point in points}))
+    return Fit(
+        op, form, told, tuple(segments), ranks, len(points), {str(k): v for k, v in error_of_form.items()}
+    )
+
+
+def _samples(points: Sequence[Point], op: str, form: Form) -> Samples:
+    terms = {ranks: terms_of(op, form, ranks) for ranks in {point.ranks for point in points}}
+    columns = [
+        (point.nbytes, terms[point.ranks].messages, terms[point.ranks].sent, point.seconds)
+        for point in points
+    ]
+    return Samples(*np.array(columns, dtype=np.float64).T)
+
+
+def _choose(points: Sequence[Point], op: str) -> tuple[Form, dict[Form, float]]:
+    """Return the form that predicts a number of ranks from the others best, and the error of each form.
+
+    Of forms that cost the same on all ranks measured the first stands for all.
+    """
+    forms, numbers = candidates(op), sorted({point.ranks for point in points})
+    if len(numbers) < 2:
+        return Form(USUAL[op]), {}
+    first_of = {}
+    for form in forms:
+        first_of.setdefault(tuple(terms_of(op, form, ranks) for ranks in numbers), form)
+    error_of = {form: _error_across(points, op, form, numbers) for form in first_of.values()}
+    usual, best = forms[0], min(error_of, key=error_of.__getitem__)
+    return (best if error_of[best] < _GAIN * error_of[usual] else usual), error_of
+
+
+def _error_across(points: Sequence[Point], op: str, form: Form, numbers: Sequence[int]) -> float:
+    """Return the typical relative error of a form: e to the mean of |log(predicted / measured)|, less 1.
+
+    Over two segments at most, which is enough to tell forms apart. In logarithms half and twice are as far off.
+    """
+    logs = []
+    for ranks in numbers:
+        samples = _samples([point for point in points if point.ranks != ranks], op, form)
+        fit = Fit(op, form, True, tuple(cut(samples, 2)), (), 0, {})
+        logs += [
+            abs(math.log(fit.seconds(point.nbytes, ranks) / point.seconds))
+            for point in points
+            if point.ranks == ranks and fit.low <= point.nbytes <= fit.high
+        ]
+    return math.expm1(sum(logs) / len(logs)) if logs else math.inf
