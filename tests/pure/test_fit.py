@@ -66,14 +66,14 @@ def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assu
 
 
 def test_a_known_algorithm_is_not_asked_for():
-    fit = fit_points(measured(ranks=(4,)), "all-reduce", form=Form("ring"))
+    fit = fit_points(measured(ranks=(4,)), "all-reduce", forms=[Form("ring")])
     assert fit.told
 
 
 def test_the_plain_forms_are_too_simple_for_a_ring():
     points = measured(ranks=(2, 3, 4, 8))
     ring, plain, messages = (
-        Accuracy.of(held_out_ranks(points, "all-reduce", form=form, most_segments=1))
+        Accuracy.of(held_out_ranks(points, "all-reduce", forms=[form], most_segments=1))
         for form in (Form("ring"), PLAIN, MESSAGES)
     )
     assert ring is not None

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.collectives.closed_form import Terms
 from paceline.errors import UsageError
 from paceline.plan.accuracy import Accuracy, Checked
 from paceline.plan.fit import Fit
-from paceline.plan.forms import USUAL, Form, candidates, terms_of
+from paceline.plan.forms import Form, candidates, terms_of
 from paceline.plan.segments import MOST_SEGMENTS, Samples, cut, how_many
 
 __all__ = ["Point", "fit_points", "held_out_ranks", "held_out_sizes"]
@@ -41,14 +42,18 @@ class Point:
 
 
 def fit_points(
-    points: Iterable[Point], op: str, *, form: Form | None = None, most_segments: int = MOST_SEGMENTS
+    points: Iterable[Point],
+    op: str,
+    *,
+    forms: Sequence[Form] | None = None,
+    most_segments: int = MOST_SEGMENTS,
 ) -> Fit:
     """Return the fit of one operation's times, with its held-out errors.
 
     Args:
         points: at three sizes or more, of two ranks or more.
         op: such as ``"all-reduce"``.
-        form: the algorithm, where it is known; else it is chosen.
+        forms: those to choose from, the usual one first; by default all candidates, and one if it is known.
         most_segments: at most so many ranges of sizes.
 
     Raises:
@@ -61,16 +66,20 @@ def fit_points(
         ('ring', 10.0)
     """
     checked = _checked(points, op)
-    fit = _fit(checked, op, form, most_segments)
+    fit = _fit(checked, op, forms, most_segments)
     return replace(
         fit,
-        sizes_error=Accuracy.of(held_out_sizes(checked, op, form=form, most_segments=most_segments)),
-        ranks_error=Accuracy.of(held_out_ranks(checked, op, form=form, most_segments=most_segments)),
+        sizes_error=Accuracy.of(held_out_sizes(checked, op, forms=forms, most_segments=most_segments)),
+        ranks_error=Accuracy.of(held_out_ranks(checked, op, forms=forms, most_segments=most_segments)),
     )
 
 
 def held_out_sizes(
-    points: Iterable[Point], op: str, *, form: Form | None = None, most_segments: int = MOST_SEGMENTS
+    points: Iterable[Point],
+    op: str,
+    *,
+    forms: Sequence[Form] | None = None,
+    most_segments: int = MOST_SEGMENTS,
 ) -> list[Checked]:
     """Return every second size, the first and the last never, beside its prediction from the other sizes.
 
@@ -79,12 +88,16 @@ def held_out_sizes(
     checked = _checked(points, op)
     sizes = sorted({point.nbytes for point in checked})
     left_out = set(sizes[1:-1:2])
-    fit = _fit([point for point in checked if point.nbytes not in left_out], op, form, most_segments)
+    fit = _fit([point for point in checked if point.nbytes not in left_out], op, forms, most_segments)
     return [_check(fit, point) for point in checked if point.nbytes in left_out]
 
 
 def held_out_ranks(
-    points: Iterable[Point], op: str, *, form: Form | None = None, most_segments: int = MOST_SEGMENTS
+    points: Iterable[Point],
+    op: str,
+    *,
+    forms: Sequence[Form] | None = None,
+    most_segments: int = MOST_SEGMENTS,
 ) -> list[Checked]:
     """Return every measurement beside its prediction from other numbers of ranks; empty if there is one number.
 
@@ -97,7 +110,7 @@ def held_out_ranks(
         others = [point for point in checked if point.ranks != ranks]
         if len({point.nbytes for point in others}) < 2:
             continue
-        fit = _fit(others, op, form, most_segments)
+        fit = _fit(others, op, forms, most_segments)
         found += [
             _check(fit, point)
             for point in checked
@@ -128,17 +141,21 @@ def _checked(points: Iterable[Point], op: str) -> list[Point]:
     return found
 
 
-def _fit(points: Sequence[Point], op: str, form: Form | None, most: int) -> Fit:
+def _fit(points: Sequence[Point], op: str, forms: Sequence[Form] | None, most: int) -> Fit:
     """Return the fit without held-out errors."""
-    error_of_form, told = {}, form is not None
-    if form is None:
-        form, error_of_form = _choose(points, op)
-        told = bool(error_of_form)
+    forms = candidates(op) if forms is None else forms
+    form, error_of_form = _choose(points, op, forms)
     samples = _samples(points, op, form)
     segments = cut(samples, how_many(samples, most))
     ranks = tuple(sorted({point.ranks for point in points}))
     return Fit(
-        op, form, told, tuple(segments), ranks, len(points), {str(k): v for k, v in error_of_form.items()}
+        op,
+        form,
+        len(forms) == 1 or bool(error_of_form),
+        tuple(segments),
+        ranks,
+        len(points),
+        {str(tried): error for tried, error in error_of_form.items()},
     )
 
 
@@ -151,15 +168,15 @@ def _samples(points: Sequence[Point], op: str, form: Form) -> Samples:
     return Samples(*np.array(columns, dtype=np.float64).T)
 
 
-def _choose(points: Sequence[Point], op: str) -> tuple[Form, dict[Form, float]]:
+def _choose(points: Sequence[Point], op: str, forms: Sequence[Form]) -> tuple[Form, dict[Form, float]]:
     """Return the form that predicts a number of ranks from the others best, and the error of each form.
 
     Of forms that cost the same on all ranks measured the first stands for all.
     """
-    forms, numbers = candidates(op), sorted({point.ranks for point in points})
-    if len(numbers) < 2:
-        return Form(USUAL[op]), {}
-    first_of = {}
+    numbers = sorted({point.ranks for point in points})
+    if len(numbers) < 2 or len(forms) == 1:
+        return forms[0], {}
+    first_of: dict[tuple[Terms, ...], Form] = {}
     for form in forms:
         first_of.setdefault(tuple(terms_of(op, form, ranks) for ranks in numbers), form)
     error_of = {form: _error_across(points, op, form, numbers) for form in first_of.values()}
