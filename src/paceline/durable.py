@@ -1,12 +1,14 @@
-"""Files that outlive a crash: what is written has reached the disk, and is whole at every instant."""
+"""Files that outlive a crash: what is written has reached the disk, and is whole, old or new, at every instant."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["flush", "replace_text"]
+__all__ = ["flush", "write_text", "write_whole"]
 
 
 def flush(path: Path) -> None:
@@ -18,31 +20,26 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Give the file at `path` new content; at every instant it is whole, old or new, for other processes too.
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` make the file beside its place, and put it there once it is complete and on disk.
+
+    Args:
+        path: the file, whose folder exists; its permissions stay.
+        write: writes to the path that it is given, which has the name of `path` in another folder.
 
     Raises:
-        OSError: it can't be written; the old content stays.
+        OSError: it can't be written; what was there stays.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    beside = Path(name)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), _mode(path))
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        beside = Path(folder, path.name)
+        write(beside)
+        if path.exists():
+            shutil.copymode(path, beside)
+        flush(beside)
         os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
     flush(path.parent)
 
 
-def _mode(path: Path) -> int:
-    """Return the permissions of the file, or of a new one: a temporary file may be read by its owner alone."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return 0o666 & ~mask
+def write_text(path: Path, text: str) -> None:
+    """Give the file at `path` this text; see `write_whole`."""
+    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))

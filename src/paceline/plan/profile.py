@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from paceline.durable import replace_text
+from paceline.durable import write_text
 from paceline.errors import UsageError, unknown
 from paceline.plan.compare import Difference, collective_differences, other_differences
 from paceline.plan.entries import CallCost, CollectiveCost, Rate, Source
@@ -131,7 +131,7 @@ class Profile:
             UsageError: it can't be written.
         """
         try:
-            replace_text(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+            write_text(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise UsageError(
                 f"can't write the profile {str(path)!r}: {error.strerror}", remedy="name another file"

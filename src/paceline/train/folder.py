@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.durable import replace_text
+from paceline.durable import write_text
 from paceline.errors import UsageError
 from paceline.train.settings import Existing, Settings
 
@@ -78,7 +78,7 @@ class RunFolder:
 
     def describe(self, settings: Settings, command: Mapping[str, str]) -> None:
         """Write what was asked for, by which command and when."""
-        replace_text(self.settings, settings.to_json() + "\n")
+        write_text(self.settings, settings.to_json() + "\n")
         self.add_facts(**command)
 
     def _check(self, existing: Existing) -> None:
@@ -105,7 +105,7 @@ class RunFolder:
     def add_facts(self, **facts: Any) -> None:
         """Add `facts` to ``run.json``, or replace those of the same name."""
         known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
-        replace_text(self.run, json.dumps(known | facts, indent=2) + "\n")
+        write_text(self.run, json.dumps(known | facts, indent=2) + "\n")
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Append one line to ``steps.jsonl``."""
@@ -125,7 +125,7 @@ class RunFolder:
             return
         lines = self.steps.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
-        replace_text(self.steps, "".join(line + "\n" for line in kept))
+        write_text(self.steps, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> float:
