@@ -54,6 +54,46 @@ def test_ranks_that_share_a_machine_are_told_from_ranks_with_links_of_their_own(
     )
 
 
+def crowded(nbytes, ranks):
+    """Times of ranks on two cores: no form's, as a third rank has to wait for a core."""
+    return closed_form("all-reduce", "ring", ranks).seconds(nbytes, 2e-5, 1e-9) * (1 if ranks == 2 else 3)
+
+
+def test_numbers_of_ranks_that_no_form_joins_get_segments_of_their_own():
+    points = [Point(n, p, crowded(n, p)) for n in SIZES for p in (2, 3, 4)]
+    fit = fit_points(points, "all-reduce")
+    assert set(fit.own) == {2, 3, 4}
+    for p in (2, 3, 4):
+        assert fit.predict(10**5, p).seconds == pytest.approx(crowded(10**5, p))
+    assert fit.sizes_error is not None
+    assert fit.sizes_error.maximum < 1e-9
+    common = fit_points(points, "all-reduce", own=False)
+    assert common.own == {}
+    assert common.sizes_error is not None
+    assert common.sizes_error.median > 0.1
+    assert fit.seconds(10**5, 8) == common.seconds(10**5, 8)
+    assert fit.half_size(2) == pytest.approx(2e-5 * 2 / 1e-9)
+
+
+def test_a_form_that_joins_all_ranks_needs_no_segments_of_their_own():
+    drawn = random.Random(0)
+    points = [
+        Point(n, p, closed_form("all-reduce", "ring", p).seconds(n, 2e-5, 1e-9) * drawn.uniform(0.9, 1.1))
+        for n in SIZES[::2]
+        for p in range(2, 12)
+    ]
+    assert fit_points(points, "all-reduce").own == {}
+
+
+def test_a_number_of_ranks_is_asked_for_its_own_sizes_only():
+    points = [Point(n, 2, crowded(n, 2)) for n in SIZES] + [Point(n, 4, crowded(n, 4)) for n in SIZES[2:5]]
+    fit = fit_points(points, "all-reduce")
+    assert set(fit.own) == {2, 4}
+    fit.predict(SIZES[-1], 2)
+    with pytest.raises(UsageError, match="sizes from 16 KiB to 256 KiB were"):
+        fit.predict(SIZES[-1], 4)
+
+
 def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assumed():
     fit = fit_points(measured(algorithm="doubling", ranks=(4,)), "all-reduce")
     assert str(fit.form) == "ring"

@@ -39,6 +39,10 @@ PROFILE = Profile(
 )
 
 
+def test_the_profile_that_is_tested_has_segments_of_both_kinds():
+    assert set(PROFILE.collectives[0].fit.own) == {2, 4}
+
+
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
@@ -165,6 +169,13 @@ def damaged(path, value):
         ),
         (["collectives", 0, "segments", 0, "points"], 1.5, "points is 1.5: a whole number"),
         (["collectives", 0, "sizes_error", "median"], None, "sizes_error.median is None"),
+        (["collectives", 0, "segments_of_ranks"], ..., "segments_of_ranks is missing"),
+        (["collectives", 0, "segments_of_ranks", 0, "ranks"], 1, r"segments_of_ranks\[0\].ranks is 1"),
+        (
+            ["collectives", 0, "segments_of_ranks", 1, "segments"],
+            [],
+            r"segments_of_ranks\[1\].segments is \[\]",
+        ),
         (["collectives", 0, "sizes_error"], ..., r"collectives\[0\].sizes_error is missing"),
         (["collectives", 0, "algorithm_told"], "yes", "true or false"),
         (["collectives", 0, "source"], 9, r"collectives\[0\].source is 9"),

@@ -93,7 +93,7 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
             continue
         sizes = held_out_sizes(group.points, group.op, forms=group.forms)
         ranks = held_out_ranks(group.points, group.op, forms=group.forms)
-        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES], most_segments=1)
+        plain = held_out_sizes(group.points, group.op, forms=[MESSAGES], most_segments=1, own=False)
         found.append(_Fitted(group, made, sizes, ranks, Accuracy.of(plain)))
     if not found:
         raise UsageError(

@@ -20,6 +20,7 @@ FOOTER = (
     "is at its bound 0, or a line has no more points than parameters. n½: where half of the largest bandwidth is\n"
     "reached. Errors are medians of |predicted / measured − 1| (at most …). Sizes: every second one predicted from\n"
     "the others. Ranks: each number predicted from the others, over all sizes and over those of 1 MB and more.\n"
+    "N ranks alone: their own α and β; the common ones, above them, are for other numbers of ranks.\n"
     "αP + βn: one line that knows the number of messages only. (assumed): one number of ranks can't tell."
 )
 
@@ -48,6 +49,10 @@ def fit_table(rows: Sequence[tuple[str, Fit, Sequence[Checked], Accuracy | None]
         for at, segment in enumerate(fit.segments):
             names = [backend, fit.op, algorithm] if at == 0 else [""] * 3
             table.add_row(*names, *_cells(segment), *(told if at == 0 else [""] * 5))
+        for ranks, segments in fit.own.items():
+            for at, segment in enumerate(segments):
+                alone = f"  {ranks} ranks alone" if at == 0 else ""
+                table.add_row("", "", alone, *_cells(segment), *[""] * 5)
     return table
 
 

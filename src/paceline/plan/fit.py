@@ -7,7 +7,8 @@ is refused unless it is asked for, and then says so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
 from paceline.plan.accuracy import Accuracy
@@ -45,6 +46,7 @@ class Fit:
         form: the algorithm that the times look like.
         told: whether they could tell it from others; else it is the usual one.
         segments: α, β and range of sizes, in ascending order.
+        own: for each number of ranks that was measured, its own segments; empty where the common ones predict better.
         ranks: the numbers of ranks that were measured, in ascending order.
         points: measurements.
         error_of_form: for each form that was tried, its typical relative error in predicting a number of ranks from
@@ -60,6 +62,7 @@ class Fit:
     ranks: tuple[int, ...]
     points: int
     error_of_form: dict[str, float]
+    own: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
     sizes_error: Accuracy | None = None
     ranks_error: Accuracy | None = None
 
@@ -76,7 +79,11 @@ class Fit:
     def seconds(self, nbytes: float, ranks: int) -> float:
         """Return the bare value of the fit, inside or outside of what was measured."""
         terms = terms_of(self.op, self.form, ranks)
-        return seconds_at(self.segments, nbytes, terms.messages, terms.sent)
+        return seconds_at(self.segments_for(ranks), nbytes, terms.messages, terms.sent)
+
+    def segments_for(self, ranks: int) -> tuple[Segment, ...]:
+        """Return the segments that answer for a number of ranks: its own, or the common ones."""
+        return self.own.get(ranks, self.segments)
 
     def predict(self, nbytes: float, ranks: int, *, extrapolate: bool = False) -> Prediction:
         """Return what the collective will take, with its error.
@@ -130,15 +137,16 @@ class Fit:
                 f"efficiency {efficiency}", remedy="give a share above 0 and below 1, such as 0.9"
             )
         terms = terms_of(self.op, self.form, ranks)
-        slope = self.segments[-1].line.beta * terms.sent
+        segments = self.segments_for(ranks)
+        slope = segments[-1].line.beta * terms.sent
         if slope <= 0.0:
             return math.inf
-        below, size = 0.0, self.low
-        for size in _ladder(self.low, self.high):
+        below = 0.0
+        for size in _ladder(segments[0].low, segments[-1].high):
             if self.seconds(size, ranks) * efficiency <= slope * size:
                 return size if below == 0.0 else self._bisect(below, size, efficiency, slope, ranks)
             below = size
-        last = self.segments[-1].line.alpha * terms.messages
+        last = segments[-1].line.alpha * terms.messages
         return efficiency / (1.0 - efficiency) * last / slope
 
     def _bisect(self, below: float, reached: float, efficiency: float, slope: float, ranks: int) -> float:
@@ -156,9 +164,10 @@ class Fit:
 
     def _beyond(self, nbytes: float, ranks: int) -> str | None:
         """Return in words what of this was not measured, None if all was."""
-        said = []
-        if not self.low <= nbytes <= self.high:
-            said.append(f"sizes from {format_bytes(self.low)} to {format_bytes(self.high)} were")
+        said, segments = [], self.segments_for(ranks)
+        low, high = segments[0].low, segments[-1].high
+        if not low <= nbytes <= high:
+            said.append(f"sizes from {format_bytes(low)} to {format_bytes(high)} were")
         if not self.ranks[0] <= ranks <= self.ranks[-1]:
             numbers = ", ".join(map(str, self.ranks))
             said.append(f"{numbers} ranks were")

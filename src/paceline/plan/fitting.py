@@ -4,7 +4,10 @@
    form, and the one with the least error is taken; the usual algorithm unless another is better by a tenth. With one
    number of ranks all forms fit alike, and the usual algorithm is assumed.
 2. The segments: see [Note: segments] in `paceline.plan.segments`.
-3. The held-out errors: steps 1 and 2 once more without every second size (the first and the last stay), and without
+3. The ranks: no form is quite right, least of all where more ranks than cores run. Numbers of ranks that were measured
+   get segments of their own if these predict sizes that are left out better than the common ones do, by the median;
+   for all other numbers the common ones stay.
+4. The held-out errors: steps 1 to 3 once more without every second size (the first and the last stay), and without
    each number of ranks in turn; what was left out had no part in any choice.
 
 The times are to be medians over iterations: that is where single outliers end. What remains weighs by its relative
@@ -14,6 +17,7 @@ error.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,7 +28,7 @@ from paceline.errors import UsageError
 from paceline.plan.accuracy import Accuracy, Checked
 from paceline.plan.fit import Fit
 from paceline.plan.forms import Form, candidates, terms_of
-from paceline.plan.segments import MOST_SEGMENTS, Samples, cut, how_many
+from paceline.plan.segments import MOST_SEGMENTS, Samples, Segment, cut, how_many, left_out
 
 __all__ = ["Point", "fit_points", "held_out_ranks", "held_out_sizes"]
 
@@ -47,6 +51,7 @@ def fit_points(
     *,
     forms: Sequence[Form] | None = None,
     most_segments: int = MOST_SEGMENTS,
+    own: bool = True,
 ) -> Fit:
     """Return the fit of one operation's times, with its held-out errors.
 
@@ -55,6 +60,7 @@ def fit_points(
         op: such as ``"all-reduce"``.
         forms: those to choose from, the usual one first; by default all candidates, and one if it is known.
         most_segments: at most so many ranges of sizes.
+        own: whether a number of ranks may have segments of its own.
 
     Raises:
         UsageError: too few sizes, or a size, number of ranks or time that can't be.
@@ -66,11 +72,15 @@ def fit_points(
         ('ring', 10.0)
     """
     checked = _checked(points, op)
-    fit = _fit(checked, op, forms, most_segments)
+    fit = _fit(checked, op, forms, most_segments, own)
     return replace(
         fit,
-        sizes_error=Accuracy.of(held_out_sizes(checked, op, forms=forms, most_segments=most_segments)),
-        ranks_error=Accuracy.of(held_out_ranks(checked, op, forms=forms, most_segments=most_segments)),
+        sizes_error=Accuracy.of(
+            held_out_sizes(checked, op, forms=forms, most_segments=most_segments, own=own)
+        ),
+        ranks_error=Accuracy.of(
+            held_out_ranks(checked, op, forms=forms, most_segments=most_segments, own=own)
+        ),
     )
 
 
@@ -80,6 +90,7 @@ def held_out_sizes(
     *,
     forms: Sequence[Form] | None = None,
     most_segments: int = MOST_SEGMENTS,
+    own: bool = True,
 ) -> list[Checked]:
     """Return every second size, the first and the last never, beside its prediction from the other sizes.
 
@@ -87,9 +98,9 @@ def held_out_sizes(
     """
     checked = _checked(points, op)
     sizes = sorted({point.nbytes for point in checked})
-    left_out = set(sizes[1:-1:2])
-    fit = _fit([point for point in checked if point.nbytes not in left_out], op, forms, most_segments)
-    return [_check(fit, point) for point in checked if point.nbytes in left_out]
+    held_out = set(sizes[1:-1:2])
+    fit = _fit([point for point in checked if point.nbytes not in held_out], op, forms, most_segments, own)
+    return [_check(fit, point) for point in checked if point.nbytes in held_out]
 
 
 def held_out_ranks(
@@ -98,6 +109,7 @@ def held_out_ranks(
     *,
     forms: Sequence[Form] | None = None,
     most_segments: int = MOST_SEGMENTS,
+    own: bool = True,
 ) -> list[Checked]:
     """Return every measurement beside its prediction from other numbers of ranks; empty if there is one number.
 
@@ -110,7 +122,7 @@ def held_out_ranks(
         others = [point for point in checked if point.ranks != ranks]
         if len({point.nbytes for point in others}) < 2:
             continue
-        fit = _fit(others, op, forms, most_segments)
+        fit = _fit(others, op, forms, most_segments, own)
         found += [
             _check(fit, point)
             for point in checked
@@ -141,22 +153,46 @@ def _checked(points: Iterable[Point], op: str) -> list[Point]:
     return found
 
 
-def _fit(points: Sequence[Point], op: str, forms: Sequence[Form] | None, most: int) -> Fit:
+def _fit(points: Sequence[Point], op: str, forms: Sequence[Form] | None, most: int, own: bool) -> Fit:
     """Return the fit without held-out errors."""
     forms = candidates(op) if forms is None else forms
     form, error_of_form = _choose(points, op, forms)
     samples = _samples(points, op, form)
-    segments = cut(samples, how_many(samples, most))
+    count = how_many(samples, most)
     ranks = tuple(sorted({point.ranks for point in points}))
     return Fit(
-        op,
-        form,
-        len(forms) == 1 or bool(error_of_form),
-        tuple(segments),
-        ranks,
-        len(points),
-        {str(tried): error for tried, error in error_of_form.items()},
+        op=op,
+        form=form,
+        told=len(forms) == 1 or bool(error_of_form),
+        segments=tuple(cut(samples, count)),
+        ranks=ranks,
+        points=len(points),
+        error_of_form={str(tried): error for tried, error in error_of_form.items()},
+        own=_own(points, op, form, most, left_out(samples, count)) if own and len(ranks) > 1 else {},
     )
+
+
+def _own(
+    points: Sequence[Point], op: str, form: Form, most: int, common: dict[float, float]
+) -> dict[int, tuple[Segment, ...]]:
+    """Return segments for each number of ranks alone; none if the common ones are better.
+
+    Args:
+        points, op, form, most: as for `_fit`.
+        common: relative error of the common segments at each inner size, left out.
+    """
+    own, errors_at = {}, defaultdict(list)
+    for ranks in sorted({point.ranks for point in points}):
+        samples = _samples([point for point in points if point.ranks == ranks], op, form)
+        if len(samples.sizes) < _LEAST_SIZES:
+            return {}
+        count = how_many(samples, most)
+        own[ranks] = tuple(cut(samples, count))
+        for size, error in left_out(samples, count).items():
+            errors_at[size].append(error)
+    both = [(np.mean(errors), common[size]) for size, errors in errors_at.items() if size in common]
+    alone, together = (np.median(column) for column in zip(*both, strict=True))
+    return own if alone < together else {}
 
 
 def _samples(points: Sequence[Point], op: str, form: Form) -> Samples:

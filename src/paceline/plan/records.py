@@ -38,6 +38,10 @@ def collective_record(cost: CollectiveCost, source: int) -> dict[str, Any]:
         "ranks": list(fit.ranks),
         "points": fit.points,
         "segments": [_segment_record(segment) for segment in fit.segments],
+        "segments_of_ranks": [
+            {"ranks": ranks, "segments": [_segment_record(segment) for segment in segments]}
+            for ranks, segments in fit.own.items()
+        ],
         "sizes_error": None if fit.sizes_error is None else asdict(fit.sizes_error),
         "ranks_error": None if fit.ranks_error is None else asdict(fit.ranks_error),
         "error_of_algorithm": fit.error_of_form,
@@ -54,19 +58,16 @@ def collective_from(record: Fields, sources: Sequence[Source]) -> CollectiveCost
     op = record.text("op")
     if op not in USUAL:
         raise record.wrong("op", f"one of {', '.join(USUAL)}")
-    segments = tuple(_segment_from(each) for each in record.rows("segments"))
-    ordered = all(one.high < other.low for one, other in itertools.pairwise(segments))
-    if not segments or not ordered:
-        raise record.wrong("segments", "one segment or more, in ascending order of size")
     errors = record.fields("error_of_algorithm")
     fit = Fit(
         op=op,
         form=form_named(op, record.text("algorithm")),
         told=record.flag("algorithm_told"),
-        segments=segments,
+        segments=_segments_from(record),
         ranks=tuple(sorted(record.whole_numbers("ranks", least=2))),
         points=record.whole("points", least=1),
         error_of_form={name: errors.number(name, least=0.0) for name in record.mapping("error_of_algorithm")},
+        own={each.whole("ranks", least=2): _segments_from(each) for each in record.rows("segments_of_ranks")},
         sizes_error=_accuracy_from(record.fields_or_none("sizes_error")),
         ranks_error=_accuracy_from(record.fields_or_none("ranks_error")),
     )
@@ -134,6 +135,14 @@ def source_from(record: Fields) -> Source:
 
 def _segment_record(segment: Segment) -> dict[str, Any]:
     return {"low": segment.low, "high": segment.high, "points": segment.points} | asdict(segment.line)
+
+
+def _segments_from(record: Fields) -> tuple[Segment, ...]:
+    segments = tuple(_segment_from(each) for each in record.rows("segments"))
+    ordered = all(one.high < other.low for one, other in itertools.pairwise(segments))
+    if not segments or not ordered:
+        raise record.wrong("segments", "one segment or more, in ascending order of size")
+    return segments
 
 
 def _segment_from(record: Fields) -> Segment:

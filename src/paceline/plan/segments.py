@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.plan.line import Line, Numbers, fit_line
 
-__all__ = ["MOST_SEGMENTS", "Samples", "Segment", "cut", "how_many", "seconds_at"]
+__all__ = ["MOST_SEGMENTS", "Samples", "Segment", "cut", "how_many", "left_out", "seconds_at"]
 
 MOST_SEGMENTS = 3
 LEAST_SIZES = 2
@@ -126,31 +126,36 @@ def seconds_at(segments: Sequence[Segment], nbytes: float, messages: float, sent
 
 def how_many(samples: Samples, most: int = MOST_SEGMENTS) -> int:
     """Return how many segments to fit, at most `most`; see [Note: segments]."""
-    chosen, errors = 1, _left_out(samples, 1)
+    chosen, errors = 1, left_out(samples, 1)
     for count in range(2, most + 1):
         if len(samples.sizes) <= LEAST_SIZES * count:
             break
-        found = _left_out(samples, count)
+        found = left_out(samples, count)
         if _clearly_less(found, errors):
             chosen, errors = count, found
     return chosen
 
 
-def _clearly_less(found: Numbers, errors: Numbers) -> bool:
-    drop = errors - found
-    by_chance = float(np.std(drop, ddof=1)) / math.sqrt(len(drop)) if len(drop) > 1 else math.inf
-    return float(drop.mean()) > max(_LEAST_GAIN * float(errors.mean()), _LEAST_DROP, by_chance)
-
-
-def _left_out(samples: Samples, count: int) -> Numbers:
-    """Return the mean relative error at each inner size, predicted from the others."""
-    errors = []
+def left_out(samples: Samples, count: int) -> dict[float, float]:
+    """Return for each inner size the mean relative error of predicting it from the others with `count` segments."""
+    errors = {}
     for size in samples.sizes[1:-1]:
         inside = samples.nbytes == size
-        segments, left_out = cut(samples.where(~inside), count), samples.where(inside)
+        segments, at = cut(samples.where(~inside), count), samples.where(inside)
         predicted = [
             seconds_at(segments, float(size), messages, sent)
-            for messages, sent in zip(left_out.messages, left_out.sent, strict=True)
+            for messages, sent in zip(at.messages, at.sent, strict=True)
         ]
-        errors.append(np.abs(predicted / left_out.seconds - 1.0).mean())
-    return np.array(errors)
+        errors[float(size)] = float(np.abs(predicted / at.seconds - 1.0).mean())
+    return errors
+
+
+def _clearly_less(found: Mapping[float, float], errors: Mapping[float, float]) -> bool:
+    """Return whether the errors found are less, on the sizes that both have, by the rule of [Note: segments]."""
+    common = sorted(found.keys() & errors.keys())
+    if len(common) < 2:
+        return False
+    drop = np.array([errors[size] - found[size] for size in common])
+    before = float(np.mean([errors[size] for size in common]))
+    by_chance = float(np.std(drop, ddof=1)) / math.sqrt(len(drop))
+    return float(drop.mean()) > max(_LEAST_GAIN * before, _LEAST_DROP, by_chance)
