@@ -2,7 +2,8 @@
 
     python benchmarks/nccl-tables/fit.py
 
-Reads ``tables.json`` and writes ``result.json``, ``fit.png`` and the table of README.md beside it.
+Reads ``tables.json`` and writes ``result.json`` and ``fit.png`` beside it, and the tables of README.md and
+``docs/profile.md``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from paceline.report.fit_chart import Series, fit_chart
 from paceline.report.markdown import fill, table
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs" / "profile.md"
 LEAST_NBYTES = {"32×B200": 256 * 1024}
 """Below, latency over 32 ranks varies by a factor of six from one size to the next."""
 
@@ -47,6 +49,15 @@ def row(name: str, fit: Fit, best: list[Checked], line: list[Checked]) -> dict[s
         "segments_of_all_sizes": segments,
         "held_out_sizes": [asdict(each) for each in best],
     }
+
+
+def short_block(rows: list[dict[str, Any]]) -> str:
+    """Return the table for docs/profile.md: mean errors only."""
+    cells = [
+        [each["name"], *(f"{100 * each[key]['mean']:.1f} %" for key in ("held_out_one_line", "held_out"))]
+        for each in rows
+    ]
+    return table(["GPUs", "one line α + βn", "ranges of sizes"], cells)
 
 
 def block(rows: list[dict[str, Any]]) -> str:
@@ -77,8 +88,11 @@ def main(folder: Annotated[Path, typer.Argument(help="Where to write; README.md 
     (folder / "result.json").write_text(
         json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    readme = folder / "README.md"
-    readme.write_text(fill(readme.read_text(encoding="utf-8"), "figures", block(rows)), encoding="utf-8")
+    for path, name, text in (
+        (folder / "README.md", "figures", block(rows)),
+        (DOCS, "nccl", short_block(rows)),
+    ):
+        path.write_text(fill(path.read_text(encoding="utf-8"), name, text), encoding="utf-8")
     title = "NCCL all-reduce, published times and their fit; hollow: predicted from every other size"
     print(fit_chart(series, title).save(folder / "fit.png"))
     print(block(rows))
