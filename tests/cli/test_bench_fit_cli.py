@@ -79,6 +79,19 @@ def test_networks_stand_side_by_side_in_one_profile(monkeypatch, tmp_path):
     assert [cost.network for cost in Profile.load(profile).collectives] == ["loopback", "lab star 1 Gbit/s"]
 
 
+def test_files_of_one_network_are_joined_and_others_are_fitted_apart(monkeypatch, capsys, tmp_path):
+    files = [write(tmp_path / f"{p}.json", rows(ranks=(p,)), command=f"with {p}") for p in (2, 3, 4)]
+    files.append(write(tmp_path / "lab.json", rows(ranks=(2,)), settings={"network": "lab star 1 Gbit/s"}))
+    assert paceline(monkeypatch, "bench", "fit", *files, "--out", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert "loopback: with 2; with 3; with 4" in shown
+    loaded = Profile.load(tmp_path / "out" / "profile.json")
+    assert loaded.collective("all-reduce", "gloo", "loopback").fit.ranks == (2, 3, 4)
+    assert loaded.collective("all-reduce", "gloo", "lab star 1 Gbit/s").fit.ranks == (2,)
+    charts = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert charts == {"fit-all-reduce-gloo-loopback.png", "fit-all-reduce-gloo-lab-star-1-Gbit-s.png"}
+
+
 def test_charts_and_the_profile_go_to_one_folder(monkeypatch, capsys, tmp_path):
     result = write(tmp_path / "x.json", rows(ranks=(2, 4)) + rows("schedule:ring"))
     assert paceline(monkeypatch, "bench", "fit", result, "--out", tmp_path / "out") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from paceline.plan.accuracy import Accuracy, Checked
     from paceline.plan.fit import Fit
     from paceline.plan.measured import Measured, Measurement
+    from paceline.plan.profile import Profile
 
 __all__ = ["fit"]
 
@@ -32,7 +34,13 @@ class _Fitted:
 
 
 def fit(
-    result: Annotated[Path, typer.Argument(help="What paceline bench collectives wrote with --json.")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RESULT...",
+            help="What paceline bench collectives wrote with --json; files of one network are joined.",
+        ),
+    ],
     profile_file: Annotated[
         Path | None,
         typer.Option("--profile", metavar="FILE", help="Add the fits to this profile, or make it."),
@@ -43,31 +51,49 @@ def fit(
     ] = None,
 ) -> None:
     """Fit latency and bandwidth to measured times, and say how well they predict what was held out."""
-    from paceline.bench.facts import versions
-    from paceline.cli.fit_table import FOOTER, fit_table
-    from paceline.cli.profiles import load_or_new, now
-    from paceline.cli.wide_table import print_wide
-    from paceline.plan.entries import CollectiveCost, Source
-    from paceline.plan.measured import load
+    from paceline.cli.fit_table import FOOTER
+    from paceline.cli.profiles import load_or_new
+    from paceline.plan.measured import load, pooled
 
-    measurement = load(result)
+    measurements = pooled(load(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")
     profile = None if path is None else load_or_new(path)
-    charts = {} if out is None else _charts(measurement.groups, out)
-    fitted = _fitted(measurement)
+    charts = {} if out is None else _charts(measurements, out)
+    for measurement in measurements:
+        fitted = _fitted(measurement)
+        _show(measurement, fitted)
+        for each in fitted:
+            if out is not None:
+                chart = charts[measurement.network, each.group]
+                typer.echo(_draw(each, chart, measurement.network))
+        profile = None if profile is None else _with(profile, measurement, fitted)
+    typer.echo(FOOTER)
+    if profile is not None and path is not None:
+        profile.save(path)
+        typer.echo(path)
+
+
+def _show(measurement: Measurement, fitted: Sequence[_Fitted]) -> None:
+    """Print the fits of one network, and which algorithms they look like."""
+    from paceline.cli.fit_table import fit_table
+    from paceline.cli.wide_table import print_wide
+
     typer.echo(f"{measurement.network}: {measurement.command}")
     print_wide(fit_table([(each.group.backend, each.fit, each.ranks, each.plain) for each in fitted]))
-    typer.echo(FOOTER)
     for each in fitted:
         typer.echo(_looks_like(each))
-    for each in fitted:
-        if each.group in charts:
-            typer.echo(_draw(each, charts[each.group], measurement.network))
-    if profile is not None and path is not None:
-        source = Source(measurement.command, now(), measurement.machine, versions(["paceline", "torch"]))
-        costs = [CollectiveCost(each.group.backend, measurement.network, each.fit, source) for each in fitted]
-        profile.with_entries(collectives=costs, calls=measurement.calls(source)).save(path)
-        typer.echo(path)
+    typer.echo()
+
+
+def _with(profile: Profile, measurement: Measurement, fitted: Sequence[_Fitted]) -> Profile:
+    """Return the profile with the fits of one network, and what its calls cost."""
+    from paceline.bench.facts import versions
+    from paceline.cli.profiles import now
+    from paceline.plan.entries import CollectiveCost, Source
+
+    source = Source(measurement.command, now(), measurement.machine, versions(["paceline", "torch"]))
+    costs = [CollectiveCost(each.group.backend, measurement.network, each.fit, source) for each in fitted]
+    return profile.with_entries(collectives=costs, calls=measurement.calls(source))
 
 
 def _fitted(measurement: Measurement) -> list[_Fitted]:
@@ -116,8 +142,8 @@ def _looks_like(each: _Fitted) -> str:
     return f"{name} looks like {fit.form}: {100 * own:.0f} % off from one number of ranks to another{told}"
 
 
-def _charts(groups: Sequence[Measured], out: Path) -> dict[Measured, Path]:
-    """Return where each chart will be drawn, once it is clear that it can be.
+def _charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, Measured], Path]:
+    """Return where the chart of each network's operations will be drawn, once it is clear that it can be.
 
     Raises:
         UsageError: matplotlib is not installed, or a file can't be written.
@@ -125,7 +151,17 @@ def _charts(groups: Sequence[Measured], out: Path) -> dict[Measured, Path]:
     from paceline.report.canvas import require_matplotlib
 
     require_matplotlib()
-    paths = {group: out / f"fit-{group.op}-{group.backend.replace(':', '-')}.png" for group in groups}
+    paths = {}
+    for measurement in measurements:
+        for group in measurement.groups:
+            words = [
+                "fit",
+                group.op,
+                group.backend,
+                *([measurement.network] if len(measurements) > 1 else []),
+            ]
+            name = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words))
+            paths[measurement.network, group] = out / f"{name}.png"
     for path in paths.values():
         check_writable(path, "--out", make_folder=True)
     return paths

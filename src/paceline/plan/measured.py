@@ -7,8 +7,8 @@ types, float32 counts, or else the first one: a type changes what is added, not 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from paceline.plan.fields import Fields
 from paceline.plan.fitting import Point
 from paceline.plan.forms import OPS, USUAL, Form
 
-__all__ = ["KIND", "SCHEMA", "Measured", "Measurement", "load"]
+__all__ = ["KIND", "SCHEMA", "Measured", "Measurement", "load", "pooled"]
 
 KIND, SCHEMA = "bench-collectives", 1
 _CALL_NBYTES = 1024
@@ -109,6 +109,28 @@ def load(path: str | Path) -> Measurement:
         )
     network = top.fields("settings").text("network")
     return Measurement(top.text("command"), network, top.mapping("machine"), _groups(list(top.rows("rows"))))
+
+
+def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Return one measurement for each network, its points those of all files: a run may hold one number of ranks only.
+
+    Commands are joined by "; "; facts of the machine are those of the first file.
+    """
+    of_network: dict[str, list[Measurement]] = {}
+    for each in measurements:
+        of_network.setdefault(each.network, []).append(each)
+    return [_joined(network, several) for network, several in of_network.items()]
+
+
+def _joined(network: str, several: Sequence[Measurement]) -> Measurement:
+    of_key: dict[tuple[str, str], Measured] = {}
+    for group in (group for each in several for group in each.groups):
+        before = of_key.get((group.backend, group.op), Measured(group.backend, group.op, ()))
+        of_key[group.backend, group.op] = replace(
+            before, points=before.points + group.points, wrong=before.wrong + group.wrong
+        )
+    commands = dict.fromkeys(each.command for each in several)
+    return Measurement("; ".join(commands), network, several[0].machine, tuple(of_key.values()))
 
 
 _REMEDY = "name a file that paceline bench collectives wrote with --json"
