@@ -1,8 +1,9 @@
 """From measured times to a fit: which algorithm, how many segments, and how well it predicts what it has not seen.
 
 1. The form (`paceline.plan.forms`): with two numbers of ranks or more, each is predicted from the others by every
-   form, and the one with the least error is taken; the usual algorithm unless another is better by a tenth. With one
-   number of ranks all forms fit alike, and the usual algorithm is assumed.
+   form, and the one with the least error is taken; the usual algorithm unless another is better by a tenth. Two
+   numbers give one ratio, which a disturbance can turn: there another must halve the error. With one number of ranks
+   all forms fit alike, and the usual algorithm is assumed.
 2. The segments: see [Note: segments] in `paceline.plan.segments`.
 3. The ranks: no form is quite right, least of all where more ranks than cores run. Numbers of ranks that were measured
    get segments of their own if these predict sizes that are left out better than the common ones do, by the median;
@@ -33,7 +34,7 @@ from paceline.plan.segments import MOST_SEGMENTS, Samples, Segment, cut, how_man
 __all__ = ["Point", "fit_points", "held_out_ranks", "held_out_sizes"]
 
 _LEAST_SIZES = 3
-_GAIN = 0.9
+_GAIN, _GAIN_OF_TWO = 0.9, 0.5
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,8 @@ def _choose(points: Sequence[Point], op: str, forms: Sequence[Form]) -> tuple[Fo
         first_of.setdefault(tuple(terms_of(op, form, ranks) for ranks in numbers), form)
     error_of = {form: _error_across(points, op, form, numbers) for form in first_of.values()}
     usual, best = forms[0], min(error_of, key=error_of.__getitem__)
-    return (best if error_of[best] < _GAIN * error_of[usual] else usual), error_of
+    gain = _GAIN_OF_TWO if len(numbers) == 2 else _GAIN
+    return (best if error_of[best] < gain * error_of[usual] else usual), error_of
 
 
 def _error_across(points: Sequence[Point], op: str, form: Form, numbers: Sequence[int]) -> float:
