@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.plan.line import fit_line
@@ -14,6 +14,7 @@ def numbers(*values):
     return np.array(values, dtype=np.float64)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-7, 1e-1), st.floats(1e-12, 1e-6), st.integers(1, 64))
 def test_planted_parameters_come_back(alpha, beta, messages):
     n = 2.0 ** np.arange(6, 30)
@@ -52,6 +53,7 @@ def test_a_negative_slope_is_held_at_zero():
     assert line.alpha > 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 30), st.floats(1e-6, 10)), min_size=2, max_size=12))
 def test_no_other_line_that_is_allowed_is_better(points):
     n, t = numbers(*(2.0**k for k, _ in points)), numbers(*(seconds for _, seconds in points))

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.plan.segments import Samples, cut, how_many, seconds_at
@@ -69,6 +69,7 @@ def test_too_few_sizes_get_fewer_segments():
     assert how_many(samples([1, 2, 4], [1.0, 5, 1])) == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-5, 1e-1), min_size=8, max_size=12))
 def test_a_fit_is_continuous_and_positive(times):
     data = samples([4**k for k in range(5, 5 + len(times))], times)
