@@ -55,7 +55,7 @@ def measured(monkeypatch):
     ("arguments", "message"),
     [
         (["--backends", "glooo"], "did you mean 'gloo'"),
-        (["--backends", "schedule:rnig"], "unknown backend 'schedule:rnig'"),
+        (["--backends", "schedule:rnig"], "did you mean 'schedule:ring'"),
         (["--backends", ","], "--backends ',' names none"),
         (["--backends", "nccl"], "torch can use none here"),
         (["--ops", "allreduce"], "did you mean 'all-reduce'"),

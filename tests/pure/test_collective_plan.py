@@ -133,7 +133,7 @@ def test_a_gpu_has_to_hold_its_buffers():
     ("changes", "message"),
     [
         ({"backends": ("glooo",)}, "did you mean 'gloo'"),
-        ({"backends": ("schedule:rnig",)}, "unknown backend"),
+        ({"backends": ("schedule:rnig",)}, "did you mean 'schedule:ring'"),
         ({"ops": ("allreduce",)}, "did you mean 'all-reduce'"),
         ({"dtype": "float23"}, "did you mean 'float32'"),
         ({"rendezvous": "files"}, "did you mean 'file'"),

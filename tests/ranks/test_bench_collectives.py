@@ -18,6 +18,7 @@ from paceline.bench.collectives.journal import Journal
 from paceline.bench.collectives.operations import OPERATIONS
 from paceline.bench.collectives.plan import cases_of
 from paceline.bench.collectives.settings import DTYPES, CollectiveSettings
+from paceline.collectives.catalogue import ALGORITHMS
 
 ALL = ("gloo", "paceline", "paceline:arena")
 COMMAND = [sys.executable, "-m", "paceline", "bench", "collectives"]
@@ -72,6 +73,17 @@ def test_every_operation_is_right_on_every_backend(pool, tmp_path, ranks):
         assert 0 < row.times.min_s <= row.times.median_s <= row.times.p95_s <= row.times.max_s
         assert row.times.slowest_rank in range(ranks)
         assert row.busbw > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_schedule_is_right(pool, tmp_path, ranks):
+    names = tuple(
+        f"schedule:{name}" for name in dict.fromkeys(name for op in OPERATIONS for name in ALGORITHMS[op])
+    )
+    rows = rows_of(pool, ranks, tmp_path, backends=("gloo", *names), sizes=(4000,), iterations=1)
+    expected = {(f"schedule:{name}", op) for op in OPERATIONS for name in ALGORITHMS[op]}
+    assert {(row.backend, row.op) for row in rows if row.backend != "gloo"} == expected
+    assert all(row.correct for row in rows), rows
 
 
 def test_every_dtype_is_checked_exactly(pool, tmp_path):

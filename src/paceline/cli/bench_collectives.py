@@ -24,7 +24,9 @@ __all__ = ["collectives"]
 def collectives(
     backends: Annotated[
         str | None,
-        typer.Option(help="gloo, paceline, paceline:arena, nccl, by commas; else all usual ones there are."),
+        typer.Option(
+            help="gloo, paceline, paceline:arena, nccl, schedule:ring …, by commas; else the usual ones."
+        ),
     ] = None,
     ops: Annotated[
         str,

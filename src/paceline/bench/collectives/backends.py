@@ -6,6 +6,7 @@
 | `paceline`       | ours, on ordinary tensors: shared memory inside a host, the network between hosts    |
 | `paceline:arena` | ours, on tensors of `allocate_tensor`, which it reduces where they lie               |
 | `nccl`           | NVIDIA's, on GPUs, one per rank                                                      |
+| `schedule:NAME`  | our schedule of that name (`paceline collective`) over gloo's send and recv          |
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.bench.collectives.operations import OPERATIONS
+from paceline.collectives.catalogue import ALGORITHMS
 from paceline.errors import UsageError, unknown
 from paceline.machine.software import Gpu, torch_facts
 
@@ -34,6 +36,8 @@ class Backend:
         starter: what starts its processes; those of one starter share processes and take turns.
         missing: tells why it can't be had here, with what to do; None: it can.
         arena: its buffers come from the backend's own memory.
+        algorithm: the schedule that is run over it; empty: its own collectives are. A schedule works in place: what a
+            rank gives to an all-gather, and gets from a reduce-scatter, is a part of one buffer.
         ops: the operations that it has.
         scratch: bytes that its library allocates for an operation beyond what others do, in units of S.
         usual: it takes part where nobody names backends.
@@ -45,9 +49,14 @@ class Backend:
     starter: str
     missing: Callable[[], UsageError | None]
     arena: bool = False
+    algorithm: str = ""
     ops: tuple[str, ...] = tuple(OPERATIONS)
     scratch: float = 0.0
     usual: bool = True
+
+    def buffers_for(self, op: str) -> tuple[str, bool, bool]:
+        """Return what kind of buffers it needs for an operation: backends that take turns share those of a kind."""
+        return self.device, self.arena, bool(self.algorithm) and op in ("all-gather", "reduce-scatter")
 
 
 def gpus() -> tuple[Gpu, ...]:
@@ -87,15 +96,27 @@ BACKENDS = {
 }
 
 
+_SCHEDULE = "schedule:"
+
+
 def backend_of(name: str) -> Backend:
     """Return the backend of that name.
 
     Raises:
         UsageError: there is none; the nearest name is suggested.
+
+    Example:
+        >>> backend_of("schedule:ring").ops
+        ('all-reduce', 'reduce-scatter', 'all-gather')
     """
-    if name not in BACKENDS:
-        raise unknown("backend", name, BACKENDS)
-    return BACKENDS[name]
+    if name in BACKENDS:
+        return BACKENDS[name]
+    schedules = {f"{_SCHEDULE}{algorithm}": algorithm for op in OPERATIONS for algorithm in ALGORITHMS[op]}
+    if name not in schedules:
+        raise unknown("backend", name, [*BACKENDS, *schedules])
+    algorithm = schedules[name]
+    ops = tuple(op for op in OPERATIONS if algorithm in ALGORITHMS[op])
+    return Backend(name, "gloo", "cpu", RANKS, _gloo_missing, algorithm=algorithm, ops=ops, usual=False)
 
 
 def check_backends(names: tuple[str, ...], most_ranks_on_host: int) -> None:
@@ -112,7 +133,7 @@ def check_backends(names: tuple[str, ...], most_ranks_on_host: int) -> None:
         problem = backend_of(name).missing()
         if problem is not None:
             raise problem
-        there = len(gpus()) if BACKENDS[name].device == "cuda" else most_ranks_on_host
+        there = len(gpus()) if backend_of(name).device == "cuda" else most_ranks_on_host
         if most_ranks_on_host > there:
             raise UsageError(
                 f"backend {name!r}: {most_ranks_on_host} ranks need a GPU each, and there are {there}",

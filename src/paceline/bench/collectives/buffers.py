@@ -18,7 +18,7 @@ Allocate = Callable[[int], Tensor]
 
 @dataclass(frozen=True)
 class Buffers:
-    """A rank's 1-D tensors for one operation; the same one twice where it works in place.
+    """A rank's 1-D tensors for one operation; where it works in place, the same one twice, or one a part of the other.
 
     Attributes:
         op: the operation's name. rank, ranks: the place of this process.
@@ -33,7 +33,7 @@ class Buffers:
     taken: Tensor
 
 
-def allocate(op: str, rank: int, ranks: int, numel: int, new: Allocate) -> Buffers:
+def allocate(op: str, rank: int, ranks: int, numel: int, new: Allocate, *, in_place: bool = False) -> Buffers:
     """Return buffers of an operation whose S holds `numel` elements, each of them written once.
 
     Args:
@@ -41,11 +41,16 @@ def allocate(op: str, rank: int, ranks: int, numel: int, new: Allocate) -> Buffe
         rank, ranks: the place of this process.
         numel: elements of S, a multiple of `ranks` where S is made of parts.
         new: allocates a tensor.
+        in_place: a rank's own part of an all-gather or reduce-scatter lies in the buffer of all parts.
     """
-    given = new(numel // ranks if op == "all-gather" else numel).zero_()
+    whole = new(numel).zero_()
     if operation_of(op).buffers(ranks) == 1:
-        return Buffers(op, rank, ranks, given, given)
-    return Buffers(op, rank, ranks, given, new(numel // ranks if op == "reduce-scatter" else numel).zero_())
+        return Buffers(op, rank, ranks, whole, whole)
+    if op not in ("all-gather", "reduce-scatter"):
+        return Buffers(op, rank, ranks, whole, new(numel).zero_())
+    part = whole.chunk(ranks)[rank] if in_place else new(numel // ranks).zero_()
+    given, taken = (part, whole) if op == "all-gather" else (whole, part)
+    return Buffers(op, rank, ranks, given, taken)
 
 
 def fill(buffers: Buffers) -> None:

@@ -12,6 +12,8 @@ from torch.distributed import ProcessGroup
 
 from paceline.bench.collectives.backends import backend_of
 from paceline.bench.collectives.buffers import Allocate, Buffers
+from paceline.collectives.catalogue import schedule
+from paceline.collectives.run import run
 from paceline.world import World
 
 __all__ = ["Carrier", "Contestant", "call_of", "open_carrier"]
@@ -30,12 +32,14 @@ class Carrier:
         group: all ranks, on that backend.
         device: where its tensors are.
         arena: whether they come from the backend's own memory.
+        algorithm: the schedule that is run over the group; empty: the group's own collectives are.
     """
 
     name: str
     group: ProcessGroup
     device: torch.device
     arena: bool
+    algorithm: str = ""
 
     def allocator(self, dtype: torch.dtype) -> Allocate:
         """Return the function that allocates its buffers."""
@@ -75,11 +79,13 @@ def open_carrier(name: str, world: World) -> Carrier:
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend.torch)
     assert isinstance(group, ProcessGroup), "every rank belongs to it"
-    return Carrier(name, group, device, backend.arena)
+    return Carrier(name, group, device, backend.arena, backend.algorithm)
 
 
 def call_of(carrier: Carrier, buffers: Buffers) -> Callable[[], object]:
     """Return the function that does the operation of `buffers` once, and returns when it is done."""
+    if carrier.algorithm:
+        return _scheduled(carrier, buffers)
     given, taken, group = buffers.given, buffers.taken, carrier.group
     match buffers.op:
         case "all-reduce":
@@ -102,3 +108,11 @@ def _shift(buffers: Buffers, group: ProcessGroup) -> None:
     receiving = dist.P2POp(dist.irecv, buffers.taken, previous, group)
     for work in dist.batch_isend_irecv([sending, receiving]):
         work.wait()
+
+
+def _scheduled(carrier: Carrier, buffers: Buffers) -> Callable[[], object]:
+    """Return the function that runs a schedule of ours; that all ranks run the same one is not asked at every call."""
+    made = schedule(buffers.op, carrier.algorithm, buffers.ranks)
+    tensor = buffers.taken if buffers.op == "all-gather" else buffers.given
+    output = buffers.taken if buffers.op in ("all-to-all", "send-recv") else None
+    return partial(run, made, tensor, output, group=carrier.group, check=False)

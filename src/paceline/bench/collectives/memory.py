@@ -39,9 +39,9 @@ def _copies(case: Case, device: str) -> float:
     if not backends:
         return 0.0
     operation = operation_of(case.op)
-    sets = len({each.arena for each in backends})  # ordinary tensors are shared by those that take turns
+    kinds = {each.buffers_for(case.op) for each in backends}
     scratch = operation.scratch + max(each.scratch for each in backends)
-    return sets * operation.buffers(case.ranks) + scratch
+    return len(kinds) * operation.buffers(case.ranks) + scratch
 
 
 def needed_nbytes(case: Case, room: Room) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from paceline.bench.collectives.backends import backend_of
 from paceline.bench.collectives.buffers import Buffers, allocate, fill, is_right
 from paceline.bench.collectives.contestants import Carrier, Contestant, call_of
 from paceline.bench.collectives.plan import TURNS, Case, iterations_for, turns_of
@@ -79,14 +80,13 @@ def measure_case(field: Field, case: Case, tick: Callable[[], None]) -> list[Row
 def _contestants(field: Field, case: Case) -> list[Contestant]:
     """Return who takes part; those whose buffers are alike share them."""
     dtype, world = getattr(torch, field.settings.dtype), field.world
-    shared: dict[tuple[torch.device, bool], Buffers] = {}
+    shared: dict[tuple[str, bool, bool], Buffers] = {}
     found = []
     for name in case.backends:
-        carrier = field.carriers[name]
-        kind = carrier.device, carrier.arena
+        carrier, kind = field.carriers[name], backend_of(name).buffers_for(case.op)
         if kind not in shared:
             numel, new = case.nbytes // field.settings.itemsize, carrier.allocator(dtype)
-            shared[kind] = allocate(case.op, world.rank, world.size, numel, new)
+            shared[kind] = allocate(case.op, world.rank, world.size, numel, new, in_place=kind[2])
         found.append(Contestant(carrier, shared[kind], call_of(carrier, shared[kind])))
     return found
 
