@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.bench.schedules.measure import Priced
-from paceline.bench.whole_file import write_text, write_whole
 from paceline.cli.wide_table import print_wide
 from paceline.collectives.closed_form import CLOSED_FORMS, closed_form
 from paceline.collectives.prove import prove
 from paceline.collectives.tell import tell
+from paceline.durable import write_text, write_whole
 from paceline.topology import Topology
 from paceline.units import format_count, format_seconds
 
