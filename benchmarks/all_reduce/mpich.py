@@ -9,17 +9,13 @@ processes before, three times, and the best one runs in the comparison.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.launch.mpi import mpi_command, need_mpi
 
 __all__ = ["command", "thread_level", "tries", "turns"]
 
@@ -58,11 +54,7 @@ def command(ranks: int, program: Sequence[str]) -> list[str]:
     Raises:
         UsageError: MPI is not installed.
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    mpiexec = shutil.which("mpiexec", path=path)
-    if mpiexec is None:
-        raise UsageError("there is no mpiexec", remedy="pip install 'paceline[mpi]'")
-    return [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", *program]
+    return mpi_command(ranks, ["-m", "mpi4py", *program], need_mpi())
 
 
 def thread_level(crowded: bool) -> str:

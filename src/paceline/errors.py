@@ -11,6 +11,13 @@
     ├── CollectiveError       a collective can't be completed
     │   ├── PeerLost          a rank ended or left while others waited for it: names it
     │   └── CollectiveTimeout a rank did not come in time: names it
+    ├── EnvelopeError         an envelope can't be delivered: names who sent it, and which it is
+    │   ├── DamagedEnvelope   its bytes are not those that were sent: names the part
+    │   ├── TruncatedEnvelope it ends too early: names where
+    │   ├── RepeatedEnvelope  it has come before
+    │   ├── ForeignEnvelope   it is of another run, from an unknown source, or for somebody else
+    │   ├── MisplacedEnvelope it came out of its order
+    │   └── MissingEnvelope   it never came, or not in time
     ├── RankFailed            a process that Paceline started ended with an error
     └── HostFailed            a program on a host of the lab ended with an error, or did not end in time
 
@@ -27,13 +34,20 @@ __all__ = [
     "BackwardFailed",
     "CollectiveError",
     "CollectiveTimeout",
+    "DamagedEnvelope",
+    "EnvelopeError",
+    "ForeignEnvelope",
     "HostFailed",
     "MismatchError",
+    "MisplacedEnvelope",
+    "MissingEnvelope",
     "MissingRanks",
     "PacelineError",
     "PeerLost",
     "RankFailed",
+    "RepeatedEnvelope",
     "SyncError",
+    "TruncatedEnvelope",
     "UnsyncedGradients",
     "UsageError",
     "WorldError",
@@ -120,6 +134,55 @@ class PeerLost(CollectiveError):
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
     """A rank did not come to a collective in time."""
+
+
+class EnvelopeError(PacelineError, RuntimeError):
+    """An envelope can't be delivered.
+
+    Args:
+        message, rank, step, remedy: as for every error; `rank` is the rank that it came from.
+        source: who sent it, as far as that is known: a rank, or the number of a worker.
+        sequence: its number among those of its source, where that is known.
+        part: the part of it that is at fault: ``"begin mark"``, ``"header"``, ``"payload"``, ``"end mark"``, or "".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        remedy: str = "",
+        source: int | None = None,
+        sequence: int | None = None,
+        part: str = "",
+    ) -> None:
+        super().__init__(message, rank=rank, step=step, remedy=remedy)
+        self.source, self.sequence, self.part = source, sequence, part
+
+
+class DamagedEnvelope(EnvelopeError):
+    """An envelope's bytes are not those that were sent."""
+
+
+class TruncatedEnvelope(EnvelopeError):
+    """An envelope ends before it is whole."""
+
+
+class RepeatedEnvelope(EnvelopeError):
+    """An envelope came that has come before."""
+
+
+class ForeignEnvelope(EnvelopeError):
+    """An envelope is of another run, from an unknown source, or for somebody else."""
+
+
+class MisplacedEnvelope(EnvelopeError):
+    """An envelope came out of its order."""
+
+
+class MissingEnvelope(EnvelopeError, TimeoutError):
+    """An envelope never came, or not in time."""
 
 
 class RankFailed(PacelineError, RuntimeError):

@@ -8,11 +8,12 @@ import sys
 import pytest
 
 import paceline.bench.collectives.measure as measuring
-from paceline.bench.collectives import request
+from paceline.bench.collectives import backends, request
 from paceline.bench.collectives.journal import Journal
 from paceline.bench.collectives.measure import keys_of
 from paceline.bench.collectives.rows import Row, Summary
 from paceline.cli import app as module
+from paceline.cli import starters
 from paceline.errors import RankFailed
 
 GIB = 2**30
@@ -81,6 +82,18 @@ def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, meas
     assert measured.asked == []
 
 
+def test_mpi_that_is_not_there_is_refused_with_how_to_install_it(monkeypatch, capsys, measured):
+    monkeypatch.setattr(starters, "find_mpiexec", lambda: None)
+    assert paceline(monkeypatch, "collectives", "--backends", "mpi4py") == 2
+    assert "pip install 'paceline[mpi]'" in capsys.readouterr().err
+    assert paceline(monkeypatch, "collectives") == 0
+    assert measured.asked[0][0].backends == ("gloo", "paceline")
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    assert paceline(monkeypatch, "collectives", "--backends", "gloo,mpi4py") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "mpi4py is not installed → pip install 'paceline[mpi]'" in told
+
+
 @pytest.mark.parametrize("option", ["--json", "--csv", "--out"])
 def test_a_file_that_cannot_be_written_is_known_before_measuring(
     monkeypatch, capsys, measured, tmp_path, option
@@ -117,14 +130,14 @@ def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monke
 def test_of_the_default_sizes_those_that_do_not_fit_are_left_out_and_named(
     monkeypatch, capsys, measured, tmp_path
 ):
-    monkeypatch.setattr(request, "available_nbytes", lambda: 5 * GIB)
-    assert paceline(monkeypatch, "collectives", "--json", tmp_path / "r.json") == 0
+    monkeypatch.setattr(request, "available_nbytes", lambda: 7 * GIB)
+    assert paceline(monkeypatch, "collectives", "--backends", "gloo", "--json", tmp_path / "r.json") == 0
     told = capsys.readouterr().err
-    assert told.count("left out: ") == 2
+    assert told.count("left out: ") == 1
     assert "all-reduce of 1.02 GB with 6 ranks needs about" in told
     ((_, cases),) = measured.asked
-    assert {case.ranks for case in cases if case.nbytes > 10**9} == {2}
-    assert len(json.loads((tmp_path / "r.json").read_text())["settings"]["left_out"]) == 2
+    assert {case.ranks for case in cases if case.nbytes > 10**9} == {2, 4}
+    assert len(json.loads((tmp_path / "r.json").read_text())["settings"]["left_out"]) == 1
 
 
 def test_options_become_settings(monkeypatch, measured):

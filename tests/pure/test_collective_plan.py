@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-from paceline.bench.collectives.backends import RANKS, default_backends
+from paceline.bench.collectives.backends import MPI, RANKS, default_backends
 from paceline.bench.collectives.memory import Room, fitting_cases, needed_nbytes, refuse_what_does_not_fit
 from paceline.bench.collectives.plan import Case, cases_of, iterations_for, process_sets, turns_of
 from paceline.bench.collectives.settings import CollectiveSettings
@@ -43,12 +45,12 @@ def test_a_backend_with_a_starter_of_its_own_has_processes_of_its_own(monkeypatc
 
     from paceline.bench.collectives import backends
 
-    mpi = replace(backends.BACKENDS["gloo"], name="mpi", starter="mpiexec")
+    mpi = replace(backends.BACKENDS["gloo"], name="mpi", starter="elsewhere")
     monkeypatch.setitem(backends.BACKENDS, "mpi", mpi)
     found = process_sets(cases_of(settings(backends=("gloo", "mpi", "paceline"), ranks=(2,), sizes=(1000,))))
     assert [(each.starter, each.cases[0].backends) for each in found] == [
         (RANKS, ("gloo", "paceline")),
-        ("mpiexec", ("mpi",)),
+        ("elsewhere", ("mpi",)),
     ]
 
 
@@ -157,6 +159,7 @@ def test_settings_come_back_from_json():
     assert CollectiveSettings.from_json(given.to_json() | {"complete": True}) == given
 
 
-def test_gloo_and_paceline_take_part_by_default():
-    assert default_backends()[:2] == ("gloo", "paceline")
-    assert "paceline:arena" not in default_backends()
+def test_gloo_and_paceline_take_part_by_default_and_mpi_where_it_can_be_started():
+    assert default_backends({RANKS}) == ("gloo", "paceline")
+    mpi = ("mpi4py",) if find_spec("mpi4py") else ()
+    assert default_backends({RANKS, MPI}) == ("gloo", "paceline", *mpi)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mpi_worlds import MPIEXEC, REASON, gone, mpi_world
 
 from paceline.bench.collectives.journal import Journal
 from paceline.bench.collectives.operations import OPERATIONS
@@ -162,14 +163,14 @@ def start(*arguments):
     return subprocess.Popen([*COMMAND, *map(str, arguments)], **pipes, text=True, env=environment())
 
 
-def ranks_below(process):
-    """Return the ranks of a command by number, as far as they have started."""
+def ranks_below(process, variable="RANK"):
+    """Return the ranks of a command by number, which a variable tells, as far as they have started."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
             if "paceline.bench.collectives.worker" in child.cmdline():
-                found[int(child.environ()["RANK"])] = child
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                found[int(child.environ()[variable])] = child
+        except (psutil.NoSuchProcess, psutil.ZombieProcess, KeyError):
             continue
     return found
 
@@ -199,7 +200,7 @@ def test_a_rank_that_is_killed_is_named_and_what_was_finished_is_kept_and_resume
     assert process.returncode == 1, told
     assert "[rank 1] was ended by SIGKILL" in told
     assert "go on with the same command and --resume" in told
-    assert not psutil.pid_exists(ranks[0].pid)
+    assert gone([ranks[0].pid])
     partial = json.loads(file.read_text())
     kept = [row.to_json() for row in Journal(journal).rows()]
     assert 0 < len(kept) < 120
@@ -228,7 +229,7 @@ def test_ctrl_c_keeps_what_was_finished(tmp_path):
     assert "Traceback" not in told
     assert f"rows are kept in {tmp_path / 'result.journal.jsonl'}" in " ".join(told.split())
     assert len(json.loads(file.read_text())["rows"]) > 0
-    assert not any(psutil.pid_exists(rank.pid) for rank in ranks.values())
+    assert gone([rank.pid for rank in ranks.values()])
 
 
 def test_ranks_that_torchrun_started_are_measured_and_rank_0_writes(tmp_path):
@@ -253,3 +254,28 @@ def test_ranks_that_torchrun_started_are_measured_and_rank_0_writes(tmp_path):
     with (tmp_path / "r.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.csv", "r.json"]
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason=REASON)
+def test_every_operation_is_right_over_mpi_under_mpiexec(tmp_path):
+    arguments = ["--backends", "mpi4py", "--sizes", "4kB", "--iterations", "2", "--json", tmp_path / "r.json"]
+    ended = mpi_world(3, *COMMAND[1:], "--ops", ",".join(OPERATIONS), *arguments, timeout=120)
+    assert ended.code == 0, ended
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(row["backend"], row["op"], row["correct"]) for row in rows] == [
+        ("mpi4py", op, True) for op in OPERATIONS
+    ]
+
+
+@pytest.mark.skipif(MPIEXEC is None, reason=REASON)
+def test_a_rank_of_mpi_that_is_killed_leaves_what_was_finished(tmp_path):
+    file, journal = tmp_path / "r.json", tmp_path / "r.journal.jsonl"
+    with start(*MANY, "--backends", "mpi4py", "--json", file) as process:
+        wait_for_rows(journal, process)
+        ranks = ranks_below(process, "PMI_RANK")
+        ranks[1].kill()
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 1, told
+    assert "the 2 ranks under mpiexec ended with exit code" in told
+    assert 0 < len(json.loads(file.read_text())["rows"]) < 60
+    assert gone([rank.pid for rank in ranks.values()])

@@ -1,6 +1,8 @@
-"""The ``"paceline"`` backend of ``torch.distributed``: shared memory inside a host, the network between hosts.
+"""The ``"paceline"`` and ``"mpi4py"`` backends of ``torch.distributed``.
 
-torch finds it by its entry point (group ``torch.backends``), so that any program may ask for it by name::
+``"paceline"`` is shared memory inside a host and the network between hosts; ``"mpi4py"`` is MPI, for ranks that
+mpiexec started. torch finds them by their entry point (group ``torch.backends``), so that any program may ask for one
+by name::
 
     torch.distributed.init_process_group("paceline")
 """
@@ -9,19 +11,29 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["NAMES", "register"]
+
+NAMES = ("paceline", "mpi4py")
 
 
 def register() -> None:
-    """Make the name ``"paceline"`` known to torch; what it stands for is loaded when a group is made."""
+    """Make the backends' names known to torch; what they stand for is loaded when a group is made."""
     import torch.distributed as dist
 
-    if not dist.is_available() or hasattr(dist.Backend, "PACELINE"):
+    if not dist.is_available():
         return
-    dist.Backend.register_backend("paceline", _create, extended_api=True, devices=["cpu", "cuda"])
+    for name, create in zip(NAMES, (_create, _create_mpi), strict=True):
+        if not hasattr(dist.Backend, name.upper()):
+            dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
     from paceline.backends.create import create
+
+    return create(options, backend_options)
+
+
+def _create_mpi(options: Any, backend_options: Any = None) -> Any:
+    from paceline.backends.mpi import create
 
     return create(options, backend_options)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from paceline.backends.reduction import NAMES, Reduction
 
-__all__ = ["Call", "Route"]
+__all__ = ["Call", "FullRoute", "Messages", "Route"]
 
 _OPS = (
     "barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter",
@@ -85,6 +86,8 @@ class Route(Protocol):
     """What makes the calls: the ranks of one host, or of several. Calls block; ranks are the group's."""
 
     @property
+    def shares_memory(self) -> bool: ...
+    @property
     def ops(self) -> frozenset[str]: ...
     @property
     def timeout(self) -> float: ...
@@ -101,4 +104,27 @@ class Route(Protocol):
     def give_up(self, error: BaseException) -> None: ...
     def note_step(self, step: int) -> None: ...
     def leave(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class FullRoute(Route, Protocol):
+    """A route that makes all calls."""
+
+    def reduce(self, call: Call, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None: ...
+    def gather(
+        self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int
+    ) -> None: ...
+    def scatter(
+        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
+    ) -> None: ...
+    def all_to_all(
+        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None: ...
+
+
+class Messages(Protocol):
+    """What carries messages from one rank to another."""
+
+    def send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work: ...
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> dist.Work: ...
     def close(self) -> None: ...

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline.backends import futex
@@ -18,6 +17,7 @@ from paceline.backends.between import Between
 from paceline.backends.board import Board
 from paceline.backends.call import Route
 from paceline.backends.hierarchical import HierarchicalRoute
+from paceline.backends.inner import register_inner
 from paceline.backends.mailbox import Mailbox
 from paceline.backends.neighbours import Card, Listener, Neighbours, NotShared, exchange_cards
 from paceline.backends.process_group import PacelineGroup
@@ -53,7 +53,7 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
         if rank == 0:
             warnings.warn(f"paceline backend: no shared memory, using gloo instead ({reason})", stacklevel=2)
     group = PacelineGroup(rank, size, route, mailbox)
-    _register_inner(group, options, store, gloo)
+    register_inner(group, options, store, gloo)
     return group
 
 
@@ -121,20 +121,3 @@ def _route(
     column = min(board.index, min(map(len, by_host)) - 1)
     between = Between(gloo, [each[column].rank for each in by_host], at, timeout)
     return HierarchicalRoute(inside, between, by_host, me, store), None
-
-
-def _register_inner(
-    group: PacelineGroup, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo
-) -> None:
-    """Register what calls fall through to: gloo for the CPU, NCCL for CUDA where it is there."""
-    gloo._set_sequence_number_for_group()
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl_options = dist.ProcessGroupNCCL.Options()
-        nccl_options._timeout = options.timeout
-        nccl = dist.ProcessGroupNCCL(
-            dist.PrefixStore("nccl", store), options.group_rank, options.group_size, nccl_options
-        )
-        nccl._set_sequence_number_for_group()
-        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

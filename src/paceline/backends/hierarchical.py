@@ -50,6 +50,8 @@ class HierarchicalRoute:
         store: the group's: by it hosts tell each other of failures.
     """
 
+    shares_memory = True
+
     def __init__(
         self,
         inside: HostGroup,

@@ -24,6 +24,7 @@ import torch
 from paceline.backends import futex
 from paceline.backends.board import RING_NBYTES, Board
 from paceline.backends.meeting import Meeting
+from paceline.backends.shapes import check_peer
 from paceline.backends.views import bytes_of
 from paceline.backends.work import CollectiveWork
 from paceline.errors import CollectiveError, UsageError
@@ -150,7 +151,7 @@ class Mailbox:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> CollectiveWork:
         """Start sending a contiguous tensor; done once its bytes have left it."""
-        self._check_rank("send", target)
+        check_peer("send", target, self._me, self._board.size)
         work = CollectiveWork([tensor], f"send to rank {target}")
         message = _Message(tag, bytes_of(tensor), work)
         return self._start(work, lambda: self._peers[target].sends.append(message))
@@ -158,7 +159,7 @@ class Mailbox:
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> CollectiveWork:
         """Start receiving into a tensor, from `source` or, if None, from anybody."""
         if source is not None:
-            self._check_rank("recv", source)
+            check_peer("recv", source, self._me, self._board.size)
         work = ReceiveWork([tensor], f"recv from {'anybody' if source is None else f'rank {source}'}")
         posted = _Posted(source, tag, tensor.detach(), work)
         return self._start(work, lambda: self._posted.append(posted))
@@ -170,13 +171,6 @@ class Mailbox:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._fail(CollectiveError("the group was left with messages under way"))
-
-    def _check_rank(self, op: str, rank: int) -> None:
-        if rank == self._me or rank not in self._peers:
-            raise UsageError(
-                f"{op}: rank {rank} is none of the other ranks of this group of {self._board.size}",
-                remedy="a rank can't send to itself" if rank == self._me else "",
-            )
 
     def _start(self, work: CollectiveWork, enter: Callable[[], None]) -> CollectiveWork:
         with self._lock:

@@ -7,19 +7,17 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from paceline.backends.arena import arena
-from paceline.backends.call import Call, Route
+from paceline.backends.call import Call, FullRoute, Messages, Route
 from paceline.backends.dense import are_plain
 from paceline.backends.forms import seconds_of
-from paceline.backends.mailbox import Mailbox
 from paceline.backends.reduction import Reduction
-from paceline.backends.shm import HostGroup
 from paceline.backends.untraced import untraced
 from paceline.backends.work import Line
 from paceline.errors import CollectiveError, UsageError
@@ -44,6 +42,7 @@ class Membership(dist.ProcessGroup):
         rank, size: place in the group.
         route: what makes the calls, over one host or several; None: everything falls through to the group inside.
         mailbox: carries point-to-point messages; None: they fall through.
+        name: what the backend is registered as.
 
     Attributes:
         calls: collectives made so far by this rank, but for barriers; a coalesced call counts once.
@@ -52,17 +51,19 @@ class Membership(dist.ProcessGroup):
             ``time.perf_counter()``.
     """
 
-    def __init__(self, rank: int, size: int, route: Route | None, mailbox: Mailbox | None) -> None:
+    def __init__(
+        self, rank: int, size: int, route: Route | None, mailbox: Messages | None, name: str = "paceline"
+    ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] — the stubs have only the form with a store
-        self._route, self._mailbox = route, mailbox
-        self._line = Line(f"paceline group, rank {rank}")
+        self._route, self._mailbox, self._name = route, mailbox, name
+        self._line = Line(f"{name} group, rank {rank}")
         self.calls, self.payload_nbytes = 0, 0
         self.spans: list[tuple[float, float]] | None = None
         _open_groups.add(self)
 
     def getBackendName(self) -> str:
         """Return the name it is registered under."""
-        return "paceline"
+        return self._name
 
     @property
     def pg_name(self) -> str:
@@ -71,7 +72,7 @@ class Membership(dist.ProcessGroup):
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return whether `allocate_tensor` gives memory that is reduced in place on `device`."""
-        return self._route is not None and torch.device(device).type == "cpu"
+        return self._shares_memory() and torch.device(device).type == "cpu"
 
     def allocate_tensor(
         self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -90,9 +91,12 @@ class Membership(dist.ProcessGroup):
                 f"allocate_tensor({numel}, device={str(device)!r}): valid are sizes ≥ 0 on the CPU",
                 remedy="use torch.empty() for memory of other devices",
             )
-        if self._route is None:
+        if not self._shares_memory():
             return torch.empty(numel, dtype=dtype)
         return arena.allocate(numel, dtype)
+
+    def _shares_memory(self) -> bool:
+        return self._route is not None and self._route.shares_memory
 
     def note_step(self, step: int) -> None:
         """Tell the other ranks, for their messages, which optimizer step this rank is in."""
@@ -139,9 +143,9 @@ class Membership(dist.ProcessGroup):
         assert self._route is not None, "only called where there is a route"
         return self._route
 
-    def _host(self) -> HostGroup:
-        assert isinstance(self._route, HostGroup), "only called where all ranks are on one host"
-        return self._route
+    def _full(self) -> FullRoute:
+        assert self._route is not None, "only called where the route makes all calls"
+        return cast(FullRoute, self._route)
 
     def _call(
         self, op: str, tensor: torch.Tensor, opts: Any, how: Reduction | None = None, root: int = -1
@@ -157,7 +161,7 @@ class Membership(dist.ProcessGroup):
             self.payload_nbytes += payload_nbytes
 
         launched, spans = time.perf_counter(), self.spans
-        record = record_function(f"paceline:{name}") if torch.autograd._profiler_enabled() else None
+        record = record_function(f"{self._name}:{name}") if torch.autograd._profiler_enabled() else None
         if record is not None:
             record.__enter__()  # left where the call ends, in whatever thread that is
 

@@ -17,10 +17,9 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from paceline.backends.call import Call, Route
+from paceline.backends.call import Call, Messages, Route
 from paceline.backends.dense import Dense, DenseList, are_plain, dense_of, nbytes_of
 from paceline.backends.forms import listed, one_by_one, options_of, seconds_of
-from paceline.backends.mailbox import Mailbox
 from paceline.backends.membership import Membership
 from paceline.backends.reduction import reduction_of
 from paceline.backends.shapes import check_list, check_parts, split
@@ -38,14 +37,18 @@ nobody in Python holds has no methods any more."""
 
 @untraced
 class PacelineGroup(Membership):
-    """A ``torch.distributed`` process group over shared memory and, between hosts, the network.
+    """A ``torch.distributed`` process group over whatever makes its calls.
+
+    That is shared memory and, between hosts, the network, or else MPI.
 
     Args:
-        rank, size, route, mailbox: as for a membership.
+        rank, size, route, mailbox, name: as for a membership.
     """
 
-    def __init__(self, rank: int, size: int, route: Route | None, mailbox: Mailbox | None) -> None:
-        super().__init__(rank, size, route, mailbox)
+    def __init__(
+        self, rank: int, size: int, route: Route | None, mailbox: Messages | None, name: str = "paceline"
+    ) -> None:
+        super().__init__(rank, size, route, mailbox, name)
         self._kept: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
 
     # Reductions.
@@ -85,11 +88,11 @@ class PacelineGroup(Membership):
         if not self._ours("reduce", tensors):
             return self._inner(tensors).reduce(tensors, opts)
         tensor, root = tensors[0], opts.rootRank
-        how, host, ranks = reduction_of(opts.reduceOp, tensor.dtype), self._host(), self.size()
+        how, route, ranks = reduction_of(opts.reduceOp, tensor.dtype), self._full(), self.size()
 
         def job() -> None:
             with Dense(tensor) as dense:
-                host.reduce(self._call("reduce", tensor, opts, how, root), dense, root, how, ranks)
+                route.reduce(self._call("reduce", tensor, opts, how, root), dense, root, how, ranks)
 
         return self._make("reduce", job, tensors, opts, nbytes_of(tensors))
 
@@ -213,12 +216,12 @@ class PacelineGroup(Membership):
             return self._inner(inputs).gather(outputs, inputs, opts)
         if root == self.rank():
             check_list("gather", places, tensor, self.size())
-        host = self._host()
+        route = self._full()
 
         def job() -> None:
             with DenseList(places) as dense:
                 call = self._call("gather", tensor, opts, root=root)
-                host.gather(call, dense, dense_of([tensor])[0], root)
+                route.gather(call, dense, dense_of([tensor])[0], root)
 
         return self._make("gather", job, outputs, opts, nbytes_of(places) or tensor.nbytes)
 
@@ -230,11 +233,11 @@ class PacelineGroup(Membership):
             return self._inner(outputs).scatter(outputs, inputs, opts)
         if root == self.rank():
             check_list("scatter", given, output, self.size())
-        host = self._host()
+        route = self._full()
 
         def job() -> None:
             with Dense(output, read=False) as dense:
-                host.scatter(self._call("scatter", output, opts, root=root), dense, dense_of(given), root)
+                route.scatter(self._call("scatter", output, opts, root=root), dense, dense_of(given), root)
 
         return self._make("scatter", job, outputs, opts, nbytes_of(given) or output.nbytes)
 
@@ -243,11 +246,11 @@ class PacelineGroup(Membership):
         opts = options_of(opts, c10d.AllToAllOptions)
         if not self._ours("all_to_all", [*outputs, *inputs]):
             return self._inner(outputs).alltoall(outputs, inputs, opts)
-        host = self._host()
+        route = self._full()
 
         def job() -> None:
             with DenseList(outputs) as dense:
-                host.all_to_all(Call("all_to_all", timeout=seconds_of(opts)), dense, dense_of(inputs))
+                route.all_to_all(Call("all_to_all", timeout=seconds_of(opts)), dense, dense_of(inputs))
 
         return self._make("all_to_all", job, outputs, opts, max(nbytes_of(outputs), nbytes_of(inputs)))
 

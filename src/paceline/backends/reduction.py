@@ -137,12 +137,12 @@ def _reduction(kind: dist.ReduceOp.RedOpType, dtype: torch.dtype) -> Reduction:
     name = next((name for name in NAMES if kind == getattr(dist.ReduceOp, name)), None)
     if name is None:
         raise UsageError(
-            f"the paceline backend has no reduction {kind}; valid: {', '.join(NAMES)}",
+            f"Paceline's backends have no reduction {kind}; valid: {', '.join(NAMES)}",
             remedy="scale the tensor yourself and use SUM" if "PREMUL" in str(kind) else "",
         )
     if dtype not in _DTYPES[name]:
         known = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES[name])
-        raise UsageError(f"{name} is not defined for {dtype} on the paceline backend; valid: {known}")
+        raise UsageError(f"{name} is not defined for {dtype}; valid: {known}")
     low = dtype in (torch.float16, torch.bfloat16)
     combine = _multiply_complex if name == "PRODUCT" and dtype in _COMPLEX else _COMBINE[name]
     return Reduction(name, combine, wide=low and name in ("SUM", "AVG", "PRODUCT"))

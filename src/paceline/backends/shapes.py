@@ -8,7 +8,7 @@ import torch
 
 from paceline.errors import UsageError
 
-__all__ = ["check_list", "check_parts", "split"]
+__all__ = ["check_list", "check_parts", "check_peer", "split"]
 
 
 def check_list(op: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, ranks: int) -> None:
@@ -31,6 +31,15 @@ def check_parts(op: str, whole: torch.Tensor, part: torch.Tensor, ranks: int) ->
             f"{op}: {whole.dtype} of {whole.numel()} elements is not {ranks} times "
             f"{part.dtype} of {part.numel()}",
             remedy=f"make the large tensor {ranks} times the size of the small one",
+        )
+
+
+def check_peer(op: str, rank: int, me: int, ranks: int) -> None:
+    """Raise unless `rank` is another rank of the group."""
+    if rank == me or not 0 <= rank < ranks:
+        raise UsageError(
+            f"{op}: rank {rank} is none of the other ranks of this group of {ranks}",
+            remedy="a rank can't send to itself" if rank == me else "",
         )
 
 

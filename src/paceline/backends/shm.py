@@ -55,6 +55,7 @@ class HostGroup(Routes):
         patience: seconds to look again and again before sleeping; 0 where ranks share cores.
     """
 
+    shares_memory = True
     ops = frozenset(
         {"barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather"}
         | {"gather", "broadcast", "scatter", "all_to_all"}

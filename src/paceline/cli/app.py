@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 import paceline
 from paceline.errors import PacelineError, UsageError
 
-__all__ = ["app", "main"]
+__all__ = ["app", "main", "show"]
 
 # name: (module, a function or a typer.Typer in it, help)
 COMMANDS = {
@@ -28,6 +28,11 @@ COMMANDS = {
         "paceline.cli.collective",
         "collective",
         "Prove, price, tell, draw and run a collective algorithm.",
+    ),
+    "exchange": (
+        "paceline.cli.exchange",
+        "app",
+        "Exchange checked messages over MPI while work goes on.",
     ),
     "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),
     "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
@@ -96,13 +101,13 @@ def main() -> None:
     try:
         typer.main.get_command(app)(prog_name="paceline")
     except PacelineError as error:
-        _show(error)
+        show(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _show(error: PacelineError) -> None:
+def show(error: PacelineError) -> None:
     """Write an error to the terminal, without a traceback: it is the user's to mend."""
     from rich.console import Console
     from rich.text import Text

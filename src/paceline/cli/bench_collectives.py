@@ -25,7 +25,7 @@ def collectives(
     backends: Annotated[
         str | None,
         typer.Option(
-            help="gloo, paceline, paceline:arena, nccl, schedule:ring …, by commas; else the usual ones."
+            help="gloo, paceline, paceline:arena, mpi4py, nccl, schedule:ring …, by commas; else the usual ones."
         ),
     ] = None,
     ops: Annotated[
@@ -90,11 +90,13 @@ def collectives(
         return
     from paceline.bench.collectives.request import is_joined, make_request
     from paceline.cli.collective_files import plan_files
+    from paceline.cli.starters import joined, starters
     from paceline.world import read_environment
 
     place = read_environment(os.environ)
     asked = make_request(
         place,
+        joined(place) if is_joined(place) else starters(),
         backends=backends,
         ops=ops,
         ranks=ranks,
@@ -117,11 +119,10 @@ def collectives(
 
 def _start(asked: Request, journal: Journal) -> None:
     """Start the ranks, of one number after another."""
-    from paceline.bench.collectives.backends import RANKS
     from paceline.bench.collectives.measure import measure
-    from paceline.launch.local import run_ranks
+    from paceline.cli.starters import starters
 
-    measure(asked.settings, asked.fitting, {RANKS: run_ranks}, journal)
+    measure(asked.settings, asked.fitting, starters(), journal)
 
 
 def _join(asked: Request, journal: Journal | None) -> None:

@@ -14,47 +14,28 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from paceline.ending import how_ended
 from paceline.errors import RankFailed, UsageError
-from paceline.launch import leash
+from paceline.launch.child import LOOK_SECONDS, Child, end, on_leash, termination_raises
 from paceline.machine.cores import usable_cores
 
 __all__ = ["run_ranks"]
 
-_LOOK_SECONDS = 0.05  # how often the ranks are looked at
 _FOLLOW_SECONDS = (
     1.0  # how long other ranks may take to fail of the same cause, to be told apart from the first
 )
-_END_SECONDS = 5.0  # between asking a rank to end and killing it
 _TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _Rank(Child):
     rank: int
-    process: subprocess.Popen[bytes]
     log: Path | None
-
-    def exit_code(self) -> int | None:
-        """Return the exit code (−n: ended by signal n), None while it runs; its process id stays taken."""
-        if self.process.returncode is not None:
-            return self.process.returncode
-        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to this rank and its children; call only before the process is reaped."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
 
 
 def run_ranks(
@@ -89,7 +70,7 @@ def run_ranks(
     running: list[_Rank] = []
     private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     try:
-        with _termination_raises():
+        with termination_raises():
             logs = private if log_dir is None else Path(log_dir)
             _make(logs)
             variables = {
@@ -101,7 +82,7 @@ def run_ranks(
                 running.append(_start(argv, rank, ranks, variables, logs))  # noqa: PERF401 — end those started if one fails
             _watch(running, timeout, logs_stay=log_dir is not None)
     finally:
-        _end(running)
+        end(running)
         shutil.rmtree(private, ignore_errors=True)
 
 
@@ -120,7 +101,7 @@ def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, s
     threads = str(max(1, int(usable_cores() / ranks)))
     env = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"} | dict(variables)
     env |= {name: str(value) for name, value in place.items()}
-    command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable, *argv]
+    command = on_leash([sys.executable, *argv])
     log = logs / f"rank{rank}.log" if rank else None
     with contextlib.ExitStack() as files:
         output = files.enter_context(log.open("wb")) if log else None
@@ -132,7 +113,7 @@ def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, s
             stderr=subprocess.STDOUT if output else None,
             process_group=0,
         )
-    return _Rank(rank, process, log)
+    return _Rank(process, rank, log)
 
 
 def _watch(running: Sequence[_Rank], timeout: float | None, *, logs_stay: bool) -> None:
@@ -153,7 +134,7 @@ def _watch(running: Sequence[_Rank], timeout: float | None, *, logs_stay: bool) 
                 rank=still[0].rank,
                 remedy="raise the time limit, or find out what the rank waits for",
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) -> RankFailed:
@@ -164,7 +145,7 @@ def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) 
     others = [one for one in running if one is not first]
     deadline = time.monotonic() + _FOLLOW_SECONDS
     while time.monotonic() < deadline and any(one.exit_code() is None for one in others):
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
     followed = [f"rank {one.rank} ({_how(one)})" for one in others if one.exit_code()]
     after = f"; after it {', '.join(followed)}" if followed else ""
     where = f"; its whole output is in {first.log}" if first.log and logs_stay else ""
@@ -188,39 +169,3 @@ def _tail(one: _Rank) -> str:
         return ""
     lines = one.log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
     return "".join(f"\n  rank {one.rank} | {line}" for line in lines) or "\n  (it wrote nothing)"
-
-
-def _end(running: Sequence[_Rank]) -> None:
-    """End every rank and its children: first asked, then killed."""
-    for one in running:
-        if one.exit_code() is None:
-            one.signal_group(signal.SIGTERM)
-            one.signal_group(signal.SIGCONT)
-    deadline = time.monotonic() + _END_SECONDS
-    while time.monotonic() < deadline and any(one.exit_code() is None for one in running):
-        time.sleep(_LOOK_SECONDS)
-    for one in running:
-        one.signal_group(signal.SIGKILL)
-        one.process.wait()
-
-
-@contextlib.contextmanager
-def _termination_raises() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that the ranks are ended in order; in the main thread only.
-
-    A signal that this process ignores (SIGHUP under nohup) stays ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in heeded}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ from paceline.errors import UsageError, WorldError
 
 __all__ = ["BACKENDS", "choose_device"]
 
-CPU_BACKENDS = ("paceline", "gloo")
+CPU_BACKENDS = ("paceline", "gloo", "mpi4py")
 BACKENDS = (*CPU_BACKENDS, "nccl")
 
 

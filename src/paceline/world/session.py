@@ -34,7 +34,8 @@ class World:
         local_size: processes on this node.
         node: number of this node.
         nodes: nodes in all.
-        backend: ``"paceline"``, ``"gloo"``, ``"nccl"``, or ``"none"`` for a world of one without a process group.
+        backend: ``"paceline"``, ``"gloo"``, ``"mpi4py"``, ``"nccl"``, or ``"none"`` for a world of one
+            without a process group.
         device: ``"cpu"`` or ``"cuda:<index>"``.
     """
 
@@ -81,8 +82,8 @@ def init(
     nothing set this is a world of one, which needs no process group. A second call returns the same world.
 
     Args:
-        backend: ``"paceline"`` (shared memory inside a host; the default on the CPU), ``"gloo"``, or
-            ``"nccl"`` (the default on GPUs).
+        backend: ``"paceline"`` (shared memory inside a host; the default on the CPU), ``"gloo"``, ``"mpi4py"``
+            (for ranks under mpiexec), or ``"nccl"`` (the default on GPUs).
         init_method: where the ranks meet: ``"file:///path"``, ``"tcp://host:port"`` or ``"env://"``.
         rank: number of this process.
         size: world size.
@@ -160,10 +161,10 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float)
 
 
 def _know(backend: str) -> None:
-    """Have torch know our backend, where it was told not to load such extensions by itself."""
+    """Have torch know our backends, where it was told not to load such extensions by itself."""
     import torch.distributed as dist
 
-    if backend == "paceline" and not hasattr(dist.Backend, "PACELINE"):
+    if backend in ("paceline", "mpi4py") and not hasattr(dist.Backend, backend.upper()):
         for entry in entry_points(group="torch.backends", name="paceline"):
             entry.load()()
 

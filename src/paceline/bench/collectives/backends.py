@@ -6,23 +6,29 @@
 | `paceline`       | ours, on ordinary tensors: shared memory inside a host, the network between hosts    |
 | `paceline:arena` | ours, on tensors of `allocate_tensor`, which it reduces where they lie               |
 | `nccl`           | NVIDIA's, on GPUs, one per rank                                                      |
+| `mpi4py`         | MPI, under mpiexec (MPICH from its wheel, or another one)                            |
 | `schedule:NAME`  | our schedule of that name (`paceline collective`) over gloo's send and recv          |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from paceline.bench.collectives.operations import OPERATIONS
 from paceline.collectives.catalogue import ALGORITHMS
 from paceline.errors import UsageError, unknown
 from paceline.machine.software import Gpu, torch_facts
+from paceline.world.mpi import INSTALL
 
-__all__ = ["BACKENDS", "RANKS", "Backend", "backend_of", "check_backends", "default_backends", "gpus"]
+__all__ = ["BACKENDS", "MPI", "RANKS", "Backend", "backend_of", "check_backends", "default_backends", "gpus"]
 
 RANKS = "ranks"
-"""Ranks that are started as Python processes, which meet in a file or over TCP."""
+"""Starts ranks as Python processes, which meet in a file or over TCP."""
+
+MPI = "mpiexec"
+"""Starts ranks as MPI wants it; they meet in a file or over TCP too."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Backend:
         algorithm: the schedule that is run over it; empty: its own collectives are. A schedule works in place: what a
             rank gives to an all-gather, and gets from a reduce-scatter, is a part of one buffer.
         ops: the operations that it has.
-        scratch: bytes that its library allocates for an operation beyond what others do, in units of S.
+        scratch: bytes that its library allocates beyond what others do, in units of S; measured as theirs.
         usual: it takes part where nobody names backends.
     """
 
@@ -85,6 +91,12 @@ def _nccl_missing() -> UsageError | None:
     return _built_in("nccl", "install a PyTorch for CUDA, or leave nccl out")
 
 
+def _mpi_missing() -> UsageError | None:
+    if find_spec("mpi4py") is None:
+        return UsageError("backend 'mpi4py': mpi4py is not installed", remedy=INSTALL)
+    return _gloo_missing()
+
+
 BACKENDS = {
     each.name: each
     for each in (
@@ -92,6 +104,7 @@ BACKENDS = {
         Backend("paceline", "paceline", "cpu", RANKS, _gloo_missing),
         Backend("paceline:arena", "paceline", "cpu", RANKS, _gloo_missing, arena=True, usual=False),
         Backend("nccl", "nccl", "cuda", RANKS, _nccl_missing),
+        Backend("mpi4py", "mpi4py", "cpu", MPI, _mpi_missing, scratch=0.6),
     )
 }
 
@@ -141,7 +154,13 @@ def check_backends(names: tuple[str, ...], most_ranks_on_host: int) -> None:
             )
 
 
-def default_backends() -> tuple[str, ...]:
-    """Return those that take part where nobody names any: all usual ones that can be had, NCCL from two GPUs on."""
-    there = [each for each in BACKENDS.values() if each.usual and each.missing() is None]
-    return tuple(each.name for each in there if each.device == "cpu" or len(gpus()) > 1)
+def default_backends(starters: Collection[str]) -> tuple[str, ...]:
+    """Return those that take part where nobody names any: all usual ones that can be had, NCCL from two GPUs on.
+
+    Args:
+        starters: what can start ranks here.
+    """
+    there = [each for each in BACKENDS.values() if each.usual and each.starter in starters]
+    return tuple(
+        each.name for each in there if each.missing() is None and (each.device == "cpu" or len(gpus()) > 1)
+    )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.bench.collectives.backends import backend_of
+from paceline.bench.collectives.backends import Backend, backend_of
 from paceline.bench.collectives.operations import operation_of
 from paceline.bench.collectives.plan import Case
 from paceline.errors import UsageError
@@ -34,10 +34,16 @@ class Room:
 
 
 def _copies(case: Case, device: str) -> float:
-    """Return the bytes that a rank's buffers take on a device, in units of S."""
+    """Return the bytes that a rank's buffers take on a device, in units of S: the most of any set of processes."""
     backends = [backend_of(name) for name in case.backends if backend_of(name).device == device]
-    if not backends:
-        return 0.0
+    starters = {each.starter for each in backends}
+    return max(
+        (_copies_of([each for each in backends if each.starter == one], case) for one in starters), default=0
+    )
+
+
+def _copies_of(backends: Sequence[Backend], case: Case) -> float:
+    """Return the same for backends that share processes."""
     operation = operation_of(case.op)
     kinds = {each.buffers_for(case.op) for each in backends}
     scratch = operation.scratch + max(each.scratch for each in backends)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.bench.collectives.backends import RANKS, backend_of, check_backends, default_backends, gpus
+from paceline.bench.collectives.backends import backend_of, check_backends, default_backends, gpus
 from paceline.bench.collectives.memory import Room, fitting_cases, refuse_what_does_not_fit
 from paceline.bench.collectives.plan import Case, cases_of
 from paceline.bench.collectives.settings import CollectiveSettings
@@ -13,6 +14,7 @@ from paceline.bench.collectives.sizes import parse_names, parse_ranks, parse_siz
 from paceline.errors import UsageError
 from paceline.machine.facts import available_nbytes
 from paceline.world import Place
+from paceline.world.mpi import INSTALL
 
 __all__ = ["DEFAULT_OPS", "DEFAULT_RANKS", "DEFAULT_SIZES", "Request", "is_joined", "make_request"]
 
@@ -51,6 +53,7 @@ def is_joined(place: Place) -> bool:
 
 def make_request(
     place: Place,
+    starters: Collection[str],
     *,
     backends: str | None,
     ops: str,
@@ -63,6 +66,7 @@ def make_request(
 
     Args:
         place: this process's place as launchers tell it: under one, its ranks are those that are measured.
+        starters: what can start ranks here; under a launcher, whose ranks these are.
         backends, ops, ranks, sizes: lists separated by commas; None: the default.
         network: what is between the ranks, in words; None: loopback, or "between hosts".
         others: the other settings.
@@ -70,7 +74,7 @@ def make_request(
     Raises:
         UsageError: a value is wrong, a backend can't be had, or what was asked for does not fit into memory.
     """
-    chosen = default_backends() if backends is None else parse_names(backends, "--backends")
+    chosen = default_backends(starters) if backends is None else parse_names(backends, "--backends")
     between = is_joined(place) and (place.nodes or 1) > 1
     settings = CollectiveSettings(
         backends=chosen,
@@ -85,7 +89,7 @@ def make_request(
         cases, left_out = _without_gpu(settings, local)
     else:
         check_backends(settings.backends, local or max(settings.ranks))
-        _check_starters(settings, place)
+        _check_starters(settings, place, starters)
         cases, left_out = cases_of(settings), []
     room = _room(local)
     if sizes is not None:
@@ -123,14 +127,20 @@ def _without_gpu(settings: CollectiveSettings, local: int | None) -> tuple[list[
     return cases, list(dict.fromkeys(left_out))
 
 
-def _check_starters(settings: CollectiveSettings, place: Place) -> None:
-    """Refuse, under a launcher, backends whose ranks must be started in another way."""
+def _check_starters(settings: CollectiveSettings, place: Place, starters: Collection[str]) -> None:
+    """Refuse backends whose ranks nothing here can start, or that another launcher must start."""
     for name in settings.backends:
-        if is_joined(place) and backend_of(name).starter != RANKS:
+        needed = backend_of(name).starter
+        if needed in starters:
+            continue
+        if is_joined(place):
             raise UsageError(
-                f"backend {name!r} starts its own ranks, and {place.source} has started these",
+                f"backend {name!r}: its ranks are started by {needed}, and {place.source} has started these",
                 remedy=f"leave {name} out, or run the command without {place.source}",
             )
+        raise UsageError(
+            f"backend {name!r}: its ranks are started by {needed}, which is not here", remedy=INSTALL
+        )
 
 
 def _room(local: int | None) -> Room:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -44,15 +45,16 @@ def main(argv: Sequence[str]) -> int:
         measure_cases(settings, cases, world, Journal(Path(job["journal"])))
         shutdown()
     except PacelineError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 1
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # at once: MPI is left by all ranks together, so an orderly end would wait for the others
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """End in order when asked to, so that a live line gives the terminal back."""
+    """End in order when asked to, so that what is finished can be written; a second time asks in vain."""
+    signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
@@ -68,6 +70,7 @@ def take_part(
             all ranks want it.
         journal: for rank 0.
     """
+    signal.signal(signal.SIGTERM, _leave)
     world = init("gloo", device="cpu")
     agreed = torch.tensor(wanted, dtype=torch.uint8)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
@@ -110,7 +113,7 @@ def _losses_named() -> Iterator[None]:
     except PacelineError:
         raise  # it names the rank already
     except RuntimeError as error:
-        reason = str(error).partition("\n")[0].rsplit("] ", 1)[-1]
+        reason = str(error).partition("\n")[0].rsplit("] ", 1)[-1].partition(". ")[0]
         if not any(sign in reason.lower() for sign in _LOSS):
             raise
         raise PeerLost(

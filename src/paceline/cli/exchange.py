@@ -1,0 +1,234 @@
+"""``paceline exchange``: messages between processes over MPI, checked at both ends, while work goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.writable import check_writable
+from paceline.errors import EnvelopeError, UsageError
+from paceline.exchange.faults import FAULTS, parse_fault
+from paceline.exchange.frames import FRAME_NBYTES
+from paceline.exchange.settings import ExchangeSettings, check_memory
+from paceline.units import format_bytes, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from paceline.exchange.measure import Measured
+    from paceline.exchange.mpi import MpiCarrier
+
+__all__ = ["app"]
+
+SCHEMA = 1
+_RANKS, _BYTES = 4, "100MB"
+_INT_NBYTES = 4
+_WRITING_SECONDS = 120.0  # for printing, and for the facts of the machine, which take an import of torch
+_BEHIND_SECONDS = 0.2  # that rank 0 is to end first, so that one message says why
+
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+Ranks = Annotated[
+    int | None, typer.Option(help=f"Processes to start; under mpiexec, all of its own. [default: {_RANKS}]")
+]
+Size = Annotated[
+    str | None,
+    typer.Option("--bytes", help=f"What each rank sends in a round, such as 400MB. [default: {_BYTES}]"),
+]
+Ints = Annotated[float | None, typer.Option(help="The same as a number of 4-byte integers, such as 1e8.")]
+Rounds = Annotated[int, typer.Option(help="How often.")]
+Work = Annotated[str, typer.Option(help="Computing by each rank at the same time, such as 500ms.")]
+Timeout = Annotated[str, typer.Option(help="How long nothing may move, such as 60s.")]
+Frame = Annotated[str, typer.Option(help="Long messages go in frames of this size, at most 16MiB.")]
+Inject = Annotated[
+    str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(FAULTS)}.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
+]
+
+
+@app.callback()
+def exchange() -> None:
+    """Exchange messages over MPI: non-blocking, checked at both ends, while work goes on.
+
+    It starts its own ranks; under mpiexec (mpiexec -n 4 paceline exchange ring) it takes part in those.
+    Exits with 1, and names the rank at fault, if any message is damaged, repeated, foreign or missing.
+    """
+
+
+@app.command()
+def ring(
+    ranks: Ranks = None,
+    nbytes: Size = None,
+    ints: Ints = None,
+    rounds: Rounds = 3,
+    work: Work = "0s",
+    timeout: Timeout = "60s",
+    frame: Frame = str(FRAME_NBYTES),
+    inject: Inject = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Send to the next rank and receive from the one before, all at once."""
+    _exchange(_settings("ring", nbytes, ints, rounds, work, timeout, frame, inject), ranks, json_file)
+
+
+@app.command("all-to-all")
+def all_to_all(
+    ranks: Ranks = None,
+    nbytes: Size = None,
+    ints: Ints = None,
+    rounds: Rounds = 3,
+    work: Work = "0s",
+    timeout: Timeout = "60s",
+    frame: Frame = str(FRAME_NBYTES),
+    inject: Inject = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Send an equal part of --bytes to every rank, itself included."""
+    _exchange(_settings("all-to-all", nbytes, ints, rounds, work, timeout, frame, inject), ranks, json_file)
+
+
+def _settings(
+    shape: str,
+    nbytes: str | None,
+    ints: float | None,
+    rounds: int,
+    work: str,
+    timeout: str,
+    frame: str,
+    inject: str | None,
+) -> ExchangeSettings:
+    if nbytes is not None and ints is not None:
+        raise UsageError("--bytes and --ints exclude each other", remedy="give one of them")
+    if ints is not None and (ints < 0 or ints != ints // 1):
+        raise UsageError(f"--ints {ints:g} is no number of integers", remedy="for example --ints 1e8")
+    size = parse_bytes(nbytes or _BYTES) if ints is None else int(ints) * _INT_NBYTES
+    fault, faulty_rank = parse_fault(inject) if inject is not None else ("", 0)
+    return ExchangeSettings(
+        shape,
+        size,
+        rounds,
+        parse_seconds(work),
+        parse_seconds(timeout),
+        parse_bytes(frame),
+        fault,
+        faulty_rank,
+    )
+
+
+def _exchange(settings: ExchangeSettings, ranks: int | None, json_file: Path | None) -> None:
+    """Start the ranks, or be one of them."""
+    from paceline.world.mpi import under_mpi
+
+    there = under_mpi(os.environ)
+    if there is not None and ranks not in (None, there):
+        raise UsageError(f"--ranks {ranks}, but mpiexec started {there}", remedy="leave --ranks out")
+    settings.check(there or (_RANKS if ranks is None else ranks))
+    if there is None:
+        _start(settings, _RANKS if ranks is None else ranks, json_file)
+    else:
+        _take_part(settings, json_file)
+
+
+def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> None:
+    from paceline.launch.mpi import need_mpi, run_mpi
+    from paceline.machine.facts import available_nbytes
+
+    need_mpi()
+    if json_file is not None:
+        check_writable(json_file, "--json")
+    check_memory(settings.nbytes_of_rank(ranks), ranks, available_nbytes())
+    code = run_mpi(["-m", "paceline", *sys.argv[1:]], ranks)
+    if code:
+        raise typer.Exit(code if code in (1, 2) else 1)
+
+
+def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
+    """Be a rank: rank 0 shows how far it is, and what came of it."""
+    from paceline.bench.progress import TurnBar
+    from paceline.exchange.measure import measure, turns
+    from paceline.exchange.mpi import MpiCarrier
+    from paceline.machine.facts import available_nbytes
+
+    carrier = MpiCarrier()
+    first = carrier.rank == 0
+    try:
+        if first and json_file is not None:
+            check_writable(json_file, "--json")
+        check_memory(settings.nbytes_of_rank(carrier.size), carrier.ranks_here(), available_nbytes())
+        title = f"{settings.shape}, {carrier.size} ranks, {format_bytes(settings.nbytes)} each"
+        with TurnBar(title, turns(settings), shown=first) as tick:
+            measured = measure(settings, carrier, tick)
+    except BaseException as error:  # a rank that is gone would leave the others waiting
+        _end_all(carrier, error)
+        raise
+    if first:
+        _show(settings, measured)
+        if json_file is not None:
+            _write(json_file, settings, measured)
+    _after_rank_0(carrier)
+    if not measured.closed:
+        carrier.abort(1)  # messages are under way for ever, so MPI can't be left in order
+    if measured.problems or not all(row.right for row in measured.rows):
+        raise typer.Exit(1)
+
+
+def _after_rank_0(carrier: MpiCarrier) -> None:
+    """Wait until rank 0 has printed and written all: mpiexec ends it when another one fails."""
+    from paceline.exchange.agree import Verdict, agree
+
+    agree(carrier, Verdict(carrier.rank), _WRITING_SECONDS)
+    if carrier.rank > 0:
+        time.sleep(_BEHIND_SECONDS)
+
+
+def _end_all(carrier: MpiCarrier, error: BaseException) -> None:
+    """End all ranks for an error of this one, which is told."""
+    from paceline.cli.app import show
+
+    if isinstance(error, EnvelopeError | UsageError):
+        show(error)
+    elif not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    carrier.abort(2 if isinstance(error, UsageError) else 1)
+
+
+def _show(settings: ExchangeSettings, measured: Measured) -> None:
+    """Print the table, and in red what was wrong."""
+    from rich.console import Console
+
+    from paceline.cli.exchange_table import FOOTER, table
+
+    made = table(settings, measured)
+    console = Console(highlight=False, soft_wrap=True)
+    needed = console.measure(made, options=console.options.update(width=1000)).maximum
+    Console(highlight=False, width=max(console.width, needed)).print(made)
+    console.print(FOOTER, style="dim")
+    for problem in measured.problems:
+        console.print(f"WRONG: {problem}", style="bold red", markup=False)
+
+
+def _write(path: Path, settings: ExchangeSettings, measured: Measured) -> None:
+    from paceline.bench.facts import machine_record, versions
+
+    result = {
+        "kind": "exchange",
+        "schema": SCHEMA,
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "machine": machine_record(),
+        "versions": versions(["paceline", "mpi4py", "mpich", "numpy", "xxhash"]),
+        "settings": asdict(settings) | {"ranks": len(measured.rows)},
+        "rows": [asdict(row) | {"right": row.right} for row in measured.rows],
+        "problems": [asdict(problem) for problem in measured.problems],
+        "rounds": measured.rounds,
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    typer.echo(path)

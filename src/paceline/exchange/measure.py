@@ -1,0 +1,167 @@
+"""A rank's part in `paceline exchange`: the exchange alone, the work alone, both; round after round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from paceline.exchange.agree import Problem
+from paceline.exchange.mpi import AllToAll, MpiCarrier, Outcome, Ring
+from paceline.exchange.overlap import Slices, overlap
+from paceline.exchange.settings import ExchangeSettings
+
+__all__ = ["Measured", "Row", "measure", "turns"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one rank saw.
+
+    Attributes:
+        rank: which.
+        sent_to, received_from: ranks.
+        nbytes: sent in a round, and received.
+        sent_checksum: of what it sent last; told_checksum: what its sources told it of theirs;
+            received_checksum: of what it received. Hexadecimal; told and received are equal where all is well.
+        seconds: of a round without work, median; nbytes_per_second: `nbytes` in that time.
+        work_seconds: of the work alone, median; both_seconds: of a round with the work, median; None without work.
+        whole: every message that it last received was whole.
+        overlap: as `overlap` defines it; under_way: share of the work done while messages were under way.
+    """
+
+    rank: int
+    sent_to: tuple[int, ...]
+    received_from: tuple[int, ...]
+    nbytes: int
+    sent_checksum: str
+    told_checksum: str
+    received_checksum: str
+    whole: bool
+    seconds: float
+    nbytes_per_second: float
+    work_seconds: float | None
+    both_seconds: float | None
+    overlap: float | None
+    under_way: float | None
+
+    @property
+    def right(self) -> bool:
+        """Whether what came is what was sent."""
+        return self.whole and self.told_checksum == self.received_checksum
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all ranks saw, the same on every rank.
+
+    Attributes:
+        rows: by rank.
+        problems: what any rank found; the first round with one was the last.
+        rounds: how many were begun.
+        closed: whether all messages that were sent were also received; if not, MPI can't be left in order.
+    """
+
+    rows: tuple[Row, ...]
+    problems: tuple[Problem, ...]
+    rounds: int
+    closed: bool
+
+
+def turns(settings: ExchangeSettings) -> int:
+    """Return how often `measure` ticks if all goes well."""
+    return settings.rounds * (3 if settings.work_seconds else 1)
+
+
+def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]) -> Measured:
+    """Exchange, and return what all ranks saw; every rank of the carrier has to call.
+
+    Args:
+        settings: the same on all ranks.
+        carrier: what carries the messages.
+        tick: called after each turn.
+
+    Raises:
+        MissingEnvelope: some rank told nothing in time; it is named.
+    """
+    kind = {"ring": Ring, "all-to-all": AllToAll}[settings.shape]
+    exchange = kind(
+        carrier,
+        timeout=settings.timeout,
+        frame_nbytes=settings.frame_nbytes,
+        fault=settings.fault if carrier.rank == settings.faulty_rank else "",
+    )
+    nbytes = settings.nbytes_of_rank(carrier.size)
+    data, into = _numbers(nbytes, carrier.rank), np.zeros(nbytes, np.uint8)
+    slices = Slices(settings.work_seconds) if settings.work_seconds else None
+    alone: list[Outcome] = []
+    both: list[Outcome] = []
+    work: list[float] = []
+    for _ in range(settings.rounds):
+        exchange.meet()
+        alone.append(exchange.exchange(data, into))
+        tick()
+        if slices is not None and not alone[-1].problems:
+            exchange.meet()
+            work.append(slices.alone())
+            tick()
+            exchange.meet()
+            both.append(exchange.exchange(data, into, slices.again()))
+            tick()
+        if (both or alone)[-1].problems or alone[-1].problems:
+            break
+    last = alone[-1] if alone[-1].problems or not both else both[-1]
+    row = _row(settings, carrier, nbytes, last, (alone, work, both), slices.count if slices else 0)
+    rows = tuple(_unpacked(each) for each in exchange.meet(asdict(row)))
+    return Measured(rows, last.problems, len(alone), last.closed)
+
+
+def _numbers(nbytes: int, rank: int) -> np.ndarray:
+    """Return bytes of 32-bit numbers that are other ones on every rank."""
+    numbers = np.arange(-(-nbytes // 4), dtype=np.int32)
+    numbers *= 2 * rank + 1
+    return numbers.view(np.uint8)[:nbytes]
+
+
+def _row(
+    settings: ExchangeSettings,
+    carrier: MpiCarrier,
+    nbytes: int,
+    last: Outcome,
+    times: tuple[list[Outcome], list[float], list[Outcome]],
+    slices: int,
+) -> Row:
+    alone, work, both = times
+    rank, size = carrier.rank, carrier.size
+    ring = settings.shape == "ring"
+    seconds = median(each.seconds for each in alone)
+    work_seconds = median(work) if work else None
+    both_seconds = median(each.seconds for each in both) if both else None
+    return Row(
+        rank,
+        ((rank + 1) % size,) if ring else tuple(range(size)),
+        ((rank - 1) % size,) if ring else tuple(range(size)),
+        nbytes,
+        f"{last.sent_checksum:016x}",
+        f"{last.told_checksum:016x}",
+        f"{last.received_checksum:016x}",
+        last.whole,
+        seconds,
+        nbytes / seconds if seconds else 0.0,
+        work_seconds,
+        both_seconds,
+        None
+        if work_seconds is None or both_seconds is None
+        else overlap(work_seconds, seconds, both_seconds),
+        median(each.slices_under_way / slices for each in both) if both and slices else None,
+    )
+
+
+def _unpacked(facts: Mapping[str, Any]) -> Row:
+    values: dict[str, Any] = {**facts}
+    for name in ("sent_to", "received_from"):
+        values[name] = tuple(values[name])
+    return Row(**values)

@@ -1,0 +1,29 @@
+"""Waiting for something that has to be looked for, without taking the core from whoever makes it happen."""
+
+from __future__ import annotations
+
+import os
+import time
+
+__all__ = ["Idle"]
+
+_YIELDS, _NAP_SECONDS, _LONGEST_NAP_SECONDS = 50, 50e-6, 1e-3
+
+
+class Idle:
+    """Waits a little when nothing moves: first by letting others run, then asleep for longer and longer."""
+
+    def __init__(self) -> None:
+        self._times = 0
+
+    def reset(self) -> None:
+        """Note that something moved."""
+        self._times = 0
+
+    def wait(self) -> None:
+        """Wait a little."""
+        self._times += 1
+        if self._times <= _YIELDS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_LONGEST_NAP_SECONDS, _NAP_SECONDS * (self._times - _YIELDS)))

@@ -1,0 +1,100 @@
+"""Running a program as the ranks of an MPI world on this machine, by mpiexec.
+
+mpiexec stands beside this Python where MPI came from a wheel (``pip install 'paceline[mpi]'``); else it is looked
+for on the PATH. It has to belong to the MPI that mpi4py was loaded with: a foreign one starts as many worlds of one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from paceline.errors import RankFailed, UsageError
+from paceline.launch.child import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline.world.mpi import INSTALL
+
+__all__ = ["find_mpiexec", "mpi_command", "need_mpi", "run_mpi"]
+
+
+def find_mpiexec(python: str = sys.executable, path: str | None = None) -> str | None:
+    """Return the path of mpiexec, None if there is none.
+
+    Args:
+        python: the interpreter beside which it is looked for first.
+        path: folders to look in then, separated as in ``PATH``, which is the default.
+    """
+    folders = os.environ.get("PATH", "") if path is None else path
+    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(python).parent), folders]))
+
+
+def need_mpi() -> str:
+    """Return the path of mpiexec, once it is clear that the ranks can use MPI.
+
+    Raises:
+        UsageError: mpiexec or mpi4py is not installed.
+    """
+    if find_spec("mpi4py") is None:
+        raise UsageError("MPI needs mpi4py, which is not installed", remedy=INSTALL)
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise UsageError(
+            f"there is no mpiexec, neither beside {sys.executable} nor on the PATH", remedy=INSTALL
+        )
+    return mpiexec
+
+
+def mpi_command(ranks: int, program: Sequence[str], mpiexec: str) -> list[str]:
+    """Return the command that runs ``python *program`` as ranks of one MPI world.
+
+    Example:
+        >>> mpi_command(4, ["train.py"], "mpiexec")[:3]
+        ['mpiexec', '-n', '4']
+    """
+    return [mpiexec, "-n", str(ranks), sys.executable, *program]
+
+
+def run_mpi(
+    program: Sequence[str],
+    ranks: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Run ``python *program`` as `ranks` processes of one MPI world, and return mpiexec's exit code.
+
+    All output comes to this terminal. The ranks end with this process, however it ends; on Ctrl-C too.
+
+    Args:
+        program: arguments to this Python, such as ``["-m", "my.module"]``.
+        ranks: how many processes, at least 1.
+        env: variables to set besides those of this process.
+        timeout: seconds until the run counts as hung; None: no limit.
+
+    Raises:
+        UsageError: mpiexec or mpi4py is not installed, or fewer than one rank.
+        RankFailed: time was up; the ranks have been ended.
+    """
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
+    command = on_leash(mpi_command(ranks, program, need_mpi()))
+    variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with termination_raises():
+        child = Child(subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0))
+        try:
+            while (code := child.exit_code()) is None:
+                if deadline is not None and time.monotonic() > deadline:
+                    raise RankFailed(
+                        f"the ranks under mpiexec had not ended after {timeout:g} s",
+                        remedy="raise the time limit, or find out what they wait for",
+                    )
+                time.sleep(LOOK_SECONDS)
+            return code
+        finally:
+            end([child])

@@ -1,0 +1,243 @@
+"""``paceline exchange`` as a user meets it: refusals before anything starts, results, faults, and clean ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+import mpi_worlds
+
+from paceline.cli import app as module
+from paceline.errors import RankFailed, UsageError, WorldError
+from paceline.exchange.overlap import Slices, overlap
+from paceline.exchange.settings import ExchangeSettings, check_memory
+from paceline.launch import mpi as starting
+from paceline.world.mpi import under_mpi
+
+needs_mpi = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
+PACELINE = [sys.executable, "-m", "paceline"]
+
+
+@pytest.fixture
+def paceline(monkeypatch, capsys):
+    """Return a function that runs `paceline exchange` in this process: (exit code, what it said)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "exchange", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            module.main()
+        shown = capsys.readouterr()
+        return caught.value.code or 0, " ".join((shown.out + shown.err).split())
+
+    return run
+
+
+@pytest.fixture
+def never_started(monkeypatch):
+    """Fail the test if ranks are started."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError("it started ranks")
+
+    monkeypatch.setattr(starting, "run_mpi", refuse)
+    monkeypatch.setattr(starting, "need_mpi", lambda: "mpiexec")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0"], "--ranks 0: nobody"),
+        (["--bytes", "many"], "'many' is no size"),
+        (["--bytes", "1MB", "--ints", "5"], "exclude each other"),
+        (["--ints", "0.5"], "no number of integers"),
+        (["--rounds", "0"], "--rounds 0"),
+        (["--work", "soon"], "'soon' is no time"),
+        (["--timeout", "0s"], "time-out above 0"),
+        (["--frame", "17MiB"], "16 MiB"),
+        (["--inject", "flip-paylod"], "did you mean 'flip-payload'"),
+        (["--inject", "lose@7"], "ranks are 0 to 3"),
+        (["--bytes", "400TB"], "would fit"),
+        (["--json", "/no/such/folder/x.json"], "no such folder"),
+    ],
+)
+@pytest.mark.parametrize("shape", ["ring", "all-to-all"])
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    paceline, never_started, shape, arguments, message
+):
+    code, shown = paceline(shape, *arguments)
+    assert code == 2
+    assert message in shown
+
+
+def test_without_mpiexec_it_says_how_to_install_it(paceline, monkeypatch):
+    monkeypatch.setattr(starting, "find_mpiexec", lambda *_: None)
+    code, shown = paceline("ring")
+    assert code == 2
+    assert "there is no mpiexec" in shown
+    assert "pip install 'paceline[mpi]'" in shown
+
+
+def test_without_mpi4py_it_says_how_to_install_it(paceline, monkeypatch):
+    monkeypatch.setattr(starting, "find_spec", lambda name: None)
+    code, shown = paceline("all-to-all")
+    assert code == 2
+    assert "needs mpi4py" in shown
+    assert "pip install 'paceline[mpi]'" in shown
+
+
+def test_memory_that_is_not_there_is_told_with_what_would_fit():
+    check_memory(100 << 20, 4, 2 << 30)
+    with pytest.raises(UsageError, match=r"(?s)4 ranks .* would fit \(--bytes \d+\), or --ranks 1") as caught:
+        check_memory(1 << 30, 4, 3 << 30)
+    fitting = int(str(caught.value).partition("--bytes ")[2].partition(")")[0])
+    check_memory(fitting, 4, 3 << 30)
+
+
+def test_an_all_to_all_shares_its_bytes_among_the_ranks():
+    assert ExchangeSettings("all-to-all", 100).nbytes_of_rank(3) == 99
+    assert ExchangeSettings("ring", 100).nbytes_of_rank(3) == 100
+
+
+def test_overlap_is_the_part_of_the_shorter_that_is_hidden():
+    assert overlap(2.0, 1.0, 2.0) == 1.0
+    assert overlap(1.0, 2.0, 3.0) == 0.0
+    assert overlap(1.0, 2.0, 4.0) == -1.0
+    assert overlap(0.0, 2.0, 2.0) is None
+
+
+def test_the_same_work_can_be_done_again():
+    slices = Slices(0.01)
+    done = [0, 0]
+    for turn in range(2):
+        slices.again()
+        while slices():
+            done[turn] += 1
+    assert done == [slices.count] * 2
+    assert slices.count > 0
+
+
+def test_a_world_of_mpi_is_known_by_its_variables():
+    assert under_mpi({}) is None
+    assert under_mpi({"PMI_RANK": "0", "PMI_SIZE": "3"}) == 3
+    assert under_mpi({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == 2
+    assert under_mpi({"RANK": "0", "WORLD_SIZE": "2"}) is None
+    with pytest.raises(WorldError, match="disagree"):
+        under_mpi(
+            {"PMI_RANK": "0", "PMI_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+        )
+
+
+def test_mpiexec_is_looked_for_beside_python_first(tmp_path):
+    for folder in ("beside", "path"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mpiexec").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "mpiexec").chmod(0o755)
+    python, path = str(tmp_path / "beside" / "python"), str(tmp_path / "path")
+    assert starting.find_mpiexec(python, path) == str(tmp_path / "beside" / "mpiexec")
+    assert starting.find_mpiexec(str(tmp_path / "python"), path) == str(tmp_path / "path" / "mpiexec")
+    assert starting.find_mpiexec(str(tmp_path / "python"), str(tmp_path)) is None
+
+
+@needs_mpi
+def test_ranks_that_do_not_end_in_time_are_ended():
+    with pytest.raises(RankFailed, match="had not ended after"):
+        starting.run_mpi(["-c", "import time; time.sleep(60)"], 2, timeout=0.5)
+    with pytest.raises(UsageError, match="ranks=0"):
+        starting.run_mpi(["-c", ""], 0)
+
+
+@needs_mpi
+@pytest.mark.parametrize("shape", ["ring", "all-to-all"])
+def test_started_by_itself_it_shows_a_table_and_writes_it_down(tmp_path, shape):
+    told = tmp_path / "told.json"
+    options = ["--ranks", "3", "--ints", "3e5", "--rounds", "2", "--work", "20ms", "--json", str(told)]
+    ended = mpi_worlds.run([*PACELINE, "exchange", shape, *options])
+    assert ended.code == 0, ended
+    assert f"{shape}, 3 ranks, 1.14 MiB each, 2 rounds" in ended.out
+    assert "6/6" in ended.err
+    result = json.loads(told.read_text())
+    assert (result["kind"], result["schema"], result["rounds"]) == ("exchange", 1, 2)
+    assert [row["rank"] for row in result["rows"]] == [0, 1, 2]
+    assert all(row["right"] and row["nbytes"] == 1_200_000 for row in result["rows"])
+    assert all(row["told_checksum"] in ended.out for row in result["rows"])
+    assert all(row["overlap"] <= 1.5 and 0 <= row["under_way"] <= 1 for row in result["rows"])
+    assert result["problems"] == []
+    if shape == "ring":
+        sent = [row["sent_checksum"] for row in result["rows"]]
+        assert [row["received_checksum"] for row in result["rows"]] == [sent[2], sent[0], sent[1]]
+
+
+@needs_mpi
+def test_under_mpiexec_it_takes_part_and_a_fault_fails_it_with_the_culprit_named():
+    ended = mpi_worlds.mpi_world(2, "-m", "paceline", "exchange", "ring", "--bytes", "10MB")
+    assert ended.code == 0, ended
+    assert "ring, 2 ranks" in ended.out
+    inject = ["--bytes", "30MB", "--timeout", "2s", "--inject"]
+    ended = mpi_worlds.mpi_world(3, "-m", "paceline", "exchange", "ring", *inject, "drop-end@1")
+    assert ended.code == 1
+    assert "WRONG: rank 2 found a TruncatedEnvelope of rank 1" in ended.out
+
+
+@needs_mpi
+def test_a_rank_that_stops_sending_is_named_within_its_time_out():
+    options = ["--ranks", "2", "--bytes", "30MB", "--timeout", "1s", "--inject", "stall@1"]
+    ended = mpi_worlds.run([*PACELINE, "exchange", "all-to-all", *options])
+    assert ended.code == 1
+    assert "WRONG: rank 0 found a MissingEnvelope of rank 1" in ended.out
+    assert "rank 1 did not send frame 2 of 4" in ended.out
+
+
+@needs_mpi
+def test_under_mpiexec_ranks_may_not_contradict_it():
+    ended = mpi_worlds.mpi_world(2, "-m", "paceline", "exchange", "ring", "--ranks", "3")
+    assert ended.code == 2
+    assert "--ranks 3, but mpiexec started 2" in " ".join(ended.err.split())
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_the_ranks_end_with_the_command_however_that_ends(number, code):
+    options = ["--ranks", "2", "--bytes", "1MB", "--rounds", "100000"]
+    with mpi_worlds.start([*PACELINE, "exchange", "ring", *options]) as command:
+        ranks = wait_for_ranks(command, 2)
+        os.kill(command.pid, number)
+        command.communicate(timeout=20)
+        assert command.returncode == code
+        assert mpi_worlds.gone(ranks)
+
+
+def wait_for_ranks(command, count):
+    """Return the process ids of mpiexec and its ranks, once the ranks are there and exchange."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        children = psutil.Process(command.pid).children(recursive=True)
+        ranks = [each for each in children if "exchange" in " ".join(each.cmdline()) and not each.children()]
+        if len(ranks) >= count and all(each.cpu_times().user > 0.3 for each in ranks):
+            return [each.pid for each in children]
+        time.sleep(0.05)
+    raise AssertionError("no ranks came")
+
+
+def test_help_imports_neither_torch_nor_mpi4py():
+    code = (
+        "import sys\n"
+        "from paceline.cli.app import main\n"
+        "sys.argv = ['paceline', 'exchange', 'ring', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert "--inject" in ended.stdout

@@ -1,0 +1,214 @@
+"""Rings and all-to-alls over a carrier inside this process: all arrives, every fault is found and named."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import MissingEnvelope, UsageError
+from paceline.exchange.agree import Problem, Verdict
+from paceline.exchange.carrier import Arrival, Tag
+from paceline.exchange.drive import drive
+from paceline.exchange.faults import FAULTS, order_of, parse_fault
+from paceline.exchange.frames import frames_of, message_checksum
+from paceline.exchange.header import Header
+from paceline.exchange.inbox import Inbox
+from paceline.exchange.incoming import Incoming
+from paceline.exchange.outgoing import Outgoing
+
+KIND = {  # of the first problem that a fault has to lead to
+    "flip-begin": "DamagedEnvelope",
+    "flip-header": "DamagedEnvelope",
+    "flip-payload": "DamagedEnvelope",
+    "flip-checksum": "DamagedEnvelope",
+    "flip-end": "DamagedEnvelope",
+    "drop-end": "TruncatedEnvelope",
+    "drop-payload": "TruncatedEnvelope",
+    "truncate": "TruncatedEnvelope",
+    "repeat": "RepeatedEnvelope",
+    "foreign": "ForeignEnvelope",
+    "lose": "MissingEnvelope",
+    "swap": "MisplacedEnvelope",
+}
+
+
+@dataclass
+class Flight:
+    """A message that its receiver takes, or has taken, after a few looks."""
+
+    looks: int
+
+    def Test(self):
+        self.looks -= 1
+        return self.looks < 0
+
+
+@dataclass
+class Wire:
+    """Queues between all pairs of ranks; what is sent is copied when it is received, as by MPI."""
+
+    rng: random.Random
+    queues: dict = field(default_factory=dict)
+
+    def between(self, source, target):
+        return self.queues.setdefault((source, target), deque())
+
+
+@dataclass
+class Carrier:
+    wire: Wire
+    rank: int
+    size: int
+
+    def send(self, buffer, target, tag):
+        self.wire.between(self.rank, target).append((tag, buffer))
+        return Flight(self.wire.rng.randrange(3))
+
+    def probe(self, source, tag=None):
+        queue = self.wire.between(source, self.rank)
+        if not queue or self.wire.rng.random() < 0.3:
+            return None
+        came, buffer = queue.popleft()
+
+        def receive(place):
+            memoryview(place)[:] = buffer
+            return Flight(self.wire.rng.randrange(3))
+
+        return Arrival(came, memoryview(buffer).nbytes, receive)
+
+
+class Pair:
+    """A message from rank 1 to rank 0, round after round."""
+
+    def __init__(self, seed, nbytes, frame_nbytes=64):
+        wire = Wire(random.Random(seed))
+        self.sender, self.receiver = Carrier(wire, 1, 2), Carrier(wire, 0, 2)
+        self.inbox, self.nbytes, self.frame_nbytes = Inbox("run", 0, [1]), nbytes, frame_nbytes
+        self.sequence = self.round = 0
+
+    def exchange(self, data, fault="", timeout=0.05):
+        place = bytearray(self.nbytes)
+        header = Header("run", "frame", 1, 0, self.sequence, round=self.round)
+        out = Outgoing(self.sender, header, data, self.frame_nbytes, fault)
+        into = Incoming(self.receiver, self.inbox, 1, self.round, memoryview(place), self.frame_nbytes)
+        drive([out], [into], timeout)
+        self.sequence, self.round = out.sequence, self.round + 1
+        return out, into, place
+
+
+def kinds(incoming):
+    return [type(each).__name__ for each in incoming.problems]
+
+
+@given(st.integers(0, 2**32), st.lists(st.binary(max_size=700), min_size=1, max_size=3), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_messages_arrive_whole_round_after_round(seed, messages, frame_nbytes):
+    for message in messages:
+        pair = Pair(seed, len(message), frame_nbytes)
+        for _ in range(2):
+            out, into, place = pair.exchange(message)
+            assert into.whole
+            assert place == message
+            assert out.checksum == into.checksum == into.told_checksum
+
+
+@pytest.mark.parametrize("fault", sorted(KIND))
+def test_every_fault_is_found_named_and_ends_in_nothing_delivered(fault):
+    for seed in range(20):
+        rng = random.Random(seed)
+        message = rng.randbytes(rng.choice([130, 640, 1000]))
+        pair = Pair(seed, len(message))
+        _, into, _ = pair.exchange(message, fault)
+        assert not into.whole
+        assert kinds(into)[0] == KIND[fault]
+        assert into.problems[0].source == 1
+        assert kinds(into)[1:] in ([], ["MissingEnvelope"])
+        assert pair.inbox.counts.total() >= len(into.problems)
+        _, after, place = pair.exchange(message)
+        assert after.whole, f"what came after {fault} suffered too: {after.problems}"
+        assert place == message
+
+
+def test_a_sender_that_stops_is_named_with_the_frame_that_is_missing():
+    with pytest.raises(MissingEnvelope, match="rank 1 did not send frame 5 of 10") as caught:
+        Pair(1, 640).exchange(bytes(640), "stall")
+    assert caught.value.source == 1
+
+
+def test_a_fault_free_message_of_one_frame_can_be_faulty_too():
+    for fault in sorted(set(KIND) - {"swap"}):
+        _, into, _ = Pair(3, 10).exchange(b"0123456789", fault)
+        assert kinds(into)[0] == KIND[fault]
+
+
+def test_messages_of_another_size_are_foreign_and_say_both_sizes():
+    pair = Pair(1, 100)
+    _, into, _ = pair.exchange(bytes(200))
+    assert kinds(into)[0] == "ForeignEnvelope"
+    assert "200 bytes in 4 frames; expected were 100 bytes in 2 frames" in str(into.problems[0])
+
+
+def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
+    wire = Wire(random.Random(1))
+    left, into = [5000], bytearray(10_000)
+
+    def work():
+        left[0] -= 1
+        return left[0] >= 0
+
+    carriers = Carrier(wire, 1, 2), Carrier(wire, 0, 2)
+    out = Outgoing(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
+    incoming = Incoming(carriers[1], Inbox("run", 0, [1]), 1, 0, memoryview(into), 64)
+    under_way = drive([out], [incoming], 5.0, work)
+    assert incoming.whole
+    assert left[0] == -1
+    assert 100 < under_way < 5000
+
+
+@pytest.mark.parametrize(("nbytes", "frame_nbytes"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 1)])
+def test_frames_cover_a_message_once(nbytes, frame_nbytes):
+    frames = frames_of(nbytes, frame_nbytes)
+    assert sum(each.nbytes for each in frames) == nbytes
+    assert [each.offset for each in frames] == [each.index * frame_nbytes for each in frames]
+    assert max(each.nbytes for each in frames) <= frame_nbytes
+
+
+@pytest.mark.parametrize("frame_nbytes", [0, -1, 17 << 20])
+def test_frames_of_no_or_too_many_bytes_are_refused(frame_nbytes):
+    with pytest.raises(UsageError, match="16 MiB"):
+        frames_of(10, frame_nbytes)
+
+
+def test_the_checksum_of_a_message_depends_on_the_order_of_its_frames():
+    assert message_checksum([1, 2]) != message_checksum([2, 1])
+
+
+def test_faults_are_read_with_their_rank_and_unknown_ones_refused():
+    assert parse_fault("swap") == ("swap", 0)
+    assert parse_fault("lose@3") == ("lose", 3)
+    with pytest.raises(UsageError, match="did you mean 'repeat'"):
+        parse_fault("repaet")
+    with pytest.raises(UsageError, match="'x' is no rank"):
+        parse_fault("lose@x")
+    assert set(FAULTS) == set(KIND) | {"stall"}
+
+
+def test_a_fault_in_the_order_is_in_the_middle():
+    assert order_of("", 4) == [0, 1, 2, 3]
+    assert order_of("swap", 4) == [0, 2, 1, 3]
+    assert order_of("lose", 4) == [0, 1, 3]
+    assert order_of("stall", 4) == [0, 1]
+    assert order_of("swap", 1) == [0]
+
+
+def test_a_verdict_survives_the_way():
+    problem = Problem("DamagedEnvelope", 1, 2, "bad “bits”")
+    verdict = Verdict(1, (problem,), {"closed": True})
+    assert Verdict.unpacked(verdict.packed()) == verdict
+    assert str(problem) == "rank 1 found a DamagedEnvelope of rank 2: bad “bits”"
+    assert Tag.HEAD != Tag.VERDICT

@@ -1,0 +1,107 @@
+"""Worlds under mpiexec, as subprocesses of a test: they end in time, and nothing of them stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+import paceline
+from paceline.launch.mpi import find_mpiexec
+
+SOURCE = str(Path(paceline.__file__).parents[1])
+MPIEXEC = find_mpiexec()
+REASON = "needs mpiexec: pip install 'paceline[mpi]'"
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_INIT_METHOD", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What became of a world: mpiexec's exit code, what it wrote, and what its ranks told in JSON."""
+
+    code: int
+    out: str
+    err: str
+
+    def told(self):
+        """Return what ranks told by `tell`, by rank."""
+        found = [json.loads(line[5:]) for line in self.out.splitlines() if line.startswith("TOLD ")]
+        return dict(sorted(found))
+
+    def __str__(self):
+        return f"exit code {self.code}\n{self.out}\n{self.err}"
+
+
+def environment(**variables):
+    """Return variables for a world of its own."""
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return env | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
+
+
+def mpi_world(ranks, *program, timeout=60, env=None):
+    """Run ``python *program`` as ranks of MPI and return how it ended; it is killed after `timeout` seconds."""
+    command = [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, program)]
+    return run(command, timeout, env)
+
+
+def run(command, timeout=60, env=None):
+    """Run a command that may start a world, and return how it ended."""
+    with start(command, env) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            raise AssertionError(f"not over after {timeout} s:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+@contextlib.contextmanager
+def start(command, env=None):
+    """Start a command in a process group of its own, and see to it that nothing of it stays."""
+    process = subprocess.Popen(
+        command,
+        env=environment(**env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def gone(pids, timeout=10.0):
+    """Return whether all processes end in time; zombies have ended."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if not any(_runs(pid) for pid in pids):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _runs(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tell(rank, what):
+    """In a rank: tell the test something, once, in one write."""
+    sys.stdout.write(f"TOLD {json.dumps([rank, what])}\n")
+    sys.stdout.flush()
