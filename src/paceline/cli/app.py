@@ -24,6 +24,11 @@ __all__ = ["app", "main", "show"]
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
     "bench": ("paceline.cli.bench", "app", "Measure training steps and collectives, beside torch's own."),
+    "collective": (
+        "paceline.cli.collective",
+        "collective",
+        "Prove, price, tell, draw and run a collective algorithm.",
+    ),
     "exchange": (
         "paceline.cli.exchange",
         "app",

@@ -13,6 +13,8 @@ import typer
 
 from paceline.cli.bench_collectives import collectives
 from paceline.cli.bench_compare import compare
+from paceline.cli.bench_fit import fit
+from paceline.cli.bench_machine import machine
 from paceline.cli.writable import check_writable
 from paceline.errors import UsageError
 
@@ -31,6 +33,8 @@ def bench() -> None:
 
 app.command()(collectives)
 app.command()(compare)
+app.command()(machine)
+app.command()(fit)
 
 
 @app.command()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.bench.collectives.results import Result
 from paceline.bench.collectives.rows import Row
-from paceline.bench.whole_file import write_whole
+from paceline.durable import write_whole
 from paceline.report.canvas import Chart, require_matplotlib
 from paceline.report.size_charts import SizeLine, bandwidth_by_size, time_by_size
 

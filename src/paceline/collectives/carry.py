@@ -6,15 +6,22 @@ that meet it. So while one piece of a ring is added, the one before is on its wa
 wire never waits for a round to end. Whatever is written waits first for the sends that still read it. What is waited
 for belongs to this round or an earlier one, so ranks cannot wait in a circle.
 
-[Note: lockstep] NCCL's sends and receives between two ranks block each other unless they are started together, so
-there a round is one batch, waited for as a whole. It is also the plain version that tests hold the other against.
+[Note: one after another] A send is done when the system has taken its bytes, megabytes of which may still wait for a
+slow link; what is sent to somebody else meanwhile takes a share of that link. Where the order matters, as in a tree,
+the first ones then arrive late and everybody after them later still. So a rank can be told to begin with another
+receiver only when the last one has confirmed: one small message back, where receivers change and nowhere else.
+
+[Note: lockstep] The plain version, which tests hold the other against: a round is one batch, waited for as a whole.
+NCCL needs it, since its sends and receives between two ranks block each other unless they are started together.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -26,18 +33,19 @@ from paceline.collectives.schedule import Schedule, Send
 
 __all__ = ["Lockstep", "Streaming"]
 
+_WHOLE = 1 << 62  # elements: not in pieces
 _TAG = 61_000  # of all messages: between two ranks they are taken in the order in which they were sent
 
 
 @dataclass(eq=False)
 class _Run:
-    """A run of chunks at one of its ends: what of it has gone or come."""
+    """A run of chunks at one of its ends: what of it has gone or come, in whatever order its pieces did."""
 
     number: int
     send: Send
     left: int  # elements
     nbytes: int = 0
-    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
+    checksum: int = 0
 
 
 class _Carrier:
@@ -76,20 +84,28 @@ class _Carrier:
         """Return the global number of a rank of the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
+    def _pieces(self, send: Send, most: int) -> Iterator[tuple[int, Region]]:
+        """Yield how far into a run each of its pieces begins, and where it is on this rank, in elements."""
+        offset = 0
+        for whole in self.memory.regions(send):
+            for region in whole.pieces(most):
+                yield offset, region
+                offset += region.end - region.begin
+
     def _run(self, number: int, send: Send) -> _Run:
         return _Run(number, send, sum(one.end - one.begin for one in self.memory.regions(send)))
 
-    def _note(self, notes: list[Note], run: _Run, piece: torch.Tensor) -> None:
-        """Count a piece of a run that goes or has come; with the last one the run is noted."""
+    def _note(self, notes: list[Note], run: _Run, offset: int, piece: torch.Tensor) -> None:
+        """Count a piece, `offset` elements into its run, that goes or has come; with the last one the run is noted."""
         if not self.checksums:
             return
-        run.digest.update(_bytes(piece))
+        run.checksum += xxhash.xxh3_64_intdigest(_bytes(piece), seed=offset)
         run.nbytes += piece.nbytes
         run.left -= piece.numel()
         if not run.left:
             src, dst, chunk = run.send[:3]
             seconds = time.perf_counter() - self.began
-            notes.append(Note(run.number, src, dst, chunk, run.nbytes, run.digest.intdigest(), seconds))
+            notes.append(Note(run.number, src, dst, chunk, run.nbytes, run.checksum % 2**64, seconds))
 
 
 class Lockstep(_Carrier):
@@ -101,19 +117,19 @@ class Lockstep(_Carrier):
             calls, arriving = [], []
             for send in sends:
                 run = self._run(number, send)
-                for region in self.memory.regions(send) if self.rank in send[:2] else []:
+                for offset, region in self._pieces(send, _WHOLE) if self.rank in send[:2] else []:
                     data = self.memory.view(region)
                     if send.src == self.rank:
-                        self._note(self.log.sent, run, data)
+                        self._note(self.log.sent, run, offset, data)
                         calls.append(dist.P2POp(dist.isend, data, self._peer(send.dst), self.group, _TAG))
                     else:
                         fresh = torch.empty_like(data)
-                        arriving.append((run, data, fresh))
+                        arriving.append((run, offset, data, fresh))
                         calls.append(dist.P2POp(dist.irecv, fresh, self._peer(send.src), self.group, _TAG))
             for work in dist.batch_isend_irecv(calls) if calls else []:
                 work.wait()
-            for run, data, fresh in arriving:
-                self._note(self.log.received, run, fresh)
+            for run, offset, data, fresh in arriving:
+                self._note(self.log.received, run, offset, fresh)
                 _put(data, fresh, add=run.send.add)
 
 
@@ -122,16 +138,20 @@ class _Arriving:
     """A piece that was asked for: where it goes, and where it lands if that is somewhere else."""
 
     run: _Run
+    offset: int  # elements from the begin of the run
     region: Region
     work: dist.Work
     landing: torch.Tensor | None
 
 
 class Streaming(_Carrier):
-    """Piece by piece, see [Note: streaming]."""
+    """Piece by piece, see [Note: streaming]; with `orderly` set also [Note: one after another]."""
+
+    orderly = False
 
     def carry(self) -> None:
         """Carry out all rounds."""
+        confirmed = _confirmed(self.schedule) if self.orderly else {}
         self._arriving: list[_Arriving] = []
         self._leaving: list[tuple[Region, dist.Work]] = []
         self._spare: dict[int, list[torch.Tensor]] = defaultdict(list)  # by number of elements
@@ -143,35 +163,49 @@ class Streaming(_Carrier):
                     self._ask(self._run(number, send), read_now)
             for send in out:
                 self._send(self._run(number, send))
+            self._confirm(number, confirmed.get(number, []))
         self._settle(None)
         self._let_go(None)
 
+    def _confirm(self, number: int, confirmed: list[tuple[int, int]]) -> None:
+        """Confirm what has to be of this round, and wait for the confirmations that this rank needs."""
+        token = torch.zeros(1, dtype=torch.uint8, device=self.memory.tensors[0].device)
+        works = []
+        for src, dst in confirmed:
+            if dst == self.rank:
+                self._settle_from(src, number)
+                works.append(dist.isend(token, self._peer(src), self.group, _TAG + 1))
+        for src, dst in confirmed:
+            if src == self.rank:
+                works.append(dist.irecv(token, self._peer(dst), self.group, _TAG + 1))
+        for work in works:
+            work.wait()
+
     def _ask(self, run: _Run, read_now: list[Region]) -> None:
         """Post the receives of a run: where it belongs, unless it is added or this round still reads there."""
-        for whole in self.memory.regions(run.send):
-            aside = run.send.add or any(whole.meets(region) for region in read_now)
-            for region in whole.pieces(self.most):
-                if aside:
-                    landing = self._take(region.end - region.begin)
-                else:
-                    self._settle(region)
-                    self._let_go(region)
-                    landing = None
-                data = self.memory.view(region) if landing is None else landing
-                work = dist.irecv(data, self._peer(run.send.src), self.group, _TAG)
-                assert work is not None, "this rank is in the group"
-                self._arriving.append(_Arriving(run, region, work, landing))
+        regions = self.memory.regions(run.send)
+        aside = run.send.add or any(one.meets(region) for one in regions for region in read_now)
+        for offset, region in self._pieces(run.send, self.most):
+            if aside:
+                landing = self._take(region.end - region.begin)
+            else:
+                self._settle(region)
+                self._let_go(region)
+                landing = None
+            data = self.memory.view(region) if landing is None else landing
+            work = dist.irecv(data, self._peer(run.send.src), self.group, _TAG)
+            assert work is not None, "this rank is in the group"
+            self._arriving.append(_Arriving(run, offset, region, work, landing))
 
     def _send(self, run: _Run) -> None:
         """Start a run's sends, each piece as soon as it is complete."""
-        for whole in self.memory.regions(run.send):
-            for region in whole.pieces(self.most):
-                self._settle(region, before=run.number)
-                data = self.memory.view(region)
-                self._note(self.log.sent, run, data)
-                work = dist.isend(data, self._peer(run.send.dst), self.group, _TAG)
-                assert work is not None, "this rank is in the group"
-                self._leaving.append((region, work))
+        for offset, region in self._pieces(run.send, self.most):
+            self._settle(region, before=run.number)
+            data = self.memory.view(region)
+            self._note(self.log.sent, run, offset, data)
+            work = dist.isend(data, self._peer(run.send.dst), self.group, _TAG)
+            assert work is not None, "this rank is in the group"
+            self._leaving.append((region, work))
 
     def _settle(self, region: Region | None, before: int | None = None) -> None:
         """Wait for what was asked for and meets `region` (None: everything), in rounds `before`; put it in place."""
@@ -186,10 +220,19 @@ class Streaming(_Carrier):
                 waiting.append(piece)
         self._arriving = waiting
 
+    def _settle_from(self, src: int, number: int) -> None:
+        """Wait for all that `src` sends in round `number`, and for what has to be in place before that."""
+        for piece in [one for one in self._arriving if one.run.number == number and one.run.send.src == src]:
+            self._settle(piece.region, before=number)
+            if piece in self._arriving:
+                self._arriving.remove(piece)
+                self._take_in(piece)
+
     def _take_in(self, piece: _Arriving) -> None:
         piece.work.wait()
         there = self.memory.view(piece.region)
-        self._note(self.log.received, piece.run, there if piece.landing is None else piece.landing)
+        arrived = there if piece.landing is None else piece.landing
+        self._note(self.log.received, piece.run, piece.offset, arrived)
         if piece.landing is not None:
             self._let_go(piece.region)
             _put(there, piece.landing, add=piece.run.send.add)
@@ -209,6 +252,20 @@ class Streaming(_Carrier):
         """Return memory where a piece can land; what was used last is in the caches still."""
         spare = self._spare[numel]
         return spare.pop() if spare else torch.empty_like(self.memory.tensors[0][:numel])
+
+
+def _confirmed(schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
+    """Return by round the messages (src, dst) after which their sender turns to somebody else."""
+    targets: dict[int, dict[int, set[int]]] = defaultdict(dict)  # of each sender: round → receivers
+    for number, sends in enumerate(schedule.rounds):
+        for send in sends:
+            targets[send.src].setdefault(number, set()).add(send.dst)
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for src, of_round in targets.items():
+        for (number, now), (_, then) in pairwise(sorted(of_round.items())):
+            if then - now:
+                found[number] += [(src, dst) for dst in sorted(now)]
+    return found
 
 
 def _put(there: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:

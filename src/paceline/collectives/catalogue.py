@@ -47,6 +47,14 @@ def _there_and_back(make: Callable[[int], Made]) -> Callable[[int], Made]:
     return made
 
 
+def _ring(ranks: int) -> Made:
+    return [*shares.ring_reduce_scatter(ranks), *shares.ring_all_gather(ranks)], ranks
+
+
+def _scatter_all_gather(ranks: int) -> Made:
+    return [*mirrored(reduce.gather_tree(ranks)), *shares.ring_all_gather(ranks)], ranks
+
+
 def _halving(ranks: int) -> Made:
     folded, core = halve.fold(ranks)
     return [*folded, *halve.halves(core)], core
@@ -66,10 +74,10 @@ _GATHER = {"one-by-one": _shared(reduce.gather_one_by_one), "tree": _shared(redu
 
 ALGORITHMS: dict[str, dict[str, Callable[[int], Made]]] = {
     "broadcast": {name: _mirror(make) for name, make in _REDUCE.items()}
-    | {"scatter-all-gather": _mirror(_shared(reduce.ring_gather_reduce))},
+    | {"scatter-all-gather": _scatter_all_gather},
     "reduce": _REDUCE | {"rabenseifner": reduce.rabenseifner_reduce},
     "all-reduce": {
-        "ring": _there_and_back(_REDUCE_SCATTER["ring"]),
+        "ring": _ring,
         "tree": _there_and_back(_REDUCE["tree"]),
         "doubling": _whole(halve.doubling_all_reduce),
         "halving-doubling": _there_and_back(_halving),
@@ -78,7 +86,7 @@ ALGORITHMS: dict[str, dict[str, Callable[[int], Made]]] = {
     },
     "reduce-scatter": _REDUCE_SCATTER,
     "all-gather": {
-        "ring": _mirror(_REDUCE_SCATTER["ring"]),
+        "ring": _shared(shares.ring_all_gather),
         "doubling": _mirror(_REDUCE_SCATTER["halving"]),
         "bruck": _shared(shares.bruck_all_gather),
     },

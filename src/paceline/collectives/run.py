@@ -20,9 +20,9 @@ from paceline.collectives.receipts import Receipt
 from paceline.collectives.schedule import Schedule
 from paceline.errors import MismatchError, UsageError
 
-__all__ = ["Outcome", "run"]
+__all__ = ["SEGMENT_NBYTES", "Outcome", "run"]
 
-_SEGMENT_NBYTES = 1 << 20
+SEGMENT_NBYTES = 4 << 20  # of a piece: less, and calls take longer than bytes; more, and less happens at once
 _LOCKSTEP = frozenset({"nccl"})
 
 
@@ -45,9 +45,10 @@ def run(
     output: torch.Tensor | None = None,
     *,
     group: dist.ProcessGroup | None = None,
-    segment_nbytes: int = _SEGMENT_NBYTES,
+    segment_nbytes: int = SEGMENT_NBYTES,
     receipts: bool = False,
     check: bool = True,
+    orderly: bool = False,
     lockstep: bool | None = None,
     timeout: float = 60.0,
 ) -> Outcome:
@@ -61,7 +62,9 @@ def run(
         segment_nbytes: size of the pieces in which chunks travel.
         receipts: have every message checked at both ends, and the root given a receipt of every rank.
         check: make sure first that all ranks run the same on tensors alike; a small all-reduce.
-        lockstep: wait for every round as a whole; None: where the backend needs it (NCCL).
+        orderly: send to one rank after another, the next one when the last one has confirmed. A slow link then
+            serves first who is first in the schedule; on a fast one it is a delay.
+        lockstep: wait for every round as a whole; None: only where the backend needs it (NCCL).
         timeout: seconds that the root waits for each rank's notes.
 
     Raises:
@@ -81,6 +84,8 @@ def run(
         _keep_own(schedule, memory, rank)
     together = lockstep if lockstep is not None else _backend(group, tensor) in _LOCKSTEP
     carrier = (Lockstep if together else Streaming)(schedule, memory, group, segment_nbytes, receipts)
+    if isinstance(carrier, Streaming):
+        carrier.orderly = orderly
     told: list[Receipt] | None = None
     try:
         with torch.inference_mode(tensor.is_inference()):

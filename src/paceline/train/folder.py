@@ -17,12 +17,12 @@ was measured after step 1 too.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.durable import write_text
 from paceline.errors import UsageError
 from paceline.train.settings import Existing, Settings
 
@@ -78,7 +78,7 @@ class RunFolder:
 
     def describe(self, settings: Settings, command: Mapping[str, str]) -> None:
         """Write what was asked for, by which command and when."""
-        _replace(self.settings, settings.to_json() + "\n")
+        write_text(self.settings, settings.to_json() + "\n")
         self.add_facts(**command)
 
     def _check(self, existing: Existing) -> None:
@@ -105,7 +105,7 @@ class RunFolder:
     def add_facts(self, **facts: Any) -> None:
         """Add `facts` to ``run.json``, or replace those of the same name."""
         known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
-        _replace(self.run, json.dumps(known | facts, indent=2) + "\n")
+        write_text(self.run, json.dumps(known | facts, indent=2) + "\n")
 
     def add_step(self, record: Mapping[str, Any]) -> None:
         """Append one line to ``steps.jsonl``."""
@@ -125,14 +125,7 @@ class RunFolder:
             return
         lines = self.steps.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if _step_of(line) <= step]
-        _replace(self.steps, "".join(line + "\n" for line in kept))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Give the file at `path` new content; at every instant it is whole, old or new."""
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+        write_text(self.steps, "".join(line + "\n" for line in kept))
 
 
 def _step_of(line: str) -> float:

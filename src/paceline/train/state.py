@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.durable import flush
 from paceline.errors import PacelineError, UsageError
 from paceline.sync.engine import DataParallel
 from paceline.sync.shard import ShardedOptimizer
 from paceline.train.agree import barrier
 from paceline.train.pieces import StatePiece, load_pieces, pieces_of
 from paceline.train.snapshot import FORMAT, Snapshot, optimizer_file
-from paceline.train.tensor_file import flush, read_tensors, write_tensors
+from paceline.train.tensor_file import read_tensors, write_tensors
 from paceline.world import World
 
 __all__ = ["load_model", "load_optimizer", "save"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,9 +9,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.durable import flush
 from paceline.errors import UsageError
 
-__all__ = ["flush", "read_tensors", "write_tensors"]
+__all__ = ["read_tensors", "write_tensors"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -44,12 +44,3 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise UsageError(
             f"{str(path)!r} can't be read: {error}", remedy="the checkpoint is damaged: start anew"
         ) from error
-
-
-def flush(path: Path) -> None:
-    """Wait until `path`, a file or a folder, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.bench.collectives.rows import Row
 from paceline.bench.facts import versions
-from paceline.bench.whole_file import write_text, write_whole
+from paceline.durable import write_text, write_whole
 from paceline.errors import UsageError
 
 __all__ = ["KIND", "SCHEMA", "Result", "installed", "read_result", "write_csv", "write_json"]

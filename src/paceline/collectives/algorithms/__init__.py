@@ -1,0 +1,1 @@
+"""The algorithms: pure functions from a number of ranks to rounds."""

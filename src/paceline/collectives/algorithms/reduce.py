@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from paceline.collectives.algorithms.halve import fold, halves
-from paceline.collectives.algorithms.shares import ring_reduce_scatter
 from paceline.collectives.schedule import Rounds, Send
 
 __all__ = [
@@ -12,7 +11,6 @@ __all__ = [
     "gather_tree",
     "one_by_one_reduce",
     "rabenseifner_reduce",
-    "ring_gather_reduce",
     "tree_reduce",
 ]
 
@@ -44,14 +42,6 @@ def rabenseifner_reduce(ranks: int) -> tuple[Rounds, int]:
     """Return rounds and chunks of Rabenseifner's reduce: halves are exchanged and added, then gathered by a tree."""
     folded, core = fold(ranks)
     return [*folded, *halves(core), *gather_tree(core)], core
-
-
-def ring_gather_reduce(ranks: int) -> Rounds:
-    """Return the rounds of a ring's reduce-scatter and a gather by a tree; as many chunks as ranks.
-
-    Its mirror image is the broadcast for large messages: scatter, then a ring's all-gather.
-    """
-    return [*ring_reduce_scatter(ranks), *gather_tree(ranks)]
 
 
 def gather_tree(ranks: int) -> Rounds:

@@ -9,18 +9,24 @@ __all__ = [
     "direct_all_to_all",
     "pairwise_all_to_all",
     "pairwise_reduce_scatter",
+    "ring_all_gather",
     "ring_reduce_scatter",
     "shift",
 ]
 
 
 def ring_reduce_scatter(ranks: int) -> Rounds:
-    """Return the rounds of a ring: each rank passes a partial sum to the next, and ends with chunk r complete.
-
-    Its mirror image is the ring's all-gather.
-    """
+    """Return the rounds of a ring: each rank passes a partial sum to the next, and ends with chunk r complete."""
     return [
         [Send(rank, (rank + 1) % ranks, (rank - 1 - step) % ranks, add=True) for rank in range(ranks)]
+        for step in range(ranks - 1)
+    ]
+
+
+def ring_all_gather(ranks: int) -> Rounds:
+    """Return the rounds of a ring: each rank passes on what it got last, beginning with its own chunk r."""
+    return [
+        [Send(rank, (rank + 1) % ranks, (rank - step) % ranks) for rank in range(ranks)]
         for step in range(ranks - 1)
     ]
 

@@ -1,0 +1,1 @@
+"""Schedules carried out by real processes: priced beside measured."""

@@ -1,0 +1,126 @@
+"""``paceline bench machine``: what this machine does without a network."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.writable import check_writable
+from paceline.errors import UsageError
+from paceline.units import format_count, parse_bytes
+
+if TYPE_CHECKING:
+    from paceline.bench.machine_rates import MachineSettings
+    from paceline.plan.entries import Rate, Source
+
+__all__ = ["machine"]
+
+_TITLES = {"copy": "memory, copy", "add": "memory, a += b", "matmul": "matrix product"}
+
+
+def machine(
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what is there.")] = "auto",
+    nbytes: Annotated[
+        str, typer.Option("--bytes", help="Size of each tensor for the memory bandwidth.")
+    ] = "256MiB",
+    sizes: Annotated[
+        str, typer.Option(help="n of the n × n matrices, separated by commas.")
+    ] = "512,1024,2048,4096",
+    dtypes: Annotated[
+        str, typer.Option(help="Types of the matrices, separated by commas.")
+    ] = "float32,bfloat16",
+    repetitions: Annotated[int, typer.Option(help="Repetitions of each rate, at most.")] = 15,
+    seconds: Annotated[float, typer.Option(help="A rate takes about so long, at most.")] = 3.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rates there.")
+    ] = None,
+    profile_file: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="Add the rates to this profile, or make it."),
+    ] = None,
+) -> None:
+    """Measure memory bandwidth and matrix rate, for the plan's cost model."""
+    from paceline.bench.facts import machine_record, versions
+    from paceline.bench.machine_rates import MachineSettings, jobs, measure
+    from paceline.bench.progress import TurnBar
+    from paceline.cli.profiles import load_or_new, now
+    from paceline.plan.entries import Source
+
+    settings = MachineSettings(
+        device, parse_bytes(nbytes), _sizes(sizes), _names(dtypes), repetitions, seconds
+    )
+    if json_file is not None and json_file == profile_file:
+        raise UsageError(f"--json and --profile both name {json_file}", remedy="name two files")
+    if json_file is not None:
+        check_writable(json_file, "--json", make_folder=True)
+    profile = None if profile_file is None else load_or_new(profile_file)
+    planned = jobs(settings)
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    source = Source(command, now(), machine_record(), versions(["paceline", "torch"]))
+    rates = []
+    with TurnBar("this machine", len(planned)) as tick:
+        for job in planned:
+            rates.append(measure(job, settings, source))
+            tick()
+    _show(rates)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_result(settings, rates, source), indent=1) + "\n", encoding="utf-8")
+        typer.echo(json_file)
+    if profile is not None and profile_file is not None:
+        profile.with_entries(rates=rates).save(profile_file)
+        typer.echo(profile_file)
+
+
+def _result(settings: MachineSettings, rates: Sequence[Rate], source: Source) -> dict[str, Any]:
+    """Return the measurement for JSON."""
+    from paceline.plan.entries import RATES
+
+    rows = [vars(rate) | {"unit": RATES[rate.kind]} for rate in rates]
+    for row in rows:
+        del row["source"]
+    return {
+        "kind": "bench-machine",
+        "schema": 1,
+        **asdict(source),
+        "settings": settings.to_json(),
+        "rows": rows,
+    }
+
+
+def _show(rates: Sequence[Rate]) -> None:
+    """Print the rates as a table."""
+    from rich.table import Table
+
+    from paceline.cli.wide_table import print_wide
+    from paceline.plan.entries import RATES
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("on", no_wrap=True)
+    table.add_column("type", no_wrap=True)
+    for name in ("threads", "rate", "slowest", "fastest", "of"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rate in rates:
+        values = [f"{format_count(value)}{RATES[rate.kind]}" for value in (rate.value, rate.low, rate.high)]
+        threads = str(rate.threads) if rate.threads else ""
+        table.add_row(_TITLES[rate.kind], rate.device, rate.dtype, threads, *values, rate.shape)
+    print_wide(table)
+    typer.echo("Medians of repetitions. Bytes are those read and written; a product of n × n is 2n³ FLOP.")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    names = _names(text)
+    if not all(name.isdecimal() for name in names):
+        raise UsageError(f"--sizes {text}", remedy="give whole numbers, such as 512,1024")
+    return tuple(sorted(int(name) for name in names))

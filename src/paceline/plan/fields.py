@@ -1,0 +1,120 @@
+"""Checked reading of JSON that somebody may have edited: every error names the field."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.errors import UsageError
+
+__all__ = ["Fields"]
+
+_REMEDY = "mend it, or make the file anew"
+_LARGEST = sys.float_info.max
+
+
+class Fields:
+    """One JSON object, read field by field.
+
+    Args:
+        record: what the JSON holds.
+        where: how errors name it, such as ``"profile.json: collectives[2]"``.
+
+    Raises:
+        UsageError: `record` is no object; and from each method: the field is missing or is not what it must be.
+
+    Example:
+        >>> Fields({"alpha": -1.0}, "line").number("alpha", least=0.0)
+        Traceback (most recent call last):
+        paceline.errors.UsageError: line.alpha is -1.0: a number of 0 or more must stand there
+          → mend it, or make the file anew
+    """
+
+    def __init__(self, record: object, where: str) -> None:
+        self._where = where
+        if not isinstance(record, Mapping):
+            raise UsageError(f"{where} is no object: {_short(record)}", remedy=_REMEDY)
+        self._record: Mapping[str, Any] = record
+
+    def text(self, name: str) -> str:
+        """Return a text."""
+        value = self._get(name)
+        return value if isinstance(value, str) else self._wrong(name, "a text")
+
+    def flag(self, name: str) -> bool:
+        """Return true or false."""
+        value = self._get(name)
+        return value if isinstance(value, bool) else self._wrong(name, "true or false")
+
+    def number(self, name: str, *, least: float = -math.inf) -> float:
+        """Return a finite number of `least` or more."""
+        value = self._get(name)
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        if not real or not max(least, -_LARGEST) <= value <= _LARGEST:  # NaN is in no range
+            self._wrong(name, "a number" + (f" of {least:g} or more" if least > -math.inf else ""))
+        return float(value)
+
+    def number_or_none(self, name: str, *, least: float = -math.inf) -> float | None:
+        """Return a finite number of `least` or more, or None for null."""
+        return None if self._get(name) is None else self.number(name, least=least)
+
+    def positive(self, name: str) -> float:
+        """Return a finite number above 0."""
+        return self.number(name) if self.number(name) > 0 else self._wrong(name, "a number above 0")
+
+    def whole(self, name: str, *, least: int = 0) -> int:
+        """Return a whole number of `least` or more."""
+        value = self._get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self._wrong(name, f"a whole number of {least} or more")
+        return value
+
+    def whole_numbers(self, name: str, *, least: int = 0) -> tuple[int, ...]:
+        """Return a list of whole numbers of `least` or more, at least one."""
+        values = self._list(name)
+        if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < least for v in values):
+            self._wrong(name, f"a list of whole numbers of {least} or more")
+        return tuple(values)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """Return an object as it is."""
+        value = self._get(name)
+        return dict(value) if isinstance(value, Mapping) else self._wrong(name, "an object")
+
+    def fields(self, name: str) -> Fields:
+        """Return an object for reading its fields."""
+        return Fields(self._get(name), f"{self._where}.{name}")
+
+    def fields_or_none(self, name: str) -> Fields | None:
+        """Return an object for reading its fields, or None for null."""
+        return None if self._get(name) is None else self.fields(name)
+
+    def rows(self, name: str) -> Iterator[Fields]:
+        """Yield the objects of a list."""
+        for at, row in enumerate(self._list(name)):
+            yield Fields(row, f"{self._where}.{name}[{at}]")
+
+    def wrong(self, name: str, expected: str) -> UsageError:
+        """Return the error that says what must stand in the field instead."""
+        return UsageError(
+            f"{self._where}.{name} is {_short(self._get(name))}: {expected} must stand there", remedy=_REMEDY
+        )
+
+    def _wrong(self, name: str, expected: str) -> Any:
+        raise self.wrong(name, expected)
+
+    def _list(self, name: str) -> Sequence[Any]:
+        value = self._get(name)
+        return value if isinstance(value, list) else self._wrong(name, "a list")
+
+    def _get(self, name: str) -> Any:
+        if name not in self._record:
+            raise UsageError(f"{self._where}.{name} is missing", remedy=_REMEDY)
+        return self._record[name]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -1,0 +1,240 @@
+"""The measured profile: what planner, tuner and simulator know about machines and networks, in one file.
+
+``docs/profile.md`` describes the file. A profile holds entries of several runs side by side, such as loopback, the
+lab and NCCL; an entry that is measured again takes the place of the old one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from paceline.durable import write_text
+from paceline.errors import UsageError, unknown
+from paceline.plan.compare import Difference, collective_differences, other_differences
+from paceline.plan.entries import CallCost, CollectiveCost, Rate, Source
+from paceline.plan.fields import Fields
+from paceline.plan.forms import OPS
+from paceline.plan.records import (
+    call_from,
+    call_record,
+    collective_from,
+    collective_record,
+    rate_from,
+    rate_record,
+    source_from,
+)
+
+__all__ = ["KIND", "SCHEMA", "Profile"]
+
+KIND, SCHEMA = "paceline-profile", 1
+
+
+class _Entry(Protocol):
+    @property
+    def key(self) -> tuple[Any, ...]: ...
+
+
+E = TypeVar("E", bound=_Entry)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that was measured.
+
+    Attributes:
+        collectives: costs, at most one for each backend, operation and network.
+        calls: what calls cost that move next to nothing.
+        rates: memory bandwidth and matrix rate of one machine.
+
+    Example:
+        >>> Profile().collectives
+        ()
+    """
+
+    collectives: tuple[CollectiveCost, ...] = ()
+    calls: tuple[CallCost, ...] = ()
+    rates: tuple[Rate, ...] = ()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Return the profile in a file.
+
+        Raises:
+            UsageError: the file can't be read, is no profile, is of a newer schema, or a field is missing or wrong.
+        """
+        name = Path(path).name
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(
+                f"can't read the profile {str(path)!r}: {error.strerror}",
+                remedy="make one with paceline bench machine --profile FILE",
+            ) from error
+        except ValueError as error:
+            raise UsageError(f"{str(path)!r} is no JSON: {error}", remedy="name a profile") from error
+        return cls.from_json(record, name)
+
+    @classmethod
+    def from_json(cls, record: object, where: str = "profile") -> Profile:
+        """Return the profile that `to_json` wrote; errors name it `where`.
+
+        Raises:
+            UsageError: as for `load`.
+        """
+        top = Fields(record, where)
+        if top.text("kind") != KIND:
+            raise UsageError(
+                f"{where} is no profile: its kind is {top.text('kind')!r}, not {KIND!r}",
+                remedy="name a file that paceline bench machine or bench fit wrote with --profile",
+            )
+        if top.whole("schema", least=1) > SCHEMA:
+            raise UsageError(
+                f"{where} has schema {top.whole('schema')}; this version reads up to {SCHEMA}",
+                remedy="upgrade paceline, or measure anew",
+            )
+        sources = [source_from(each) for each in top.rows("sources")]
+        return cls(
+            tuple(collective_from(each, sources) for each in top.rows("collectives")),
+            tuple(call_from(each, sources) for each in top.rows("calls")),
+            tuple(rate_from(each, sources) for each in top.rows("rates")),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile for JSON; sources are numbered, each written once."""
+        sources: list[Source] = []
+
+        def number(source: Source) -> int:
+            if source not in sources:
+                sources.append(source)
+            return sources.index(source)
+
+        collectives = [collective_record(each, number(each.source)) for each in self.collectives]
+        calls = [call_record(each, number(each.source)) for each in self.calls]
+        rates = [rate_record(each, number(each.source)) for each in self.rates]
+        return {
+            "kind": KIND,
+            "schema": SCHEMA,
+            "sources": [dict(vars(source)) for source in sources],
+            "collectives": collectives,
+            "calls": calls,
+            "rates": rates,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile; the file is whole at every instant, old or new.
+
+        Raises:
+            UsageError: it can't be written.
+        """
+        try:
+            write_text(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise UsageError(
+                f"can't write the profile {str(path)!r}: {error.strerror}", remedy="name another file"
+            ) from error
+
+    def with_entries(
+        self,
+        collectives: Iterable[CollectiveCost] = (),
+        calls: Iterable[CallCost] = (),
+        rates: Iterable[Rate] = (),
+    ) -> Profile:
+        """Return the profile with these entries too; one of the same key takes the place of the old one."""
+        return Profile(
+            _merged(self.collectives, collectives), _merged(self.calls, calls), _merged(self.rates, rates)
+        )
+
+    def merged(self, other: Profile) -> Profile:
+        """Return the profile with the entries of `other`, which win where both have one."""
+        return self.with_entries(other.collectives, other.calls, other.rates)
+
+    def compare(self, other: Profile) -> list[Difference]:
+        """Return what both profiles measured, side by side; see `paceline.plan.compare`."""
+        return [
+            *collective_differences(self.collectives, other.collectives),
+            *other_differences(self.calls, other.calls),
+            *other_differences(self.rates, other.rates),
+        ]
+
+    def collective(self, op: str, backend: str, network: str | None = None) -> CollectiveCost:
+        """Return the cost of an operation.
+
+        Args:
+            op: such as ``"all-reduce"``.
+            backend: such as ``"gloo"``.
+            network: such as ``"loopback"``; may be left out where only one was measured.
+
+        Raises:
+            UsageError: it was not measured, or on several networks and none is named.
+        """
+        if op not in OPS:
+            raise unknown("operation", op, OPS)
+        of = [each for each in self.collectives if (each.fit.op, each.backend) == (op, backend)]
+        return _only(of, f"{op} on {backend}", network, self._collectives_there())
+
+    def call(self, op: str, backend: str, ranks: int, network: str | None = None) -> CallCost:
+        """Return what a call costs; arguments and errors as for `collective`."""
+        of = [each for each in self.calls if (each.op, each.backend, each.ranks) == (op, backend, ranks)]
+        there = "; ".join(f"{each.op} on {each.backend}, {each.ranks} ranks" for each in self.calls)
+        return _only(of, f"a call of {op} on {backend} by {ranks} ranks", network, there)
+
+    def rate(
+        self, kind: str, *, dtype: str = "float32", device: str = "cpu", threads: int | None = None
+    ) -> Rate:
+        """Return a rate of the machine.
+
+        Args:
+            kind: ``"copy"``, ``"add"`` or ``"matmul"``.
+            dtype: such as ``"bfloat16"``.
+            device: ``"cpu"``, or a GPU's name.
+            threads: of the CPU; by default the fastest number that was measured.
+
+        Raises:
+            UsageError: it was not measured.
+        """
+        of = [
+            each
+            for each in self.rates
+            if (each.kind, each.dtype, each.device) == (kind, dtype, device)
+            and threads in (None, each.threads)
+        ]
+        if not of:
+            there = "; ".join(f"{r.kind} {r.dtype} on {r.device}, {r.threads} threads" for r in self.rates)
+            raise UsageError(
+                f"the profile has no {kind} {dtype} on {device}"
+                + (f", {threads} threads" if threads else ""),
+                remedy=f"it has: {there}"
+                if there
+                else "measure it with paceline bench machine --profile FILE",
+            )
+        return max(of, key=lambda rate: rate.value)
+
+    def _collectives_there(self) -> str:
+        return "; ".join(f"{each.fit.op} on {each.backend}, {each.network}" for each in self.collectives)
+
+
+N = TypeVar("N", CollectiveCost, CallCost)
+
+
+def _only(of: list[N], what: str, network: str | None, there: str) -> N:
+    """Return the one entry that is meant."""
+    found = [each for each in of if network in (None, each.network)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        networks = ", ".join(repr(each.network) for each in found)
+        raise UsageError(f"{what} was measured on several networks: {networks}", remedy="name one of them")
+    raise UsageError(
+        f"the profile has no {what}" + (f", network {network!r}" if network else ""),
+        remedy=f"it has: {there}" if there else "measure with paceline bench collectives, then bench fit",
+    )
+
+
+def _merged(own: tuple[E, ...], more: Iterable[E]) -> tuple[E, ...]:
+    of_key = {each.key: each for each in own}
+    of_key.update((each.key, each) for each in more)
+    return tuple(of_key.values())

@@ -1,0 +1,177 @@
+"""The entries of a profile as JSON objects, and back, checked field by field."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from paceline.plan.accuracy import Accuracy
+from paceline.plan.entries import RATES, CallCost, CollectiveCost, Rate, Source
+from paceline.plan.fields import Fields
+from paceline.plan.fit import Fit
+from paceline.plan.forms import USUAL, form_named
+from paceline.plan.line import Line
+from paceline.plan.segments import Segment
+
+__all__ = [
+    "call_from",
+    "call_record",
+    "collective_from",
+    "collective_record",
+    "rate_from",
+    "rate_record",
+    "source_from",
+]
+
+
+def collective_record(cost: CollectiveCost, source: int) -> dict[str, Any]:
+    """Return a collective's cost for JSON; `source` is its number in the file."""
+    fit = cost.fit
+    return {
+        "backend": cost.backend,
+        "op": fit.op,
+        "network": cost.network,
+        "algorithm": str(fit.form),
+        "algorithm_told": fit.told,
+        "ranks": list(fit.ranks),
+        "points": fit.points,
+        "segments": [_segment_record(segment) for segment in fit.segments],
+        "segments_of_ranks": [
+            {"ranks": ranks, "segments": [_segment_record(segment) for segment in segments]}
+            for ranks, segments in fit.own.items()
+        ],
+        "sizes_error": None if fit.sizes_error is None else asdict(fit.sizes_error),
+        "ranks_error": None if fit.ranks_error is None else asdict(fit.ranks_error),
+        "error_of_algorithm": fit.error_of_form,
+        "source": source,
+    }
+
+
+def collective_from(record: Fields, sources: Sequence[Source]) -> CollectiveCost:
+    """Return the cost that `collective_record` wrote.
+
+    Raises:
+        UsageError: a field is missing or wrong.
+    """
+    op = record.text("op")
+    if op not in USUAL:
+        raise record.wrong("op", f"one of {', '.join(USUAL)}")
+    errors = record.fields("error_of_algorithm")
+    fit = Fit(
+        op=op,
+        form=form_named(op, record.text("algorithm")),
+        told=record.flag("algorithm_told"),
+        segments=_segments_from(record),
+        ranks=tuple(sorted(record.whole_numbers("ranks", least=2))),
+        points=record.whole("points", least=1),
+        error_of_form={name: errors.number(name, least=0.0) for name in record.mapping("error_of_algorithm")},
+        own={each.whole("ranks", least=2): _segments_from(each) for each in record.rows("segments_of_ranks")},
+        sizes_error=_accuracy_from(record.fields_or_none("sizes_error")),
+        ranks_error=_accuracy_from(record.fields_or_none("ranks_error")),
+    )
+    return CollectiveCost(record.text("backend"), record.text("network"), fit, _source_of(record, sources))
+
+
+def call_record(cost: CallCost, source: int) -> dict[str, Any]:
+    """Return what a call costs for JSON."""
+    return vars(cost) | {"source": source}
+
+
+def call_from(record: Fields, sources: Sequence[Source]) -> CallCost:
+    """Return the cost that `call_record` wrote.
+
+    Raises:
+        UsageError: a field is missing or wrong.
+    """
+    return CallCost(
+        backend=record.text("backend"),
+        network=record.text("network"),
+        op=record.text("op"),
+        ranks=record.whole("ranks", least=2),
+        nbytes=record.whole("nbytes", least=1),
+        seconds=record.positive("seconds"),
+        source=_source_of(record, sources),
+    )
+
+
+def rate_record(rate: Rate, source: int) -> dict[str, Any]:
+    """Return a rate for JSON, with its unit."""
+    return vars(rate) | {"unit": RATES[rate.kind], "source": source}
+
+
+def rate_from(record: Fields, sources: Sequence[Source]) -> Rate:
+    """Return the rate that `rate_record` wrote.
+
+    Raises:
+        UsageError: a field is missing or wrong.
+    """
+    if record.text("kind") not in RATES:
+        raise record.wrong("kind", f"one of {', '.join(RATES)}")
+    return Rate(
+        kind=record.text("kind"),
+        device=record.text("device"),
+        dtype=record.text("dtype"),
+        threads=record.whole("threads"),
+        value=record.positive("value"),
+        low=record.positive("low"),
+        high=record.positive("high"),
+        shape=record.text("shape"),
+        source=_source_of(record, sources),
+    )
+
+
+def source_from(record: Fields) -> Source:
+    """Return how an entry was made.
+
+    Raises:
+        UsageError: a field is missing or wrong.
+    """
+    return Source(
+        record.text("command"), record.text("date"), record.mapping("machine"), record.mapping("versions")
+    )
+
+
+def _segment_record(segment: Segment) -> dict[str, Any]:
+    return {"low": segment.low, "high": segment.high, "points": segment.points} | asdict(segment.line)
+
+
+def _segments_from(record: Fields) -> tuple[Segment, ...]:
+    segments = tuple(_segment_from(each) for each in record.rows("segments"))
+    ordered = all(one.high < other.low for one, other in itertools.pairwise(segments))
+    if not segments or not ordered:
+        raise record.wrong("segments", "one segment or more, in ascending order of size")
+    return segments
+
+
+def _segment_from(record: Fields) -> Segment:
+    line = Line(
+        alpha=record.number("alpha", least=0.0),
+        beta=record.number("beta", least=0.0),
+        loss=record.number("loss", least=0.0),
+        alpha_error=record.number_or_none("alpha_error", least=0.0),
+        beta_error=record.number_or_none("beta_error", least=0.0),
+    )
+    if line.alpha == line.beta == 0.0:
+        raise record.wrong("beta", "a number above 0, as alpha is 0,")
+    low, high = record.positive("low"), record.positive("high")
+    if high < low:
+        raise record.wrong("high", f"a size of {low:g} bytes or more")
+    return Segment(low, high, record.whole("points", least=1), line)
+
+
+def _accuracy_from(record: Fields | None) -> Accuracy | None:
+    if record is None:
+        return None
+    median, mean, p90, most = (
+        record.number(name, least=0.0) for name in ("median", "mean", "p90", "maximum")
+    )
+    return Accuracy(median, mean, p90, most, record.whole("points", least=1))
+
+
+def _source_of(record: Fields, sources: Sequence[Source]) -> Source:
+    at = record.whole("source")
+    if at >= len(sources):
+        raise record.wrong("source", f"the number of one of {len(sources)} sources, from 0,")
+    return sources[at]

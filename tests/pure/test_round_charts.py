@@ -1,0 +1,51 @@
+"""Pictures of schedules: every message an arrow, every price a bar."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from paceline.collectives.catalogue import ALGORITHMS, schedule
+from paceline.collectives.cost import cost
+from paceline.report.round_charts import Compared, price_chart, round_chart
+from paceline.topology import star
+
+
+def picture(op, name, ranks):
+    made = schedule(op, name, ranks)
+    return round_chart(made, cost(made, star(ranks, 1e6), 1e6), title=str(made)).inline_svg("rounds")
+
+
+def texts(svg):
+    return [element.text for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_ranks_and_chunks_are_named():
+    said = texts(picture("all-reduce", "halving-doubling", 4))
+    assert {"rank 0", "rank 3", "added", "replaces", "0–1", "2"} <= set(said)
+
+
+def test_one_colour_needs_no_legend():
+    assert "added" not in texts(picture("broadcast", "tree", 4))
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_everything_can_be_drawn(op, name, ranks):
+    assert f"rank {ranks - 1}" in texts(picture(op, name, ranks))
+
+
+def test_many_messages_are_drawn_without_names():
+    said = texts(picture("all-reduce", "ring", 16))
+    assert "rank 15" in said
+    assert "7" not in said
+
+
+def test_prices_stand_beside_what_was_measured(tmp_path):
+    rows = [Compared("tree", 15.0, [15.2, 15.6, 15.4]), Compared("one-by-one", 35.0)]
+    chart = price_chart(rows, title="broadcast")
+    said = texts(chart.inline_svg("prices"))
+    assert "priced 15 s, measured 15.4 s (1.03 ×)" in said
+    assert "35 s" in said
+    assert chart.save(tmp_path / "prices.png").stat().st_size > 1000
