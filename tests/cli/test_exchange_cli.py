@@ -169,7 +169,7 @@ def test_started_by_itself_it_shows_a_table_and_writes_it_down(tmp_path, shape):
     assert [row["rank"] for row in result["rows"]] == [0, 1, 2]
     assert all(row["right"] and row["nbytes"] == 1_200_000 for row in result["rows"])
     assert all(row["told_checksum"] in ended.out for row in result["rows"])
-    assert all(row["overlap"] <= 1.5 and 0 <= row["under_way"] <= 1 for row in result["rows"])
+    assert all(0 <= row["under_way"] <= 1 for row in result["rows"])
     assert result["problems"] == []
     if shape == "ring":
         sent = [row["sent_checksum"] for row in result["rows"]]
