@@ -115,8 +115,12 @@ class _Ends:
         self._abort()
 
     def _at_exit(self) -> None:
-        if any(route.broken or mail.stuck for route, mail in self._watched):
-            self._abort()
+        rank = self._mpi.COMM_WORLD.rank
+        for route, mail in self._watched:
+            if route.broken or mail.stuck:
+                what = "a message that it sent was never taken" if mail.stuck else "a collective was given up"
+                print(f"paceline: rank {rank} ends all ranks of MPI: {what}", file=sys.stderr)
+                self._abort()
 
     def _abort(self) -> None:
         sys.stdout.flush()
