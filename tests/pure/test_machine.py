@@ -196,6 +196,7 @@ def test_a_compiler_that_does_not_run_is_none(tmp_path):
 
 
 def test_mpiexec_is_found_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert mpi().mpiexec == ""
     (tmp_path / "mpirun").write_text("#!/bin/sh\n")

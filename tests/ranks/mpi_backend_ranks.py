@@ -124,12 +124,15 @@ def raising(world):
     dist.all_reduce(torch.ones(3))
 
 
-def too_short(world):
+def unmatched(world):
     """A message of another size than its receiver expects is no silent loss, nor one never taken a hang."""
     if world.rank == 0:
         dist.send(torch.ones(2), 1)
+        dist.isend(torch.ones(1_000_000), 1)
     else:
         tell(1, fails(lambda: dist.recv(torch.ones(3), 0)))
+        dist.irecv(torch.ones(5), 0, tag=7)
+    dist.barrier()
 
 
 def main():

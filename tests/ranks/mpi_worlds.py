@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 import paceline
-from paceline.launch.mpi import find_mpiexec
+from paceline.machine.mpiexec import find_mpiexec
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 MPIEXEC = find_mpiexec()

@@ -67,10 +67,11 @@ def test_a_rank_that_raises_takes_the_others_with_it(world):
     assert mpi_worlds.gone(ended.told().values())
 
 
-def test_a_message_of_another_size_is_an_error(world):
-    ended = world(2, "too_short", timeout=60)
-    assert ended.code == 0, ended
+def test_messages_that_nobody_matches_are_errors_and_no_hang(world):
+    ended = world(2, "unmatched", timeout=60)
     assert "has 8 bytes, the tensor 12" in ended.told()[1][1]
+    assert ended.code != 0
+    assert "rank 0 ends all ranks of MPI: a message that it sent was never taken" in ended.err
 
 
 def test_ranks_that_mpiexec_did_not_start_are_told_how_to(tmp_path):

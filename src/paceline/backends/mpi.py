@@ -23,7 +23,7 @@ from paceline.backends.mpi_mail import MpiMail
 from paceline.backends.mpi_route import MpiRoute
 from paceline.backends.process_group import PacelineGroup
 from paceline.errors import PacelineError, WorldError
-from paceline.world.mpi import load_mpi
+from paceline.world.mpi import let_go_of_names, load_mpi
 
 __all__ = ["create"]
 
@@ -89,6 +89,8 @@ def _communicators(mpi: Any, world_ranks: Sequence[int]) -> tuple[Any, Any]:
     group = mpi.COMM_WORLD.group.Incl(world_ranks)
     try:
         calls = mpi.COMM_WORLD.Create_group(group)
+        if len(world_ranks) == mpi.COMM_WORLD.size:
+            let_go_of_names(calls)
         return calls, calls.Dup()
     finally:
         group.Free()
@@ -115,8 +117,12 @@ class _Ends:
         self._abort()
 
     def _at_exit(self) -> None:
-        if any(route.broken or mail.stuck for route, mail in self._watched):
-            self._abort()
+        rank = self._mpi.COMM_WORLD.rank
+        for route, mail in self._watched:
+            if route.broken or mail.stuck:
+                what = "a message that it sent was never taken" if mail.stuck else "a collective was given up"
+                print(f"paceline: rank {rank} ends all ranks of MPI: {what}", file=sys.stderr)
+                self._abort()
 
     def _abort(self) -> None:
         sys.stdout.flush()

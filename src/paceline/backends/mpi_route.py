@@ -53,7 +53,7 @@ class MpiRoute:
         self._mpi, self._comm, self._world_ranks = mpi, comm, world_ranks
         self._types = MpiTypes(mpi)
         self.index, self.size, self.timeout = comm.rank, comm.size, timeout
-        self._failure = ""
+        self._failure, self._left = "", False
 
     @property
     def broken(self) -> bool:
@@ -181,8 +181,9 @@ class MpiRoute:
             CollectiveTimeout: some rank did not come in time. The group is useless then.
             CollectiveError: the group was useless before.
         """
-        if self._failure:
-            raise CollectiveError(f"{call} can't be made any more: {self._failure}")
+        if self._failure or self._left:
+            why = self._failure or "this rank has left the group"
+            raise CollectiveError(f"{call} can't be made any more: {why}")
         mine = torch.frombuffer(bytearray(call.packed()), dtype=torch.uint8)
         every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
         limit = self.timeout if call.timeout is None else call.timeout
@@ -218,11 +219,11 @@ class MpiRoute:
 
     def leave(self) -> None:
         """Make no more calls."""
-        self._failure = self._failure or "this rank has left the group"
+        self._left = True
 
     def close(self) -> None:
         """Give the communicator back, unless something is under way in it."""
-        if not self._failure:
+        if not self._failure and not self._left:
             self._comm.Free()
 
     # Memory, as MPI is told of it.

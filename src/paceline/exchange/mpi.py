@@ -34,7 +34,7 @@ from paceline.exchange.header import Header
 from paceline.exchange.inbox import Inbox
 from paceline.exchange.incoming import Incoming
 from paceline.exchange.outgoing import Outgoing
-from paceline.world.mpi import load_mpi
+from paceline.world.mpi import let_go_of_names, load_mpi
 
 __all__ = ["AllToAll", "Exchange", "MpiCarrier", "Outcome", "Ring"]
 
@@ -50,6 +50,8 @@ class MpiCarrier:
         self._mpi = load_mpi()
         given = self._mpi.COMM_WORLD if comm is None else comm
         self._data, self._verdicts = given.Dup(), given.Dup()
+        if given.size == self._mpi.COMM_WORLD.size:
+            let_go_of_names(self._data)
         self.rank: int = given.rank
         self.size: int = given.size
 

@@ -7,30 +7,18 @@ for on the PATH. It has to belong to the MPI that mpi4py was loaded with: a fore
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.child import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline.machine.mpiexec import find_mpiexec
 from paceline.world.mpi import INSTALL
 
-__all__ = ["find_mpiexec", "mpi_command", "need_mpi", "run_mpi"]
-
-
-def find_mpiexec(python: str = sys.executable, path: str | None = None) -> str | None:
-    """Return the path of mpiexec, None if there is none.
-
-    Args:
-        python: the interpreter beside which it is looked for first.
-        path: folders to look in then, separated as in ``PATH``, which is the default.
-    """
-    folders = os.environ.get("PATH", "") if path is None else path
-    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(python).parent), folders]))
+__all__ = ["mpi_command", "need_mpi", "run_mpi"]
 
 
 def need_mpi() -> str:

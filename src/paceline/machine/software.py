@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from paceline.machine.mpiexec import find_mpiexec
+
 __all__ = ["Compiler", "Gpu", "Mpi", "Torch", "compiler", "mpi", "torch_facts"]
 
 
@@ -89,7 +91,7 @@ def mpi() -> Mpi:
         version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
         version = ""
-    return Mpi(version, shutil.which("mpiexec") or shutil.which("mpirun") or "")
+    return Mpi(version, find_mpiexec() or shutil.which("mpirun") or "")
 
 
 def compiler(env: Mapping[str, str]) -> Compiler | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, WorldError
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, find_launcher
 
-__all__ = ["INSTALL", "load_mpi", "under_mpi"]
+__all__ = ["INSTALL", "let_go_of_names", "load_mpi", "under_mpi"]
 
 INSTALL = "pip install 'paceline[mpi]'"
 """How MPI and its Python module are installed."""
@@ -59,3 +62,22 @@ def load_mpi(size: int | None = None) -> Any:
             remedy="leave MPI4PY_RC_THREAD_LEVEL and mpi4py.rc.thread_level at 'multiple'",
         )
     return MPI
+
+
+def let_go_of_names(comm: Any) -> None:
+    """Have MPICH's shared memory go with the ranks, however they end; all ranks of the world have to call.
+
+    MPICH removes its segment from /dev/shm where the ranks leave in order, and leaves it there where they are killed
+    or abort. Once all ranks have mapped it, nobody needs its name any more.
+
+    Args:
+        comm: a communicator of all ranks of the world.
+    """
+    comm.Barrier()
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # no Linux, no /dev/shm
+    for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", maps)):
+        with contextlib.suppress(OSError):  # another rank was faster
+            os.unlink(name)
