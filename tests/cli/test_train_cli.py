@@ -178,11 +178,6 @@ def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text):
     assert not (tmp_path / "run").exists()
 
 
-def hear_interrupts():
-    """Take SIGINT as usual, also where the tests run in the background of a shell, which ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(("every", "remedy"), [(1, "by --resume"), (0, "start anew with --overwrite")])
 def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
     out = tmp_path / "run"
@@ -197,7 +192,6 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=hear_interrupts,
     )
     wanted = "checkpoint/step-????????/checkpoint.json" if every else "steps.jsonl"
     try:

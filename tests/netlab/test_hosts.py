@@ -253,7 +253,6 @@ def test_nothing_is_left_of_an_owner_that_is_killed(number):
         words,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     try:
         assert owner.stdout.readline() == b"ready\n"

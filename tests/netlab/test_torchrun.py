@@ -156,7 +156,6 @@ def test_ctrl_c_leaves_cleanly(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     seen = ""
     while seen.count("ready\n") < 2:
