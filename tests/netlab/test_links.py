@@ -148,3 +148,8 @@ def test_a_delay_needs_netem_and_says_so():
 def _server(port):
     code = f"import socket; s = socket.create_server(('', {port}))\nwhile True: s.accept()[0].close()"
     return ["python", "-I", "-S", "-c", code]
+
+
+def test_tcp_is_the_same_on_all_machines(lab):
+    told = lab.run(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"])
+    assert [one.stdout.strip() for one in told] == ["reno"] * lab.hosts
