@@ -206,11 +206,10 @@ def _show(settings: ExchangeSettings, measured: Measured) -> None:
     from rich.console import Console
 
     from paceline.cli.exchange_table import FOOTER, table
+    from paceline.cli.wide_table import print_wide
 
-    made = table(settings, measured)
+    print_wide(table(settings, measured))
     console = Console(highlight=False, soft_wrap=True)
-    needed = console.measure(made, options=console.options.update(width=1000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(made)
     console.print(FOOTER, style="dim")
     for problem in measured.problems:
         console.print(f"WRONG: {problem}", style="bold red", markup=False)

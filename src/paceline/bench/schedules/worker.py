@@ -35,7 +35,7 @@ def work(job: Mapping[str, Any]) -> None:
             for case, of_case in zip(cases, found, strict=True):
                 seconds, outcome = _one(world, case, job)
                 of_case["seconds"].append(seconds)
-                of_case["receipts"] = [str(receipt) for receipt in outcome.receipts or []]
+                of_case["receipts"] = _told(outcome, case)
                 tick()
     if world.rank == 0:
         Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
@@ -65,6 +65,13 @@ def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, Outco
     if not _is_right(case, outcome.result, world.rank):
         raise CollectiveError(f"{case.op} by {case.label} gave a wrong result", rank=world.rank)
     return took.item(), outcome
+
+
+def _told(outcome: Outcome, case: Case) -> list[str]:
+    """Return the receipts, which the root has, in words on all ranks."""
+    words: list[object] = [[str(receipt) for receipt in outcome.receipts or []]]
+    dist.broadcast_object_list(words, src=case.root)
+    return words[0]  # type: ignore[return-value]
 
 
 def _fill(case: Case, tensor: torch.Tensor, rank: int) -> None:
