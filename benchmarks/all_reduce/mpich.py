@@ -15,15 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean, median
 from typing import Any
 
-from paceline.launch.mpi import mpi_command, need_mpi
+from paceline.launch.mpi import mpi_command, mpich_settings, need_mpi
 
 __all__ = ["command", "thread_level", "tries", "turns"]
 
 _RELEASE_GATHER = {"MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "release_gather"}
-_LARGE_BUFFERS = {
-    f"MPIR_CVAR_{name}_INTRANODE_BUFFER_TOTAL_SIZE": str(1 << 20) for name in ("BCAST", "REDUCE")
-}
-_YIELD_OFTEN = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_POSIX_POLL_FREQUENCY": "1"}
+_YIELD_OFTEN = mpich_settings(crowded=True)
 _HEAVY_YIELD = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
 
 _SCATTER_GATHER = {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "reduce_scatter_allgather"}
@@ -31,7 +28,7 @@ _SCATTER_GATHER = {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "reduce_scatter_allgat
 _ROOMY: dict[str, dict[str, str]] = {
     "defaults": {},
     "release-gather": _RELEASE_GATHER,
-    "release-gather, 1 MiB buffers": _RELEASE_GATHER | _LARGE_BUFFERS,
+    "release-gather, 1 MiB buffers": mpich_settings(crowded=False),
     "reduce-scatter, all-gather": _SCATTER_GATHER,
     "without CMA": {"MPIR_CVAR_CH4_CMA_ENABLE": "0"},
 }

@@ -9,7 +9,7 @@ from paceline.bench.collectives.backends import MPI, RANKS
 from paceline.bench.step import StartRanks
 from paceline.errors import RankFailed
 from paceline.launch.local import run_ranks
-from paceline.launch.mpi import find_mpiexec, run_mpi
+from paceline.launch.mpi import find_mpiexec, mpich_settings, run_mpi
 from paceline.machine.cores import usable_cores
 from paceline.world import Place
 from paceline.world.mpi import under_mpi
@@ -28,8 +28,12 @@ def joined(place: Place) -> set[str]:
 
 
 def _start_under_mpi(argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None:
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, int(usable_cores() / ranks))))}
-    code = run_mpi(argv, ranks, env={**threads, **env})
+    """Start ranks under mpiexec, with the settings that suit MPICH best; what the user has set stays."""
+    best = {"OMP_NUM_THREADS": str(max(1, int(usable_cores() / ranks)))} | mpich_settings(
+        ranks > usable_cores()
+    )
+    unset = {name: value for name, value in best.items() if name not in os.environ}
+    code = run_mpi(argv, ranks, env={**unset, **env})
     if code:
         raise RankFailed(
             f"the {ranks} ranks under mpiexec ended with exit code {code}",
