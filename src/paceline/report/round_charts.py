@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.collectives.cost import Price, Timed
@@ -110,12 +111,12 @@ def price_chart(rows: Sequence[Compared], *, title: str) -> Chart:
         axes.plot(row.measured, [place] * len(row.measured), "o", color=INK, markersize=5, zorder=3)
         told = format_seconds(row.priced)
         if row.measured:
-            middle = sorted(row.measured)[len(row.measured) // 2]
+            middle = median(row.measured)
             told = f"priced {told}, measured {format_seconds(middle)} ({middle / row.priced:.2f} ×)"
         edge = max([row.priced, *row.measured])
         axes.annotate(told, (edge, place), (8, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(places, [row.label for row in rows])
-    axes.set(xlim=(0, 1.45 * longest), ylim=(len(rows) - 0.4, -0.6))
+    axes.set(xlim=(0, 1.65 * longest), ylim=(len(rows) - 0.4, -0.6))
     axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
     axes.grid(axis="x")
     axes.set_axisbelow(True)
