@@ -303,3 +303,11 @@ def network_of_process(pid):
 def devices_of(network):
     command = ["nsenter", f"--net=/proc/self/fd/{network}", "ip", "-oneline", "link"]
     return subprocess.run(command, pass_fds=[network], capture_output=True, text=True, timeout=30).stdout
+
+
+def test_one_core_takes_in_what_comes_to_a_host(lab):
+    command = "ls /sys/class/net; cat /sys/class/net/eth0/queues/rx-0/rps_cpus"
+    for result in lab.run(command):
+        *devices, mask = result.stdout.split()
+        assert devices == ["eth0", "lo"]
+        assert int(mask.replace(",", ""), 16).bit_count() == 1

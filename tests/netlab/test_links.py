@@ -151,5 +151,6 @@ def _server(port):
 
 
 def test_tcp_is_the_same_on_all_machines(lab):
-    told = lab.run(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"])
-    assert [one.stdout.strip() for one in told] == ["reno"] * lab.hosts
+    names = ["tcp_congestion_control", "tcp_slow_start_after_idle", "tcp_no_metrics_save"]
+    told = lab.run(["cat", *(f"/proc/sys/net/ipv4/{name}" for name in names)])
+    assert [one.stdout.split() for one in told] == [["reno", "0", "1"]] * lab.hosts

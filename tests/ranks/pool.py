@@ -1,4 +1,4 @@
-"""Warm rank processes: importing torch costs seconds, so they start once and run many cases.
+"""Warm rank processes: importing torch costs seconds, so they are forked where it is there, and run many cases.
 
     def check_sum(rank, size, start):            # at the top level of the test module
         ...                                      # the world of `size` ranks is there already
@@ -17,14 +17,11 @@ however that happens, so do they.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import os
 import pickle
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,7 +32,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Pool", "RankError", "Staff", "spawn"]
+from mother import Mother
+
+__all__ = ["Pool", "RankError", "Staff", "serve", "spawn"]
 
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
@@ -71,27 +70,24 @@ class Case:
 class Worker:
     """One process that serves cases through a pipe."""
 
-    def __init__(self, folder: Path) -> None:
-        ours, theirs = Pipe()
+    def __init__(self, mother: Mother, folder: Path) -> None:
+        self.pipe, theirs = Pipe()
         self.stacks = folder / f"stacks-{random.getrandbits(48):x}"
-        self.pipe = ours
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), str(self.stacks)],
-            pass_fds=[theirs.fileno()],
-            env=env,
-            stdin=subprocess.DEVNULL,
-        )
+        self.mother, self.pid = mother, mother.fork(theirs, self.stacks)
         theirs.close()
+
+    def runs(self) -> bool:
+        """Return whether it has not ended."""
+        return self.mother.code(self.pid) is None
 
     def ended(self) -> str:
         """Say how the process ended."""
-        code = self.process.wait()
+        code = self.mother.code(self.pid, wait=True) or 0
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
     def where(self) -> str:
         """Say where a process that hangs stands: the Python stack of each of its threads."""
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not (self.stacks.exists() and self.stacks.stat().st_size):
             time.sleep(0.02)
@@ -100,8 +96,9 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self.process.kill()
-        self.process.wait()
+        if self.runs():
+            os.kill(self.pid, signal.SIGKILL)
+            self.mother.code(self.pid, wait=True)
         self.pipe.close()
         self.stacks.unlink(missing_ok=True)
 
@@ -111,6 +108,7 @@ class Staff:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
+        self.mother = Mother()
         self.workers: dict[int, Worker] = {}
         self.worlds = 0
         self.latest = (0, "")  # size and backend of the latest world
@@ -122,10 +120,10 @@ class Staff:
     def hire(self, size: int) -> list[Worker]:
         """Return the processes of ranks 0 … size − 1, starting those that are not there."""
         for rank in range(size):
-            if rank in self.workers and self.workers[rank].process.poll() is not None:
+            if rank in self.workers and not self.workers[rank].runs():
                 self.fire([rank])
             if rank not in self.workers:
-                self.workers[rank] = Worker(self.folder)
+                self.workers[rank] = Worker(self.mother, self.folder)
         return [self.workers[rank] for rank in range(size)]
 
     def fire(self, ranks: Sequence[int]) -> None:
@@ -143,6 +141,7 @@ class Staff:
     def close(self) -> None:
         """End all processes and remove their folder."""
         self.fire(list(self.workers))
+        self.mother.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -249,13 +248,6 @@ def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:
 # In the process itself.
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent` is no more (prctl PR_SET_PDEATHSIG = 1)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _enter(case: Case, present: str | None) -> str | None:
     """Leave the present world if `case` wants another, enter that, and return where it met."""
     import torch
@@ -293,7 +285,8 @@ def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
     return well
 
 
-def _serve(pipe: Connection) -> None:
+def serve(pipe: Connection) -> None:
+    """Carry out cases until the other end of the pipe is closed."""
     environment, present = dict(os.environ), None
     while True:
         try:
@@ -318,17 +311,3 @@ def _serve(pipe: Connection) -> None:
         present = case.init_method if _answer(pipe, enter) else "broken"
         if present != "broken":
             _answer(pipe, run)
-
-
-def main() -> None:
-    """Serve cases until the other end of the pipe is closed."""
-    fd, parent, stacks = sys.argv[1:]
-    _die_with(int(parent))
-    with open(stacks, "w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        _serve(Connection(int(fd)))
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -78,6 +78,9 @@ class Lab:
             pids = {host: place.ready() for host, place in self._places.items()}
             ipv6 = Path("/proc/net/if_inet6").exists()
             self._carry_out(plan.build(asked, [pids[host] for host in range(hosts)], ipv6=ipv6))
+            for host in range(hosts):
+                self._places[host].keep_order(INTERFACE, host)
+                self._places[plan.SWITCH].keep_order(plan.port_of(host), host)
         except BaseException:
             self.close()
             raise

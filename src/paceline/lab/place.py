@@ -1,4 +1,9 @@
-"""A host or the switch of a lab, as the process that owns it sees it: held, changed, entered, ended."""
+"""A host or the switch of a lab, as the process that owns it sees it: held, changed, entered, ended.
+
+[Note: packets in order] What is sent over a veth pair is taken in by the core that sends it. A sender that moves to
+another core would let packets overtake each other; TCP takes that for a loss and halves its rate. So one core takes
+in all that comes to a device (receive packet steering, rps_cpus), as a network card does with the packets of a flow.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +22,7 @@ from paceline.lab.needs import tool_path
 __all__ = ["Place"]
 
 _END_SECONDS = 10.0
+_MASK_CORES = 32  # a mask of more is written in groups
 
 
 class Place:
@@ -80,6 +86,19 @@ class Place:
             raise HostFailed(
                 f"{self.name}: {tool} -batch with {len(lines)} lines from {lines[0]!r} said: {said}"
             )
+
+    def keep_order(self, device: str, number: int) -> None:
+        """Have one core take in all that comes to a device, see [Note: packets in order].
+
+        Args:
+            device: its name.
+            number: spreads devices over the cores.
+        """
+        cores = [core for core in sorted(os.sched_getaffinity(0)) if core < _MASK_CORES] or [0]
+        queues = Path(f"/proc/{self.ready()}/root/sys/class/net/{device}/queues")
+        with contextlib.suppress(OSError):
+            for queue in queues.glob("rx-*/rps_cpus"):
+                queue.write_text(f"{1 << cores[number % len(cores)]:x}")
 
     def popen(self, command: Sequence[str], folder: str | Path, **options: Any) -> subprocess.Popen[bytes]:
         """Start `command` here in `folder`; `options` are those of `subprocess.Popen`."""

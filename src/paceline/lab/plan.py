@@ -21,7 +21,7 @@ from typing import Literal
 
 from paceline.lab.star import INTERFACE, Star, address_of
 
-__all__ = ["SWITCH", "Step", "build", "burst_nbytes", "change_rate", "packet_nbytes", "set_port"]
+__all__ = ["SWITCH", "Step", "build", "burst_nbytes", "change_rate", "packet_nbytes", "port_of", "set_port"]
 
 SWITCH = -1
 _BURST_SECONDS = 1e-3
@@ -53,9 +53,9 @@ def build(star: Star, pids: Sequence[int], *, ipv6: bool = True) -> list[Step]:
     ]
     for host, pid in enumerate(pids):
         steps += [
-            Step(SWITCH, "ip", f"link add name {_port(host)} type veth peer name {INTERFACE} netns {pid}"),
-            Step(SWITCH, "ip", f"link set dev {_port(host)} master switch"),
-            *_bring_up(SWITCH, _port(host), ipv6),
+            Step(SWITCH, "ip", f"link add name {port_of(host)} type veth peer name {INTERFACE} netns {pid}"),
+            Step(SWITCH, "ip", f"link set dev {port_of(host)} master switch"),
+            *_bring_up(SWITCH, port_of(host), ipv6),
         ]
     for host in range(star.hosts):
         steps += [
@@ -75,7 +75,7 @@ def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[Step]
     The delay is added where the packet leaves the host, so that it counts once on the way to another host.
     """
     steps = []
-    for place, device in ((host, INTERFACE), (SWITCH, _port(host))):
+    for place, device in ((host, INTERFACE), (SWITCH, port_of(host))):
         steps += [Step(place, "tc", line) for line in _queue(device, rate, delay if place == host else 0.0)]
     packet = _LARGEST_PACKET if rate is None else packet_nbytes(rate)
     return [Step(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}"), *steps]
@@ -83,7 +83,7 @@ def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[Step]
 
 def set_port(host: int, state: Literal["up", "down"]) -> list[Step]:
     """Return the step that connects or cuts a host's link, at the switch."""
-    return [Step(SWITCH, "ip", f"link set dev {_port(host)} {state}")]
+    return [Step(SWITCH, "ip", f"link set dev {port_of(host)} {state}")]
 
 
 def burst_nbytes(rate: float) -> int:
@@ -117,5 +117,6 @@ def _queue(device: str, rate: float | None, delay: float) -> list[str]:
     return lines
 
 
-def _port(host: int) -> str:
+def port_of(host: int) -> str:
+    """Return the name of the switch's end of a host's link."""
     return f"port{host}"
