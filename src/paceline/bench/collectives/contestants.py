@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from paceline.bench.collectives.backends import backend_of
+from paceline.bench.collectives.backends import MPI, backend_of
 from paceline.bench.collectives.buffers import Allocate, Buffers
+from paceline.bench.collectives.mpi_calls import mpi_call
 from paceline.collectives.catalogue import schedule
 from paceline.collectives.run import run
 from paceline.world import World
 from paceline.world.device import choose_device
+from paceline.world.mpi import load_mpi
 
 __all__ = ["Carrier", "Contestant", "call_of", "open_carrier"]
 
@@ -34,6 +37,7 @@ class Carrier:
         device: where its tensors are.
         arena: whether they come from the backend's own memory.
         algorithm: the schedule that is run over the group; empty: the group's own collectives are.
+        mpi: the module ``mpi4py.MPI`` and a communicator of all ranks, where MPI is called itself.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Carrier:
     device: torch.device
     arena: bool
     algorithm: str = ""
+    mpi: tuple[Any, Any] | None = None
 
     def allocator(self, dtype: torch.dtype) -> Allocate:
         """Return the function that allocates its buffers."""
@@ -50,7 +55,9 @@ class Carrier:
 
     def meet(self) -> None:
         """Return when all ranks have called: a barrier of the backend itself."""
-        if self.device.type == "cuda":
+        if self.mpi is not None:
+            self.mpi[1].Barrier()
+        elif self.device.type == "cuda":
             dist.barrier(group=self.group, device_ids=[self.device.index])
         else:
             dist.barrier(group=self.group)
@@ -80,13 +87,18 @@ def open_carrier(name: str, world: World) -> Carrier:
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend.torch)
     assert isinstance(group, ProcessGroup), "every rank belongs to it"
-    return Carrier(name, group, device, backend.arena, backend.algorithm)
+    mpi = load_mpi(world.size) if backend.starter == MPI else None
+    own = (mpi, mpi.COMM_WORLD.Dup()) if mpi is not None else None
+    return Carrier(name, group, device, backend.arena, backend.algorithm, own)
 
 
 def call_of(carrier: Carrier, buffers: Buffers) -> Callable[[], object]:
     """Return the function that does the operation of `buffers` once, and returns when it is done."""
     if carrier.algorithm:
         return _scheduled(carrier, buffers)
+    itself = mpi_call(*carrier.mpi, buffers) if carrier.mpi is not None else None
+    if itself is not None:
+        return itself
     given, taken, group = buffers.given, buffers.taken, carrier.group
     match buffers.op:
         case "all-reduce":
