@@ -14,7 +14,7 @@ import typer
 from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, PASS, Result, Tried
 
 from paceline.report.markdown import fill, table
-from paceline.units import format_count
+from paceline.units import format_size
 
 MB = 1_000_000
 WANTED = [  # ranks, bytes, own, other, bound
@@ -47,7 +47,7 @@ def figures(results: dict[int, Result]) -> str:
     for ranks, nbytes, own, other, bound in WANTED:
         ratio = results[ranks].at(nbytes).ratio(own, other)
         title = f"{_short(own)} ÷ {_short(other)}"
-        rows.append([str(ranks), _size(nbytes), title, str(ratio), bound])
+        rows.append([str(ranks), format_size(nbytes), title, str(ratio), bound])
     return table(["ranks", "bytes", "", "median (95 % interval)", "wanted"], rows, words=3)
 
 
@@ -59,7 +59,7 @@ def times(result: Result) -> str:
     for row in result.rows:
         seconds = [_milliseconds(row.seconds[name]) for name in COLUMNS]
         cells = [f"{row.ratio(own, other).median:.2f}" for own, other in ratios]
-        rows.append([_size(row.nbytes), *seconds, *cells])
+        rows.append([format_size(row.nbytes), *seconds, *cells])
     return table(["bytes", *COLUMNS.values(), *titles], rows)
 
 
@@ -70,7 +70,7 @@ def settings(results: dict[int, Tried]) -> str:
         for each in tried:
             cells = [_milliseconds(seconds) for seconds in each["seconds"].values()]
             rows.append([str(ranks), each["name"], *cells, f"{each['score']:.2f}"])
-    sizes = [_size(int(nbytes)) for nbytes in next(iter(results.values()))[0]["seconds"]]
+    sizes = [format_size(int(nbytes)) for nbytes in next(iter(results.values()))[0]["seconds"]]
     return table(["ranks", "setting", *sizes, "× the best"], rows, words=2)
 
 
@@ -83,10 +83,6 @@ def _short(name: str) -> str:
         COPY_ALONE: "copy_, one rank alone",
         PASS: "mul_",
     }.get(name, name)
-
-
-def _size(nbytes: int) -> str:
-    return f"{format_count(nbytes)}B"
 
 
 def _milliseconds(seconds: float) -> str:

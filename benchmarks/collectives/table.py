@@ -19,7 +19,7 @@ from paceline.plan.accuracy import Accuracy
 from paceline.plan.fitting import Point, held_out_ranks, held_out_sizes
 from paceline.plan.forms import MESSAGES, Form
 from paceline.report.markdown import fill, table
-from paceline.units import format_count
+from paceline.units import format_size
 
 HERE = Path(__file__).parent
 MB = 1_000_000
@@ -48,7 +48,7 @@ def times() -> str:
                 found = [of_case.get(name) for name in _backends(rows)]
                 shown = [f"{1e3 * row.times.median_s:.3g}" if row else "" for row in found]
                 shown += [f"{row.busbw / 1e9:.2f}" if row else "" for row in found]
-                cells.append([str(ranks), _size(nbytes), *shown])
+                cells.append([str(ranks), format_size(nbytes), *shown])
     names = _backends(rows)
     return table(
         ["ranks", "S", *(f"{name}, ms" for name in names), *(f"{name}, GB/s" for name in names)], cells
@@ -106,7 +106,7 @@ def schedules() -> str:
                 of_case = {row.backend: row for row in rows if (row.ranks, row.nbytes) == (ranks, nbytes)}
                 gloo, ring = of_case["gloo"].times.median_s, of_case["schedule:ring"].times.median_s
                 shown = [f"{1e3 * gloo:.4g}", f"{1e3 * ring:.4g}", f"{ring / gloo:.2f}"]
-                cells.append([network, str(ranks), _size(nbytes), *shown])
+                cells.append([network, str(ranks), format_size(nbytes), *shown])
     return table(["network", "ranks", "S", "gloo, ms", "our ring, ms", "ratio"], cells)
 
 
@@ -141,10 +141,6 @@ def _ranks(rows: Iterable[Row]) -> list[int]:
 
 def _sizes(rows: Iterable[Row]) -> list[int]:
     return sorted({row.nbytes for row in rows})
-
-
-def _size(nbytes: int) -> str:
-    return f"{format_count(nbytes)}B"
 
 
 def _ratio(more: float | None, less: float | None) -> str:

@@ -118,6 +118,18 @@ def format_bytes(nbytes: float) -> str:
     return f"{_digits(value)} {units[0]}" if units[0] != "B" else f"{value:.0f} B"
 
 
+def format_size(nbytes: float) -> str:
+    """Return the size of a message as people give it: in decimal units, unless only binary ones make it round.
+
+    Example:
+        >>> format_size(100_000_000), format_size(1_024_000_000), format_size(65536), format_size(17)
+        ('100 MB', '1.02 GB', '64 KiB', '17 B')
+    """
+    if nbytes % 1024 == 0 and nbytes % 1000:
+        return format_bytes(nbytes)
+    return f"{format_count(nbytes)}{'' if nbytes >= 999.5 else ' '}B"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a time for people, three significant digits.
 

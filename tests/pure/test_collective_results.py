@@ -18,9 +18,10 @@ from paceline.bench.collectives.plan import cases_of
 from paceline.bench.collectives.results import Result, read_result, write_csv, write_json
 from paceline.bench.collectives.rows import Row, Summary
 from paceline.bench.collectives.settings import CollectiveSettings
-from paceline.bench.collectives.table import show_size, table, tables
+from paceline.bench.collectives.table import table, tables
 from paceline.cli import collective_charts
 from paceline.errors import RankFailed, UsageError
+from paceline.units import format_size
 
 SETTINGS = CollectiveSettings(("gloo", "paceline"), ("all-reduce",), (2, 4), (1000, 1_000_000))
 CASES = cases_of(SETTINGS)
@@ -213,7 +214,7 @@ def test_there_is_a_table_per_operation():
     ("nbytes", "shown"), [(999_984, "1 MB"), (65536, "64 KiB"), (1_024_000_000, "1.02 GB"), (996, "996 B")]
 )
 def test_sizes_are_shown_in_the_units_that_suit_them(nbytes, shown):
-    assert show_size(nbytes) == shown
+    assert format_size(nbytes) == shown
 
 
 def test_charts_have_a_line_for_each_backend_and_number_of_ranks(tmp_path):

@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "exchange": (
         "paceline.cli.exchange",
-        "app",
+        "exchange",
         "Exchange checked messages over MPI while work goes on.",
     ),
     "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),

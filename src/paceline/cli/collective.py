@@ -14,7 +14,7 @@ import typer
 from paceline.cli.lab import read_slow
 from paceline.cli.writable import check_writable
 from paceline.errors import UsageError, unknown
-from paceline.units import parse_bytes, parse_rate, parse_seconds
+from paceline.units import format_size, parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from paceline.bench.schedules.case import Case
@@ -103,11 +103,11 @@ def collective(
     priced = price(cases, net, size, gamma)
     if run != "none":
         priced = _run(priced, run, size, link, slow_rates, hub, backend, iterations, stream)
-    what = f"{show.size_words(size)}, {net.name}, {ranks} ranks, links {link}"
+    what = f"{format_size(size)}, {net.name}, {ranks} ranks, links {link}"
     if len(cases) == 1:
-        show.one(priced[0], net, size)
+        show.one(priced[0], net, size, as_priced=run == "lab")
     else:
-        show.ranking(priced, what)
+        show.ranking(priced, what, as_priced=run == "lab")
     if draw is not None:
         typer.echo(show.draw(priced, what, draw))
     if json_file is not None:

@@ -17,18 +17,20 @@ from paceline.collectives.prove import prove
 from paceline.collectives.tell import tell
 from paceline.durable import write_text, write_whole
 from paceline.topology import Topology
-from paceline.units import format_count, format_seconds
+from paceline.units import format_seconds, format_size
 
-__all__ = ["draw", "one", "ranking", "size_words", "write_json"]
-
-
-def size_words(nbytes: float) -> str:
-    """Return a size as users give it: 5 MB."""
-    return f"{format_count(nbytes)}B"
+__all__ = ["draw", "one", "ranking", "write_json"]
 
 
-def one(priced: Priced, net: Topology, nbytes: int) -> None:
-    """Print proof, price, the story round by round, and what was measured."""
+def one(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
+    """Print proof, price, the story round by round, and what was measured.
+
+    Args:
+        priced: the algorithm.
+        net: the topology of the price.
+        nbytes: size of the vector.
+        as_priced: whether it was measured on links like those of `net`, so that the ratio says something.
+    """
     console = Console(highlight=False, soft_wrap=True)
     made, price = priced.case.schedule(), priced.price
     prove(made)
@@ -38,18 +40,18 @@ def one(priced: Priced, net: Topology, nbytes: int) -> None:
         f"{len(price.messages)} messages"
     )
     told = (
-        f"priced   {format_seconds(price.seconds)} for {size_words(nbytes)} ({net.name}, {net.ranks} ranks)"
+        f"priced   {format_seconds(price.seconds)} for {format_size(nbytes)} ({net.name}, {net.ranks} ranks)"
     )
     console.print(told + _formula(priced))
     if price.busiest is not None:
         carried = price.nbytes_of_link[price.busiest.name]
         busy = carried / price.busiest.bandwidth / price.seconds
         console.print(
-            f"busiest  link {price.busiest.name!r}: {size_words(carried)}, busy {busy:.0%} of the time; "
-            f"all messages together {size_words(price.nbytes)}"
+            f"busiest  link {price.busiest.name!r}: {format_size(carried)}, busy {busy:.0%} of the time; "
+            f"all messages together {format_size(price.nbytes)}"
         )
     if priced.measured is not None:
-        console.print(_measured(priced))
+        console.print(_measured(priced, as_priced))
         for line in priced.receipts:
             console.print(f"         {line}", markup=False)
     for line in tell(made, price):
@@ -70,21 +72,24 @@ def _formula(priced: Priced) -> str:
     return f"; where all links are alike: {terms.messages:g}·α + {terms.sent:.4g}·βn{added}"
 
 
-def _measured(priced: Priced) -> str:
+def _measured(priced: Priced, as_priced: bool) -> str:
     measured = priced.measured or 0.0
-    ratio = f", {measured / priced.price.seconds:.2f} × the price" if priced.price.seconds else ""
+    ratio = " on this machine, whatever links were priced"
+    if as_priced:
+        ratio = f", {measured / priced.price.seconds:.2f} × the price" if priced.price.seconds else ""
     times = f"median of {len(priced.seconds)}" if len(priced.seconds) > 1 else "once"
     return f"measured {format_seconds(measured)} ({times}){ratio}; every message checked at both ends:"
 
 
-def ranking(rows: Sequence[Priced], what: str) -> None:
-    """Print all algorithms of an operation, the cheapest first."""
+def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
+    """Print all algorithms of an operation, the cheapest first; with the ratio to the price if `as_priced`."""
     ran = any(row.seconds for row in rows)
     table = Table(title=f"{rows[0].case.op}: {what}", title_justify="left", pad_edge=False, box=None)
     table.add_column("algorithm", no_wrap=True)
     names = [
         "priced",
-        *(["measured", "÷ price"] if ran else []),
+        *(["measured"] if ran else []),
+        *(["÷ price"] if ran and as_priced else []),
         "rounds",
         "messages",
         "bytes in all",
@@ -93,9 +98,9 @@ def ranking(rows: Sequence[Priced], what: str) -> None:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        measured = (
-            [format_seconds(row.measured), f"{row.measured / row.price.seconds:.2f}"] if row.measured else []
-        )
+        measured = [format_seconds(row.measured)] if row.measured else []
+        if row.measured and as_priced:
+            measured.append(f"{row.measured / row.price.seconds:.2f}" if row.price.seconds else "")
         price = row.price
         table.add_row(
             row.case.label,
@@ -103,8 +108,8 @@ def ranking(rows: Sequence[Priced], what: str) -> None:
             *measured,
             str(len(row.case.schedule().rounds)),
             str(len(price.messages)),
-            size_words(price.nbytes),
-            f"{price.busiest.name}, {size_words(price.nbytes_of_link[price.busiest.name])}"
+            format_size(price.nbytes),
+            f"{price.busiest.name}, {format_size(price.nbytes_of_link[price.busiest.name])}"
             if price.busiest
             else "",
             style="bold" if row is rows[0] else "",

@@ -18,14 +18,14 @@ from paceline.cli.writable import check_writable
 from paceline.errors import EnvelopeError, UsageError
 from paceline.exchange.faults import FAULTS, parse_fault
 from paceline.exchange.frames import FRAME_NBYTES
-from paceline.exchange.settings import ExchangeSettings, check_memory
-from paceline.units import format_bytes, parse_bytes, parse_seconds
+from paceline.exchange.settings import SHAPES, ExchangeSettings, check_memory
+from paceline.units import format_size, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from paceline.exchange.measure import Measured
     from paceline.exchange.mpi import MpiCarrier
 
-__all__ = ["app"]
+__all__ = ["exchange"]
 
 SCHEMA = 1
 _RANKS, _BYTES = 4, "100MB"
@@ -33,101 +33,52 @@ _INT_NBYTES = 4
 _WRITING_SECONDS = 120.0  # for printing, and for the facts of the machine, which take an import of torch
 _BEHIND_SECONDS = 0.2  # that rank 0 is to end first, so that one message says why
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
-Ranks = Annotated[
-    int | None, typer.Option(help=f"Processes to start; under mpiexec, all of its own. [default: {_RANKS}]")
-]
-Size = Annotated[
-    str | None,
-    typer.Option("--bytes", help=f"What each rank sends in a round, such as 400MB. [default: {_BYTES}]"),
-]
-Ints = Annotated[float | None, typer.Option(help="The same as a number of 4-byte integers, such as 1e8.")]
-Rounds = Annotated[int, typer.Option(help="How often.")]
-Work = Annotated[str, typer.Option(help="Computing by each rank at the same time, such as 500ms.")]
-Timeout = Annotated[str, typer.Option(help="How long nothing may move, such as 60s.")]
-Frame = Annotated[str, typer.Option(help="Long messages go in frames of this size, at most 16MiB.")]
-Inject = Annotated[
-    str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(FAULTS)}.")
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
-]
-
-
-@app.callback()
-def exchange() -> None:
+def exchange(
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(SHAPES) + ".")],
+    ranks: Annotated[
+        int | None,
+        typer.Option(help=f"Processes to start; under mpiexec, all of its own (default {_RANKS})."),
+    ] = None,
+    nbytes: Annotated[
+        str | None,
+        typer.Option("--bytes", help=f"What each rank sends in a round, such as 400MB (default {_BYTES})."),
+    ] = None,
+    ints: Annotated[
+        float | None, typer.Option(help="The same as a number of 4-byte integers, such as 1e8.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="How often.")] = 3,
+    work: Annotated[str, typer.Option(help="Computing by each rank at the same time, such as 500ms.")] = "0s",
+    timeout: Annotated[str, typer.Option(help="How long nothing may move, such as 60s.")] = "60s",
+    frame: Annotated[str, typer.Option(help="Long messages go in frames of this size, at most 16MiB.")] = str(
+        FRAME_NBYTES
+    ),
+    inject: Annotated[
+        str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(FAULTS)}.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
+    ] = None,
+) -> None:
     """Exchange messages over MPI: non-blocking, checked at both ends, while work goes on.
+
+    ring: to the next rank and from the one before, all at once. all-to-all: an equal part of --bytes to every
+    rank, itself included.
 
     It starts its own ranks; under mpiexec (mpiexec -n 4 paceline exchange ring) it takes part in those.
     Exits with 1, and names the rank at fault, if any message is damaged, repeated, foreign or missing.
     """
+    from paceline.world.mpi import under_mpi
 
-
-@app.command()
-def ring(
-    ranks: Ranks = None,
-    nbytes: Size = None,
-    ints: Ints = None,
-    rounds: Rounds = 3,
-    work: Work = "0s",
-    timeout: Timeout = "60s",
-    frame: Frame = str(FRAME_NBYTES),
-    inject: Inject = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Send to the next rank and receive from the one before, all at once."""
-    _exchange(_settings("ring", nbytes, ints, rounds, work, timeout, frame, inject), ranks, json_file)
-
-
-@app.command("all-to-all")
-def all_to_all(
-    ranks: Ranks = None,
-    nbytes: Size = None,
-    ints: Ints = None,
-    rounds: Rounds = 3,
-    work: Work = "0s",
-    timeout: Timeout = "60s",
-    frame: Frame = str(FRAME_NBYTES),
-    inject: Inject = None,
-    json_file: JsonFile = None,
-) -> None:
-    """Send an equal part of --bytes to every rank, itself included."""
-    _exchange(_settings("all-to-all", nbytes, ints, rounds, work, timeout, frame, inject), ranks, json_file)
-
-
-def _settings(
-    shape: str,
-    nbytes: str | None,
-    ints: float | None,
-    rounds: int,
-    work: str,
-    timeout: str,
-    frame: str,
-    inject: str | None,
-) -> ExchangeSettings:
-    if nbytes is not None and ints is not None:
-        raise UsageError("--bytes and --ints exclude each other", remedy="give one of them")
-    if ints is not None and (ints < 0 or ints != ints // 1):
-        raise UsageError(f"--ints {ints:g} is no number of integers", remedy="for example --ints 1e8")
-    size = parse_bytes(nbytes or _BYTES) if ints is None else int(ints) * _INT_NBYTES
-    fault, faulty_rank = parse_fault(inject) if inject is not None else ("", 0)
-    return ExchangeSettings(
+    settings = ExchangeSettings(
         shape,
-        size,
+        _nbytes(nbytes, ints),
         rounds,
         parse_seconds(work),
         parse_seconds(timeout),
         parse_bytes(frame),
-        fault,
-        faulty_rank,
+        *(parse_fault(inject) if inject is not None else ("", 0)),
     )
-
-
-def _exchange(settings: ExchangeSettings, ranks: int | None, json_file: Path | None) -> None:
-    """Start the ranks, or be one of them."""
-    from paceline.world.mpi import under_mpi
-
     there = under_mpi(os.environ)
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but mpiexec started {there}", remedy="leave --ranks out")
@@ -136,6 +87,15 @@ def _exchange(settings: ExchangeSettings, ranks: int | None, json_file: Path | N
         _start(settings, _RANKS if ranks is None else ranks, json_file)
     else:
         _take_part(settings, json_file)
+
+
+def _nbytes(nbytes: str | None, ints: float | None) -> int:
+    """Return what --bytes or --ints say."""
+    if nbytes is not None and ints is not None:
+        raise UsageError("--bytes and --ints exclude each other", remedy="give one of them")
+    if ints is not None and (ints < 0 or ints != ints // 1):
+        raise UsageError(f"--ints {ints:g} is no number of integers", remedy="for example --ints 1e8")
+    return parse_bytes(nbytes or _BYTES) if ints is None else int(ints) * _INT_NBYTES
 
 
 def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> None:
@@ -164,7 +124,7 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
         if first and json_file is not None:
             check_writable(json_file, "--json")
         check_memory(settings.nbytes_of_rank(carrier.size), carrier.ranks_here(), available_nbytes())
-        title = f"{settings.shape}, {carrier.size} ranks, {format_bytes(settings.nbytes)} each"
+        title = f"{settings.shape}, {carrier.size} ranks, {format_size(settings.nbytes)} each"
         with TurnBar(title, turns(settings), shown=first) as tick:
             measured = measure(settings, carrier, tick)
     except BaseException as error:  # a rank that is gone would leave the others waiting

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from paceline.exchange.measure import Measured, Row
 from paceline.exchange.settings import ExchangeSettings
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_count, format_seconds, format_size
 
 __all__ = ["FOOTER", "table"]
 
@@ -21,7 +21,7 @@ FOOTER = (
 
 def table(settings: ExchangeSettings, measured: Measured) -> Table:
     """Return the rows as a table; a rank that did not get what was sent to it is red."""
-    size = format_bytes(measured.rows[0].nbytes)
+    size = format_size(measured.rows[0].nbytes)
     rounds = f"{measured.rounds} round{'s' * (measured.rounds > 1)}"
     title = f"{settings.shape}, {len(measured.rows)} ranks, {size} each, {rounds}"
     made = Table(title=title, title_justify="left", pad_edge=False, box=None)
@@ -43,7 +43,7 @@ def _cells(row: Row) -> list[str]:
         row.told_checksum,
         row.received_checksum,
         format_seconds(row.seconds),
-        f"{format_bytes(row.nbytes_per_second)}/s",
+        f"{format_count(row.nbytes_per_second)}B/s",
         "" if row.overlap is None else f"{row.overlap:.2f}",
         "" if row.under_way is None else f"{row.under_way:.0%}",
     ]

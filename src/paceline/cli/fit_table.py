@@ -9,7 +9,7 @@ from rich.table import Table
 from paceline.plan.accuracy import Accuracy, Checked
 from paceline.plan.fit import Fit
 from paceline.plan.segments import Segment
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_seconds, format_size
 
 __all__ = ["FOOTER", "LARGE_NBYTES", "fit_table"]
 
@@ -39,7 +39,7 @@ def fit_table(rows: Sequence[tuple[str, Fit, Sequence[Checked], Accuracy | None]
         table.add_column(name, justify="right", no_wrap=True)
     for backend, fit, held_out, plain in rows:
         told = [
-            format_bytes(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
+            format_size(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
             _share(fit.sizes_error),
             _share(fit.ranks_error),
             _share(Accuracy.of(held_out, least_nbytes=LARGE_NBYTES)),
@@ -66,7 +66,7 @@ def _cells(segment: Segment) -> list[str]:
     if line.beta and line.beta_error is not None:
         rate += f" ± {1e-9 * line.beta_error / line.beta**2:.2g}"
     return [
-        f"{format_bytes(segment.low)} … {format_bytes(segment.high)}",
+        f"{format_size(segment.low)} … {format_size(segment.high)}",
         alpha,
         f"{rate} GB/s" if rate else "∞",
     ]

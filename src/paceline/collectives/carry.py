@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,9 +146,11 @@ class _Arriving:
 
 
 class Streaming(_Carrier):
-    """Piece by piece, see [Note: streaming]; with `orderly` set also [Note: one after another]."""
+    """Piece by piece, see [Note: streaming]; if `orderly`, also [Note: one after another]."""
 
-    orderly = False
+    def __init__(self, *settings: Any, orderly: bool = False) -> None:
+        super().__init__(*settings)
+        self.orderly = orderly
 
     def carry(self) -> None:
         """Carry out all rounds."""

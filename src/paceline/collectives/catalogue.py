@@ -10,7 +10,7 @@ from paceline.collectives.ops import OPS, ROOTED, check_op
 from paceline.collectives.schedule import Rounds, Schedule, mirrored, rotated
 from paceline.errors import UsageError, unknown
 
-__all__ = ["ALGORITHMS", "algorithms_of", "named", "schedule"]
+__all__ = ["ALGORITHMS", "algorithms_of", "has_root", "named", "schedule"]
 
 Made = tuple[Rounds, int]  # rounds and the number of chunks
 
@@ -136,6 +136,11 @@ def named(name: str, op: str | None = None) -> tuple[str, str]:
     raise unknown("algorithm", name, dict.fromkeys(one for op in OPS for one in ALGORITHMS[op]))
 
 
+def has_root(op: str, algorithm: str) -> bool:
+    """Return whether one rank is special: all of a rooted operation have one, and all-reduces with a centre."""
+    return op in ROOTED or algorithm in ("tree", "switch")
+
+
 @lru_cache(maxsize=256)
 def schedule(op: str, algorithm: str, ranks: int, *, root: int = 0, per_node: int | None = None) -> Schedule:
     """Return the schedule of an algorithm.
@@ -160,7 +165,7 @@ def schedule(op: str, algorithm: str, ranks: int, *, root: int = 0, per_node: in
         raise UsageError(f"ranks={ranks}: a collective has at least one rank", remedy="give 1 or more")
     if not 0 <= root < ranks:
         raise UsageError(f"root={root}: there are ranks 0 to {ranks - 1}", remedy="name one of them")
-    if root and op not in ROOTED and algorithm not in ("tree", "switch"):
+    if root and not has_root(op, algorithm):
         raise UsageError(f"root={root}, but {op} by {algorithm} has none", remedy="leave it out")
     if per_node is not None and algorithm != "two-level":
         raise UsageError(f"per_node={per_node} is for two-level only, not {algorithm}", remedy="leave it out")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgpack
 
 from paceline.collectives.schedule import Schedule
-from paceline.units import format_bytes, format_seconds
+from paceline.units import format_seconds, format_size
 
 __all__ = ["Log", "Note", "Receipt", "complaints", "receipts_of"]
 
@@ -100,8 +100,9 @@ class Receipt:
     last_arrival: float
 
     def __str__(self) -> str:
+        messages = f"{self.messages} message{'s' * (self.messages != 1)}"
         return (
-            f"rank {self.rank}: {self.messages} messages, {format_bytes(self.nbytes)}, the last one after "
+            f"rank {self.rank}: {messages}, {format_size(self.nbytes)}, the last one after "
             f"{format_seconds(self.last_arrival)}; checksum of its result {self.checksum:016x}"
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -83,9 +83,8 @@ def run(
     if schedule.op in ("all-to-all", "send-recv"):
         _keep_own(schedule, memory, rank)
     together = lockstep if lockstep is not None else _backend(group, tensor) in _LOCKSTEP
-    carrier = (Lockstep if together else Streaming)(schedule, memory, group, segment_nbytes, receipts)
-    if isinstance(carrier, Streaming):
-        carrier.orderly = orderly
+    make = Lockstep if together else partial(Streaming, orderly=orderly)
+    carrier = make(schedule, memory, group, segment_nbytes, receipts)
     told: list[Receipt] | None = None
     try:
         with torch.inference_mode(tensor.is_inference()):

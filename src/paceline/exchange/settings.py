@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.exchange.frames import FRAME_NBYTES, frames_of
 from paceline.units import format_bytes
 
@@ -48,6 +48,8 @@ class ExchangeSettings:
         Raises:
             UsageError: some value is not valid.
         """
+        if self.shape not in SHAPES:
+            raise unknown("shape of exchange", self.shape, SHAPES)
         if ranks < 1:
             raise UsageError(f"--ranks {ranks}: nobody to exchange", remedy="give 1 or more, for example 4")
         if self.nbytes < 0 or self.rounds < 1:

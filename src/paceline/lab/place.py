@@ -95,7 +95,8 @@ class Place:
             number: spreads devices over the cores.
         """
         cores = [core for core in sorted(os.sched_getaffinity(0)) if core < _MASK_CORES] or [0]
-        queues = Path(f"/proc/{self.ready()}/root/sys/class/net/{device}/queues")
+        inside = Path("/proc") / str(self.ready()) / "root"  # its files, as its first process sees them
+        queues = inside / "sys/class/net" / device / "queues"
         with contextlib.suppress(OSError):
             for queue in queues.glob("rx-*/rps_cpus"):
                 queue.write_text(f"{1 << cores[number % len(cores)]:x}")

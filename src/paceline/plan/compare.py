@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.plan.entries import RATES, CallCost, CollectiveCost, Rate
-from paceline.units import format_bytes
+from paceline.units import format_size
 
 __all__ = ["Difference", "collective_differences", "other_differences"]
 
@@ -60,7 +60,7 @@ def collective_differences(
             continue
         ranks, error = max(common), _p90(mine) + _p90(theirs[mine.key])
         for nbytes in sorted({low, math.sqrt(low * high), high}):
-            what = f"{one.op} on {mine.backend}, {mine.network}, {ranks} ranks, {format_bytes(nbytes)}"
+            what = f"{one.op} on {mine.backend}, {mine.network}, {ranks} ranks, {format_size(nbytes)}"
             found.append(Difference(what, "s", one.seconds(nbytes, ranks), two.seconds(nbytes, ranks), error))
     return found
 

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.plan.accuracy import Accuracy
 from paceline.plan.forms import Form, terms_of
 from paceline.plan.segments import Segment, seconds_at
-from paceline.units import format_bytes
+from paceline.units import format_size
 
 __all__ = ["Fit", "Prediction"]
 
@@ -105,7 +105,7 @@ class Fit:
         beyond = self._beyond(nbytes, ranks)
         if beyond and not extrapolate:
             raise UsageError(
-                f"{self.op} of {format_bytes(nbytes)} by {ranks} ranks is beyond what was measured: {beyond}",
+                f"{self.op} of {format_size(nbytes)} by {ranks} ranks is beyond what was measured: {beyond}",
                 remedy="measure it with paceline bench collectives, or allow extrapolation",
             )
         seconds, accuracy = self.seconds(nbytes, ranks), self._accuracy(ranks)
@@ -167,7 +167,7 @@ class Fit:
         said, segments = [], self.segments_for(ranks)
         low, high = segments[0].low, segments[-1].high
         if not low <= nbytes <= high:
-            said.append(f"sizes from {format_bytes(low)} to {format_bytes(high)} were")
+            said.append(f"sizes from {format_size(low)} to {format_size(high)} were")
         if not self.ranks[0] <= ranks <= self.ranks[-1]:
             numbers = ", ".join(map(str, self.ranks))
             said.append(f"{numbers} ranks were")

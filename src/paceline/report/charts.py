@@ -28,7 +28,7 @@ from paceline.report.canvas import (
     swatch,
 )
 from paceline.report.layout import running_mean
-from paceline.units import format_count, format_seconds
+from paceline.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from paceline.report.canvas import Axes
@@ -180,7 +180,7 @@ def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, r
             sizes, values = zip(*line.points, strict=True)
             axes.plot(sizes, values, style, color=colour, marker=marker, markersize=5, linewidth=width)
             ends.append((sizes[-1], values[-1], line.label, colour))
-        axes.xaxis.set_major_formatter(lambda nbytes, _: f"{format_count(nbytes)}B")
+        axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
         axes.minorticks_off()
         axes.grid(axis="y")
         name_lines(axes, ends, wide=True)

@@ -23,7 +23,7 @@ from paceline.report.canvas import (
     name_lines,
     stacked_panels,
 )
-from paceline.units import format_count, format_seconds
+from paceline.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def fit_chart(series: Sequence[Series], title: str) -> Chart:
         _marks(below, ratios, colour, marker, PAPER)
     for axes in (above, below):
         axes.set(xscale="log", yscale="log")
-        axes.xaxis.set_major_formatter(lambda nbytes, _: f"{format_count(nbytes)}B")
+        axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
         axes.minorticks_off()
         axes.grid(axis="y")
     name_lines(above, ends, wide=True)

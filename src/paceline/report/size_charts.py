@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.report.canvas import COLOURS, MARKERS, Chart, End, drawn, name_lines, stacked_panels
-from paceline.units import format_count, format_seconds
+from paceline.units import format_seconds, format_size
 
 if TYPE_CHECKING:
     from paceline.report.canvas import Axes
@@ -89,7 +89,7 @@ def _chart(lines: Sequence[SizeLine], title: str, scale: str) -> tuple[Chart, Ax
         ends.append((sizes[-1], values[-1], line.label, colour))
     if scale == "linear":
         axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_formatter(lambda nbytes, _: f"{format_count(nbytes)}B")
+    axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
     axes.minorticks_off()
     axes.grid(axis="y")
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")

@@ -10,8 +10,7 @@ from rich.table import Table
 from paceline.bench.collectives.journal import differences
 from paceline.bench.collectives.results import Result
 from paceline.bench.collectives.rows import Key, Row
-from paceline.bench.collectives.table import show_size
-from paceline.units import format_seconds
+from paceline.units import format_seconds, format_size
 
 __all__ = ["Comparison", "Pair", "compare", "in_words", "table"]
 
@@ -78,7 +77,7 @@ def _differing(first: Result, second: Result) -> list[str]:
 
 def in_words(row: Row) -> str:
     """Return what a row is about: ``"gloo all-reduce, 2 ranks, 1 MB float32"``."""
-    return f"{row.backend} {row.op}, {row.ranks} ranks, {show_size(row.nbytes)} {row.dtype}"
+    return f"{row.backend} {row.op}, {row.ranks} ranks, {format_size(row.nbytes)} {row.dtype}"
 
 
 def table(pairs: Sequence[Pair]) -> Table:
@@ -93,6 +92,6 @@ def table(pairs: Sequence[Pair]) -> Table:
         times = [
             format_seconds(each.times.median_s) + ("" if each.correct else " WRONG") for each in (row, other)
         ]
-        cells = [row.op, row.backend, str(row.ranks), show_size(row.nbytes), *times, f"{pair.ratio:.2f}"]
+        cells = [row.op, row.backend, str(row.ranks), format_size(row.nbytes), *times, f"{pair.ratio:.2f}"]
         made.add_row(*cells, style="" if row.correct and other.correct else "red")
     return made

@@ -10,7 +10,7 @@ from paceline.bench.collectives.backends import Backend, backend_of
 from paceline.bench.collectives.operations import operation_of
 from paceline.bench.collectives.plan import Case
 from paceline.errors import UsageError
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes, format_size
 
 __all__ = ["Room", "fitting_cases", "largest_nbytes", "needed_nbytes", "refuse_what_does_not_fit"]
 
@@ -72,7 +72,7 @@ def _reason(case: Case, room: Room) -> str:
     largest = largest_nbytes(case, room)
     if case.nbytes <= largest:
         return ""
-    what = f"{case.op} of {format_count(case.nbytes)}B with {case.ranks} ranks"
+    what = f"{case.op} of {format_size(case.nbytes)} with {case.ranks} ranks"
     needed = needed_nbytes(case, room)
     if needed > room.memory_nbytes:
         why = f"needs about {format_bytes(needed)} of memory, {format_bytes(room.memory_nbytes)} are free"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from paceline.bench.collectives.rows import Row
-from paceline.units import format_bytes, format_count
+from paceline.units import format_size
 
-__all__ = ["FOOTER", "show_size", "table", "tables"]
+__all__ = ["FOOTER", "table", "tables"]
 
 FOOTER = (
     "Time: the slowest rank's in each iteration, then the median over iterations. algbw = S ÷ that median.\n"
@@ -53,7 +53,7 @@ def _cells(row: Row) -> list[str]:
     times = row.times
     return [
         str(row.ranks),
-        show_size(row.nbytes),
+        format_size(row.nbytes),
         row.backend,
         _short(1e3 * times.median_s),
         _short(1e3 * times.p95_s),
@@ -62,18 +62,6 @@ def _cells(row: Row) -> list[str]:
         f"{times.slowest_rank} ({times.slowest_share:.0%})",
         str(times.iterations),
     ]
-
-
-def show_size(nbytes: int) -> str:
-    """Return a message size for people, in the units that make it round: decimal ones unless only binary ones do.
-
-    Example:
-        >>> show_size(100_000_000), show_size(1_024_000_000), show_size(65536)
-        ('100 MB', '1.02 GB', '64 KiB')
-    """
-    if nbytes % 1024 == 0 and nbytes % 1000:
-        return format_bytes(nbytes)
-    return f"{format_count(nbytes)}{'' if nbytes >= 1000 else ' '}B"
 
 
 def _short(value: float) -> str:

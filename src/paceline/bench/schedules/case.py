@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.collectives.catalogue import algorithms_of, schedule
+from paceline.collectives.catalogue import algorithms_of, has_root, schedule
 from paceline.collectives.cost import Price, cost
 from paceline.collectives.schedule import Schedule, pipelined
 from paceline.topology import Topology
@@ -80,9 +80,7 @@ def contenders(
     """
     ranks = topology.ranks
     for name in algorithms_of(op):
-        rooted = (
-            root if op in ("broadcast", "reduce", "scatter", "gather") or name in ("tree", "switch") else 0
-        )
+        rooted = root if has_root(op, name) else 0
         per_node = max(2, topology.per_node) if name == "two-level" else None
         whole = Case(op, name, ranks, rooted, 1, per_node)
         yield whole
