@@ -46,7 +46,7 @@ def times() -> str:
             of_case = {row.backend: row for row in rows if (row.ranks, row.nbytes) == (ranks, nbytes)}
             if of_case:
                 found = [of_case.get(name) for name in _backends(rows)]
-                shown = [f"{1e3 * row.times.median_s:.3g}" if row else "" for row in found]
+                shown = [_milliseconds(row.times.median_s) if row else "" for row in found]
                 shown += [f"{row.busbw / 1e9:.2f}" if row else "" for row in found]
                 cells.append([str(ranks), format_size(nbytes), *shown])
     names = _backends(rows)
@@ -105,7 +105,7 @@ def schedules() -> str:
             for nbytes in _sizes(rows):
                 of_case = {row.backend: row for row in rows if (row.ranks, row.nbytes) == (ranks, nbytes)}
                 gloo, ring = of_case["gloo"].times.median_s, of_case["schedule:ring"].times.median_s
-                shown = [f"{1e3 * gloo:.4g}", f"{1e3 * ring:.4g}", f"{ring / gloo:.2f}"]
+                shown = [_milliseconds(gloo), _milliseconds(ring), f"{ring / gloo:.2f}"]
                 cells.append([network, str(ranks), format_size(nbytes), *shown])
     return table(["network", "ranks", "S", "gloo, ms", "our ring, ms", "ratio"], cells)
 
@@ -141,6 +141,10 @@ def _ranks(rows: Iterable[Row]) -> list[int]:
 
 def _sizes(rows: Iterable[Row]) -> list[int]:
     return sorted({row.nbytes for row in rows})
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
 def _ratio(more: float | None, less: float | None) -> str:

@@ -180,9 +180,9 @@ class Damaging(Streaming):
 class Silent(Streaming):
     """Does not send what rank 1 has to send in round 1."""
 
-    def _send(self, run):
+    def _send(self, run, regions):
         if not (self.rank == 1 and run.number == 0):
-            super()._send(run)
+            super()._send(run, regions)
 
 
 def spoilt(rank, size, how, name, seconds):

@@ -6,6 +6,11 @@ that meet it. So while one piece of a ring is added, the one before is on its wa
 wire never waits for a round to end. Whatever is written waits first for the sends that still read it. What is waited
 for belongs to this round or an earlier one, so ranks cannot wait in a circle.
 
+[Note: slices] What is added lands in other memory first, and streaming asks for two rounds at once: two chunks of
+memory that are written for the first time, which takes longer than adding them where chunks are large. So large
+chunks are cut into slices, all rounds are gone through for the first slice of every chunk, then for the second one,
+and the memory in which one slice landed serves the next.
+
 [Note: one after another] A send is done when the system has taken its bytes, megabytes of which may still wait for a
 slow link; what is sent to somebody else meanwhile takes a share of that link. Where the order matters, as in a tree,
 the first ones then arrive late and everybody after them later still. So a rank can be told to begin with another
@@ -34,7 +39,7 @@ from paceline.collectives.schedule import Schedule, Send
 
 __all__ = ["Lockstep", "Streaming"]
 
-_WHOLE = 1 << 62  # elements: not in pieces
+_SLICE_PIECES = 4  # of a chunk in one slice, see [Note: slices]
 _TAG = 61_000  # of all messages: between two ranks they are taken in the order in which they were sent
 
 
@@ -85,14 +90,6 @@ class _Carrier:
         """Return the global number of a rank of the group."""
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _pieces(self, send: Send, most: int) -> Iterator[tuple[int, Region]]:
-        """Yield how far into a run each of its pieces begins, and where it is on this rank, in elements."""
-        offset = 0
-        for whole in self.memory.regions(send):
-            for region in whole.pieces(most):
-                yield offset, region
-                offset += region.end - region.begin
-
     def _run(self, number: int, send: Send) -> _Run:
         return _Run(number, send, sum(one.end - one.begin for one in self.memory.regions(send)))
 
@@ -118,7 +115,7 @@ class Lockstep(_Carrier):
             calls, arriving = [], []
             for send in sends:
                 run = self._run(number, send)
-                for offset, region in self._pieces(send, _WHOLE) if self.rank in send[:2] else []:
+                for offset, region in self.memory.slices(send, 0, 1) if self.rank in send[:2] else []:
                     data = self.memory.view(region)
                     if send.src == self.rank:
                         self._note(self.log.sent, run, offset, data)
@@ -154,21 +151,39 @@ class Streaming(_Carrier):
 
     def carry(self) -> None:
         """Carry out all rounds."""
-        confirmed = _confirmed(self.schedule) if self.orderly else {}
         self._arriving: list[_Arriving] = []
         self._leaving: list[tuple[Region, dist.Work]] = []
         self._spare: dict[int, list[torch.Tensor]] = defaultdict(list)  # by number of elements
-        for number, sends in enumerate(self.schedule.rounds):
-            out = [send for send in sends if send.src == self.rank]
-            read_now = [region for send in out for region in self.memory.regions(send)]
-            for send in sends:
-                if send.dst == self.rank:
-                    self._ask(self._run(number, send), read_now)
-            for send in out:
-                self._send(self._run(number, send))
-            self._confirm(number, confirmed.get(number, []))
+        runs = [
+            [self._run(number, send) for send in sends if self.rank in send[:2]]
+            for number, sends in enumerate(self.schedule.rounds)
+        ]
+        confirmed = _confirmed(self.schedule) if self.orderly else {}
+        numel = -(-self.memory.numel // self.schedule.parts)  # of the largest chunk
+        count = 1 if self.orderly else max(1, -(-numel // (_SLICE_PIECES * self.most)))
+        for part in range(count):
+            for number, of_round in enumerate(runs):
+                self._round(of_round, part, count)
+                self._confirm(number, confirmed.get(number, []))
         self._settle(None)
         self._let_go(None)
+
+    def _round(self, runs: list[_Run], part: int, count: int) -> None:
+        """Ask for and send what a slice of a round has for this rank."""
+        regions_of = {run: self.memory.slices(run.send, part, count) for run in runs}
+        read_now = [one for run, found in regions_of.items() if run.send.src == self.rank for _, one in found]
+        for run, found in regions_of.items():
+            if run.send.dst == self.rank:
+                self._ask(run, found, read_now)
+        for run, found in regions_of.items():
+            if run.send.src == self.rank:
+                self._send(run, found)
+
+    def _cut(self, regions: list[tuple[int, Region]]) -> Iterator[tuple[int, Region]]:
+        """Yield how far into its run each piece begins, and where it is, in elements."""
+        for offset, whole in regions:
+            for region in whole.pieces(self.most):
+                yield offset + region.begin - whole.begin, region
 
     def _confirm(self, number: int, confirmed: list[tuple[int, int]]) -> None:
         """Confirm what has to be of this round, and wait for the confirmations that this rank needs."""
@@ -184,11 +199,10 @@ class Streaming(_Carrier):
         for work in works:
             work.wait()
 
-    def _ask(self, run: _Run, read_now: list[Region]) -> None:
+    def _ask(self, run: _Run, regions: list[tuple[int, Region]], read_now: list[Region]) -> None:
         """Post the receives of a run: where it belongs, unless it is added or this round still reads there."""
-        regions = self.memory.regions(run.send)
-        aside = run.send.add or any(one.meets(region) for one in regions for region in read_now)
-        for offset, region in self._pieces(run.send, self.most):
+        aside = run.send.add or any(one.meets(region) for _, one in regions for region in read_now)
+        for offset, region in self._cut(regions):
             if aside:
                 landing = self._take(region.end - region.begin)
             else:
@@ -200,9 +214,9 @@ class Streaming(_Carrier):
             assert work is not None, "this rank is in the group"
             self._arriving.append(_Arriving(run, offset, region, work, landing))
 
-    def _send(self, run: _Run) -> None:
+    def _send(self, run: _Run, regions: list[tuple[int, Region]]) -> None:
         """Start a run's sends, each piece as soon as it is complete."""
-        for offset, region in self._pieces(run.send, self.most):
+        for offset, region in self._cut(regions):
             self._settle(region, before=run.number)
             data = self.memory.view(region)
             self._note(self.log.sent, run, offset, data)

@@ -83,6 +83,23 @@ class Memory:
             runs = [self._apart(chunk) for chunk in send.range]
         return [region for region in runs if region.end > region.begin]
 
+    def slices(self, send: Send, number: int, count: int) -> list[tuple[int, Region]]:
+        """Return one of `count` slices of every chunk of a run: how far into the run it begins, and where it is."""
+        if count == 1:
+            wholes = self.regions(send)
+        else:
+            wholes = [
+                region for chunk in send.range for region in self.regions(Send(send.src, send.dst, chunk))
+            ]
+        found, before = [], 0
+        for whole in wholes:
+            numel = whole.end - whole.begin
+            begin, end = numel * number // count, numel * (number + 1) // count
+            if end > begin:
+                found.append((before + begin, Region(whole.place, whole.begin + begin, whole.begin + end)))
+            before += numel
+        return found
+
     def nbytes(self) -> list[int]:
         """Return the size of every chunk in bytes."""
         size = self.tensors[0].element_size()
