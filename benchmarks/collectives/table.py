@@ -1,4 +1,4 @@
-"""Write what was measured into the tables of README.md.
+"""Write what was measured into the tables of README.md and docs/collectives.md.
 
     python benchmarks/collectives/table.py
 
@@ -22,6 +22,7 @@ from paceline.report.markdown import fill, table
 from paceline.units import format_size
 
 HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs" / "collectives.md"
 MB = 1_000_000
 LEAST_NBYTES = MB  # numbers of ranks never measured are asked for from here on
 
@@ -34,7 +35,8 @@ def main() -> None:
     for name, block in blocks.items():
         text = fill(text, name, block())
     readme.write_text(text, encoding="utf-8")
-    print(readme)
+    DOCS.write_text(fill(DOCS.read_text(encoding="utf-8"), "model", model()), encoding="utf-8")
+    print(readme, DOCS, sep="\n")
 
 
 def times() -> str:
