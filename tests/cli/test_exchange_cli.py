@@ -162,7 +162,7 @@ def test_started_by_itself_it_shows_a_table_and_writes_it_down(tmp_path):
     options = ["--ranks", "3", "--ints", "3e5", "--rounds", "2", "--work", "20ms", "--json", str(told)]
     ended = mpi_worlds.run([*PACELINE, "exchange", "ring", *options])
     assert ended.code == 0, ended
-    assert "ring, 3 ranks, 1.14 MiB each, 2 rounds" in ended.out
+    assert "ring, 3 ranks, 1.2 MB each, 2 rounds" in ended.out
     assert "6/6" in ended.err
     result = json.loads(told.read_text())
     assert (result["kind"], result["schema"], result["rounds"]) == ("exchange", 1, 2)

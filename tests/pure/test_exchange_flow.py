@@ -134,6 +134,72 @@ def test_every_fault_is_found_named_and_ends_in_nothing_delivered(fault):
         assert place == message
 
 
+class Held:
+    """A payload that stays under way until it is let go."""
+
+    held = True
+
+    def Test(self):
+        return not Held.held
+
+
+class SlowCarrier(Carrier):
+    """Payloads take long; nothing else does, and what has come is seen at once."""
+
+    def probe(self, source, tag=None):
+        queue = self.wire.between(source, self.rank)
+        if not queue:
+            return None
+        came, buffer = queue.popleft()
+
+        def receive(place):
+            memoryview(place)[:] = buffer
+            self.asked.append((came, isinstance(place, memoryview)))
+            return Held() if came == Tag.PAYLOAD else Flight(0)
+
+        return Arrival(came, memoryview(buffer).nbytes, receive)
+
+
+def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(monkeypatch):
+    monkeypatch.setattr(Held, "held", True)
+    wire, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
+    receiver = SlowCarrier(wire, 0, 2)
+    receiver.asked = []
+    out = Outgoing(Carrier(wire, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
+    into = Incoming(receiver, Inbox("run", 0, [1]), 1, 0, memoryview(place), 64)
+    for _ in range(10):
+        out.advance()
+        into.advance()
+    head, payload, tail = (Tag.HEAD, False), (Tag.PAYLOAD, True), (Tag.TAIL, False)
+    assert receiver.asked[:6] == [head, payload, tail, head, payload, tail]
+    assert len(receiver.asked) == 7  # the first head has been taken, which leaves room for one more
+    monkeypatch.setattr(Held, "held", False)
+    while not into.done:
+        out.advance()
+        into.advance()
+    assert into.whole
+    assert place == message
+    assert [one for one in receiver.asked if one[0] == Tag.PAYLOAD] == [payload] * 3  # none came aside
+    wire.between(1, 0).append((Tag.HEAD, b"of the next round"))
+    into.advance()
+    assert len(wire.between(1, 0)) == 1
+
+
+def test_a_close_is_the_last_that_is_asked_for_in_a_round():
+    wire = Wire(random.Random(1))
+    receiver = SlowCarrier(wire, 0, 2)
+    receiver.asked = []
+    for round, message in enumerate((b"first", b"second")):
+        out = Outgoing(Carrier(wire, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
+        while not out.done:
+            out.advance()
+    into = Incoming(receiver, Inbox("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
+    for _ in range(10):
+        into.advance()
+    assert [tag for tag, _ in receiver.asked] == [Tag.HEAD, Tag.PAYLOAD, Tag.TAIL, Tag.CLOSE]
+    assert len(wire.between(1, 0)) == 4
+
+
 def test_a_sender_that_stops_is_named_with_the_frame_that_is_missing():
     with pytest.raises(MissingEnvelope, match="rank 1 did not send frame 5 of 10") as caught:
         Pair(1, 640).exchange(bytes(640), "stall")

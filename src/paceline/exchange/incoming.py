@@ -5,11 +5,18 @@
     expecting a tail     → is it this envelope's own? then it counts         → expecting a head
     a close ends it, whatever came before: what has not come by then is missing
 
-What belongs to an envelope that is refused is received aside and forgotten. An envelope's three messages come one
-behind the other, so a message of another kind than the expected one means that the expected one was not sent.
+An envelope's three messages come one behind the other, so a message of another kind than the expected one means that
+the expected one was not sent. What belongs to an envelope that is refused is forgotten.
+
+[Note: ahead] On a wire a large message is sent when its receiver has said where to, and that word may have to queue
+behind what goes the other way. So the next messages are asked for while one is still coming; they are taken in the
+order in which they were sent. A payload that is asked for ahead goes to the place that its head tells, if that is a
+place for a frame and nothing else was sent there before; else it comes aside, and into its place when it is right.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from paceline.errors import (
     DamagedEnvelope,
@@ -28,6 +35,8 @@ from paceline.exchange.inbox import Inbox
 __all__ = ["Incoming"]
 
 _CHECKSUM_NBYTES = 8
+_MOST_FLIGHTS = 6  # two envelopes of three messages
+_MOST_STEPS = 2 * _MOST_FLIGHTS  # of one look
 _MOST_PROBLEMS = 50
 
 
@@ -62,7 +71,8 @@ class Incoming:
         self._last, self._disorder = self._first - 1, ""
         self._expected, self._header, self._seal = Tag.HEAD, None, b""
         self._skipping = False
-        self._flight: tuple[Flight, Tag, bytearray | memoryview] | None = None
+        self._coming: deque[tuple[Flight, Tag, bytearray | memoryview]] = deque()
+        self._placed: set[int] = set()  # frames whose place was given to a payload
         self.source, self.done = source, False
         self.problems: list[EnvelopeError] = []
         self.checksum = self.told_checksum = 0
@@ -82,32 +92,61 @@ class Incoming:
 
     def advance(self) -> bool:
         """Do what can be done without waiting; return whether anything was."""
-        if self.done:
+        steps = 0
+        while steps < _MOST_STEPS and (self._take_next() or self._ask_for_next()):
+            steps += 1
+        return steps > 0
+
+    # What comes.
+
+    def _ask_for_next(self) -> bool:
+        """Receive the next message, if there is one and it is not too early for it, see [Note: ahead]."""
+        closing = any(tag == Tag.CLOSE for _, tag, _ in self._coming)  # what follows is of the next round
+        if self.done or closing or len(self._coming) == _MOST_FLIGHTS:
             return False
-        if self._flight is None:
-            arrival = self._carrier.probe(self.source)
-            if arrival is None:
-                return False
-            buffer = self._buffer_for(arrival)
-            self._flight = arrival.receive(buffer), Tag(arrival.tag), buffer
-        flight, tag, buffer = self._flight
-        if not flight.Test():
+        arrival = self._carrier.probe(self.source)
+        if arrival is None:
             return False
-        self._flight = None
+        buffer = self._buffer_for(arrival)
+        self._coming.append((arrival.receive(buffer), Tag(arrival.tag), buffer))
+        return True
+
+    def _take_next(self) -> bool:
+        """Take in what was asked for first, if it is all there."""
+        if not self._coming or not self._coming[0][0].Test():
+            return False
+        _, tag, buffer = self._coming.popleft()
         try:
             self._take(tag, buffer)
         except EnvelopeError as error:
             self._note(self._inbox.refuse(error))
         return True
 
-    # What comes.
-
     def _buffer_for(self, arrival: Arrival) -> bytearray | memoryview:
         """Return where to receive: in place if this is the payload that was announced, else aside."""
-        header = self._header
-        if arrival.tag == Tag.PAYLOAD == self._expected and header and arrival.nbytes == header.nbytes:
-            return self._place[header.offset : header.offset + header.nbytes]
-        return bytearray(arrival.nbytes)
+        header = self._announced() if arrival.tag == Tag.PAYLOAD else None
+        if header is None or arrival.nbytes != header.nbytes or header.frame in self._placed:
+            return bytearray(arrival.nbytes)
+        self._placed.add(header.frame)
+        return self._place_of(header)
+
+    def _announced(self) -> Header | None:
+        """Return the header of the payload that comes next, if it is here and right so far."""
+        if not self._coming:
+            return self._header if self._expected == Tag.PAYLOAD else None
+        flight, tag, buffer = self._coming[-1]
+        if tag != Tag.HEAD or not flight.Test():
+            return None
+        try:
+            header, _ = decode_head(buffer)
+            self._inbox.check(header, carried_from=self.source)
+            self._check_place(header)
+        except EnvelopeError:
+            return None  # it is said when this head is taken
+        return header
+
+    def _place_of(self, header: Header) -> memoryview:
+        return self._place[header.offset : header.offset + header.nbytes]
 
     def _take(self, tag: Tag, buffer: bytearray | memoryview) -> None:
         if self._skipping and tag in (Tag.PAYLOAD, Tag.TAIL):
@@ -187,6 +226,8 @@ class Incoming:
         except EnvelopeError:
             self._lose(header)
             raise
+        if isinstance(buffer, bytearray):
+            self._place_of(header)[:] = buffer
         self._expected = Tag.TAIL
 
     def _take_tail(self, header: Header, buffer: bytearray | memoryview) -> None:
