@@ -7,7 +7,8 @@ import time
 
 __all__ = ["Idle"]
 
-_YIELDS, _NAP_SECONDS, _LONGEST_NAP_SECONDS = 50, 50e-6, 1e-3
+_YIELDS, _NAP_SECONDS = 50, 50e-6
+_LONGEST_NAP_SECONDS = 200e-6  # MPI moves bytes when it is asked, some at a time: longer naps leave links idle
 
 
 class Idle:
