@@ -8,7 +8,7 @@ import time
 __all__ = ["Idle"]
 
 _YIELDS, _NAP_SECONDS = 50, 50e-6
-_LONGEST_NAP_SECONDS = 200e-6  # MPI moves bytes when it is asked, some at a time: longer naps leave links idle
+_LONGEST_NAP_SECONDS = 200e-6  # MPI moves some bytes whenever it is asked: longer naps leave links idle
 
 
 class Idle:
