@@ -1,6 +1,6 @@
 # Two commands do everything on a machine with Python 3.11, pip and make:
 #   make train    install into .venv, train the reference model on two processes, show the result
-#   make test     install into .venv, run all tests
+#   make test     install into .venv, run all tests: two files at a time, then those that measure links
 PYTHON ?= python3
 VENV   ?= .venv
 STEPS  ?= 600
@@ -27,7 +27,8 @@ train: $(VENV)/.run
 	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --ignore tests/netlab
+	$(VENV)/bin/python -m pytest -q tests/netlab
 
 test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/pure tests/cli

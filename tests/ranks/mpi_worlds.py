@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 import paceline
+from paceline.launch.mpi import mpich_settings
 from paceline.machine.mpiexec import find_mpiexec
 
 SOURCE = str(Path(paceline.__file__).parents[1])
@@ -43,7 +44,8 @@ class Ended:
 def environment(**variables):
     """Return variables for a world of its own."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    return env | {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | variables
+    own = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return env | own | mpich_settings(crowded=True) | variables
 
 
 def mpi_world(ranks, *program, timeout=60, env=None):
