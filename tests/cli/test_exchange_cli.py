@@ -52,6 +52,13 @@ def never_started(monkeypatch):
     monkeypatch.setattr(starting, "need_mpi", lambda: "mpiexec")
 
 
+def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
+    code, said = paceline("rng")
+    assert code == 2
+    assert "unknown shape of exchange 'rng'; valid: ring, all-to-all" in said
+    assert "did you mean 'ring'?" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

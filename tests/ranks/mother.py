@@ -9,7 +9,6 @@ What it forked ends with it, and it ends with the process that made it.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -21,6 +20,8 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from warm import die_with, start_warm
 
 __all__ = ["Mother"]
 
@@ -59,24 +60,11 @@ class Mother:
 
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            env=env,
-            stdin=subprocess.DEVNULL,
-        )
+        self._process = start_warm(__file__, theirs.fileno())
         theirs.close()
 
 
 # In the process itself.
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when `parent` is no more (prctl PR_SET_PDEATHSIG = 1)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _serve(requests: socket.socket) -> None:
@@ -109,7 +97,7 @@ def _be_rank(mother: int, descriptor: int, stacks: str) -> None:
 
     code = 1
     try:
-        _die_with(mother)
+        die_with(mother)
         with open(stacks, "w") as file:
             faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
             serve(Connection(descriptor))
@@ -130,7 +118,7 @@ def _code(codes: dict[int, int], pid: int, wait: bool) -> int | None:
 def main() -> None:
     """Import what ranks need, then fork them."""
     descriptor, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with(parent)
     import torch
 
     import paceline.backends.create  # noqa: F401 — so that children need not

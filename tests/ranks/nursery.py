@@ -17,7 +17,6 @@ running is killed at its end; the warm process itself dies with pytest.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import shutil
@@ -30,6 +29,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
+
+from warm import die_with, start_warm
 
 __all__ = ["Child", "Nursery", "SceneError"]
 
@@ -64,13 +65,7 @@ class Nursery:
     def _start(self) -> Connection:
         if self._process is None or self._process.poll() is not None or self._pipe is None:
             self._pipe, theirs = Pipe()
-            env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                env=env,
-                stdin=subprocess.DEVNULL,
-            )
+            self._process = start_warm(__file__, theirs.fileno())
             theirs.close()
             self._pipe.poll(120)
             self._pipe.recv_bytes()
@@ -96,7 +91,7 @@ class Child:
         parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _die_with(parent)
+            die_with(parent)
             raise _Begin(work, theirs, args)
         theirs.close()
 
@@ -137,12 +132,6 @@ class _Begin(BaseException):
     """In a child that was just forked: leave all that the parent was in the middle of."""
 
 
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _play(scene: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
     children: list[Child] = []
 
@@ -179,7 +168,7 @@ def _serve(pipe: Connection) -> None:
 def main() -> None:
     """Play scenes until the other end of the pipe is closed; in a child, be a rank."""
     fd, parent = map(int, sys.argv[1:])
-    _die_with(parent)
+    die_with(parent)
     pipe = Connection(fd)
     try:
         _serve(pipe)

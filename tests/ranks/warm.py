@@ -1,0 +1,30 @@
+"""Starting a process that is to stay warm and fork others, and having it end with the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+
+__all__ = ["die_with", "start_warm"]
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def start_warm(script: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a script that serves at `descriptor`, one thread for its sums; both it and our pid are its arguments."""
+    return subprocess.Popen(
+        [sys.executable, script, str(descriptor), str(os.getpid())],
+        pass_fds=[descriptor],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when `parent` is no more."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
