@@ -73,7 +73,7 @@ def test_output_and_exit_codes_are_told_apart(lab):
     results = lab.run(command, check=False)
     assert [result.code for result in results] == [0, 3, -signal.SIGSEGV]
     assert {(result.stdout, result.stderr) for result in results} == {("out\n", "err\n")}
-    assert all(0 < result.seconds < 30 for result in results)
+    assert all(result.seconds > 0 for result in results)
 
 
 def test_much_output_blocks_nobody(lab):

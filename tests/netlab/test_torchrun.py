@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -160,11 +159,9 @@ def test_ctrl_c_leaves_cleanly(tmp_path):
     seen = ""
     while seen.count("ready\n") < 2:
         seen += process.stdout.readline()
-    started = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out.count("tidy") == 2
     assert "Traceback" not in err
     assert re.search(r"^host1 +unlimited", out, re.MULTILINE)
-    assert time.monotonic() - started < 20

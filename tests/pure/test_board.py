@@ -40,7 +40,7 @@ def meet(board, patience=0.0):
         until = time.monotonic() + patience
         while not board.all_here():
             if time.monotonic() >= until:
-                board.sleep(10.0)
+                board.sleep(600.0)  # a wake that is missed is a test that times out
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -59,9 +59,7 @@ def test_nobody_passes_a_meeting_before_all_are_there(size, patience):
                 return False
         return True
 
-    began = time.monotonic()
     assert [ended(pid, 60) for pid in [start(lambda b=board: run(b)) for board in every]] == [0] * size
-    assert time.monotonic() - began < 9, "a missed wake costs ten seconds"
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -183,23 +181,21 @@ def test_a_meeting_that_somebody_gave_up_is_known_to_whoever_comes_late():
     assert third.given_up()
 
 
-def test_a_sleeper_hears_of_a_failure_at_once():
+def test_a_sleeper_hears_of_a_failure():
     first, second = boards(2)
     heard = []
 
     def sleep():
         first.arrive()
-        began = time.monotonic()
-        first.sleep(10.0)
-        heard.append((time.monotonic() - began, first.failure()))
+        first.sleep(600.0)
+        heard.append(first.failure())
 
-    thread = threading.Thread(target=sleep)
+    thread = threading.Thread(target=sleep, daemon=True)
     thread.start()
     time.sleep(0.1)
     second.fail(LOST)
-    thread.join(5)
-    assert heard[0][1] == LOST
-    assert heard[0][0] < 2
+    thread.join(60)
+    assert heard == [LOST]
 
 
 def test_readers_never_see_half_a_failure():

@@ -47,13 +47,11 @@ def test_the_end_is_told_after_its_parent_collected_it(how):
 
 
 def test_a_process_that_lives_on_is_not_waited_for():
-    began = time.monotonic()
     pidfd = os.pidfd_open(os.getpid())
     assert not has_ended(pidfd)
     assert exit_of(pidfd, os.getpid()) == Exit(None)
     assert not has_ended(-1)
     os.close(pidfd)
-    assert time.monotonic() - began < 1.5
 
 
 def test_descriptors_beyond_1024_do():

