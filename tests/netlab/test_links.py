@@ -59,13 +59,13 @@ def test_the_rate_changes_at_run_time(lab, wire):
     for host in (0, 1):
         lab.rate(host, None)
     assert lab.rates[1] is None
-    assert wire.measure(0, 1, 50_000_000) > 2 * 50e6
+    assert wire.measure(0, 1, 50_000_000) > 300e6
 
 
 def test_without_a_rate_links_are_as_fast_as_the_machine():
     with Lab(hosts=2) as lab:
         assert lab.rates == [None, None]
-        assert Wire(lab).measure(0, 1, 50_000_000) > 100e6  # no rate was ever so high here
+        assert Wire(lab).measure(0, 1, 50_000_000) > 300e6
 
 
 def test_a_short_message_is_not_faster_than_the_link(lab, wire):
