@@ -2,9 +2,11 @@
 
     PacelineError
     ├── UsageError            an argument or option is wrong: nothing was started yet
-    │   └── MismatchError     ranks disagree about something that must be the same on all
+    │   ├── MismatchError     ranks disagree about something that must be the same on all
+    │   └── UnevenData        ranks have unequal numbers of batches, and that was not to be
     ├── WorldError            the environment describes no consistent world of ranks
     │   └── MissingRanks      a world did not complete in time: names who is missing
+    ├── DataError             a dataset raised, or did not hold what it said: names rank and batch
     ├── SyncError             gradients can't be synchronised as asked
     │   ├── UnsyncedGradients optimizer.step() would have used gradients of one rank only
     │   └── BackwardFailed    another rank raised during this backward
@@ -35,6 +37,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeout",
     "DamagedEnvelope",
+    "DataError",
     "EnvelopeError",
     "ForeignEnvelope",
     "HostFailed",
@@ -48,6 +51,7 @@ __all__ = [
     "RepeatedEnvelope",
     "SyncError",
     "TruncatedEnvelope",
+    "UnevenData",
     "UnsyncedGradients",
     "UsageError",
     "WorldError",
@@ -85,12 +89,20 @@ class MismatchError(UsageError):
     """Ranks disagree about something that must be the same on all of them."""
 
 
+class UnevenData(UsageError):
+    """Ranks have unequal numbers of batches, and the policy is to refuse that."""
+
+
 class WorldError(PacelineError, RuntimeError):
     """The environment describes no consistent world of ranks."""
 
 
 class MissingRanks(WorldError, TimeoutError):
     """A world did not complete in time; the message names the ranks that never came."""
+
+
+class DataError(PacelineError, RuntimeError):
+    """A dataset raised, or did not hold what it said; the message names the rank and the batch."""
 
 
 class SyncError(PacelineError, RuntimeError):

@@ -1,0 +1,134 @@
+"""A shuffle that is computed, not listed: a keyed bijection of ``range(size)``, for any size.
+
+A number is split into a row and a column of a table with √size columns. In turn the row is moved on by a
+mixture of the column, and the column by one of the row: a Feistel network over whole numbers. The table is at
+most one row larger than `size`; a number that lands outside is sent through again until it lands inside
+("cycle walking"), which is again a bijection. Source: Black and Rogaway, "Ciphers with arbitrary finite
+domains", CT-RSA 2002. Everything is integer arithmetic modulo 2^64: the same on every platform.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+
+__all__ = ["LARGEST", "Shuffle", "key_of", "mixed"]
+
+Numbers = NDArray[np.int64]
+
+LARGEST = 1 << 60
+"""Most elements that a shuffle permutes."""
+
+ROUNDS = 8
+
+
+def mixed(numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return 64 mixed bits for each of `numbers` under `key`: the finaliser of SplitMix64.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    z = numbers + np.uint64(key & (2**64 - 1))
+    z *= np.uint64(0x9E3779B97F4A7C15)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(0xBF58476D1CE4E5B9)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def key_of(*parts: int) -> int:
+    """Return a 64-bit key that depends on all `parts`, in their order."""
+    key = 0
+    for part in parts:
+        key = int(mixed(np.array([part & (2**64 - 1)], np.uint64), key ^ 0x5851F42D4C957F2D)[0])
+    return key
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """A permutation of ``range(size)`` that takes no memory.
+
+    Attributes:
+        size: number of elements, 0 … 2^60.
+        key: two keys give two unrelated permutations.
+
+    Raises:
+        UsageError: a size out of range.
+
+    Example:
+        >>> shuffle = Shuffle(10**12, key=7)
+        >>> int(shuffle.inverse(shuffle(np.array([123456789])))[0])
+        123456789
+    """
+
+    size: int
+    key: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.size <= LARGEST:
+            raise UsageError(f"can't shuffle {self.size} elements", remedy=f"0 to {LARGEST} are possible")
+
+    def __call__(self, places: Numbers) -> Numbers:
+        """Return what stands at `places` of the shuffled row, each in ``range(size)``."""
+        return self._walk(places, self._there)
+
+    def inverse(self, elements: Numbers) -> Numbers:
+        """Return at which place each of `elements` stands."""
+        return self._walk(elements, self._back)
+
+    @cached_property
+    def _table(self) -> tuple[np.uint64, np.uint64]:
+        """(rows, columns): both below 2^31, and one row less would be too small."""
+        columns = math.isqrt(max(self.size, 1) - 1) + 1
+        return np.uint64(-(-self.size // columns)), np.uint64(columns)
+
+    @cached_property
+    def _keys(self) -> list[int]:
+        return [key_of(self.key, number) for number in range(ROUNDS)]
+
+    def _walk(self, numbers: Numbers, once: Callable[[NDArray[np.uint64]], NDArray[np.uint64]]) -> Numbers:
+        found = once(numbers.astype(np.uint64))
+        outside = np.flatnonzero(found >= self.size)
+        while len(outside):
+            again = once(found[outside])
+            found[outside] = again
+            outside = outside[again >= self.size]
+        return found.astype(np.int64)
+
+    def _there(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        rows, columns = self._table
+        row, column = np.divmod(numbers, columns)
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                column = _wrapped(column + _below(columns, row, key), columns)
+            else:
+                row = _wrapped(row + _below(rows, column, key), rows)
+        return row * columns + column
+
+    def _back(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        rows, columns = self._table
+        row, column = np.divmod(numbers, columns)
+        for number, key in reversed(list(enumerate(self._keys))):
+            if number % 2:
+                column = _wrapped(column + columns - _below(columns, row, key), columns)
+            else:
+                row = _wrapped(row + rows - _below(rows, column, key), rows)
+        return row * columns + column
+
+
+def _below(limit: np.uint64, numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return a mixture of each of `numbers` in ``range(limit)``; `limit` is below 2^31."""
+    return (mixed(numbers, key) >> np.uint64(33)) * limit >> np.uint64(31)
+
+
+def _wrapped(numbers: NDArray[np.uint64], limit: np.uint64) -> NDArray[np.uint64]:
+    """Return `numbers`, each below twice the `limit`, modulo it: below 0 they would be very large."""
+    return np.minimum(numbers, numbers - limit)
