@@ -19,11 +19,14 @@ from paceline.sync.full_shard import FullShard
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.reducer import Reducer
-from paceline.sync.replica import broadcast_tensors, describe, verify_same
+from paceline.sync.replica import broadcast_tensors, describe
 from paceline.sync.timings import SyncTimings
 from paceline.sync.wire import Wire
+from paceline.world.agree import verify_same
 
 __all__ = ["DataParallel"]
+
+_SAME_MODEL = "build the same model, in the same order and with the same options, on every rank"
 
 
 class DataParallel(torch.nn.Module):
@@ -67,7 +70,8 @@ class DataParallel(torch.nn.Module):
         self.plan = Sync.of(sync)
         _refuse_unfit(module)
         wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
-        verify_same(wire, describe(module, f"{self.plan}, reduce dtype {reduce_dtype}"), "the model")
+        facts = describe(module, f"{self.plan}, reduce dtype {reduce_dtype}")
+        verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module
         self.wire = wire

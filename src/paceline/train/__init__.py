@@ -4,7 +4,6 @@ settings.py     what was asked for; every bad value is refused here, before anyt
 folder.py       the run folder: what is in it, and when it may be written
 start.py        start the ranks, or take part where a launcher started this process
 worker.py       the program that each rank runs
-agree.py        what ranks tell one another outside of gradients
 job.py          what a rank holds: data, model, optimizer
 loop.py         the loop
 schedule.py     learning rate by step

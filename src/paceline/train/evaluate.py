@@ -7,8 +7,8 @@ from torch import nn
 
 from paceline.lm.batches import HeldOut
 from paceline.lm.model import loss
-from paceline.train.agree import sum_over_ranks
 from paceline.world import World
+from paceline.world.agree import sum_over_ranks
 
 __all__ = ["held_out_loss"]
 
@@ -25,5 +25,5 @@ def held_out_loss(model: nn.Module, held_out: HeldOut, world: World) -> float:
         value = loss(model(inputs), targets)  # also where nothing counts: forward may hold collectives
         if samples:
             total += torch.tensor([value.item() * samples, samples], dtype=torch.float64)
-    summed, count = sum_over_ranks(total, world).tolist()
+    summed, count = sum_over_ranks(total).tolist()
     return summed / count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,12 +15,12 @@ from paceline.lm.sizes import Size
 from paceline.sync.engine import DataParallel
 from paceline.sync.shard import ShardedOptimizer
 from paceline.train import state
-from paceline.train.agree import check_same
 from paceline.train.evaluate import held_out_loss
 from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
 from paceline.train.snapshot import to_resume
 from paceline.world import World
+from paceline.world.agree import verify_same
 
 __all__ = ["Job", "build"]
 
@@ -86,7 +85,7 @@ def build(settings: Settings, world: World) -> Job:
     corpus = corpora.load(settings.data)
     size = settings.model_size(settings.vocabulary or corpus.vocabulary)
     corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=world.size)
-    check_same({"settings": _number_of(settings), "data": corpus.fingerprint}, world)
+    verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
     found = to_resume(settings, size, corpus)
 
     torch.manual_seed(settings.seed)
@@ -123,6 +122,7 @@ def _options(settings: Settings) -> dict[str, Any]:
     return {"lr": settings.lr, "betas": (0.9, 0.95), "weight_decay": settings.weight_decay, "fused": True}
 
 
-def _number_of(settings: Settings) -> int:
-    """Return a number that differs where settings do, but for the folder: nodes may see it under other paths."""
-    return zlib.crc32(replace(settings, out="run").to_json().encode())
+def _facts(settings: Settings, corpus: Corpus) -> list[str]:
+    """Return what must be the same on all ranks; nodes may see the run folder under other paths."""
+    told = asdict(replace(settings, out="run"))
+    return [*(f"{name}={value!r}" for name, value in told.items()), f"data of number {corpus.fingerprint}"]

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from paceline import trace
 from paceline.errors import PacelineError
 from paceline.lm.model import loss as loss_of
-from paceline.train.agree import sum_over_ranks
 from paceline.train.job import Job
 from paceline.train.progress import Progress
 from paceline.train.schedule import cosine
+from paceline.world.agree import sum_over_ranks
 
 __all__ = ["train"]
 
@@ -130,7 +130,7 @@ def _measured(job: Job, taken: Taken) -> dict[str, Any]:
         PacelineError: the loss is no longer a number.
     """
     mine = torch.stack((taken.loss_sum.double(), torch.tensor(taken.samples).to(taken.loss_sum)))
-    loss_sum, samples = sum_over_ranks(mine, job.world).tolist()
+    loss_sum, samples = sum_over_ranks(mine).tolist()
     loss = loss_sum / samples
     if not math.isfinite(loss):
         raise _diverged(job, f"the loss is {loss}")
@@ -149,7 +149,7 @@ def _refuse_diverged(job: Job) -> None:
     """Raise on every rank if some rank holds a parameter that is not finite: that is no state to keep."""
     held = [param.to_local() if isinstance(param, DTensor) else param for param in job.model.parameters()]
     broken = sum(not torch.isfinite(param).all() for param in held)
-    if sum_over_ranks(torch.tensor([float(broken)]), job.world).item():
+    if sum_over_ranks(torch.tensor([float(broken)])).item():
         raise _diverged(job, "parameters are no longer finite, so no checkpoint is written")
 
 

@@ -24,11 +24,11 @@ from paceline.durable import flush
 from paceline.errors import PacelineError, UsageError
 from paceline.sync.engine import DataParallel
 from paceline.sync.shard import ShardedOptimizer
-from paceline.train.agree import barrier
 from paceline.train.pieces import StatePiece, load_pieces, pieces_of
 from paceline.train.snapshot import FORMAT, Snapshot, optimizer_file
 from paceline.train.tensor_file import read_tensors, write_tensors
 from paceline.world import World
+from paceline.world.agree import barrier
 
 __all__ = ["load_model", "load_optimizer", "save"]
 
@@ -60,12 +60,12 @@ def save(
         if world.rank == 0:
             shutil.rmtree(growing, ignore_errors=True)
             growing.mkdir(parents=True)
-        barrier(world)
+        barrier()
         weights = _whole_weights(model.module, keep=world.rank == 0)
         if world.rank == 0:
             write_tensors(growing / "model.safetensors", weights)
         _write_pieces(optimizer_file(growing, world.rank), pieces_of(model, optimizer, world.rank))
-        barrier(world)
+        barrier()
         if world.rank == 0:
             _complete(growing, final, world, {"format": FORMAT, "step": step, **facts})
     except OSError as error:

@@ -18,7 +18,6 @@ from paceline import __version__, trace
 from paceline.errors import PacelineError, UsageError
 from paceline.lm.model import GPT
 from paceline.machine import machine
-from paceline.train.agree import sum_over_ranks
 from paceline.train.folder import RunFolder
 from paceline.train.job import Job, build
 from paceline.train.loop import train
@@ -26,6 +25,7 @@ from paceline.train.progress import Progress
 from paceline.train.settings import Settings
 from paceline.units import format_bytes, format_count, format_seconds
 from paceline.world import World, init, shutdown
+from paceline.world.agree import sum_over_ranks
 
 __all__ = ["main", "take_part"]
 
@@ -107,7 +107,7 @@ def _prepare(folder: RunFolder, settings: Settings, command: Mapping[str, str], 
             folder.describe(settings, command)
         except UsageError as refused:
             error = refused
-    refusals = sum_over_ranks(torch.tensor([float(error is not None)]), world)
+    refusals = sum_over_ranks(torch.tensor([float(error is not None)]))
     if error is not None:
         raise error
     if refusals.item():

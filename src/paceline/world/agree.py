@@ -1,0 +1,109 @@
+"""What ranks tell one another outside of gradients: what each of them has, that all mean the same, sums.
+
+Everything here is a collective: all ranks of the group call it, in the same order. A group is a process group
+of torch, or None for all ranks; without torch.distributed, a world of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from paceline.errors import MismatchError
+
+__all__ = ["barrier", "gather_rows", "place_in", "sum_over_ranks", "verify_same"]
+
+
+def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
+    """Return (rank, ranks) of this process in `group`; (0, 1) where there is none."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Return the sum of `values` over all ranks, where the group communicates; may overwrite `values`."""
+    if place_in(group)[1] == 1:
+        return values
+    values = values.to(_device(group, values))
+    dist.all_reduce(values, group=group)
+    return values
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Return once every rank has called this."""
+    sum_over_ranks(torch.zeros(1), group).cpu()
+
+
+def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's `row`, which has the same shape and dtype on all ranks, on the CPU."""
+    ranks = place_in(group)[1]
+    if ranks == 1:
+        return [row.cpu()]
+    row = row.to(_device(group, row))
+    rows = [torch.empty_like(row) for _ in range(ranks)]
+    dist.all_gather(rows, row, group=group)
+    return [each.cpu() for each in rows]
+
+
+def verify_same(
+    lines: Sequence[str],
+    subject: str,
+    group: ProcessGroup | None = None,
+    *,
+    remedy: str = "use the same on every rank",
+) -> None:
+    """Check that all ranks hold the same lines; costs one tiny all-gather where they do.
+
+    Args:
+        lines: one fact each, in the same order on all ranks.
+        subject: what they are about, for the message: ``"the model"``.
+        group: the ranks.
+        remedy: what the user can do where they differ.
+
+    Raises:
+        MismatchError: on every rank alike, naming the first line that differs from rank 0's and the ranks.
+    """
+    if place_in(group)[1] == 1:
+        return
+    text = json.dumps(list(lines)).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    facts = gather_rows(torch.tensor([digest, len(text)], dtype=torch.int64), group)
+    digests, lengths = zip(*(row.tolist() for row in facts), strict=True)
+    if len(set(digests)) == 1:
+        return
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = gather_rows(padded, group)
+    told = [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
+    raise _first_difference(told, subject, remedy)
+
+
+def _first_difference(told: Sequence[Sequence[str]], subject: str, remedy: str) -> MismatchError:
+    """Return the error that names the first line on which a rank differs from rank 0."""
+    reference = told[0]
+    differing = [rank for rank, lines in enumerate(told) if lines != reference]
+    rank = differing[0]
+    pairs = itertools.zip_longest(reference, told[rank], fillvalue="nothing more")
+    mine, theirs = next((a, b) for a, b in pairs if a != b)
+    ranks = ", ".join(map(str, differing))
+    return MismatchError(
+        f"{subject} differs between ranks: rank 0 has {mine}; rank {rank} has {theirs}"
+        + (f" (ranks that differ from rank 0: {ranks})" if len(differing) > 1 else ""),
+        rank=rank,
+        remedy=remedy,
+    )
+
+
+def _device(group: ProcessGroup | None, values: Tensor) -> torch.device:
+    """Return where the group wants tensors."""
+    if "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return values.device
