@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline.data.evaluate import evaluate as evaluate
+    from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
     from paceline.sync.engine import DataParallel as DataParallel
     from paceline.sync.plan import Sync as Sync
@@ -28,21 +30,25 @@ __version__ = "0.1.0"
 
 _HOME = {
     "DataParallel": "paceline.sync.engine",
+    "Loader": "paceline.data.loader",
     "PacelineError": "paceline.errors",
     "ShardedOptimizer": "paceline.sync.shard",
     "Sync": "paceline.sync.plan",
     "World": "paceline.world",
+    "evaluate": "paceline.data.evaluate",
     "init": "paceline.world",
     "shutdown": "paceline.world",
 }
 
 __all__ = [
     "DataParallel",
+    "Loader",
     "PacelineError",
     "ShardedOptimizer",
     "Sync",
     "World",
     "__version__",
+    "evaluate",
     "init",
     "shutdown",
 ]

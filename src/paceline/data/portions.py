@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 from paceline.errors import UnevenData, UsageError, unknown
 
-__all__ = ["EXACT", "Policy", "Portions"]
+__all__ = ["EXACT", "Policy", "Portions", "check_cut"]
 
 Policy = Literal["join", "rebalance", "truncate", "pad", "drop", "error"]
 
@@ -53,10 +53,7 @@ class Portions:
     policy: Policy = "join"
 
     def __post_init__(self) -> None:
-        if self.policy not in get_args(Policy):
-            raise unknown("policy for uneven data", self.policy, get_args(Policy))
-        if not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise UsageError(f"batch_size={self.batch_size!r}", remedy="a batch has at least 1 sample")
+        check_cut(self.batch_size, self.policy)
         if not any(self.counts):
             raise UsageError("there are no samples", remedy="pass data with at least one sample")
         if self.policy == "pad" and not all(self.counts):
@@ -150,6 +147,14 @@ class Portions:
     def tell(self) -> str:
         """Return one sentence: what the policy does to these data."""
         return f"{self.steps} step{'s' * (self.steps != 1)} on every rank; " + _SENTENCES[self.policy](self)
+
+
+def check_cut(batch_size: int, policy: str) -> None:
+    """Raise a `UsageError` for an unknown policy, or a batch size below 1."""
+    if policy not in get_args(Policy):
+        raise unknown("policy for uneven data", policy, get_args(Policy))
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UsageError(f"batch_size={batch_size!r}", remedy="a batch has at least 1 sample")
 
 
 def tell(numbers: Sequence[int], most: int = 8) -> str:

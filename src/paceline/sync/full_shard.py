@@ -236,6 +236,11 @@ class FullShard(Reducer):
             )
         super().synchronise(failed)
 
+    @property
+    def sees_waiting(self) -> bool:
+        """Whether the host's clock tells computing from waiting: FSDP2 waits inside forward and backward."""
+        return False
+
     # ------------------------------------------------------------------ conclude
 
     def _used_flags(self) -> list[bool]:

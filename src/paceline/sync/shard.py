@@ -141,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         timings = reducer.timings
         timings.calls += len(flats)
         timings.nbytes += sum(flat.nbytes for flat in flats)
-        timings.exposed_seconds += exposed + seconds
+        reducer.note_waiting(exposed + seconds)
         timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
         reducer.drop()
 

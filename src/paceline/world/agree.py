@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,15 @@ from torch.distributed import ProcessGroup
 
 from paceline.errors import MismatchError
 
-__all__ = ["barrier", "gather_rows", "place_in", "sum_over_ranks", "verify_same"]
+__all__ = [
+    "RowsUnderWay",
+    "barrier",
+    "gather_rows",
+    "gather_rows_ahead",
+    "place_in",
+    "sum_over_ranks",
+    "verify_same",
+]
 
 
 def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
@@ -42,15 +51,33 @@ def barrier(group: ProcessGroup | None = None) -> None:
     sum_over_ranks(torch.zeros(1), group).cpu()
 
 
-def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
-    """Return every rank's `row`, which has the same shape and dtype on all ranks, on the CPU."""
+@dataclass(frozen=True)
+class RowsUnderWay:
+    """Every rank's row, on its way."""
+
+    work: dist.Work | None
+    rows: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """Return the rows, by rank, on the CPU."""
+        if self.work is not None:
+            self.work.wait()
+        return [row.cpu() for row in self.rows]
+
+
+def gather_rows_ahead(row: Tensor, group: ProcessGroup | None = None) -> RowsUnderWay:
+    """Begin to gather every rank's `row`, which has the same shape and dtype on all ranks."""
     ranks = place_in(group)[1]
     if ranks == 1:
-        return [row.cpu()]
+        return RowsUnderWay(None, [row])
     row = row.to(_device(group, row))
     rows = [torch.empty_like(row) for _ in range(ranks)]
-    dist.all_gather(rows, row, group=group)
-    return [each.cpu() for each in rows]
+    return RowsUnderWay(dist.all_gather(rows, row, group=group, async_op=True), rows)
+
+
+def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
+    """Return every rank's `row`, which has the same shape and dtype on all ranks, on the CPU."""
+    return gather_rows_ahead(row, group).wait()
 
 
 def verify_same(

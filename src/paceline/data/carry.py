@@ -1,0 +1,64 @@
+"""Batches that carry ``.samples``: what the user's collate function made, of the type that it made.
+
+A tuple, list or dict becomes an instance of a subclass of its type, so that unpacking, indexing and
+``isinstance`` work as before; on a tensor or another object it is an attribute.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from paceline.errors import UsageError
+
+__all__ = ["with_samples"]
+
+
+def with_samples(batch: Any, samples: int) -> Any:
+    """Return `batch` with the attribute ``samples``.
+
+    A batch that has such an attribute already (its tokens, say) keeps it, unless `samples` is 0.
+
+    Args:
+        batch: what a collate function returned.
+        samples: of this rank; 0: the batch only fills the place of one.
+
+    Raises:
+        UsageError: `batch` can't have an attribute.
+    """
+    if hasattr(batch, "samples"):
+        return _without_samples(batch) if samples == 0 else batch
+    kind = type(batch)
+    if kind in (tuple, list, dict) or hasattr(batch, "_fields"):
+        carried = _carrying(kind)
+        batch = tuple.__new__(carried, batch) if issubclass(kind, tuple) else carried(batch)
+    try:
+        batch.samples = samples
+    except (AttributeError, TypeError) as error:
+        raise UsageError(
+            f"a batch of type {kind.__qualname__} can't carry .samples",
+            remedy="let collate_fn return a tensor, tuple, list, dict, or an object that takes attributes",
+        ) from error
+    return batch
+
+
+def _without_samples(batch: Any) -> Any:
+    if "samples" in getattr(batch, "_fields", ()):
+        return batch._replace(samples=0)
+    batch.samples = 0
+    return batch
+
+
+@lru_cache(maxsize=256)
+def _carrying(kind: type) -> type:
+    """Return a subclass of `kind` whose instances take attributes, under the same name."""
+
+    def reduce(self: Any) -> Any:
+        plain = tuple(self) if issubclass(kind, tuple) else (dict if issubclass(kind, dict) else list)(self)
+        return _restored, (kind, plain, self.samples)
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__reduce__": reduce})
+
+
+def _restored(kind: type, plain: Any, samples: int) -> Any:
+    return with_samples(kind._make(plain) if hasattr(kind, "_make") else kind(plain), samples)

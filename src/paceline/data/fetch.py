@@ -1,0 +1,86 @@
+"""torch's DataLoader, as both kinds of loader use it: options, seeds for workers, errors that say where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.data.shuffle import key_of
+from paceline.errors import DataError
+
+__all__ = ["Fetch", "Fetcher"]
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How samples become batches: options of ``torch.utils.data.DataLoader``, under its names."""
+
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    pin_memory: bool = False
+    timeout: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: Any = None
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+
+
+class Fetcher:
+    """A DataLoader that is run through once an epoch or more often, with workers that may stay.
+
+    Args:
+        dataset: what torch's DataLoader reads.
+        options: its options.
+        rank: this rank; its workers draw other random numbers than those of other ranks.
+        seed: of the loader.
+        more: further arguments for the DataLoader.
+    """
+
+    def __init__(self, dataset: Any, options: Fetch, rank: int, seed: int, **more: Any) -> None:
+        self._rank, self._seed = rank, seed
+        self._generator = torch.Generator()
+        self._loader = DataLoader(dataset, **vars(options), generator=self._generator, **more)
+
+    def run(self, epoch: int, step: int, contents: Callable[[int], str]) -> Iterator[Any]:
+        """Yield batches, the first of which is that of `step`.
+
+        Args:
+            epoch: the present one; with the seed and the rank it decides the workers' random numbers.
+            step: of the first batch.
+            contents: says for a step which samples its batch is of, for the message.
+
+        Raises:
+            DataError: the dataset, the collate function or a worker raised; names rank, epoch, batch, samples.
+        """
+        self._generator.manual_seed(key_of(self._seed, epoch, self._rank, 5) >> 1)
+        batches = None
+        while True:
+            try:
+                if batches is None:
+                    batches = iter(self._loader)
+                batch = next(batches, _NO_MORE)
+            except Exception as error:
+                raise DataError(
+                    f"batch {step} of epoch {epoch} can't be loaded: {_told(error)}{contents(step)}",
+                    rank=self._rank,
+                    remedy="the exception above this one is the cause: mend the dataset or collate_fn",
+                ) from error
+            if batch is _NO_MORE:
+                return
+            yield batch
+            step += 1
+
+
+_NO_MORE = object()
+
+
+def _told(error: Exception) -> str:
+    """Return the exception in one line; a worker's comes as a text that ends with it."""
+    lines = str(error).strip().splitlines()
+    if "Original Traceback" in str(error):
+        return lines[-1]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

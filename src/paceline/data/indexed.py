@@ -1,0 +1,266 @@
+"""Serving a map-style dataset: every rank computes which samples are its own, and fetches those."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils.data import Sampler
+
+from paceline.data.carry import with_samples
+from paceline.data.epoch import Row
+from paceline.data.fetch import Fetch, Fetcher
+from paceline.data.position import Position, Recipe
+from paceline.data.speeds import WORTH_IT, Pace, blended, largest_change, shares_of
+from paceline.errors import UsageError
+from paceline.waiting import waiting
+from paceline.world.agree import gather_rows
+
+__all__ = ["Indexed", "Learning"]
+
+log = logging.getLogger("paceline.data")
+
+CHUNK = 8192
+"""Samples whose numbers are computed at once."""
+
+FILLER = 2
+"""Samples of a batch that only fills a place: one alone is too few for BatchNorm."""
+
+_UNSEEN = (
+    "shares stay as they are: how long ranks wait for one another is known with paceline.DataParallel "
+    "on CPUs only, and not with full-shard"
+)
+
+
+class Numbers(Sampler[list[int]]):
+    """The numbers of the samples of each batch of one rank, from a position to the end of its epoch."""
+
+    def __init__(self, rank: int, position: Position) -> None:
+        self.rank, self.position = rank, position
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, step = self.position.epoch, self.position.step
+        portions, rank = epoch.portions, self.rank
+        filler = list(range(min(FILLER, epoch.row.samples)))
+        at_once = max(1, CHUNK // portions.batch_size)
+        while step < portions.steps:
+            end = min(step + at_once, portions.steps)
+            bounds = [portions.bounds(rank, each) for each in range(step, end)]
+            first = bounds[0][0]
+            numbers = epoch.samples(rank, first, bounds[-1][1]).tolist()
+            for low, high in bounds:
+                yield numbers[low - first : high - first] or filler
+            step = end
+
+
+@dataclass
+class Learning:
+    """Shares that are learnt from the ranks' speeds.
+
+    Attributes:
+        every: steps between two looks at them; None: between epochs.
+        speeds: samples per second of each rank; None: not known.
+    """
+
+    every: int | None = None
+    speeds: list[float] | None = None
+
+
+class Indexed:
+    """The course of one rank through a map-style dataset.
+
+    Args:
+        dataset: with ``__len__`` and ``__getitem__``.
+        row: its samples in the order of the first epoch.
+        recipe: how they are dealt and cut.
+        place: (rank, ranks) of this process.
+        group: the ranks.
+        fetch: how samples become batches.
+        learning: how shares are learnt; None: they are not.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        row: Row,
+        recipe: Recipe,
+        place: tuple[int, int],
+        group: ProcessGroup | None,
+        fetch: Fetch,
+        learning: Learning | None,
+    ) -> None:
+        self.dataset, self.group, self.learning = dataset, group, learning
+        self.rank, self.ranks = place
+        self.recipe = recipe
+        self.position = Position.start(row, recipe)
+        self._pace, self._waits = Pace(), waiting.times
+        self._begun = False  # an iteration from this position has begun
+        self._numbers = Numbers(self.rank, self.position)
+        self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
+
+    # ------------------------------------------------------------------ where it stands
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch."""
+        return self.position.epoch.row.epoch
+
+    @property
+    def steps(self) -> int:
+        """Steps of the epoch, as it is dealt now."""
+        return self.position.epoch.portions.steps
+
+    def tell(self) -> str:
+        """Return what becomes of the data in this epoch."""
+        epoch = self.position.epoch
+        shares = "" if len(set(epoch.dealing.shares.parts)) == 1 else f", shares {epoch.dealing.shares}"
+        return f"{epoch.dealing.samples} samples to {self.ranks} ranks{shares}: {epoch.portions.tell()}"
+
+    @property
+    def harmless(self) -> bool:
+        """Whether every sample is used once, and no rank runs dry."""
+        portions = self.position.epoch.portions
+        return not (portions.dropped or portions.repeated or portions.empty)
+
+    def facts(self) -> list[str]:
+        """Return what must be the same on all ranks before an epoch begins."""
+        recipe, state = self.recipe, self.position.state()
+        return [
+            f"{state['samples']} samples",
+            f"seed={state['seed']}, shuffle={state['shuffle']!r}",
+            f"batch_size={recipe.batch_size}, uneven={recipe.uneven!r}",
+            f"dispatch={recipe.scheme!r}, block={recipe.block}, shares {recipe.shares}",
+            f"learning {self.learning}",
+            f"epoch {state['epoch']}, step {state['step']}",
+            f"position {json.dumps(state)}",
+        ]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`, unless a loaded state stands in it."""
+        if self._begun or epoch != self.epoch:
+            self._start(epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, as plain JSON."""
+        state = self.position.state()
+        if self.learning is not None:
+            state["speeds"] = self.learning.speeds
+        return state
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to the position that `state` tells, dealt to the present ranks.
+
+        Raises:
+            UsageError: it is of another dataset, order or seed, or damaged.
+        """
+        found = Position.of(state)
+        _check_same_row(found.epoch.row, self.position.epoch.row)
+        if self.learning is not None and found.recipe.shares.ranks == self.ranks:
+            speeds = state.get("speeds")
+            self.learning.speeds = list(speeds) if speeds and len(speeds) == self.ranks else None
+            self.recipe = replace(self.recipe, shares=found.recipe.shares)
+        self.position = found.dealt_again(self.recipe) if found.left else found
+        self._begun = False
+
+    def begin(self) -> None:
+        """Be at a place from which batches are served: where nothing is left, or was left lying, the next epoch."""
+        there = len(self.dataset)
+        if there != self.position.epoch.row.samples:
+            raise UsageError(
+                f"the dataset had {self.position.epoch.row.samples} samples, and now has {there}",
+                rank=self.rank,
+                remedy="make a new Loader for a dataset of another length",
+            )
+        if self._begun or not self.position.left:
+            self._start(self.epoch + 1)
+        self._begun = True
+
+    def _start(self, epoch: int) -> None:
+        row = replace(self.position.epoch.row, epoch=epoch)
+        self.position = Position.start(row, self.recipe)
+        self._begun = False
+
+    # ------------------------------------------------------------------ batches
+
+    def batches(self) -> Iterator[Any]:
+        """Yield what is left of the epoch."""
+        self._learn()
+        while self.position.left:
+            yield from self._until_dealt_again()
+
+    def _until_dealt_again(self) -> Iterator[Any]:
+        epoch, first = self.position.epoch, self.position.step
+        self._numbers.position = self.position
+        every = self.learning.every if self.learning is not None else None
+        fetched = self._fetcher.run(epoch.row.epoch, first, self._contents)
+        for step in range(first, epoch.portions.steps):
+            started, waited = time.perf_counter(), waiting.seconds
+            batch = next(fetched)
+            samples = epoch.portions.size(self.rank, step)
+            self.position = Position(epoch, step + 1)
+            yield with_samples(batch, samples)
+            if step > first:  # what is slow only once, at the start, says nothing
+                self._pace.note(samples, time.perf_counter() - started - (waiting.seconds - waited))
+            if every is not None and (step + 1) % every == 0 and self._learn():
+                return
+
+    def _contents(self, step: int) -> str:
+        epoch = self.position.epoch
+        if not epoch.portions.size(self.rank, step):
+            return ""
+        numbers = epoch.batch(self.rank, step).tolist()
+        return f" (samples {', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)})"
+
+    # ------------------------------------------------------------------ shares that are learnt
+
+    def _learn(self) -> bool:
+        """Deal what is left by the speeds that were measured; return whether that changed anything.
+
+        All ranks come here at the same step. One gather tells all of them every speed.
+        """
+        if self.learning is None or self.ranks == 1 or not self.position.left:
+            return False
+        waits, self._waits = waiting.times - self._waits, waiting.times
+        told = torch.tensor([self._pace.take(), float(waits)], dtype=torch.float64)
+        speeds, waits_of_rank = zip(*(row.tolist() for row in gather_rows(told, self.group)), strict=True)
+        if not any(speeds):
+            return False
+        if not all(waits_of_rank):
+            log.warning(_UNSEEN)
+            return False
+        self.learning.speeds = blended(self.learning.speeds, speeds)
+        shares = shares_of(self.learning.speeds)
+        if largest_change(self.recipe.shares, shares) <= WORTH_IT:
+            return False
+        self.recipe = replace(self.recipe, shares=shares)
+        self.position = self.position.dealt_again(self.recipe)
+        if self.rank == 0:
+            measured = ", ".join(f"{speed:.4g}" for speed in self.learning.speeds)
+            log.info("ranks reach %s samples/s: dealt again, %s", measured, self.tell())
+        return True
+
+
+def _check_same_row(found: Row, own: Row) -> None:
+    """Raise unless both are the same samples in the same order, but for the epoch."""
+    for name, told in (
+        ("samples", "a dataset of {} samples"),
+        ("seed", "seed={}"),
+        ("shuffle", "shuffle={!r}"),
+    ):
+        theirs, mine = getattr(found, name), getattr(own, name)
+        if theirs != mine:
+            raise UsageError(
+                f"the state is of {told.format(theirs)}; this loader has {told.format(mine)}",
+                remedy="resume with the dataset, seed and shuffle that the state was taken with",
+            )
+    if found.shuffle == "blocks" and found.block != own.block:
+        raise UsageError(
+            f"the state's blocks of {found.block} samples were shuffled; this loader's have {own.block}",
+            remedy="resume with the same block size, or shuffle=True",
+        )

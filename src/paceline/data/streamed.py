@@ -1,0 +1,336 @@
+"""Serving an iterable dataset: nobody knows its length, so ranks tell one another a step ahead who has a batch.
+
+[Note: one step ahead] Before a batch is handed out, the next one is fetched, and its existence announced: one
+gather of a few numbers, under way while the user computes. So when a rank comes for the next batch, it knows
+whether all, some or no ranks have one, and no rank waits for one that will not come.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from paceline.data.carry import with_samples
+from paceline.data.fetch import Fetch, Fetcher
+from paceline.data.shares import Shares
+from paceline.data.stream import Collated, Collating, PrepareWorker, Reading, Stream, StreamLayer
+from paceline.errors import DataError, UnevenData, UsageError
+from paceline.world.agree import RowsUnderWay, gather_rows_ahead
+
+__all__ = ["FORMAT", "StreamRecipe", "Streamed"]
+
+log = logging.getLogger("paceline.data")
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StreamRecipe:
+    """How a stream is dealt and cut.
+
+    Attributes:
+        shares: of the ranks, where all read the same stream; None: each has its own.
+        block, scheme, seed: as in `Dealing`, where all read the same stream.
+        batch_size: samples of a full batch.
+        uneven: the policy; a stream can't be rebalanced.
+    """
+
+    shares: Shares | None
+    block: int
+    scheme: str
+    seed: int
+    batch_size: int
+    uneven: str
+
+
+class Announced(NamedTuple):
+    """What a rank says about its next batch: whether it has one, of which worker, of how many samples."""
+
+    has: int  # 1, 0, or FAILED
+    worker: int
+    samples: int
+    first: int
+
+
+FAILED = -1
+_NOTHING = Announced(0, 0, 0, 0)
+
+
+class Streamed:
+    """The course of one rank through an iterable dataset.
+
+    Args:
+        dataset: iterable.
+        recipe: how it is dealt and cut.
+        place: (rank, ranks) of this process.
+        group: the ranks.
+        fetch: how samples become batches.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        recipe: StreamRecipe,
+        place: tuple[int, int],
+        group: ProcessGroup | None,
+        fetch: Fetch,
+    ) -> None:
+        self.dataset, self.recipe, self.group = dataset, recipe, group
+        self.rank, self.ranks = place
+        self.epoch = self.step = 0
+        self._fetch = fetch
+        self._fetcher: tuple[list[StreamLayer], Fetcher] | None = None
+        self._begun = self._over = False
+        self._layers = [self._new_layer()]
+
+    def _new_layer(self) -> StreamLayer:
+        recipe = self.recipe
+        taken = tuple({} for _ in range(self.ranks))
+        return StreamLayer(recipe.shares, recipe.block, recipe.scheme, recipe.seed, taken)
+
+    # ------------------------------------------------------------------ where it stands
+
+    @property
+    def steps(self) -> int:
+        """Steps of the epoch: not known.
+
+        Raises:
+            TypeError: always, as torch's DataLoader does.
+        """
+        raise TypeError("an iterable dataset tells no length, so its Loader has none")
+
+    def tell(self) -> str:
+        """Return what becomes of the data in an epoch."""
+        whose = (
+            "every rank reads its own stream" if self.recipe.shares is None else "one stream, dealt to all"
+        )
+        return f"{whose} ({self.ranks} ranks): {_SENTENCES[self.recipe.uneven]}"
+
+    @property
+    def harmless(self) -> bool:
+        """Whether every sample is used once, and no rank runs dry: nobody knows before."""
+        return self.recipe.uneven in ("join", "error")
+
+    def facts(self) -> list[str]:
+        """Return what must be the same on all ranks before an epoch begins."""
+        return [
+            f"{self.recipe}",
+            f"num_workers={self._fetch.num_workers}",
+            f"position {json.dumps(self.state())}",
+        ]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of `epoch`, unless a loaded state stands in it."""
+        if self._begun or epoch != self.epoch:
+            self._start(epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position, as plain JSON."""
+        return {
+            "format": FORMAT,
+            "kind": "stream",
+            "epoch": self.epoch,
+            "step": self.step,
+            "over": self._over,
+            "workers": self._fetch.num_workers,
+            "layers": [_plain(layer) for layer in self._layers],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go to the position that `state` tells, dealt to the present ranks.
+
+        Raises:
+            UsageError: it is damaged, or of another number of workers, or each rank has its own stream and
+                there are more or fewer ranks now.
+        """
+        if state.get("kind") != "stream" or state.get("format") != FORMAT:
+            raise UsageError(
+                "this is not the state of a loader of an iterable dataset",
+                remedy=f"pass what state_dict() of such a loader gave (format {FORMAT})",
+            )
+        try:
+            layers = [_layer(each) for each in state["layers"]]
+            epoch, step, over = int(state["epoch"]), int(state["step"]), bool(state["over"])
+            workers, ranks = int(state["workers"]), len(layers[-1].taken)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise UsageError(f"a loader's state that is incomplete or damaged: {error!r}") from error
+        if workers != self._fetch.num_workers:
+            raise UsageError(
+                f"the state was taken with num_workers={workers}; this loader has {self._fetch.num_workers}",
+                remedy="resume an iterable dataset with as many workers: each reads a stream of its own",
+            )
+        own = self.recipe.shares is None
+        if own != (layers[-1].shares is None) or (own and ranks != self.ranks):
+            kind = "a stream for every rank" if layers[-1].shares is None else "one stream for all"
+            raise UsageError(
+                f"the state is of {ranks} ranks with {kind}; now there are {self.ranks}",
+                remedy="resume on as many ranks, or let all read one stream (stream='whole') from the beginning",
+            )
+        fresh = self._new_layer()
+        if replace(fresh, taken=layers[-1].taken) != layers[-1]:
+            layers.append(fresh)
+        self._layers, self.epoch, self.step, self._over = layers, epoch, step, over
+        self._begun = False
+
+    def begin(self) -> None:
+        """Be at a place from which batches are served: where all are, or some were left lying, the next epoch."""
+        if self._begun or self._over:
+            self._start(self.epoch + 1)
+        self._begun = True
+
+    def _start(self, epoch: int) -> None:
+        self.epoch, self.step, self._begun, self._over = epoch, 0, False, False
+        self._layers = [self._new_layer()]
+
+    # ------------------------------------------------------------------ batches
+
+    def batches(self) -> Iterator[Any]:
+        """Yield what is left of the epoch; see [Note: one step ahead]."""
+        fetched, again = self._fetched(self._layers), self._again(self._layers[:-1])
+        batch, failure = _next(fetched)
+        under_way = self._announce(batch, failure)
+        filler, all_dry_at_first = None, True
+        while True:
+            told = [Announced(*(int(each) for each in row.tolist())) for row in under_way.wait()]
+            self._refuse_failed(told, failure)
+            if not self._goes_on(told):
+                self._over = True
+                return
+            if all_dry_at_first:
+                self._look_at_first(told)
+                filler, all_dry_at_first = self._shared(batch, told), False
+            here, batch = batch, None
+            if here is not None:
+                filler = here.batch
+                batch, failure = _next(fetched)
+            elif self.recipe.uneven == "pad":
+                here = next(again, None)
+            under_way = self._announce(batch, failure)
+            self._count(told)
+            yield with_samples(filler if here is None else here.batch, 0 if here is None else here.samples)
+
+    def _fetched(self, layers: list[StreamLayer]) -> Iterator[Collated]:
+        """Yield this rank's batches of what is left after `layers`, whatever they count later."""
+        layers = [layer.now() for layer in layers]
+        if self._fetcher is None or self._fetcher[0] != layers:
+            options = replace(
+                self._fetch,
+                collate_fn=Collating(self._fetch.collate_fn),
+                worker_init_fn=PrepareWorker(self._fetch.worker_init_fn),
+            )
+            stream = Stream(self.dataset, Reading(self.rank, layers))
+            more = {"batch_size": self.recipe.batch_size, "drop_last": self.recipe.uneven == "drop"}
+            self._fetcher = layers, Fetcher(stream, options, self.rank, self.recipe.seed, **more)
+        return self._fetcher[1].run(self.epoch, self.step, lambda _step: "")
+
+    def _again(self, before: list[StreamLayer]) -> Iterator[Collated]:
+        """Yield this rank's batches from the first of the layer under way on, over and over; none if it has none."""
+        while True:
+            some = False
+            for batch in self._fetched([*before, self._new_layer()]):
+                some = True
+                yield batch
+            if not some:
+                return
+
+    def _announce(self, batch: Collated | None, failure: DataError | None) -> RowsUnderWay:
+        told = _NOTHING if batch is None else Announced(1, batch.worker, batch.samples, batch.first)
+        if failure is not None:
+            told = Announced(FAILED, 0, 0, 0)
+        return gather_rows_ahead(torch.tensor(told, dtype=torch.int64), self.group)
+
+    def _refuse_failed(self, told: list[Announced], failure: DataError | None) -> None:
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, each in enumerate(told) if each.has == FAILED]
+        if failed:
+            raise DataError(
+                f"rank {failed[0]} could not load its batch {self.step} of epoch {self.epoch}",
+                rank=failed[0],
+                remedy="look at the output of that rank: the error there is the cause",
+            )
+
+    def _goes_on(self, told: list[Announced]) -> bool:
+        """Return whether there is one more step, by the policy."""
+        some, every = any(each.has for each in told), all(each.has for each in told)
+        if self.recipe.uneven == "error" and some and not every:
+            dry = [rank for rank, each in enumerate(told) if not each.has]
+            raise UnevenData(
+                f"after {self.step} steps of epoch {self.epoch} rank {dry[0]} has no batch, and others have",
+                rank=dry[0],
+                remedy="use uneven='join' (every sample once), or 'truncate', 'drop' or 'pad'",
+            )
+        return every if self.recipe.uneven in ("truncate", "drop") else some
+
+    def _look_at_first(self, told: list[Announced]) -> None:
+        """Warn where the ranks' streams are not what they are said to be."""
+        firsts = [each.first for each in told if each.has and each.worker == 0 and each.first]
+        if self.rank or len(firsts) < 2 or self.step:
+            return
+        if self.recipe.shares is None and len(set(firsts)) == 1:
+            log.warning(
+                "all ranks' streams begin with the same sample: if they are the same, every sample is used %d "
+                "times; split them by rank, or let the loader deal them (stream='whole')",
+                self.ranks,
+            )
+        if self.recipe.shares is not None and len(set(firsts)) > 1:
+            log.warning(
+                "ranks read different streams, of which each keeps its part only: the rest is never used; "
+                "with stream='whole' every rank must read the same samples in the same order"
+            )
+
+    def _shared(self, batch: Collated | None, told: list[Announced]) -> Any:
+        """Return a batch of another rank, where this rank has none at the first step; all ranks take part."""
+        if all(each.has for each in told):
+            return None
+        source = next(rank for rank, each in enumerate(told) if each.has)
+        box = [batch.batch if batch is not None and self.rank == source else None]
+        dist.broadcast_object_list(box, group=self.group, group_src=source)
+        return box[0]
+
+    def _count(self, told: list[Announced]) -> None:
+        """Take note of what all ranks use in this step."""
+        self.step += 1
+        layer = self._layers[-1]
+        for taken, each in zip(layer.taken, told, strict=True):
+            if each.has:
+                taken[each.worker] = taken.get(each.worker, 0) + each.samples
+
+
+def _next(fetched: Iterator[Collated]) -> tuple[Collated | None, DataError | None]:
+    try:
+        return next(fetched, None), None
+    except DataError as error:
+        return None, error
+
+
+_SENTENCES = {
+    "join": "every sample is used once; a rank that runs dry takes part without data until all have",
+    "truncate": "the epoch ends where the first rank runs dry; what the others have left is never used",
+    "drop": "the epoch ends where the first rank has no full batch; what is left is never used",
+    "pad": "the epoch ends where the last rank runs dry; the others repeat their own samples until then",
+    "error": "every sample is used once; that one rank runs dry before another is an error",
+}
+
+
+def _plain(layer: StreamLayer) -> dict[str, Any]:
+    return {
+        "parts": None if layer.shares is None else list(layer.shares.parts),
+        "block": layer.block,
+        "scheme": layer.scheme,
+        "seed": layer.seed,
+        "taken": [sorted(each.items()) for each in layer.taken],
+    }
+
+
+def _layer(plain: Mapping[str, Any]) -> StreamLayer:
+    shares = None if plain["parts"] is None else Shares(tuple(int(part) for part in plain["parts"]))
+    taken = tuple({int(worker): int(count) for worker, count in each} for each in plain["taken"])
+    return StreamLayer(shares, int(plain["block"]), str(plain["scheme"]), int(plain["seed"]), taken)
