@@ -210,6 +210,32 @@ def fails_on(rank, size, sync, bad, plain):
     return apart(model.whole_parameters(), reference)
 
 
+def counts_a_filler(rank, size, sync, plain):
+    loader = pl.Loader(list(range(20)), batch_size=4, shares=[0.8, 0.2])  # rank 1 runs dry after one step
+    model = pl.DataParallel(torch.nn.Linear(1, 1), sync=sync)
+    outcomes = []
+    for batch in loader:
+        loss = model(batch.float()[:, None]).mean()
+        try:
+            loss.backward() if plain else model.backward(loss)
+            outcomes.append((None, ""))
+        except SyncError as error:
+            outcomes.append((type(error), str(error)))
+        model.zero_grad()
+    return outcomes
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded"])
+def test_a_batch_without_samples_is_never_counted_as_one(pool, sync, plain):
+    first, second = pool(2, "paceline").run(counts_a_filler, sync, plain)
+    assert [kind for kind, _ in first] == [None, BackwardFailed, BackwardFailed, BackwardFailed]
+    assert [kind for kind, _ in second] == [None, SyncError, SyncError, SyncError]
+    for step, (_, told) in enumerate(second[1:], start=1):
+        assert f"[rank 1, step {step}] backward without samples=" in told
+        assert "model.backward(loss, samples=batch.samples)" in told
+
+
 def one_process_without_step_2(size):
     model = zoo.build("Plain")
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -19,7 +19,7 @@ from paceline.data.fetch import Fetch, Fetcher
 from paceline.data.position import Position, Recipe
 from paceline.data.speeds import WORTH_IT, Pace, blended, largest_change, shares_of
 from paceline.errors import UsageError
-from paceline.waiting import waiting
+from paceline.tally import tally
 from paceline.world.agree import gather_rows
 
 __all__ = ["Indexed", "Learning"]
@@ -99,7 +99,7 @@ class Indexed:
         self.rank, self.ranks = place
         self.recipe = recipe
         self.position = Position.start(row, recipe)
-        self._pace, self._waits = Pace(), waiting.times
+        self._pace, self._waits = Pace(), tally.waits
         self._begun = False  # an iteration from this position has begun
         self._numbers = Numbers(self.rank, self.position)
         self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
@@ -200,13 +200,13 @@ class Indexed:
         every = self.learning.every if self.learning is not None else None
         fetched = self._fetcher.run(epoch.row.epoch, first, self._contents)
         for step in range(first, epoch.portions.steps):
-            started, waited = time.perf_counter(), waiting.seconds
+            started, waited = time.perf_counter(), tally.waited_seconds
             batch = next(fetched)
             samples = epoch.portions.size(self.rank, step)
             self.position = Position(epoch, step + 1)
             yield with_samples(batch, samples)
             if step > first:  # what is slow only once, at the start, says nothing
-                self._pace.note(samples, time.perf_counter() - started - (waiting.seconds - waited))
+                self._pace.note(samples, time.perf_counter() - started - (tally.waited_seconds - waited))
             if every is not None and (step + 1) % every == 0 and self._learn():
                 return
 
@@ -226,7 +226,7 @@ class Indexed:
         """
         if self.learning is None or self.ranks == 1 or not self.position.left:
             return False
-        waits, self._waits = waiting.times - self._waits, waiting.times
+        waits, self._waits = tally.waits - self._waits, tally.waits
         told = torch.tensor([self._pace.take(), float(waits)], dtype=torch.float64)
         speeds, waits_of_rank = zip(*(row.tolist() for row in gather_rows(told, self.group)), strict=True)
         if not any(speeds):

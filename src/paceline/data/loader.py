@@ -18,6 +18,7 @@ from paceline.data.portions import Policy, check_cut
 from paceline.data.position import Recipe
 from paceline.data.streamed import Streamed, StreamRecipe
 from paceline.errors import UsageError, unknown
+from paceline.tally import tally
 from paceline.world.agree import place_in, verify_same
 
 __all__ = ["Loader"]
@@ -151,14 +152,18 @@ class Loader:
         return self._served(self._iteration)
 
     def _served(self, iteration: int) -> Iterator[Any]:
-        for batch in self._course.batches():
-            yield batch
-            if iteration != self._iteration:
-                raise UsageError(
-                    "another iteration of this loader began before this one ended",
-                    rank=self._place[0],
-                    remedy="make a Loader for each of two loops that run at the same time",
-                )
+        try:
+            for batch in self._course.batches():
+                tally.samples = batch.samples
+                yield batch
+                if iteration != self._iteration:
+                    raise UsageError(
+                        "another iteration of this loader began before this one ended",
+                        rank=self._place[0],
+                        remedy="make a Loader for each of two loops that run at the same time",
+                    )
+        finally:
+            tally.samples = None
 
     def _tell(self) -> None:
         """Say once what becomes of the data: aloud where something is lost, repeated or idle."""

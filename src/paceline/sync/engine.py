@@ -21,7 +21,9 @@ from paceline.sync.plan import Sync
 from paceline.sync.reducer import Reducer
 from paceline.sync.replica import broadcast_tensors, describe
 from paceline.sync.timings import SyncTimings
+from paceline.sync.weights import counted_filler
 from paceline.sync.wire import Wire
+from paceline.tally import tally
 from paceline.world.agree import verify_same
 
 __all__ = ["DataParallel"]
@@ -140,6 +142,8 @@ class DataParallel(torch.nn.Module):
         else:
             self.engine.begin(Status.SAMPLES, samples)
         try:
+            if samples is None and tally.samples == 0:
+                raise counted_filler(self.wire.rank, self.engine.step)
             if loss is None or samples == 0:
                 self.engine.take_part(loss)
             else:

@@ -20,7 +20,7 @@ from paceline.sync.plan import Sync
 from paceline.sync.timings import SyncTimings
 from paceline.sync.weights import Weights
 from paceline.sync.wire import Wire
-from paceline.waiting import waiting
+from paceline.tally import tally
 
 __all__ = ["Gradients"]
 
@@ -78,7 +78,7 @@ class Gradients:
         """Count `seconds` in which this rank did nothing but wait for collectives or complete them."""
         self.timings.exposed_seconds += seconds
         if self.sees_waiting:
-            waiting.add(seconds)
+            tally.wait(seconds)
 
     def pieces(self) -> list[Piece]:
         """Return this rank's parts of the parameters, in bucket order; sharded plans, after the first round."""

@@ -21,6 +21,7 @@ its own, is reduced in a second pass, and the count that was too low is mended o
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,7 +36,9 @@ from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.settle import agree_order, build_buckets
+from paceline.sync.weights import counted_filler
 from paceline.sync.wire import Wire
+from paceline.tally import tally
 
 __all__ = ["Reducer"]
 
@@ -192,6 +195,11 @@ class Reducer(Gradients):
         """Open the backward that is running, if nobody has, and have it closed at its end."""
         if not self._open:
             self.begin(Status.EQUAL)
+            if tally.samples == 0:
+                refusal = counted_filler(self.wire.rank, self.step)
+                with contextlib.suppress(SyncError):
+                    self.finish(failed=True)
+                raise refusal
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _begin_late(self, slot: Slot) -> None:

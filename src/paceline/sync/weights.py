@@ -7,9 +7,20 @@ the mean over all samples. If it has, one multiplication by reference / total me
 
 from __future__ import annotations
 
+from paceline.errors import SyncError
 from paceline.sync.ledger import Page, Status
 
-__all__ = ["Weights"]
+__all__ = ["Weights", "counted_filler"]
+
+
+def counted_filler(rank: int, step: int) -> SyncError:
+    """Return the error for a backward without samples on a batch that a loader filled a place with."""
+    return SyncError(
+        "backward without samples= on a batch that has none: it would count as much as any other rank's",
+        rank=rank,
+        step=step,
+        remedy="call model.backward(loss, samples=batch.samples), which is exact for unequal batches",
+    )
 
 
 class Weights:
