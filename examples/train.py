@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/train.py
 
 from __future__ import annotations
 
+import itertools
 import sysconfig
 from pathlib import Path
 
@@ -40,14 +41,13 @@ def main() -> None:
     torch.manual_seed(0)
     model = pl.DataParallel(ByteModel().to(world.device), sync="sharded")
     optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=4e-3)
-    draws = torch.Generator().manual_seed(world.rank)  # every rank reads other windows
+    loader = pl.Loader(text.unfold(0, CONTEXT + 1, 1), BATCH)  # every window of the text, each on one rank
 
-    for step in range(STEPS):
-        starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=draws)
-        windows = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long().to(world.device)
+    for step, batch in enumerate(itertools.islice(loader, STEPS)):
+        windows = batch.long().to(world.device)
         logits = model(windows[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-        model.backward(loss, samples=len(windows))
+        model.backward(loss, samples=batch.samples)
         model.clip_grad_norm_(1.0)
         optim.step()
         optim.zero_grad()
