@@ -1,0 +1,55 @@
+"""Fill the tables in README.md from the results beside it: ``python benchmarks/starvation/table.py``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.bench.starvation.table import COLUMNS, cells, title
+from paceline.report.markdown import fill, table
+
+HERE = Path(__file__).parent
+WEIGHTS = ["way", "steps", "samples used", "used again", "what each rank counts, %", "bias"]
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return the result of that name."""
+    return json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def starvation(name: str) -> str:
+    """Return the table of what happened to ranks."""
+    found = read(name)
+    return f"{title(found['settings'])}\n\n" + table(
+        COLUMNS, [cells(each) for each in found["scenes"]], words=4
+    )
+
+
+def weights() -> str:
+    """Return the table of what each rank's data count."""
+    rows = [
+        [
+            row["way"],
+            str(row["steps"]),
+            f"{row['used']:.1%}",
+            f"{row['repeated']:.1%}" if row["repeated"] else "",
+            " ".join(f"{100 * weight:.1f}" for weight in row["weights"]),
+            f"{row['bias']:.1%}" if row["bias"] >= 5e-4 else f"{row['bias']:.0e}",
+        ]
+        for row in read("weights")["rows"]
+    ]
+    return table(WEIGHTS, rows)
+
+
+def main() -> None:
+    """Fill the tables."""
+    readme = HERE / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for name in ("2-ranks", "4-ranks"):
+        text = fill(text, name, starvation(name))
+    readme.write_text(fill(text, "weights", weights()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

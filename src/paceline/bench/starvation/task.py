@@ -1,0 +1,97 @@
+"""What is trained, and what one process finds: a small regression in float64 (torch)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from paceline.bench.starvation.setup import Numbers, Setup
+
+__all__ = ["RATE", "Batch", "Task", "Truth", "apart"]
+
+RATE = 0.1
+"""Learning rate of the plain gradient descent of all trainers, so that a step tells the gradient it applied."""
+
+_INPUTS, _HIDDEN = 8, 16
+_DRIFT = 0.5  # how much the data change from the first sample to the last, in standard deviations
+
+
+class Batch(NamedTuple):
+    """Inputs ``[batch, 8]``, targets ``[batch, 1]``, and how many samples count: 0 on a rank that has run dry."""
+
+    x: Tensor
+    y: Tensor
+    samples: int
+
+
+class Task:
+    """Samples, and the model that is fitted to them; the same on every rank.
+
+    Args:
+        setup: how many samples, and the seed.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        dealing = setup.balance.dealing
+        chance = torch.Generator().manual_seed(dealing.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=chance, dtype=torch.float64)
+
+        drift = torch.linspace(-_DRIFT, _DRIFT, dealing.samples, dtype=torch.float64)[:, None]
+        self._x = normal(dealing.samples, _INPUTS) + drift
+        self._y = torch.sin(self._x @ normal(_INPUTS, 1)) + 0.3 * normal(dealing.samples, 1)
+        self._seed = dealing.seed
+
+    def batch(self, numbers: Numbers) -> Batch:
+        """Return the samples `numbers`."""
+        index = torch.from_numpy(numbers)
+        return Batch(self._x[index], self._y[index], len(index))
+
+    def model(self) -> torch.nn.Module:
+        """Return the model as it is before the first step."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(self._seed)
+            layers = torch.nn.Linear(_INPUTS, _HIDDEN), torch.nn.Tanh(), torch.nn.Linear(_HIDDEN, 1)
+            return torch.nn.Sequential(*layers).double()
+
+
+class Truth:
+    """What one process finds that trains on the global batch of every step.
+
+    Args:
+        task: what is trained.
+        setup: which samples are in which step.
+    """
+
+    def __init__(self, task: Task, setup: Setup) -> None:
+        self._task, self._setup = task, setup
+        self._model = task.model()
+        self._start = self._here = parameters_to_vector(self._model.parameters()).detach().clone()
+
+    def gradient(self, parameters: Tensor, step: int) -> Tensor:
+        """Return the mean gradient, ``[parameters]``, over the samples that all ranks take in `step`."""
+        vector_to_parameters(parameters.clone(), self._model.parameters())
+        batch = self._task.batch(self._setup.global_batch(step))
+        loss = torch.nn.functional.mse_loss(self._model(batch.x), batch.y)
+        return parameters_to_vector(torch.autograd.grad(loss, list(self._model.parameters())))
+
+    def error(self, before: Tensor, after: Tensor, step: int) -> float:
+        """Return how far the gradient is off that led from the parameters `before` to `after`, relatively."""
+        true = self.gradient(before, step)
+        return apart((before - after) / RATE, true, true)
+
+    def parameter_error(self, parameters: Tensor) -> float:
+        """Return how far `parameters` are off those of one process after the epoch, relative to its way."""
+        here = self._start
+        for step in range(self._setup.steps):
+            here = here - RATE * self.gradient(here, step)
+        return apart(parameters, here, here - self._start)
+
+
+def apart(left: Tensor, right: Tensor, scale: Tensor) -> float:
+    """Return ‖left − right‖ / ‖scale‖."""
+    return float((left - right).norm() / scale.norm())
