@@ -17,6 +17,7 @@ from paceline.bench.starvation.scenes import Scene
 from paceline.bench.starvation.setup import Setup
 from paceline.bench.starvation.task import Batch, Task, Truth
 from paceline.bench.starvation.trainers import DDP, Trainer, trainer
+from paceline.data.loader import Loader
 
 __all__ = ["OVER", "play"]
 
@@ -82,7 +83,7 @@ class _Part:
     def _batches(self) -> Iterator[Batch]:
         """Return the batch of each step that this rank makes."""
         if self.scene.then == "takes part":
-            return joined_batches(self.task, self.setup, self.rank)
+            return loaded_batches(self.task, self.setup)
         least = min(self.setup.balance.batches) if self.scene.then == "stops early" else None
         return (self.task.batch(numbers) for numbers in self.setup.batches(self.rank)[:least])
 
@@ -123,10 +124,20 @@ class _Part:
             self._make(step, self.task.batch(numbers), own=False)
 
 
-def joined_batches(task: Task, setup: Setup, rank: int) -> Iterator[Batch]:
-    """Yield the batch of each step of the whole epoch: without samples where `rank` has run dry."""
-    for step in range(setup.epoch.portions.steps):
-        yield task.batch(setup.epoch.batch(rank, step))
+def loaded_batches(task: Task, setup: Setup) -> Iterator[Batch]:
+    """Yield this rank's batch of each step, as `paceline.Loader` serves them."""
+    dealing = setup.balance.dealing
+    loader = Loader(
+        task.dataset,
+        setup.balance.batch_size,
+        dispatch=dealing.scheme,
+        block=dealing.block,
+        shares=list(dealing.shares),
+        seed=dealing.seed,
+    )
+    for batch in loader:
+        x, y = batch
+        yield Batch(x, y, batch.samples)
 
 
 def _nothing(part: _Part) -> None:

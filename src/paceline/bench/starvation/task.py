@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import TensorDataset
 
 from paceline.bench.starvation.setup import Numbers, Setup
 
@@ -20,7 +21,7 @@ _DRIFT = 0.5  # how much the data change from the first sample to the last, in s
 
 
 class Batch(NamedTuple):
-    """Inputs ``[batch, 8]``, targets ``[batch, 1]``, and how many samples count: 0 on a rank that has run dry."""
+    """Inputs ``[batch, 8]``, targets ``[batch, 1]``, and how many samples count: 0 where they only fill the place."""
 
     x: Tensor
     y: Tensor
@@ -32,6 +33,9 @@ class Task:
 
     Args:
         setup: how many samples, and the seed.
+
+    Attributes:
+        dataset: the samples, pairs of inputs ``[8]`` and target ``[1]``.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -42,14 +46,16 @@ class Task:
             return torch.randn(*shape, generator=chance, dtype=torch.float64)
 
         drift = torch.linspace(-_DRIFT, _DRIFT, dealing.samples, dtype=torch.float64)[:, None]
-        self._x = normal(dealing.samples, _INPUTS) + drift
-        self._y = torch.sin(self._x @ normal(_INPUTS, 1)) + 0.3 * normal(dealing.samples, 1)
+        x = normal(dealing.samples, _INPUTS) + drift
+        y = torch.sin(x @ normal(_INPUTS, 1)) + 0.3 * normal(dealing.samples, 1)
+        self.dataset = TensorDataset(x, y)
         self._seed = dealing.seed
 
     def batch(self, numbers: Numbers) -> Batch:
         """Return the samples `numbers`."""
         index = torch.from_numpy(numbers)
-        return Batch(self._x[index], self._y[index], len(index))
+        x, y = self.dataset[index]
+        return Batch(x, y, len(index))
 
     def model(self) -> torch.nn.Module:
         """Return the model as it is before the first step."""

@@ -76,9 +76,8 @@ class Paceline:
         self._optimizer = ShardedOptimizer(self._model, torch.optim.SGD, lr=RATE)
 
     def step(self, batch: Batch) -> None:
-        """Make one step; with no samples, take part in it."""
-        loss = mse_loss(self._model(batch.x), batch.y) if batch.samples else None
-        self._model.backward(loss, samples=batch.samples)
+        """Make one step; with 0 samples, take part in it."""
+        self._model.backward(mse_loss(self._model(batch.x), batch.y), samples=batch.samples)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
