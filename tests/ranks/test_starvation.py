@@ -27,13 +27,15 @@ PATIENT, HASTY = 60.0, 4.0  # seconds of the group's time-out: never to be reach
 def played(fork, folder, names, balance, timeout):
     import paceline.bench.starvation.stage  # noqa: F401 — in the warm process, so that each child need not
 
-    return fork(play_all, names, balance, timeout).hear(timeout=150)
+    children = [fork(play_one, name, balance, timeout) for name in names]  # who waits, waits beside others
+    return [child.hear(timeout=150) for child in children]
 
 
-def play_all(tell, names, balance, timeout):
+def play_one(tell, name, balance, timeout):
     from paceline.bench.starvation.stage import show
 
-    found = [show(scene, Setup(balance, timeout)).to_json() for scene in scenes_named(names)]
+    (scene,) = scenes_named([name])
+    found = show(scene, Setup(balance, timeout)).to_json()
     with pytest.raises(ChildProcessError):  # nobody is left
         os.waitpid(-1, os.WNOHANG)
     tell(found)
