@@ -58,11 +58,19 @@ def shares() -> str:
     rows = []
     for name, row in found["rows"].items():
         faster = row["times_faster"]
-        told = f"{faster['median']:.2f} ({faster['low']:.2f} to {faster['high']:.2f})" if name != "equal" else ""
+        told = (
+            f"{faster['median']:.2f} ({faster['low']:.2f} to {faster['high']:.2f})" if name != "equal" else ""
+        )
         first = f"{row['first_epoch_times_faster']:.2f}" if name != "equal" else ""
         last = " ".join(f"{share:.2f}" for share in row["shares"][-1])
         rows.append([name, last, first, told, _error(row["error"])])
-    columns = ["shares", "at the end", "first epoch, times faster", "later epochs, times faster", "gradient error"]
+    columns = [
+        "shares",
+        "at the end",
+        "first epoch, times faster",
+        "later epochs, times faster",
+        "gradient error",
+    ]
     return table(columns, rows)
 
 
@@ -70,7 +78,12 @@ def main() -> None:
     """Fill the tables."""
     readme = HERE / "README.md"
     text = readme.read_text(encoding="utf-8")
-    for name, block in (("overhead", overhead()), ("start", start()), ("exact", exact()), ("shares", shares())):
+    for name, block in (
+        ("overhead", overhead()),
+        ("start", start()),
+        ("exact", exact()),
+        ("shares", shares()),
+    ):
         text = fill(text, name, block)
     readme.write_text(text, encoding="utf-8")
     docs = DOCS.read_text(encoding="utf-8")
