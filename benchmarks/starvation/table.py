@@ -1,4 +1,4 @@
-"""Fill the tables in README.md from the results beside it: ``python benchmarks/starvation/table.py``."""
+"""Fill the tables in README.md and docs/data.md from the results: ``python benchmarks/starvation/table.py``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from paceline.bench.starvation.table import COLUMNS, cells, title
 from paceline.report.markdown import fill, table
 
 HERE = Path(__file__).parent
+DOCS = HERE.parent.parent / "docs" / "data.md"
 WEIGHTS = ["way", "steps", "samples used", "used again", "what each rank counts, %", "bias"]
 
 
@@ -49,6 +50,9 @@ def main() -> None:
     for name in ("2-ranks", "4-ranks"):
         text = fill(text, name, starvation(name))
     readme.write_text(fill(text, "weights", weights()), encoding="utf-8")
+    docs = DOCS.read_text(encoding="utf-8")
+    docs = fill(fill(docs, "starvation", starvation("2-ranks")), "weights", weights())
+    DOCS.write_text(docs, encoding="utf-8")
 
 
 if __name__ == "__main__":
