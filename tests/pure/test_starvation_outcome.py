@@ -126,6 +126,11 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path):
             f"{PLACE}Read error [127.0.0.1]:420: Connection reset by peer. This is typically caused by …",
             "Read error: Connection reset by peer",
         ),
+        (
+            "Got the following error when running the callback: PeerLost: [rank 1, step 3] rank 1 on host a left "
+            "the group, while rank 0 was in all_reduce(float64[161], SUM)\n  → see its output",
+            "PeerLost: rank 1 on host a left the group",
+        ),
         ("first\nsecond", "first"),
         ("", ""),
         ("terminate called without an active exception", "terminate called without an active exception"),

@@ -24,25 +24,25 @@ SHARES = Balance(deal(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
 PATIENT, HASTY = 60.0, 4.0  # seconds of the group's time-out: never to be reached, and to be waited for
 
 
-def played(fork, folder, names, balance, timeout):
+def played(fork, folder, names, *settings):
     import paceline.bench.starvation.stage  # noqa: F401 — in the warm process, so that each child need not
 
-    children = [fork(play_one, name, balance, timeout) for name in names]  # who waits, waits beside others
+    children = [fork(play_one, name, *settings) for name in names]  # who waits, waits beside others
     return [child.hear(timeout=150) for child in children]
 
 
-def play_one(tell, name, balance, timeout):
+def play_one(tell, name, *settings):
     from paceline.bench.starvation.stage import show
 
     (scene,) = scenes_named([name])
-    found = show(scene, Setup(balance, timeout)).to_json()
+    found = show(scene, Setup(*settings)).to_json()
     with pytest.raises(ChildProcessError):  # nobody is left
         os.waitpid(-1, os.WNOHANG)
     tell(found)
 
 
-def play(nursery, *names, balance=EXAMPLE, timeout=PATIENT):
-    return nursery.play(played, names, balance, timeout, timeout=200)
+def play(nursery, *names, balance=EXAMPLE, timeout=PATIENT, backend="gloo"):
+    return nursery.play(played, names, balance, timeout, backend, timeout=200)
 
 
 def kinds(told):
@@ -55,6 +55,17 @@ def test_who_waits_for_a_rank_that_is_gone_gets_an_error(nursery):
     assert "onnection" in told["ranks"][0]["message"]  # closed, or reset, by peer
     assert [one["steps"] for one in told["ranks"]] == [8, 8]
     assert told["samples_lost"] == 88
+
+
+def test_the_paceline_backend_names_who_is_gone_and_who_called_what(nursery):
+    gone, other = play(nursery, "exits", "metric", backend="paceline")
+    assert [one["kind"] for one in gone["ranks"]] == ["error", "finished"]
+    assert "PeerLost" in gone["ranks"][0]["message"]
+    assert "rank 1" in gone["ranks"][0]["message"]
+    assert [one["kind"] for one in other["ranks"]] == ["error", "error"]
+    for one, theirs in zip(other["ranks"], ("float64[1]", "float64[161]"), strict=True):
+        assert "MismatchError" in (one["error"] + one["message"])
+        assert f"rank {1 - one['rank']} calls all_reduce({theirs}" in one["message"]
 
 
 def test_who_waits_for_a_rank_that_does_something_else_hangs(nursery):

@@ -27,6 +27,7 @@ def starve(
     balance: Balance | None = None,
     *,
     timeout: float = 10.0,
+    backend: str = "gloo",
     scenes: Sequence[str] = (),
     json_file: Path | None = None,
 ) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def starve(
     Args:
         balance: who has how many batches; None: an example of two ranks.
         timeout: of the process group, in seconds; a few scenes wait for it.
+        backend: of the process group: ``"gloo"`` or ``"paceline"``.
         scenes: names of those to show; none: all.
         json_file: where to write the result; None: nowhere.
 
@@ -47,7 +49,8 @@ def starve(
     from paceline.bench.starvation.setup import EXAMPLE, Setup
     from paceline.launch.local import run_ranks
 
-    setup, wanted = Setup(EXAMPLE if balance is None else balance, timeout), scenes_named(scenes)
+    setup = Setup(EXAMPLE if balance is None else balance, timeout, backend)
+    wanted = scenes_named(scenes)
     if json_file is not None:
         check_writable(json_file, "--json", make_folder=True)
     found = result(setup, measure(setup, wanted, run_ranks), shlex.join(["paceline", *sys.argv[1:]]))
@@ -70,6 +73,7 @@ def _show(found: Mapping[str, Any]) -> None:
 def table(found: Mapping[str, Any]) -> Table:
     """Return the scenes as a table; those in which every sample counted as it must are bold."""
     from rich.table import Table
+    from rich.text import Text
 
     from paceline.bench.starvation.table import COLUMNS, cells, is_exact, title
 
@@ -77,5 +81,5 @@ def table(found: Mapping[str, Any]) -> Table:
     for number, name in enumerate(COLUMNS):
         made.add_column(name, justify="left" if number < 4 else "right", no_wrap=True)
     for scene in found["scenes"]:
-        made.add_row(*cells(scene), style="bold" if is_exact(scene) else "")
+        made.add_row(*map(Text, cells(scene)), style="bold" if is_exact(scene) else "")
     return made

@@ -123,7 +123,11 @@ def message_of(text: str) -> str:
             said = f"{line.split(chr(39))[1]}: {following.partition('what():')[2]}"
     said = re.sub(r"\[(enforce fail at )?/[^\]]*\]", "", said)  # [/build/gloo/pair.cc:537]
     said = re.sub(r" \[[0-9a-f.:]+\]:\d+", "", said)  # [127.0.0.1]:420
-    said = said.partition(" This is ")[0]
+    said = said.partition(" This is ")[0].partition(", while rank ")[0]
+    said = said.removeprefix("Got the following error when running the callback: ")
+    said = re.sub(
+        r"\[rank \d+(, step \d+)?\]", "", said
+    )  # a prefix of ours; the rank is named again behind it
     return re.sub(r"\s+", " ", said).strip().rstrip(".")[:_MESSAGE_LENGTH]
 
 

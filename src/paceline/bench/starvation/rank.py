@@ -42,7 +42,7 @@ def play(scene: Scene, setup: Setup, rank: int, folder: Path, notes: Notes) -> N
     """
     try:
         dist.init_process_group(
-            "gloo",
+            setup.backend,
             init_method=(folder / "rendezvous").as_uri(),
             rank=rank,
             world_size=setup.ranks,

@@ -15,7 +15,7 @@ from paceline.data.balance import Balance
 from paceline.data.dispatch import deal
 from paceline.data.epoch import Epoch, Row
 from paceline.data.position import Position, Recipe
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 
 __all__ = ["EXAMPLE", "Setup"]
 
@@ -23,6 +23,8 @@ Numbers = NDArray[np.int64]
 
 EXAMPLE = Balance(deal(1100, 2, block=100), batch_size=64)
 """Eleven blocks for two ranks: 10 batches and 8."""
+
+BACKENDS = ("gloo", "paceline")
 
 MOST_RANKS, MOST_STEPS, MOST_SAMPLES = 32, 2000, 1_000_000
 
@@ -34,6 +36,7 @@ class Setup:
     Attributes:
         balance: how many batches each rank has.
         timeout: of the process group, in seconds.
+        backend: of the process group.
 
     Raises:
         UsageError: there is nothing to show, too much to run, or a time-out that makes no sense.
@@ -41,9 +44,12 @@ class Setup:
 
     balance: Balance
     timeout: float = 10.0
+    backend: str = "gloo"
 
     def __post_init__(self) -> None:
         dealing, batches = self.balance.dealing, self.balance.batches
+        if self.backend not in BACKENDS:
+            raise unknown("backend", self.backend, BACKENDS)
         if not (math.isfinite(self.timeout) and self.timeout >= 1):
             raise UsageError(f"a time-out of {self.timeout:g} s", remedy="give at least 1 s, to meet in")
         if not 2 <= dealing.ranks <= MOST_RANKS:
@@ -130,13 +136,13 @@ class Setup:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
-        return {"position": self._start(0).state(), "timeout": self.timeout}
+        return {"position": self._start(0).state(), "timeout": self.timeout, "backend": self.backend}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Setup:
         """Return what `to_json` gave."""
         epoch = Position.of(stored["position"]).epoch
-        return cls(Balance(epoch.dealing, epoch.portions.batch_size), stored["timeout"])
+        return cls(Balance(epoch.dealing, epoch.portions.batch_size), stored["timeout"], stored["backend"])
 
     def told(self) -> dict[str, Any]:
         """Return it for a result: plain values that a reader understands."""
@@ -152,4 +158,5 @@ class Setup:
             "samples_of_rank": list(dealing.counts),
             "batches_of_rank": list(self.balance.batches),
             "timeout_s": self.timeout,
+            "backend": self.backend,
         }

@@ -66,7 +66,8 @@ def title(settings: Mapping[str, Any]) -> str:
     batches = ", ".join(map(str, settings["batches_of_rank"]))
     return (
         f"{settings['ranks']} ranks, {settings['samples']} samples in blocks of {settings['block']}, "
-        f"batches of {settings['batch_size']}: {batches} batches; gloo, time-out {settings['timeout_s']:g} s"
+        f"batches of {settings['batch_size']}: {batches} batches; "
+        f"{settings['backend']}, time-out {settings['timeout_s']:g} s"
     )
 
 
