@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.data.dispatch import Dealing
 from paceline.data.portions import Policy, Portions
-from paceline.data.shares import Shares
+from paceline.data.shares import Shares, Turns
 from paceline.errors import UnevenData, UsageError
 
 __all__ = ["Balance", "Outcome", "is_even", "safe_batch_sizes", "safe_blocks"]
 
-MOST_CANDIDATES = 20_000
+Numbers = NDArray[np.int64]
+
+MOST_CANDIDATES = 1 << 18
+MOST_COUNTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class Outcome:
         dropped: samples that it never uses.
         repeated: samples that it uses again, counted each time.
         empty: batches, of all ranks, without a sample.
+        moved: how much of the gradient's weight is on other ranks' data than it should be, 0 to 1: half the sum
+            over ranks of |weight - part of the data|. Where ranks' mean gradients differ by at most d, the
+            epoch's mean gradient is off by at most ``moved * d``.
         deadlock: whether ranks wait for others that will not come.
         refused: why there is no epoch; empty where there is one.
     """
@@ -38,6 +47,7 @@ class Outcome:
     dropped: int = 0
     repeated: int = 0
     empty: int = 0
+    moved: float = 0.0
     deadlock: bool = False
     refused: str = ""
 
@@ -76,28 +86,40 @@ class Balance:
     @property
     def deadlock(self) -> bool:
         """Whether ranks that each loop over their own batches end up waiting for one another."""
-        return bool(self.starving)
+        return min(self.batches) < max(self.batches)
 
     def outcome(self, policy: Policy) -> Outcome:
-        """Return what an epoch is like under `policy`."""
+        """Return what an epoch is like under `policy`; every sample weighs the same."""
+        counts = self.dealing.counts
         try:
-            portions = Portions(self.dealing.counts, self.batch_size, policy)
+            portions = Portions(counts, self.batch_size, policy)
         except (UnevenData, UsageError) as error:
             return Outcome(policy, None, refused=str(error).partition("\n")[0])
+        served = [portions.bounds(rank, portions.steps - 1)[1] for rank in range(len(counts))]
         return Outcome(
-            policy, portions.steps, portions.used, portions.dropped, portions.repeated, portions.empty
+            policy,
+            portions.steps,
+            portions.used,
+            portions.dropped,
+            portions.repeated,
+            portions.empty,
+            moved(served, counts),
         )
 
     @property
     def without_policy(self) -> Outcome:
-        """What becomes of ranks that each loop over their own batches."""
-        steps = min(self.batches)
-        counts = self.dealing.counts
-        if not self.deadlock:
-            used = sum(min(count, steps * self.batch_size) for count in counts)
-            return Outcome("none", steps, used, sum(counts) - used)
+        """What becomes of ranks that each loop over their own batches, and weigh every rank the same."""
+        counts, steps = self.dealing.counts, min(self.batches)
         used = sum(min(count, steps * self.batch_size) for count in counts)
-        return Outcome("none", steps, used, sum(counts) - used, deadlock=True)
+        weights = [1 if steps else 0] * len(counts)
+        return Outcome(
+            "none",
+            steps,
+            used,
+            sum(counts) - used,
+            moved=moved(weights, counts),
+            deadlock=self.deadlock,
+        )
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -105,9 +127,19 @@ class Balance:
         return [self.without_policy, *(self.outcome(policy) for policy in get_args(Policy))]
 
 
+def moved(weights: Sequence[int], counts: Sequence[int]) -> float:
+    """Return how far apart two distributions over ranks are, 0 to 1: their distance in total variation."""
+    all_weights, samples = sum(weights), sum(counts)
+    if not all_weights or not samples:
+        return 0.0
+    pairs = zip(weights, counts, strict=True)
+    apart = sum(abs(weight * samples - count * all_weights) for weight, count in pairs)
+    return apart / (2 * all_weights * samples)
+
+
 def is_even(counts: Iterable[int], batch_size: int, *, drop_last: bool = False) -> bool:
     """Tell whether all ranks have the same number of batches."""
-    return len({count // batch_size if drop_last else -(-count // batch_size) for count in counts}) == 1
+    return bool(safe_batch_sizes(tuple(counts), [batch_size], drop_last=drop_last))
 
 
 def safe_blocks(
@@ -119,19 +151,49 @@ def safe_blocks(
         samples, shares: what is dealt, and to whom.
         batch_size, drop_last: how it is cut.
         largest: the largest block to look at; None: a whole period of turns fills the data. Of more than
-            20,000 candidates an even selection is looked at.
+            262,144 sizes (of unequal shares, 2^24 ÷ ranks) the smallest are looked at.
     """
-    top = largest or max(1, samples // shares.whole)
-    stride = -(-top // MOST_CANDIDATES)
-    return [
-        block
-        for block in range(1, top + 1, stride)
-        if is_even(Dealing(samples, shares, block).counts, batch_size, drop_last=drop_last)
-    ]
+    turns = Turns.of(shares)
+    telling = _telling(shares)
+    top = min(largest or max(1, samples // turns.period), MOST_CANDIDATES, MOST_COUNTS // len(telling))
+    found = np.arange(1, top + 1, dtype=np.int64)
+    expected = None
+    for rank in telling:
+        batches = _batches(_counts_in_turns(turns, rank, samples, found), batch_size, drop_last)
+        if expected is not None:
+            same = batches == expected
+            found, batches = found[same], batches[same]
+        expected = batches
+    return found.tolist()
+
+
+def _telling(shares: Shares) -> list[int]:
+    """Return the ranks to look at, those that differ most first.
+
+    Of equal shares the first and the last tell all: no rank has more than the one before it.
+    """
+    by_part = sorted(range(shares.ranks), key=lambda rank: shares.parts[rank])
+    if shares.parts[by_part[0]] == shares.parts[by_part[-1]]:
+        return [0, shares.ranks - 1]
+    return [by_part[0], by_part[-1], *by_part[1:-1]]
+
+
+def _counts_in_turns(turns: Turns, rank: int, samples: int, sizes: Numbers) -> Numbers:
+    """Return how many samples `rank` gets for each of the block `sizes`."""
+    blocks = -(-samples // sizes)
+    short = np.where(turns.owners[(blocks - 1) % turns.period] == rank, blocks * sizes - samples, 0)
+    return turns.counts(rank, blocks) * sizes - short
+
+
+def _batches(counts: Numbers, batch_size: int | Numbers, drop_last: bool) -> Numbers:
+    return counts // batch_size if drop_last else -(-counts // batch_size)
 
 
 def safe_batch_sizes(
     counts: tuple[int, ...], candidates: Iterable[int], *, drop_last: bool = False
 ) -> list[int]:
     """Return which of the batch sizes `candidates` give all ranks the same number of batches."""
-    return [size for size in candidates if is_even(counts, size, drop_last=drop_last)]
+    sizes = np.fromiter(candidates, dtype=np.int64)
+    ends = np.array([[min(counts)], [max(counts)]])  # more samples never make fewer batches
+    fewest, most = _batches(ends, sizes, drop_last)
+    return sizes[fewest == most].tolist()

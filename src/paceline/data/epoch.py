@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from paceline.data.dispatch import Dealing
 from paceline.data.portions import Portions
-from paceline.data.shuffle import Shuffle, key_of
+from paceline.data.shuffle import LARGEST, Shuffle, key_of
 from paceline.errors import UsageError, unknown
 
 __all__ = ["Epoch", "Layer", "Row", "ShuffleMode", "left_of"]
@@ -37,6 +37,9 @@ class Row:
             samples of each together, for storage that reads neighbours faster; ``"none"`` keeps the order.
         block: samples of a block, where blocks are shuffled.
         seed, epoch: another epoch, or seed, is another order.
+
+    Raises:
+        UsageError: an unknown shuffle mode, or a number that makes no sense.
     """
 
     samples: int
@@ -48,6 +51,10 @@ class Row:
     def __post_init__(self) -> None:
         if self.shuffle not in get_args(ShuffleMode):
             raise unknown("shuffle mode", self.shuffle, get_args(ShuffleMode))
+        if not 0 <= self.samples <= LARGEST:
+            raise UsageError(f"{self.samples} samples", remedy=f"pass a whole number from 0 to {LARGEST}")
+        if not 1 <= self.block <= LARGEST:
+            raise UsageError(f"block={self.block}", remedy="a block has at least 1 sample")
 
     def at(self, places: Numbers) -> Numbers:
         """Return which samples stand at `places`."""
@@ -112,7 +119,7 @@ class Epoch:
         portions: how that is cut into batches.
 
     Raises:
-        UsageError: the dealing is not one of what is left.
+        UsageError: a dealing, of a layer or of the rest, is not one of what was left before it.
     """
 
     row: Row
@@ -121,12 +128,13 @@ class Epoch:
     portions: Portions
 
     def __post_init__(self) -> None:
-        left = left_of(self.row, self.layers)
-        if self.dealing.samples != left:
-            raise UsageError(
-                f"a dealing of {self.dealing.samples} samples, where {left} are left",
-                remedy="deal what is left",
-            )
+        for done, dealing in enumerate([*(layer.dealing for layer in self.layers), self.dealing]):
+            left = left_of(self.row, self.layers[:done])
+            if dealing.samples != left:
+                raise UsageError(
+                    f"a dealing of {dealing.samples} samples, where {left} are left",
+                    remedy="deal what is left",
+                )
 
     def samples(self, rank: int, first: int, end: int) -> Numbers:
         """Return which samples `rank` takes as its `first`-th to ``end - 1``-th; see `Portions.bounds`."""

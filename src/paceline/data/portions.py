@@ -97,6 +97,10 @@ class Portions:
             return min(self.full_batches)
         return max(self.batches)
 
+    @cached_property
+    def _most(self) -> int:
+        return max(self.counts)
+
     def bounds(self, rank: int, step: int) -> tuple[int, int]:
         """Return (first, end) of the samples that `rank` takes in `step`, numbered within the rank's own.
 
@@ -105,7 +109,7 @@ class Portions:
         count = self.counts[rank]
         if self.policy == "rebalance":
             return count * step // self.steps, count * (step + 1) // self.steps
-        there = max(self.counts) if self.policy == "pad" else count
+        there = self._most if self.policy == "pad" else count
         first = step * self.batch_size
         return min(first, there), min(first + self.batch_size, there)
 
@@ -135,13 +139,15 @@ class Portions:
         """Samples that the epoch uses a second time or more, counted each time."""
         if self.policy != "pad":
             return 0
-        return sum(max(self.counts) - count for count in self.counts)
+        return sum(self._most - count for count in self.counts)
 
     @property
     def empty(self) -> int:
         """Batches, of all ranks, that have no sample."""
         if self.policy == "rebalance":
             return sum(max(0, self.steps - count) for count in self.counts)
+        if self.policy == "pad":
+            return 0
         return sum(max(0, self.steps - batches) for batches in self.batches)
 
     def tell(self) -> str:

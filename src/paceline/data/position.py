@@ -120,16 +120,16 @@ class Position:
             )
         try:
             row = Row(
-                int(state["samples"]),
+                _whole(state["samples"]),
                 state["shuffle"],
-                int(state["shuffle_block"]),
-                seed=int(state["seed"]),
-                epoch=int(state["epoch"]),
+                _whole(state["shuffle_block"]),
+                seed=_whole(state["seed"]),
+                epoch=_whole(state["epoch"]),
             )
             layers = tuple(_layer(each) for each in state["done"])
             dealing = _dealing(state["dealt"])
-            portions = Portions(dealing.counts, int(state["batch_size"]), state["uneven"])
-            step = int(state["step"])
+            portions = Portions(dealing.counts, _whole(state["batch_size"]), state["uneven"])
+            step = _whole(state["step"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -162,18 +162,21 @@ def _plain(dealing: Dealing) -> dict[str, Any]:
 
 
 def _dealing(plain: Mapping[str, Any]) -> Dealing:
-    parts = tuple(int(part) for part in plain["parts"])
-    if not parts or min(parts) < 0 or not sum(parts):
-        raise ValueError(f"parts {parts}")
-    return Dealing(
-        int(plain["samples"]), Shares(parts), int(plain["block"]), plain["scheme"], int(plain["seed"])
-    )
+    shares = Shares(tuple(_whole(part) for part in plain["parts"]))
+    samples, block, seed = (_whole(plain[name]) for name in ("samples", "block", "seed"))
+    return Dealing(samples, shares, block, plain["scheme"], seed)
 
 
 def _layer(plain: Mapping[str, Any]) -> Layer:
-    dealing, taken = _dealing(plain), tuple(int(each) for each in plain["taken"])
+    dealing, taken = _dealing(plain), tuple(_whole(each) for each in plain["taken"])
     if len(taken) != dealing.ranks or any(
         not 0 <= each <= count for each, count in zip(taken, dealing.counts, strict=True)
     ):
         raise ValueError(f"taken {taken} of {dealing.counts}")
     return Layer(dealing, taken)
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} where a whole number is due")
+    return value

@@ -37,12 +37,22 @@ class Shares:
     Attributes:
         parts: per rank; their sum makes up the whole.
 
+    Raises:
+        UsageError: no parts, a negative one, or more in all than 65,536 and than there are ranks.
+
     Example:
         >>> Shares.of([0.25, 0.25, 0.10, 0.40], ranks=4).parts
         (5, 5, 2, 8)
     """
 
     parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.parts, default=0) < 0 or not 0 < self.whole <= max(FINEST, self.ranks):
+            raise UsageError(
+                f"shares in parts of {_told(self.parts)}",
+                remedy=f"each is 0 or more, and all together are 1 to {FINEST}",
+            )
 
     @classmethod
     def equal(cls, ranks: int) -> Shares:
@@ -161,9 +171,13 @@ class Turns:
 
     def count(self, rank: int, turns: int) -> int:
         """Return how many of the first `turns` are those of `rank`."""
-        periods, rest = divmod(turns, self.period)
+        return int(self.counts(rank, np.array(turns)))
+
+    def counts(self, rank: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return, for each of `turns`, how many of the first so many are those of `rank`."""
+        periods, rest = np.divmod(turns, self.period)
         own = self.turns_of_rank[rank]
-        return periods * len(own) + int(np.searchsorted(own, rest))
+        return periods * len(own) + np.searchsorted(own, rest)
 
     def nth(self, rank: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return which turns the `numbers`-th ones of `rank` are, all counted from 0."""
@@ -177,7 +191,8 @@ def _turns(parts: tuple[int, ...]) -> Turns:
     common = math.gcd(*parts)
     parts = tuple(part // common for part in parts)
     owners = np.array(_earliest_deadline_first(parts), dtype=np.int64)
-    return Turns(owners, tuple(np.flatnonzero(owners == rank) for rank in range(len(parts))))
+    by_rank = np.argsort(owners, kind="stable")
+    return Turns(owners, tuple(np.split(by_rank, np.cumsum(parts)[:-1])))
 
 
 def _earliest_deadline_first(parts: Sequence[int]) -> list[int]:

@@ -8,7 +8,8 @@ the block size. Dealt in turns, nobody is a whole block off.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -16,10 +17,20 @@ from paceline.data.dispatch import Dealing, draw_counts
 from paceline.data.shares import Shares
 from paceline.data.shuffle import key_of
 
-__all__ = ["Spread", "share_deviation", "spread_of"]
+__all__ = [
+    "Spread",
+    "bound_in_turns",
+    "expected_largest",
+    "largest_above",
+    "share_deviation",
+    "spread_of",
+    "unlikely_largest",
+]
 
 DRAWS = 400
 UNLIKELY = 1e-3
+STEPS = 2000
+NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
@@ -52,18 +63,21 @@ def share_deviation(share: float, samples: int, block: int) -> float:
     return math.sqrt(share * (1 - share) * block / samples)
 
 
+def bound_in_turns(shares: Shares, samples: int, block: int) -> float:
+    """Return what the largest amount above its share stays below where blocks are dealt in turns.
+
+    No rank is a whole block above its share, which for the smallest one is the largest part of it.
+    """
+    return block * shares.whole / (min(part for part in shares.parts if part) * samples)
+
+
 def spread_of(dealing: Dealing, draws: int = DRAWS) -> Spread:
     """Return the spread of `dealing`, whatever its seed: over all draws that there could be."""
     if dealing.scheme != "random":
-        counts, shares = dealing.counts, dealing.shares
-        most = max(
-            count / (share * dealing.samples) - 1
-            for count, share in zip(counts, shares, strict=True)
-            if share
-        )
+        most = largest_above(dealing.counts, dealing.shares)
         return Spread(expected=most, unlikely=most)
     found = [
-        _largest(draw_counts(dealing.blocks, dealing.shares, key_of(number, 4)), dealing.shares)
+        largest_above(draw_counts(dealing.blocks, dealing.shares, key_of(number, 4)), dealing.shares)
         for number in range(draws)
     ]
     return Spread(
@@ -75,49 +89,65 @@ def spread_of(dealing: Dealing, draws: int = DRAWS) -> Spread:
     )
 
 
-def _largest(blocks_of_rank: Sequence[int], shares: Shares) -> float:
-    """Return by how much the largest amount is above its share, as a fraction of it."""
-    blocks = sum(blocks_of_rank)
-    pairs = zip(blocks_of_rank, shares, strict=True)
-    return max(count / (share * blocks) - 1 for count, share in pairs if share)
+def largest_above(amounts: Sequence[int], shares: Shares) -> float:
+    """Return by how much the largest of the ranks' `amounts` is above its share, as a fraction of that share."""
+    whole, pairs = sum(amounts), zip(amounts, shares.parts, strict=True)
+    return max(amount * shares.whole / (part * whole) for amount, part in pairs if part) - 1
 
 
 def expected_largest(shares: Shares, blocks: int) -> float:
-    """Return by how much the largest amount is above its share on average, in the normal limit.
+    """Return by how much the largest amount is above its share on average, as a fraction of that share.
 
-    Multinomial counts are independent ones given their sum. To keep the sum takes the same fraction off every
-    rank's share, and is 0 on average. So the mean is that of the largest of independent deviates, of
-    deviation 1/√(w·blocks) each: taken over the quantiles of that largest.
+    Multinomial counts are independent Poisson ones given their sum. To keep the sum takes the same fraction
+    off every rank's share, and is 0 on average. So the mean is that of the largest of independent counts.
     """
-    deviations = [1 / math.sqrt(share * blocks) for share in shares if share]
-    steps = 400
-    quantiles = (_quantile_of_largest(deviations, (step + 0.5) / steps) for step in range(steps))
-    return math.fsum(quantiles) / steps
+    ranks_of_mean = Counter(share * blocks for share in shares if share)
+    least = min(ranks_of_mean)
+    low, high = max(-1.0, -10 / math.sqrt(least)), _reach(least)
+    step = (high - low) / STEPS
+
+    def passed(level: float) -> float:
+        return 1 - math.prod(_poisson(mean, level) ** ranks for mean, ranks in ranks_of_mean.items())
+
+    return low + step * math.fsum(passed(low + (number + 0.5) * step) for number in range(STEPS))
 
 
 def unlikely_largest(shares: Shares, blocks: int, chance: float = UNLIKELY) -> float:
     """Return what the largest amount above its share passes with `chance`: the sum of all ranks' chances."""
-    deviations = [math.sqrt((1 - share) / (share * blocks)) for share in shares if 0 < share < 1]
-    if not deviations:
+    ranks_of_share = Counter(share for share in shares if 0 < share < 1)
+    if not ranks_of_share:
         return 0.0
-    normal = NormalDist()
-    return _crossing(
-        lambda level: math.fsum(normal.cdf(-level / each) for each in deviations) <= chance, max(deviations)
-    )
+    low, high = 0.0, _reach(min(ranks_of_share) * blocks)
+    for _ in range(60):
+        level = (low + high) / 2
+        passed = sum(ranks * _passed(blocks, share, level) for share, ranks in ranks_of_share.items())
+        low, high = (level, high) if passed > chance else (low, level)
+    return high
 
 
-def _quantile_of_largest(deviations: Sequence[float], chance: float) -> float:
-    """Return what the largest of independent normal deviates stays below with `chance`."""
-    normal = NormalDist()
-    return _crossing(
-        lambda level: math.prod(normal.cdf(level / each) for each in deviations) >= chance, max(deviations)
-    )
+def _reach(mean: float) -> float:
+    """Return how far above a Poisson `mean` there is nothing any more, as a fraction of it."""
+    return (10 * math.sqrt(mean) + 20) / mean
 
 
-def _crossing(reached: Callable[[float], bool], scale: float) -> float:
-    """Return where `reached` turns true, within ten times `scale` of 0, by bisection."""
-    low, high = -10 * scale, 10 * scale
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if reached(middle) else (middle, high)
-    return (low + high) / 2
+def _poisson(mean: float, level: float) -> float:
+    """Return the chance that a Poisson count is at most (1 + level) times its mean, steps smoothed.
+
+    Source: Wilson and Hilferty's cube root, "The distribution of chi-square", PNAS 1931.
+    """
+    count = (1 + level) * mean + 0.5
+    root = (mean / count) ** (1 / 3)
+    return NORMAL.cdf(3 * math.sqrt(count) * (1 - 1 / (9 * count) - root))
+
+
+def _passed(trials: int, share: float, level: float) -> float:
+    """Return the chance that a binomial count passes (1 + level) times its mean, steps smoothed.
+
+    Source: Camp's cube root, "Approximation to the point binomial", Annals of Mathematical Statistics 1951.
+    """
+    count = (1 + level) * share * trials + 0.5
+    if count >= trials:
+        return 0.0
+    others, odds = trials - count + 1, count * (1 - share) / (share * (trials - count + 1))
+    a, b, root = 1 / (9 * others), 1 / (9 * count), odds ** (1 / 3)
+    return NORMAL.cdf(((1 - a) - (1 - b) * root) / math.sqrt(b * root**2 + a))
