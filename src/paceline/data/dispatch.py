@@ -278,18 +278,22 @@ def draw_counts(blocks: int, shares: Shares, key: int) -> tuple[int, ...]:
         found[takers] = np.bincount(np.searchsorted(upper, drawn), minlength=len(takers))
         return tuple(found.tolist())
     counts, left, parts_left = [], blocks, shares.whole
-    for rank, part in enumerate(shares.parts):
-        counts.append(_binomial(left, part, parts_left, key_of(key, rank)) if part else 0)
+    for part, deviate in zip(shares.parts, _deviates(shares.ranks, key), strict=True):
+        counts.append(_binomial(left, part, parts_left, deviate) if part else 0)
         left, parts_left = left - counts[-1], parts_left - part
     return tuple(counts)
 
 
-def _binomial(trials: int, part: int, whole: int, key: int) -> int:
-    """Draw how many of `trials` succeed at the chance part/whole, by the normal limit, in integers."""
+def _deviates(number: int, key: int) -> list[int]:
+    """Draw normal deviates as whole numbers, of mean 0 and standard deviation 2^33: each a sum of 48 even ones."""
+    even = mixed(np.arange(number * 48, dtype=np.uint64), key) >> np.uint64(32)
+    return (even.reshape(number, 48).sum(axis=1).astype(np.int64) - 24 * 2**32).tolist()
+
+
+def _binomial(trials: int, part: int, whole: int, deviate: int) -> int:
+    """Return how many of `trials` succeed at the chance part/whole, by the normal limit, in integers."""
     if part == whole:
         return trials
-    uniform = mixed(np.arange(48, dtype=np.uint64), key) >> np.uint64(32)
-    deviates = int(uniform.sum()) - 24 * 2**32  # of standard deviation 2, in units of 2^-32
     deviation = math.isqrt(trials * part * (whole - part) << 64)  # in units of 2^-32 / whole
-    drawn = (2 * trials * part * 2**64 + deviates * deviation + whole * 2**64) // (2 * whole * 2**64)
+    drawn = (2 * trials * part * 2**64 + deviate * deviation + whole * 2**64) // (2 * whole * 2**64)
     return min(max(drawn, 0), trials)
