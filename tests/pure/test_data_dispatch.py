@@ -7,7 +7,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from dealings import SEEDS, chi_squared, dealings, rows_of_rank, shares
+from dealings import SEEDS, chi_squared, dealings, rows_of_rank
+from dealings import shares as any_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +90,7 @@ def test_largest_remainders_sum_up_and_are_less_than_one_off(values, whole):
 # ------------------------------------------------------------------ turns
 
 
-@given(shares())
+@given(any_shares())
 @settings(deadline=None)
 def test_at_every_prefix_nobody_is_a_whole_block_off(given_shares):
     turns, parts, whole = Turns.of(given_shares), given_shares.parts, given_shares.whole
@@ -241,10 +242,9 @@ def test_what_is_not_there_is_refused(ask, said):
 @pytest.mark.parametrize(("samples", "block"), [(100_000, 32), (100_000, 1)], ids=["one by one", "at once"])
 def test_ten_thousand_draws_spread_as_they_should(samples, block):
     assert (samples // block > COUNTED) == (block == 1)
-    draws = [
-        deal(samples, 4, block=block, scheme="random", shares=UNEVEN, seed=seed) for seed in range(10_000)
-    ]
-    found = np.array([dealing.counts for dealing in draws]) / samples
+    shares = Shares.of(UNEVEN, 4)
+    draws = [Dealing(samples, shares, block, "random", seed).counts for seed in range(10_000)]
+    found = np.array(draws) / samples
     assert found.sum(axis=1) == pytest.approx(1)
     for rank, share in enumerate(UNEVEN):
         deviation = share_deviation(share, samples, block)
@@ -254,7 +254,7 @@ def test_ten_thousand_draws_spread_as_they_should(samples, block):
     assert together == pytest.approx(-math.sqrt(0.25 * 0.4 / (0.75 * 0.6)), abs=0.03)
 
 
-@given(given_shares=shares(), blocks=st.sampled_from([0, 1, 50, COUNTED, COUNTED + 1, 10**15]), key=SEEDS)
+@given(given_shares=any_shares(), blocks=st.sampled_from([0, 1, 50, COUNTED, COUNTED + 1, 10**15]), key=SEEDS)
 @settings(deadline=None)
 def test_all_blocks_are_drawn_and_none_for_a_share_of_nothing(given_shares, blocks, key):
     found = draw_counts(blocks, given_shares, key)

@@ -29,6 +29,7 @@ COMMANDS = {
         "collective",
         "Prove, price, tell, draw and run a collective algorithm.",
     ),
+    "dispatch": ("paceline.cli.dispatch", "dispatch", "Tell who gets which data, who starves, what is safe."),
     "exchange": (
         "paceline.cli.exchange",
         "exchange",

@@ -20,7 +20,6 @@ __all__ = ["Balance", "Outcome", "is_even", "safe_batch_sizes", "safe_blocks"]
 Numbers = NDArray[np.int64]
 
 MOST_CANDIDATES = 1 << 18
-MOST_COUNTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,19 @@ class Balance:
     drop_last: bool = False
 
     @cached_property
+    def full_batches(self) -> tuple[int, ...]:
+        """Full batches of each rank: the floor."""
+        return tuple(count // self.batch_size for count in self.dealing.counts)
+
+    @cached_property
+    def all_batches(self) -> tuple[int, ...]:
+        """Batches of each rank with the last one, which may be short: the ceiling."""
+        return tuple(-(-count // self.batch_size) for count in self.dealing.counts)
+
+    @property
     def batches(self) -> tuple[int, ...]:
-        """Batches of each rank: all of them, or the full ones."""
-        size = self.batch_size
-        return tuple(count // size if self.drop_last else -(-count // size) for count in self.dealing.counts)
+        """Batches that a loader without a policy makes for each rank."""
+        return self.full_batches if self.drop_last else self.all_batches
 
     @property
     def starving(self) -> list[tuple[int, int]]:
@@ -121,7 +129,7 @@ class Balance:
             deadlock=self.deadlock,
         )
 
-    @property
+    @cached_property
     def outcomes(self) -> list[Outcome]:
         """Every policy's outcome, that of none first."""
         return [self.without_policy, *(self.outcome(policy) for policy in get_args(Policy))]
@@ -150,15 +158,13 @@ def safe_blocks(
     Args:
         samples, shares: what is dealt, and to whom.
         batch_size, drop_last: how it is cut.
-        largest: the largest block to look at; None: a whole period of turns fills the data. Of more than
-            262,144 sizes (of unequal shares, 2^24 ÷ ranks) the smallest are looked at.
+        largest: the largest block to look at; None: a whole period of turns fills the data, or 262,144.
     """
     turns = Turns.of(shares)
-    telling = _telling(shares)
-    top = min(largest or max(1, samples // turns.period), MOST_CANDIDATES, MOST_COUNTS // len(telling))
+    top = largest or min(max(1, samples // turns.period), MOST_CANDIDATES)
     found = np.arange(1, top + 1, dtype=np.int64)
     expected = None
-    for rank in telling:
+    for rank in _telling(shares):
         batches = _batches(_counts_in_turns(turns, rank, samples, found), batch_size, drop_last)
         if expected is not None:
             same = batches == expected

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,7 @@ class Shares:
         """How many ranks there are."""
         return len(self.parts)
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Parts of all ranks."""
         return sum(self.parts)

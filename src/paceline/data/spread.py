@@ -40,7 +40,7 @@ class Spread:
     Attributes:
         expected: on average over draws: closed form.
         unlikely: exceeded by one draw in a thousand: closed form; the bound itself where there is no chance.
-        drawn: the mean over draws that were made; None where there is no chance.
+        drawn: the mean over draws that were made; None where there is no chance, or no draw.
         drawn_worst: the largest of them.
         draws: how many.
     """
@@ -72,27 +72,35 @@ def bound_in_turns(shares: Shares, samples: int, block: int) -> float:
 
 
 def spread_of(dealing: Dealing, draws: int = DRAWS) -> Spread:
-    """Return the spread of `dealing`, whatever its seed: over all draws that there could be."""
+    """Return the spread of `dealing`, whatever its seed: over all draws that there could be.
+
+    Args:
+        dealing: of at least one sample.
+        draws: how many are made beside the closed forms, 0 or more.
+    """
     if dealing.scheme != "random":
         most = largest_above(dealing.counts, dealing.shares)
         return Spread(expected=most, unlikely=most)
     found = [
-        largest_above(draw_counts(dealing.blocks, dealing.shares, key_of(number, 4)), dealing.shares)
+        largest_above(
+            draw_counts(dealing.blocks, dealing.shares, key_of(number, dealing.block, 4)), dealing.shares
+        )
         for number in range(draws)
     ]
     return Spread(
         expected=expected_largest(dealing.shares, dealing.blocks),
         unlikely=unlikely_largest(dealing.shares, dealing.blocks),
-        drawn=math.fsum(found) / draws,
-        drawn_worst=max(found),
+        drawn=math.fsum(found) / draws if draws else None,
+        drawn_worst=max(found, default=None),
         draws=draws,
     )
 
 
 def largest_above(amounts: Sequence[int], shares: Shares) -> float:
     """Return by how much the largest of the ranks' `amounts` is above its share, as a fraction of that share."""
-    whole, pairs = sum(amounts), zip(amounts, shares.parts, strict=True)
-    return max(amount * shares.whole / (part * whole) for amount, part in pairs if part) - 1
+    whole, parts = sum(amounts), shares.whole
+    pairs = zip(amounts, shares.parts, strict=True)
+    return max((amount * parts - part * whole) / (part * whole) for amount, part in pairs if part)
 
 
 def expected_largest(shares: Shares, blocks: int) -> float:
@@ -102,6 +110,8 @@ def expected_largest(shares: Shares, blocks: int) -> float:
     off every rank's share, and is 0 on average. So the mean is that of the largest of independent counts.
     """
     ranks_of_mean = Counter(share * blocks for share in shares if share)
+    if ranks_of_mean.total() == 1:
+        return 0.0
     least = min(ranks_of_mean)
     low, high = max(-1.0, -10 / math.sqrt(least)), _reach(least)
     step = (high - low) / STEPS

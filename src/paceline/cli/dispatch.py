@@ -1,0 +1,125 @@
+"""``paceline dispatch``: tells what dealing data in blocks does to batches, before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.data.forecast import Asked
+
+__all__ = ["dispatch"]
+
+
+def dispatch(
+    samples: Annotated[int, typer.Option(help="How many there are.")],
+    ranks: Annotated[
+        int | None,
+        typer.Option("--workers", "--ranks", help="How many share them; else as many as --shares."),
+    ] = None,
+    scheme: Annotated[str, typer.Option(help="round_robin, random or shares.")] = "round_robin",
+    block: Annotated[
+        str, typer.Option(help="Samples that go to one rank together; several by commas.")
+    ] = "1",
+    batch_size: Annotated[str, typer.Option(help="Samples of a full batch; several by commas.")] = "64",
+    shares: Annotated[
+        str | None, typer.Option(help="One a rank, 1 in all, by commas: .25,.25,.1,.4; else all the same.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of scheme random.")] = 0,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="Loaders without a policy leave out the short last batch.")
+    ] = False,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            help="Draws at random beside the closed forms; else 400, fewer for more than 500 ranks."
+        ),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write JSON, the table as CSV, and two charts there."),
+    ] = None,
+) -> None:
+    """Tell who gets what, who starves, what each policy costs and which sizes are safe, before anything runs.
+
+    Examples: paceline dispatch --samples 50000 --workers 7 --block 2,10,100,1000 --batch-size 64
+
+    paceline dispatch --samples 50000 --shares .25,.25,.1,.4 --scheme shares --out results/
+    """
+    from paceline.cli.dispatch_files import plan_files
+    from paceline.cli.dispatch_show import show
+    from paceline.data.forecast import forecasts
+
+    asked = _asked(samples, ranks, scheme, block, batch_size, shares, seed, drop_last, draws)
+    writer_of = plan_files(json_file, out)
+    found = forecasts(asked)
+    show(asked, found)
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    for paths, write in writer_of.items():
+        write(paths, asked, found, command)
+        typer.echo("\n".join(map(str, paths)))
+
+
+def _asked(
+    samples: int,
+    ranks: int | None,
+    scheme: str,
+    block: str,
+    batch_size: str,
+    shares: str | None,
+    seed: int,
+    drop_last: bool,
+    draws: int | None,
+) -> Asked:
+    """Return what the options ask for.
+
+    Raises:
+        UsageError: one that makes no sense, or two that don't fit.
+    """
+    from paceline.data.dispatch import Scheme
+    from paceline.data.forecast import Asked
+    from paceline.data.shares import Shares
+
+    given = None if shares is None else _numbers("--shares", shares, float, ".25,.25,.1,.4")
+    if ranks is None and given is None:
+        raise UsageError(
+            "neither --workers nor --shares: how many ranks are there?", remedy="pass --workers 7"
+        )
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--workers {ranks}", remedy="pass 1 or more")
+    if scheme == "shares" and given is None:
+        raise UsageError("--scheme shares without --shares", remedy="pass for example --shares .25,.25,.1,.4")
+    return Asked(
+        samples,
+        Shares.of(given, len(given or ()) if ranks is None else ranks),
+        cast(Scheme, scheme.replace("-", "_")),
+        seed,
+        tuple(dict.fromkeys(_numbers("--block", block, int, "2,10,100"))),
+        tuple(dict.fromkeys(_numbers("--batch-size", batch_size, int, "64,4096"))),
+        drop_last,
+        draws,
+    )
+
+
+def _numbers(option: str, text: str, kind: type, example: str) -> list:
+    """Return the numbers that `text` lists by commas.
+
+    Raises:
+        UsageError: there is none, or something else is among them.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        numbers = [kind(part) for part in parts]
+    except ValueError as error:
+        what = "whole numbers" if kind is int else "numbers"
+        raise UsageError(f"{option} {text}: {error}", remedy=f"pass {what} by commas: {example}") from error
+    if not numbers:
+        raise UsageError(f"{option} names none", remedy=f"pass for example {example}")
+    return numbers

@@ -1,0 +1,90 @@
+"""What is told of an epoch before it runs, as numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.data.balance import Balance
+from paceline.data.forecast import Asked, forecasts
+from paceline.data.shares import Shares
+from paceline.errors import UsageError
+
+
+def test_every_block_size_with_every_batch_size():
+    found = forecasts(Asked(50_000, Shares.equal(7), blocks=(2, 1000), batch_sizes=(64, 4096), draws=3))
+    assert [(each.block, each.batch_size) for each in found] == [(2, 64), (2, 4096), (1000, 64), (1000, 4096)]
+    for each in found:
+        assert (each.block in each.safe_blocks) == (not each.balance.deadlock)
+        assert (each.batch_size in each.safe_batch_sizes) == (not each.balance.deadlock)
+        assert each.blocks_tried == 50_000 // 7
+        assert each.batch_sizes_tried == 4096
+
+
+def test_what_is_asked_for_is_looked_at_however_large():
+    (found,) = forecasts(Asked(10**6, Shares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1))
+    assert found.blocks_tried == 10_000
+    assert found.batch_sizes_tried == 10_000
+    assert 500_000 in found.safe_blocks
+    assert 10_000 in found.safe_batch_sizes
+
+
+def test_imbalance_is_told_of_each_way_to_deal():
+    (found,) = forecasts(Asked(50_000, Shares.equal(7), "random", blocks=(1000,), draws=50))
+    counts = found.balance.dealing.counts
+    assert found.imbalance.dealt == pytest.approx(max(counts) / (50_000 / 7) - 1)
+    assert found.imbalance.in_turns == pytest.approx(0.12)
+    assert found.imbalance.bound_in_turns == pytest.approx(0.14)
+    assert found.imbalance.random.draws == 50
+    assert found.imbalance.random.drawn == pytest.approx(found.imbalance.random.expected, rel=0.2)
+
+
+def test_fewer_draws_are_made_for_many_ranks_unless_asked_for():
+    assert Asked(100, Shares.equal(7)).draws_of_block == 400
+    assert Asked(10**6, Shares.equal(4000)).draws_of_block == 50
+    assert Asked(10**6, Shares.equal(4000), draws=400).draws_of_block == 400
+
+
+def test_as_json():
+    asked = Asked(1000, Shares((5, 5, 2, 8)), "shares", blocks=(10,), batch_sizes=(16,), draws=0)
+    (found,) = forecasts(asked)
+    entry = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    balance = Balance(asked.dealing(10), 16)
+    assert entry["counts"] == [250, 250, 100, 400]
+    assert entry["batches_floor"] == [15, 15, 6, 25]
+    assert entry["batches_ceil"] == [16, 16, 7, 25]
+    assert entry["starving"] == [{"rank": rank, "after_step": steps} for rank, steps in balance.starving]
+    assert entry["deadlock"] is True
+    assert list(entry["policies"]) == ["none", "join", "rebalance", "truncate", "pad", "drop", "error"]
+    assert entry["policies"]["join"] == {
+        "steps": 25,
+        "used": 1000,
+        "dropped": 0,
+        "repeated": 0,
+        "empty": 9 + 9 + 18,
+        "moved": 0,
+        "deadlock": False,
+        "refused": "",
+        "exact": True,
+    }
+    assert entry["policies"]["error"]["steps"] is None
+    assert entry["imbalance"]["random"]["drawn"] is None
+    assert asked.to_json()["shares"] == [0.25, 0.25, 0.1, 0.4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"samples": 0}, "there is nothing to dispatch"),
+        ({"samples": -3}, "-3 samples"),
+        ({"blocks": (1, 1001)}, "a block of 1001 samples is larger than the data"),
+        ({"blocks": (0,)}, "block=0"),
+        ({"batch_sizes": (64, 0)}, "batch_size=0"),
+        ({"scheme": "rnadom"}, "did you mean 'random'"),
+        ({"draws": -1}, "draws=-1"),
+    ],
+)
+def test_bad_input_is_refused(arguments, said):
+    with pytest.raises(UsageError, match=said):
+        Asked(**{"samples": 1000, "shares": Shares.equal(3)} | arguments)

@@ -1,0 +1,149 @@
+"""Dispatched data in words and pictures."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from paceline.data.balance import Balance, Outcome
+from paceline.data.dispatch import Dealing, deal
+from paceline.data.forecast import Asked, forecasts
+from paceline.data.shares import Shares
+from paceline.report.dispatch_charts import MOST_PANELS, end_chart, imbalance_chart
+from paceline.report.dispatch_words import in_short, of_bias, of_loop, of_safe, percent, ranges
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ([7144] * 3 + [7142] * 4, "7144 ×3, 7142 ×4"),
+        ([8000, *[7000] * 6], "8000, 7000 ×6"),
+        ([5], "5"),
+        ([7054, 6904, 7180, 7274, 7280, 7222, 7086], "7054 6904 7180 7274 7280 7222 7086"),
+        ([1, 2, 1, 2, 1], "1 2 1 2 1"),
+        ([1, 2] * 50, "2 ×50, 1 ×50"),
+        (list(range(100)), "0 to 99"),
+    ],
+)
+def test_numbers_in_short(numbers, said):
+    assert in_short(numbers) == said
+
+
+def test_ranges():
+    assert ranges([1, 2, 3, 5, 8, 9]) == "1–3, 5, 8–9"
+    assert ranges(range(1, 40, 2), most=4) == "1, 3, 5, …, 39"
+    assert ranges([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(0, "0%"), (0.00016, "0.016%"), (0.1234, "12.3%"), (1.24, "124%"), (12.5, "1250%")]
+)
+def test_per_cent(part, said):
+    assert percent(part) == said
+
+
+def balance(*counts, size=10, drop_last=False):
+    """Return a balance with these samples a rank: by shares, one sample a block."""
+    return Balance(Dealing(sum(counts), Shares(counts)), size, drop_last)
+
+
+def test_what_a_loop_over_ones_own_batches_does():
+    assert of_loop(balance(20, 15)) == "all make 2 steps"
+    assert of_loop(balance(20, 15, drop_last=True)) == "deadlock in step 2; out of data: rank 1 after 1"
+    assert of_loop(balance(50, 30, 30, 20, 41)) == (
+        "deadlock in step 3; out of data: rank 3 after 2, ranks 1–2 after 3"
+    )
+    assert of_loop(balance(90, 80, 70, 60, 50)) == (
+        "deadlock in step 6; out of data: rank 4 after 5, rank 3 after 6, 2 more later"
+    )
+    assert of_loop(balance(5, 0)) == "deadlock in step 1; out of data: rank 1 after 0"
+
+
+def test_many_starving_ranks_are_counted():
+    assert of_loop(Balance(deal(990, 100, block=10), 10)).endswith("rank 99 after 0")
+    assert "ranks 60–99 (40) after 0" in of_loop(Balance(deal(600, 100, block=10), 10))
+
+
+def test_the_worst_of_each_policy_is_told():
+    found = [
+        ("here", Outcome(policy, 10, 100, *amounts))
+        for policy, amounts in {
+            "join": (0, 0),
+            "rebalance": (0, 0),
+            "truncate": (5, 0, 0, 0.02),
+            "pad": (0, 7, 0, 0.03),
+            "drop": (9, 0, 0, 0.04),
+            "error": (0, 0),
+        }.items()
+    ]
+    told, bias = of_bias([*found, ("there", Outcome("truncate", 9, 80, 25, moved=0.1))], 105)
+    assert "truncate never uses up to 25 of 105 samples (23.8%), and moves 10% of" in told
+    assert "(there); pad uses again up to 7 of 105" in told
+    assert "drop never uses up to 9" in told
+    assert "some ranks'" in bias
+    clean = [(place, Outcome(each.policy, 10, 105)) for place, each in found]
+    assert of_bias(clean, 105) == []
+
+
+def test_safe_sizes_and_the_nearest_ones():
+    assert of_safe([1, 2, 3, 9], 10) == "1–3, 9 (4 of 10)"
+    assert of_safe([1, 2, 3, 9], 10, near=3) == "1–3, 9 (4 of 10)"
+    assert of_safe([1, 2, 3, 9], 10, near=5) == "1–3, 9 (4 of 10); nearest to 5: 3 and 9"
+    assert of_safe([9], 10, near=5) == "9 (1 of 10); nearest to 5: 9"
+    assert of_safe([], 10) == "none of 10"
+
+
+# ------------------------------------------------------------------ pictures
+
+
+def texts(chart):
+    svg = chart.inline_svg("dispatch")
+    return [each.text or "" for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_imbalance_by_block_size():
+    asked = Asked(50_000, Shares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
+    said = texts(imbalance_chart(forecasts(asked), title="seven workers"))
+    assert {"seven workers", "at random: expected", "at random: 1 in 1000 above", "in turns: never more"} <= {
+        *said
+    }
+    assert {"mean of 20 draws", "worst of 20 draws", "in turns, exact", "samples of a block"} <= {*said}
+    assert {"1%", "100%", "1,000"} <= {*said}
+
+
+def test_what_is_nought_is_said_where_it_cannot_be_drawn():
+    asked = Asked(49_000, Shares.equal(7), blocks=(1, 10, 900), draws=0)
+    said = texts(imbalance_chart(forecasts(asked), title=""))
+    assert "in turns, exact (0 for blocks of 1, 10)" in said
+    assert not any("draws" in each for each in said)
+
+
+def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
+    asked = Asked(50_000, Shares.equal(7), blocks=(2, 1000), draws=0)
+    said = texts(end_chart(forecasts(asked), title="the end"))
+    assert "block 2, batch 64: all ranks make 112 steps" in said
+    told = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
+    assert f"block 1000, batch 64: {told}" in said
+    assert {"rank 0", "rank 6", "every rank has a batch", "step"} <= {*said}
+
+
+def test_a_policy_that_makes_no_step_is_said():
+    asked = Asked(100, Shares((1, 99)), blocks=(1,), draws=0)
+    said = texts(end_chart(forecasts(asked), title=""))
+    assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
+
+
+def test_the_most_uneven_are_drawn():
+    asked = Asked(50_000, Shares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
+    said = [each for each in texts(end_chart(forecasts(asked), title="")) if each.startswith("block")]
+    assert len(said) == MOST_PANELS
+    assert said[-1].startswith("block 2000")
+
+
+@pytest.mark.parametrize("scheme", ["random", "round_robin"])
+@pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
+def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):
+    found = forecasts(Asked(samples, Shares.equal(ranks), scheme, draws=2))
+    for number, chart in enumerate((imbalance_chart(found, title="x"), end_chart(found, title="x"))):
+        assert chart.save(tmp_path / f"{number}.png").stat().st_size > 1000
