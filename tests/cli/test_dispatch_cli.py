@@ -6,10 +6,12 @@ import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from paceline.cli import app as module
+from paceline.cli import dispatch_starve
 
 SEVEN = ["--samples", 50_000, "--workers", 7]
 POLICIES = ["none", "join", "rebalance", "truncate", "pad", "drop", "error"]
@@ -150,6 +152,20 @@ def test_thousands_of_workers_are_told_in_short(paceline):
     assert len(out.splitlines()) < 60
 
 
+def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
+    played = []
+    monkeypatch.setattr(
+        dispatch_starve, "starve", lambda balance, **options: played.append((balance, options))
+    )
+    assert paceline("--starve")[0] == 0
+    asked = ["--samples", 1000, "--shares", ".25,.25,.1,.4", "--block", 5, "--batch-size", 16, "--timeout", 3]
+    assert paceline("--starve", *asked, "--json", "a.json")[0] == 0
+    (example, default), (balance, options) = played
+    assert (example, default) == (None, {"timeout": 10.0, "json_file": None})
+    assert (balance.dealing.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
+    assert options == {"timeout": 3.0, "json_file": Path("a.json")}
+
+
 def test_it_answers_without_torch():
     code = (
         "import sys; from paceline.cli.app import app; import typer\n"
@@ -163,7 +179,17 @@ def test_it_answers_without_torch():
     ("arguments", "said"),
     [
         (["--samples", 100], "how many ranks are there"),
-        (["--workers", 7], "samples"),
+        (["--workers", 7], "how many samples are there"),
+        ([], "how many samples are there"),
+        ([*SEVEN, "--timeout", 3], "--timeout is of --starve"),
+        (["--starve", *SEVEN, "--block", "1,2"], "--starve plays one block size"),
+        (["--starve", "--out", "folder"], "--starve has no charts"),
+        (["--starve", "--workers", 2], "how many samples are there"),
+        (
+            ["--starve", "--samples", 1100, "--workers", 2, "--block", 100, "--drop-last"],
+            "don't drop the last",
+        ),
+        (["--starve", "--samples", 1000, "--workers", 2], "nobody starves"),
         (["--samples", 0, "--workers", 7], "0 samples: there is nothing to dispatch"),
         (["--samples", -5, "--workers", 7], "-5 samples"),
         (["--samples", "many", "--workers", 7], "valid integer"),

@@ -18,7 +18,7 @@ __all__ = ["dispatch"]
 
 
 def dispatch(
-    samples: Annotated[int, typer.Option(help="How many there are.")],
+    samples: Annotated[int | None, typer.Option(help="How many there are.")] = None,
     ranks: Annotated[
         int | None,
         typer.Option("--workers", "--ranks", help="How many share them; else as many as --shares."),
@@ -41,6 +41,13 @@ def dispatch(
             help="Draws at random beside the closed forms; else 400, fewer for more than 500 ranks."
         ),
     ] = None,
+    starve: Annotated[
+        bool,
+        typer.Option("--starve", help="Have real processes run dry, under torch and under Paceline."),
+    ] = False,
+    timeout: Annotated[
+        float | None, typer.Option(help="Of --starve: the process group's, in seconds; else 10.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
     out: Annotated[
         Path | None,
@@ -52,12 +59,21 @@ def dispatch(
     Examples: paceline dispatch --samples 50000 --workers 7 --block 2,10,100,1000 --batch-size 64
 
     paceline dispatch --samples 50000 --shares .25,.25,.1,.4 --scheme shares --out results/
+
+    paceline dispatch --starve
     """
     from paceline.cli.dispatch_files import plan_files
     from paceline.cli.dispatch_show import show
     from paceline.data.forecast import forecasts
 
-    asked = _asked(samples, ranks, scheme, block, batch_size, shares, seed, drop_last, draws)
+    settings = (scheme, block, batch_size, shares, seed, drop_last, draws)
+    if starve:
+        example = samples is None and ranks is None and shares is None
+        _starve(None if example else _asked(samples, ranks, *settings), timeout, json_file, out)
+        return
+    if timeout is not None:
+        raise UsageError("--timeout is of --starve", remedy="leave it out, or add --starve")
+    asked = _asked(samples, ranks, *settings)
     writer_of = plan_files(json_file, out)
     found = forecasts(asked)
     show(asked, found)
@@ -67,8 +83,23 @@ def dispatch(
         typer.echo("\n".join(map(str, paths)))
 
 
+def _starve(asked: Asked | None, timeout: float | None, json_file: Path | None, out: Path | None) -> None:
+    """Show starvation with real processes: of what is asked for, or of an example."""
+    from paceline.cli.dispatch_starve import starve
+    from paceline.data.balance import Balance
+
+    if out is not None:
+        raise UsageError("--starve has no charts for --out", remedy="name a file by --json")
+    balance = None
+    if asked is not None:
+        if asked.blocks[1:] or asked.batch_sizes[1:]:
+            raise UsageError("--starve plays one block size and one batch size", remedy="name one of each")
+        balance = Balance(asked.dealing(asked.blocks[0]), asked.batch_sizes[0], asked.drop_last)
+    starve(balance, timeout=10.0 if timeout is None else timeout, json_file=json_file)
+
+
 def _asked(
-    samples: int,
+    samples: int | None,
     ranks: int | None,
     scheme: str,
     block: str,
@@ -87,10 +118,12 @@ def _asked(
     from paceline.data.forecast import Asked
     from paceline.data.shares import Shares
 
+    if samples is None:
+        raise UsageError("how many samples are there?", remedy="pass for example --samples 50000")
     given = None if shares is None else _numbers("--shares", shares, float, ".25,.25,.1,.4")
     if ranks is None and given is None:
         raise UsageError(
-            "neither --workers nor --shares: how many ranks are there?", remedy="pass --workers 7"
+            "how many ranks are there? Neither --workers nor --shares says it", remedy="pass --workers 7"
         )
     if ranks is not None and ranks < 1:
         raise UsageError(f"--workers {ranks}", remedy="pass 1 or more")
