@@ -145,6 +145,14 @@ def test_what_an_inexact_policy_left_is_still_there_for_an_exact_one(row, recipe
         assert max(Counter(more).values()) == 1
 
 
+def test_the_first_epoch_is_dealt_as_was_forecast_with_its_seed():
+    recipe = Recipe(Shares.equal(7), 10, "random", 64, "join")
+    first, second = (Position.start(Row(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1))
+    forecast = Dealing(50_000, Shares.equal(7), 10, "random", seed=3)
+    assert first.epoch.dealing == forecast
+    assert second.epoch.dealing.counts != forecast.counts
+
+
 def test_another_number_of_ranks_takes_up_the_rest():
     recipe = Recipe(Shares((5, 5, 2, 8)), 10, "shares", 64, "join")
     found, stopped = served(Position.start(Row(10_000, seed=4), recipe), 7)
