@@ -74,7 +74,7 @@ def test_shares(paceline, tmp_path):
         "--samples", 50_000, "--shares", ".25,.25,.10,.40", "--scheme", "shares", "--json", "a"
     )
     assert code == 0
-    assert "50,000 samples, 4 ranks, shares, shares 0.25 0.25 0.1 0.4" in out
+    assert "50,000 samples, 4 ranks (0.25 0.25 0.1 0.4), by shares" in out
     assert "12500 ×2, 5000, 20000" in out
     (found,) = entries(tmp_path / "a")
     steps = {name: found["policies"][name]["steps"] for name in ("join", "rebalance", "truncate")}

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.dispatch_show import title
+from paceline.cli.dispatch_show import amounts, title
 from paceline.cli.writable import check_writable
 from paceline.data.forecast import SCHEMA, Asked, Forecast
 from paceline.durable import write_text, write_whole
@@ -86,7 +86,7 @@ def _rows(each: Forecast) -> list[dict[str, Any]]:
 def _draw_imbalance(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
     from paceline.report.dispatch_charts import imbalance_chart
 
-    _save(paths, imbalance_chart(found, title=f"How far ranks are apart: {title(asked)}"))
+    _save(paths, imbalance_chart(found, title=f"How far ranks are apart: {amounts(asked)}"))
 
 
 def _draw_end(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:

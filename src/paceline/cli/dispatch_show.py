@@ -13,7 +13,7 @@ from paceline.data.balance import Outcome
 from paceline.data.forecast import Asked, Forecast
 from paceline.report.dispatch_words import in_short, of_bias, of_loop, of_outcome, of_safe, percent
 
-__all__ = ["show", "title"]
+__all__ = ["amounts", "show", "title"]
 
 
 def show(asked: Asked, found: Sequence[Forecast]) -> None:
@@ -33,11 +33,15 @@ def show(asked: Asked, found: Sequence[Forecast]) -> None:
 
 def title(asked: Asked) -> str:
     """Return what is dealt, to whom and how."""
-    ranks, scheme = asked.shares.ranks, asked.scheme.replace("_", "-")
-    drawn = f", seed {asked.seed}" if asked.scheme == "random" else ""
-    shares = f", shares {asked.shares}" if len(set(asked.shares.parts)) > 1 and ranks <= 10 else ""
-    amounts = f"{asked.samples:,} sample{'s' * (asked.samples != 1)}, {ranks} rank{'s' * (ranks != 1)}"
-    return f"{amounts}, {scheme}{drawn}{shares}"
+    scheme = {"round_robin": "round-robin", "random": f"random, seed {asked.seed}", "shares": "by shares"}
+    return f"{amounts(asked)}, {scheme[asked.scheme]}"
+
+
+def amounts(asked: Asked) -> str:
+    """Return what is dealt, and to whom."""
+    ranks = asked.shares.ranks
+    told = f"{asked.samples:,} sample{'s' * (asked.samples != 1)}, {ranks} rank{'s' * (ranks != 1)}"
+    return told + (f" ({asked.shares})" if len(set(asked.shares.parts)) > 1 and ranks <= 10 else "")
 
 
 def _table(heading: str, *columns: str) -> Table:
