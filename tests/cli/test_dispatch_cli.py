@@ -159,11 +159,12 @@ def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
     )
     assert paceline("--starve")[0] == 0
     asked = ["--samples", 1000, "--shares", ".25,.25,.1,.4", "--block", 5, "--batch-size", 16, "--timeout", 3]
+    asked += ["--backend", "paceline"]
     assert paceline("--starve", *asked, "--json", "a.json")[0] == 0
     (example, default), (balance, options) = played
-    assert (example, default) == (None, {"timeout": 10.0, "json_file": None})
+    assert (example, default) == (None, {"timeout": 10.0, "backend": "gloo", "json_file": None})
     assert (balance.dealing.counts, balance.batch_size) == ((250, 250, 100, 400), 16)
-    assert options == {"timeout": 3.0, "json_file": Path("a.json")}
+    assert options == {"timeout": 3.0, "backend": "paceline", "json_file": Path("a.json")}
 
 
 def test_it_answers_without_torch():
@@ -182,6 +183,8 @@ def test_it_answers_without_torch():
         (["--workers", 7], "how many samples are there"),
         ([], "how many samples are there"),
         ([*SEVEN, "--timeout", 3], "--timeout is of --starve"),
+        ([*SEVEN, "--backend", "gloo"], "--backend is of --starve"),
+        (["--starve", "--backend", "globo"], "did you mean 'gloo'?"),
         (["--starve", *SEVEN, "--block", "1,2"], "--starve plays one block size"),
         (["--starve", "--out", "folder"], "--starve has no charts"),
         (["--starve", "--workers", 2], "how many samples are there"),

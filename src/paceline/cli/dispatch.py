@@ -48,6 +48,9 @@ def dispatch(
     timeout: Annotated[
         float | None, typer.Option(help="Of --starve: the process group's, in seconds; else 10.")
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Of --starve: the process group's, gloo or paceline; else gloo.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
     out: Annotated[
         Path | None,
@@ -69,10 +72,11 @@ def dispatch(
     settings = (scheme, block, batch_size, shares, seed, drop_last, draws)
     if starve:
         example = samples is None and ranks is None and shares is None
-        _starve(None if example else _asked(samples, ranks, *settings), timeout, json_file, out)
+        _starve(None if example else _asked(samples, ranks, *settings), timeout, backend, json_file, out)
         return
-    if timeout is not None:
-        raise UsageError("--timeout is of --starve", remedy="leave it out, or add --starve")
+    for option, value in (("--timeout", timeout), ("--backend", backend)):
+        if value is not None:
+            raise UsageError(f"{option} is of --starve", remedy="leave it out, or add --starve")
     asked = _asked(samples, ranks, *settings)
     writer_of = plan_files(json_file, out)
     found = forecasts(asked)
@@ -83,7 +87,13 @@ def dispatch(
         typer.echo("\n".join(map(str, paths)))
 
 
-def _starve(asked: Asked | None, timeout: float | None, json_file: Path | None, out: Path | None) -> None:
+def _starve(
+    asked: Asked | None,
+    timeout: float | None,
+    backend: str | None,
+    json_file: Path | None,
+    out: Path | None,
+) -> None:
     """Show starvation with real processes: of what is asked for, or of an example."""
     from paceline.cli.dispatch_starve import starve
     from paceline.data.balance import Balance
@@ -95,7 +105,8 @@ def _starve(asked: Asked | None, timeout: float | None, json_file: Path | None, 
         if asked.blocks[1:] or asked.batch_sizes[1:]:
             raise UsageError("--starve plays one block size and one batch size", remedy="name one of each")
         balance = Balance(asked.dealing(asked.blocks[0]), asked.batch_sizes[0], asked.drop_last)
-    starve(balance, timeout=10.0 if timeout is None else timeout, json_file=json_file)
+    group = {"timeout": 10.0 if timeout is None else timeout, "backend": backend or "gloo"}
+    starve(balance, **group, json_file=json_file)
 
 
 def _asked(
