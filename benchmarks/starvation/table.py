@@ -47,7 +47,7 @@ def main() -> None:
     """Fill the tables."""
     readme = HERE / "README.md"
     text = readme.read_text(encoding="utf-8")
-    for name in ("2-ranks", "4-ranks"):
+    for name in ("2-ranks", "4-ranks", "2-ranks-paceline"):
         text = fill(text, name, starvation(name))
     readme.write_text(fill(text, "weights", weights()), encoding="utf-8")
     docs = DOCS.read_text(encoding="utf-8")
