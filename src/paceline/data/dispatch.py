@@ -257,7 +257,7 @@ def deal(
     if 0 < samples < block:
         raise UsageError(
             f"a block of {block} samples is larger than the data ({samples} samples)",
-            remedy=f"pass a block of at most {samples}, better {max(1, samples // (100 * ranks))} or less",
+            remedy=f"pass a block of at most {samples}; small ones deal most evenly",
         )
     return dealing
 
