@@ -6,6 +6,7 @@ A tuple, list or dict becomes an instance of a subclass of its type, so that unp
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any
 
@@ -14,10 +15,15 @@ from paceline.errors import UsageError
 __all__ = ["with_samples"]
 
 
+class Served(int):
+    """A number of samples that was put on a batch here, and is not the batch's own."""
+
+
 def with_samples(batch: Any, samples: int) -> Any:
     """Return `batch` with the attribute ``samples``.
 
-    A batch that has such an attribute already (its tokens, say) keeps it, unless `samples` is 0.
+    A batch that has such an attribute already (its tokens, say) keeps it, unless `samples` is 0. A batch that
+    only fills a place is another object than `batch`, which somebody may hold, or hand out again.
 
     Args:
         batch: what a collate function returned.
@@ -26,26 +32,24 @@ def with_samples(batch: Any, samples: int) -> Any:
     Raises:
         UsageError: `batch` can't have an attribute.
     """
-    if hasattr(batch, "samples"):
-        return _without_samples(batch) if samples == 0 else batch
+    own = not isinstance(getattr(batch, "samples", Served()), Served)
+    if own and samples:
+        return batch
+    if own and "samples" in getattr(batch, "_fields", ()):
+        return batch._replace(samples=0)
     kind = type(batch)
-    if kind in (tuple, list, dict) or hasattr(batch, "_fields"):
-        carried = _carrying(kind)
-        batch = tuple.__new__(carried, batch) if issubclass(kind, tuple) else carried(batch)
     try:
-        batch.samples = samples
+        if kind in (tuple, list, dict) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+            carried = _carrying(kind)
+            batch = tuple.__new__(carried, batch) if isinstance(batch, tuple) else carried(batch)
+        elif not samples:
+            batch = copy.copy(batch)
+        batch.samples = Served(samples)
     except (AttributeError, TypeError) as error:
         raise UsageError(
             f"a batch of type {kind.__qualname__} can't carry .samples",
             remedy="let collate_fn return a tensor, tuple, list, dict, or an object that takes attributes",
         ) from error
-    return batch
-
-
-def _without_samples(batch: Any) -> Any:
-    if "samples" in getattr(batch, "_fields", ()):
-        return batch._replace(samples=0)
-    batch.samples = 0
     return batch
 
 

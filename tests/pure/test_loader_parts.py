@@ -1,0 +1,219 @@
+"""Parts of the loader: batches that carry their number of samples, learnt shares."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from paceline.data.carry import with_samples
+from paceline.data.shares import FINEST, Shares
+from paceline.data.speeds import DAMPING, LEAST, MOST, Pace, blended, largest_change, shares_of
+from paceline.errors import UsageError
+
+Pair = namedtuple("Pair", ["x", "y"])
+Counted = namedtuple("Counted", ["x", "samples"])
+
+
+class Plain:
+    """Takes attributes, as the batches of many libraries do."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Takes no attributes."""
+
+    x: int
+
+
+class Mapped(dict):
+    """A mapping of somebody's own."""
+
+
+# ------------------------------------------------------------------ what a batch is, it stays
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (1, 2),
+        [1, 2],
+        {"x": 1, "y": 2},
+        Pair(1, 2),
+        OrderedDict(x=1),
+        Mapped(x=1),
+        pack_sequence([torch.ones(2)]),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_a_batch_keeps_its_type_and_what_is_in_it(batch):
+    carried = with_samples(batch, 7)
+    assert carried.samples == 7
+    assert isinstance(carried, type(batch))
+    assert carried == batch
+    assert list(carried) == list(batch)
+    assert len(carried) == len(batch)
+    assert type(carried).__name__ == type(batch).__name__
+
+
+def test_tuples_unpack_and_dicts_are_read_as_ever():
+    x, y = with_samples((1, 2), 3)
+    assert (x, y) == (1, 2)
+    assert with_samples([1, 2], 3) + [3] == [1, 2, 3]
+    named = with_samples({"x": 1}, 3)
+    assert named["x"] == 1
+    assert {**named} == {"x": 1}
+    pair = with_samples(Pair(1, 2), 3)
+    assert (pair.x, pair.y, pair._asdict()) == (1, 2, {"x": 1, "y": 2})
+    assert pair._replace(x=5) == Pair(5, 2)
+
+
+def test_a_packed_sequence_still_packs():
+    packed = with_samples(pack_sequence([torch.ones(3), torch.ones(2)]), 2)
+    assert isinstance(packed, PackedSequence)
+    assert packed.to(torch.float64).data.dtype == torch.float64
+    padded, lengths = torch.nn.utils.rnn.pad_packed_sequence(packed)
+    assert (padded.shape, lengths.tolist()) == ((3, 2), [3, 2])
+
+
+def test_tensors_and_objects_take_it_as_they_are():
+    tensor, thing = torch.arange(3), Plain(1)
+    assert with_samples(tensor, 3) is tensor
+    assert with_samples(thing, 3) is thing
+    assert (tensor.samples, thing.samples) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "batch", [(1, 2), [1, 2], {"x": 1}, Pair(1, 2), Plain(1), torch.ones(2)], ids=lambda b: type(b).__name__
+)
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_copies_and_pickles_carry_it_too(batch, way):
+    carried = with_samples(batch, 5)
+    again = way(carried)
+    assert again.samples == 5
+    assert type(again).__name__ == type(batch).__name__
+    if not isinstance(batch, Plain):
+        assert (
+            all(map(torch.equal, [again], [carried])) if isinstance(batch, torch.Tensor) else again == carried
+        )
+
+
+@pytest.mark.parametrize("batch", [np.ones(3), 3, "text", Frozen(1), torch.ones(2, 2).max(0), None, b"bytes"])
+def test_what_takes_no_attribute_is_refused_by_type(batch):
+    with pytest.raises(UsageError, match=rf"type {type(batch).__qualname__} can't carry .samples"):
+        with_samples(batch, 3)
+
+
+# ------------------------------------------------------------------ batches with a number of their own
+
+
+def test_a_number_of_the_batches_own_is_kept_unless_it_only_fills_a_place():
+    tokens = Plain(1)
+    tokens.samples = 1024
+    assert with_samples(tokens, 8).samples == 1024
+    filler = with_samples(tokens, 0)
+    assert (filler.samples, filler.x) == (0, 1)
+    assert tokens.samples == 1024, "the filler is another object: this one may come again"
+    counted = Counted(1, 1024)
+    assert with_samples(counted, 8).samples == 1024
+    assert with_samples(counted, 0) == Counted(1, 0)
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2), Plain(1)], ids=lambda batch: type(batch).__name__)
+def test_a_batch_that_is_handed_out_again_is_counted_again(batch):
+    """A collate function may return what the dataset keeps: ``lambda samples: samples[0]``."""
+    first = with_samples(batch, 4)
+    filler = with_samples(batch, 0)
+    assert (first.samples, filler.samples) == (4, 0)
+    assert with_samples(batch, 3).samples == 3
+    assert type(filler) is type(batch)
+
+
+def test_a_filler_shares_the_tensors_memory():
+    tensor = torch.arange(4.0)
+    filler = with_samples(tensor, 0)
+    assert torch.equal(filler, tensor)
+    assert filler.data_ptr() == tensor.data_ptr()
+
+
+# ------------------------------------------------------------------ speeds
+
+speeds_of_ranks = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
+
+
+def test_a_pace_is_the_median_of_its_steps():
+    pace = Pace()
+    for samples, seconds in ((10, 1.0), (10, 1.25), (10, 50.0), (0, 1.0), (5, 0.0), (5, -1.0)):
+        pace.note(samples, seconds)
+    assert pace.take() == 8.0
+    assert pace.take() == 0.0, "it begins anew"
+
+
+@given(speeds_of_ranks, st.floats(1e-3, 1e6))
+def test_new_speeds_count_half(before, new):
+    after = blended(before, [new] * len(before))
+    assert after == pytest.approx([old + DAMPING * (new - old) for old in before])
+    assert blended(None, before) == before
+    assert blended(before, [0.0] * len(before)) == before
+    assert blended([0.0] * len(before), before) == before
+
+
+@given(speeds_of_ranks)
+def test_learnt_shares_are_within_bounds_and_follow_speeds(speeds):
+    ranks, off = len(speeds), 1 / FINEST
+    shares = list(shares_of(speeds))
+    assert sum(shares) == pytest.approx(1)
+    assert all(LEAST / ranks - off <= share <= MOST / ranks + off for share in shares)
+    pairs = list(zip(shares, speeds, strict=True))
+    for (share, speed), (other_share, other_speed) in itertools.permutations(pairs, 2):
+        if speed <= other_speed:
+            assert share <= other_share + off
+        if all(LEAST / ranks + off < each < MOST / ranks - off for each in (share, other_share)):
+            assert abs(share * other_speed - other_share * speed) <= off * (speed + other_speed)
+
+
+@given(st.lists(st.floats(100, 180), min_size=1, max_size=9))
+def test_speeds_that_differ_little_are_followed_exactly(speeds):
+    for share, speed in zip(shares_of(speeds), speeds, strict=True):
+        assert share == pytest.approx(speed / sum(speeds), abs=1 / FINEST)
+
+
+def test_learnt_shares_of_known_cases():
+    assert list(shares_of([30.0, 10.0])) == [0.75, 0.25]
+    assert list(shares_of([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
+    assert list(shares_of([1e6, 1.0, 1.0, 1.0])) == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6], abs=1e-4)
+    assert shares_of([3.0, 0.0]) == Shares.equal(2), "while one is not known, all are equal"
+    assert list(shares_of([5.0])) == [1.0]
+
+
+parts = st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any)
+
+
+@given(parts, st.data())
+def test_the_largest_change_is_a_fraction_of_what_was(before, data):
+    after = data.draw(st.lists(st.integers(0, 50), min_size=len(before), max_size=len(before)).filter(any))
+    left, right = Shares(tuple(before)), Shares(tuple(after))
+    change = largest_change(left, right)
+    assert largest_change(left, left) == 0
+    assert (change == 0) == (list(left) == pytest.approx(list(right)))
+    for old, new in zip(left, right, strict=True):
+        assert abs(new - old) <= change * old + 1e-12 or (old == 0 and change >= 1)
+
+
+def test_the_largest_change_of_known_cases():
+    halves, uneven = Shares.of([0.5, 0.5], 2), Shares.of([0.25, 0.75], 2)
+    assert largest_change(halves, uneven) == 0.5
+    assert largest_change(uneven, halves) == 1.0
+    assert largest_change(Shares((1, 0)), halves) == 1.0
