@@ -1,10 +1,12 @@
-"""Parts of the loader: batches that carry their number of samples, learnt shares."""
+"""Parts of the loader: batches that carry their number of samples, checksums of samples, learnt shares."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import pickle
+import subprocess
+import sys
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -146,6 +148,24 @@ def test_a_filler_shares_the_tensors_memory():
     filler = with_samples(tensor, 0)
     assert torch.equal(filler, tensor)
     assert filler.data_ptr() == tensor.data_ptr()
+
+
+# ------------------------------------------------------------------ the first sample of a stream
+
+CHECKSUMS = """
+import torch
+from paceline.data.stream import checksum
+text = torch.arange(6.0), {"x": torch.ones(2, 3, dtype=torch.bfloat16), "name": "a"}
+print([checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
+"""
+
+
+def test_checksums_tell_samples_apart_and_are_the_same_in_every_process():
+    command = [sys.executable, "-c", CHECKSUMS]
+    told = [eval(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2)]
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 5
+    assert told[0][-1] == 0, "a function can't be told from another"
 
 
 # ------------------------------------------------------------------ speeds

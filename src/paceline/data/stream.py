@@ -8,6 +8,7 @@ since nobody knows its length.
 
 from __future__ import annotations
 
+import io
 import pickle
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,12 +17,13 @@ from itertools import chain, count, cycle, repeat
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline.data.shares import Shares, Turns
 from paceline.data.shuffle import key_of, mixed
 
-__all__ = ["Collated", "Collating", "PrepareWorker", "Reading", "Stream", "StreamLayer"]
+__all__ = ["Collated", "Collating", "PrepareWorker", "Reading", "Stream", "StreamLayer", "checksum"]
 
 _AT_ONCE = 1024
 
@@ -110,17 +112,33 @@ class Stream(IterableDataset):
         is_mine, first = self.reading.mine(worker), None
         for sample in self.dataset:
             if first is None:
-                first = _checksum(sample)
+                first = checksum(sample)
             if is_mine():
                 yield worker, first, sample
 
 
-def _checksum(sample: Any) -> int:
-    """Return a number that tells `sample`; 0 where it can't be told."""
+class _ByContent(pickle.Pickler):
+    """Writes tensors by what is in them: torch's own way writes addresses, which differ between processes."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        """Return how `thing` is written; never read again."""
+        if not isinstance(thing, torch.Tensor):
+            return NotImplemented
+        flat = thing.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        told = flat.view(torch.uint8).numpy().tobytes()
+        return torch.Tensor, (str(thing.dtype), tuple(thing.shape), told)
+
+
+def checksum(sample: Any) -> int:
+    """Return a number that tells `sample`, the same in every process; 0 where it can't be told."""
+    written = io.BytesIO()
+    pickler = _ByContent(written)
+    pickler.fast = True  # whether two equal strings are one object is no part of the sample
     try:
-        return zlib.crc32(pickle.dumps(sample))
+        pickler.dump(sample)
     except Exception:  # noqa: BLE001 - a sample may be anything, and this is but a hint
         return 0
+    return zlib.crc32(written.getvalue())
 
 
 @dataclass(frozen=True)
