@@ -37,11 +37,11 @@ def with_samples(batch: Any, samples: int) -> Any:
         return batch
     if own and "samples" in getattr(batch, "_fields", ()):
         return batch._replace(samples=0)
-    kind = type(batch)
+    kind: Any = type(batch)
     try:
-        if kind in (tuple, list, dict) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        if kind in (tuple, list, dict) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
             carried = _carrying(kind)
-            batch = tuple.__new__(carried, batch) if isinstance(batch, tuple) else carried(batch)
+            batch = tuple.__new__(carried, batch) if issubclass(kind, tuple) else carried(batch)
         elif not samples:
             batch = copy.copy(batch)
         batch.samples = Served(samples)

@@ -16,6 +16,7 @@ from paceline.data.fetch import Fetch
 from paceline.data.indexed import Indexed, Learning
 from paceline.data.portions import Policy, check_cut
 from paceline.data.position import Recipe
+from paceline.data.shares import Shares
 from paceline.data.streamed import Streamed, StreamRecipe
 from paceline.errors import UsageError, unknown
 from paceline.tally import tally
@@ -96,8 +97,10 @@ class Loader:
         self.dataset, self.uneven = dataset, uneven
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
         self._place = place_in(self.group)
-        if shuffle not in _MODES:
+        if not isinstance(shuffle, bool | str) or shuffle not in _MODES:
             raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
+        if not isinstance(seed, int):
+            raise UsageError(f"seed={seed!r}", remedy="pass a whole number, the same on every rank")
         if isinstance(shares, str) and shares != "measured":
             raise unknown("shares", shares, ["measured"])
         fetch = Fetch(
@@ -111,7 +114,7 @@ class Loader:
             persistent_workers,
         )
         learning = _learning(shares, uneven, redeal_every)
-        fixed = None if isinstance(shares, str) else shares
+        fixed = Shares.equal(self._place[1]) if isinstance(shares, str) else shares
         self._course: Indexed | Streamed
         if isinstance(dataset, IterableDataset):
             if learning is not None or shuffle == "blocks":
@@ -152,18 +155,21 @@ class Loader:
         return self._served(self._iteration)
 
     def _served(self, iteration: int) -> Iterator[Any]:
+        batches = self._course.batches()
         try:
-            for batch in self._course.batches():
+            while iteration == self._iteration:
+                batch = next(batches, _NO_MORE)
+                if batch is _NO_MORE:
+                    return
                 tally.samples = batch.samples
                 yield batch
-                if iteration != self._iteration:
-                    raise UsageError(
-                        "another iteration of this loader began before this one ended",
-                        rank=self._place[0],
-                        remedy="make a Loader for each of two loops that run at the same time",
-                    )
         finally:
             tally.samples = None
+        raise UsageError(
+            "another iteration of this loader began before this one ended",
+            rank=self._place[0],
+            remedy="make a Loader for each of two loops that run at the same time",
+        )
 
     def _tell(self) -> None:
         """Say once what becomes of the data: aloud where something is lost, repeated or idle."""
@@ -215,6 +221,7 @@ class Loader:
         self._course.load(state)
 
 
+_NO_MORE = object()
 _SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
 _NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
 
@@ -256,7 +263,7 @@ def _stream_recipe(
     stream: str | None,
     dispatch: Scheme,
     block: int,
-    shares: Sequence[float] | None,
+    shares: Sequence[float] | Shares | None,
     seed: int,
     batch_size: int,
     uneven: Policy,
@@ -273,8 +280,15 @@ def _stream_recipe(
     if uneven == "rebalance":
         raise UsageError("uneven='rebalance' with an iterable dataset", remedy=_NEEDS_LENGTH)
     if stream == "whole":
-        dealing = deal(block, ranks, block=block, scheme=dispatch, shares=shares, seed=seed)
-        return StreamRecipe(dealing.shares, block, dispatch, seed, batch_size, uneven)
+        dealt = deal(0, ranks, block=block, scheme=dispatch, shares=shares, seed=seed).shares
+        if uneven in ("truncate", "drop", "pad") and 0 in dealt.parts:
+            rank = dealt.parts.index(0)
+            raise UsageError(
+                f"the share of rank {rank} is 0, and uneven={uneven!r} asks for samples on every rank",
+                rank=rank,
+                remedy="use uneven='join', or a share above 0",
+            )
+        return StreamRecipe(dealt, block, dispatch, seed, batch_size, uneven)
     given = {"dispatch": dispatch != "round_robin", "block": block != 1, "shares": shares is not None}
     for name, is_given in given.items():
         if is_given:

@@ -78,7 +78,10 @@ class Shares:
         if isinstance(values, Shares):
             _check_number(len(values.parts), ranks, values.parts)
             return values
-        values = [float(value) for value in values]
+        try:
+            values = [float(value) for value in values]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"shares={values!r}", remedy="pass one number a rank, 1 in all") from error
         _check_number(len(values), ranks, values)
         for rank, value in enumerate(values):
             if not math.isfinite(value) or value < 0:

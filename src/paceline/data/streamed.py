@@ -89,6 +89,7 @@ class Streamed:
         self._fetcher: tuple[list[StreamLayer], Fetcher] | None = None
         self._begun = self._over = False
         self._layers = [self._new_layer()]
+        self._fetcher_of(self._layers)  # torch's DataLoader refuses options that make no sense
 
     def _new_layer(self) -> StreamLayer:
         recipe = self.recipe
@@ -218,6 +219,9 @@ class Streamed:
 
     def _fetched(self, layers: list[StreamLayer]) -> Iterator[Collated]:
         """Yield this rank's batches of what is left after `layers`, whatever they count later."""
+        return self._fetcher_of(layers).run(self.epoch, self.step, lambda _step: "")
+
+    def _fetcher_of(self, layers: list[StreamLayer]) -> Fetcher:
         layers = [layer.now() for layer in layers]
         if self._fetcher is None or self._fetcher[0] != layers:
             options = replace(
@@ -228,7 +232,7 @@ class Streamed:
             stream = Stream(self.dataset, Reading(self.rank, layers))
             more = {"batch_size": self.recipe.batch_size, "drop_last": self.recipe.uneven == "drop"}
             self._fetcher = layers, Fetcher(stream, options, self.rank, self.recipe.seed, **more)
-        return self._fetcher[1].run(self.epoch, self.step, lambda _step: "")
+        return self._fetcher[1]
 
     def _again(self, before: list[StreamLayer]) -> Iterator[Collated]:
         """Yield this rank's batches from the first of the layer under way on, over and over; none if it has none."""
