@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import random
-from collections import Counter, namedtuple
+from collections import namedtuple
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from numbered import Numbers, samples_of, told
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline as pl
-from paceline.errors import DataError, UsageError
+from paceline.errors import UsageError
 
 Pair = namedtuple("Pair", ["x", "y"])
 POLICIES = ["join", "rebalance", "truncate", "pad", "drop", "error"]
 STREAM_POLICIES = ["join", "truncate", "pad", "drop", "error"]
-
-
-class Stream(IterableDataset):
-    """Numbers from 0 on, each worker its own ones."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __iter__(self):
-        info = get_worker_info()
-        return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
 
 
 class Rows(IterableDataset):
@@ -44,14 +32,6 @@ class Rows(IterableDataset):
 
 def in_order(size, batch_size, **options):
     return pl.Loader(list(range(size)), batch_size, shuffle=False, **options)
-
-
-def told(batches):
-    return [batch.tolist() for batch in batches]
-
-
-def samples_of(batches):
-    return [sample for batch in batches for sample in batch.tolist()]
 
 
 # ------------------------------------------------------------------ what torch's DataLoader gives
@@ -100,7 +80,7 @@ def test_batches_are_those_of_torch(kind, iterable):
 
 @pytest.mark.parametrize("iterable", [False, True])
 def test_batches_of_two_workers_are_those_of_torch(iterable):
-    dataset = Stream(23) if iterable else TensorDataset(torch.arange(23.0))
+    dataset = Numbers(23) if iterable else TensorDataset(torch.arange(23.0))
     ours = list(pl.Loader(dataset, 4, shuffle=False, num_workers=2, prefetch_factor=3))
     assert same(ours, list(DataLoader(dataset, 4, num_workers=2)))
     assert sum(batch.samples for batch in ours) == 23
@@ -117,7 +97,7 @@ def test_alone_no_policy_but_drop_changes_anything(policy):
 @pytest.mark.parametrize("policy", STREAM_POLICIES)
 @pytest.mark.parametrize("stream", [None, "own", "whole"])
 def test_alone_no_policy_but_drop_changes_a_stream(policy, stream):
-    ours = told(pl.Loader(Stream(10), 4, uneven=policy, stream=stream))
+    ours = told(pl.Loader(Numbers(10), 4, uneven=policy, stream=stream))
     assert ours == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if policy == "drop" else 3]
 
 
@@ -151,10 +131,10 @@ def test_length_is_the_number_of_steps():
     assert len(in_order(10, 4, uneven="rebalance")) == 3
     assert len(list(loader)) == 3
     with pytest.raises(TypeError, match="an iterable dataset tells no length"):
-        len(pl.Loader(Stream(3)))
+        len(pl.Loader(Numbers(3)))
 
 
-@pytest.mark.parametrize("dataset", [list(range(9)), Stream(9)], ids=["map", "stream"])
+@pytest.mark.parametrize("dataset", [list(range(9)), Numbers(9)], ids=["map", "stream"])
 def test_every_iteration_is_the_next_epoch(dataset):
     loader = pl.Loader(dataset, 4)
     assert loader.epoch == 0
@@ -191,7 +171,7 @@ def test_a_loop_that_names_its_epochs_sees_each_once():
         assert told(loader) == told(plain)
 
 
-@pytest.mark.parametrize("dataset", [list(range(30)), Stream(30)], ids=["map", "stream"])
+@pytest.mark.parametrize("dataset", [list(range(30)), Numbers(30)], ids=["map", "stream"])
 def test_what_is_left_lying_is_left(dataset):
     loader = pl.Loader(dataset, 4)
     list(islice(loader, 2))
@@ -199,7 +179,7 @@ def test_what_is_left_lying_is_left(dataset):
     assert loader.epoch == 1
 
 
-@pytest.mark.parametrize("dataset", [list(range(30)), Stream(30)], ids=["map", "stream"])
+@pytest.mark.parametrize("dataset", [list(range(30)), Numbers(30)], ids=["map", "stream"])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_two_loops_at_once_are_refused(dataset, first):
     loader = pl.Loader(dataset, 4)
@@ -269,9 +249,9 @@ def test_what_becomes_of_the_data_is_told_once(caplog):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dataset", [list(range(10)), Stream(10)], ids=["map", "stream"])
+@pytest.mark.parametrize("dataset", [list(range(10)), Numbers(10)], ids=["map", "stream"])
 def test_arguments_that_make_no_sense_are_named(dataset, options, message):
-    more = {"stream": "whole"} if isinstance(dataset, Stream) else {}
+    more = {"stream": "whole"} if isinstance(dataset, Numbers) else {}
     if more and options.get("shares") == "measured":
         message = "shares='measured' with an iterable dataset|redeal_every"
     with pytest.raises(UsageError, match=f"(?s){message}"):
@@ -308,7 +288,7 @@ def test_arguments_that_do_not_fit_the_data_are_named(options, message):
 )
 def test_arguments_that_do_not_fit_a_stream_are_named(options, message):
     with pytest.raises(UsageError, match=message):
-        pl.Loader(Stream(10), **options)
+        pl.Loader(Numbers(10), **options)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +302,7 @@ def test_arguments_that_do_not_fit_a_stream_are_named(options, message):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dataset", [list(range(10)), Stream(10)], ids=["map", "stream"])
+@pytest.mark.parametrize("dataset", [list(range(10)), Numbers(10)], ids=["map", "stream"])
 def test_torch_refuses_its_own_options_before_anything_is_read(dataset, options):
     with pytest.raises(ValueError, match=next(iter(options)) + "|prefetch_factor"):
         pl.Loader(dataset, **options)

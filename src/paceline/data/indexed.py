@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -101,6 +102,7 @@ class Indexed:
         self.position = Position.start(row, recipe)
         self._pace, self._waits = Pace(), tally.waits
         self._begun = False  # an iteration from this position has begun
+        self._asked = False  # for this epoch, though nothing may be left of it
         self._numbers = Numbers(self.rank, self.position)
         self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
 
@@ -132,7 +134,7 @@ class Indexed:
         """Return what must be the same on all ranks before an epoch begins."""
         recipe, state = self.recipe, self.position.state()
         return [
-            f"{state['samples']} samples",
+            f"{len(self.dataset)} samples",
             f"seed={state['seed']}, shuffle={state['shuffle']!r}",
             f"batch_size={recipe.batch_size}, uneven={recipe.uneven!r}",
             f"dispatch={recipe.scheme!r}, block={recipe.block}, shares {recipe.shares}",
@@ -145,6 +147,7 @@ class Indexed:
         """Go to the beginning of `epoch`, unless a loaded state stands in it."""
         if self._begun or epoch != self.epoch:
             self._start(epoch)
+        self._asked = True
 
     def state(self) -> dict[str, Any]:
         """Return the position, as plain JSON."""
@@ -159,27 +162,38 @@ class Indexed:
         Raises:
             UsageError: it is of another dataset, order or seed, or damaged.
         """
+        if isinstance(state, Mapping) and state.get("kind") == "stream":
+            raise UsageError(
+                "the state is of a loader of an iterable dataset; this one's is map-style",
+                remedy="resume with the dataset that the state was taken with",
+            )
         found = Position.of(state)
         _check_same_row(found.epoch.row, self.position.epoch.row)
         if self.learning is not None and found.recipe.shares.ranks == self.ranks:
-            speeds = state.get("speeds")
-            self.learning.speeds = list(speeds) if speeds and len(speeds) == self.ranks else None
+            self.learning.speeds = _speeds_in(state, self.ranks)
             self.recipe = replace(self.recipe, shares=found.recipe.shares)
-        self.position = found.dealt_again(self.recipe) if found.left else found
-        self._begun = False
+        self.position = self._dealt_again(found)
+        self._begun = self._asked = False
+
+    def _dealt_again(self, found: Position) -> Position:
+        """Return `found`, dealt to the present ranks; its end, where that leaves no step to be made."""
+        if not found.left:
+            return found
+        try:
+            return found.dealt_again(self.recipe)
+        except UsageError:
+            if self.recipe.uneven not in ("truncate", "drop"):
+                raise
+            log.warning(
+                "what is left of epoch %d makes no step on %d ranks", found.epoch.row.epoch, self.ranks
+            )
+            return Position(found.epoch, found.epoch.portions.steps)
 
     def begin(self) -> None:
-        """Be at a place from which batches are served: where nothing is left, or was left lying, the next epoch."""
-        there = len(self.dataset)
-        if there != self.position.epoch.row.samples:
-            raise UsageError(
-                f"the dataset had {self.position.epoch.row.samples} samples, and now has {there}",
-                rank=self.rank,
-                remedy="make a new Loader for a dataset of another length",
-            )
-        if self._begun or not self.position.left:
+        """Go on from the place that was loaded or asked for, else to the next epoch."""
+        if self._begun or not (self.position.left or self._asked):
             self._start(self.epoch + 1)
-        self._begun = True
+        self._begun, self._asked = True, False
 
     def _start(self, epoch: int) -> None:
         row = replace(self.position.epoch.row, epoch=epoch)
@@ -190,6 +204,13 @@ class Indexed:
 
     def batches(self) -> Iterator[Any]:
         """Yield what is left of the epoch."""
+        there, before = len(self.dataset), self.position.epoch.row.samples
+        if there != before:
+            raise UsageError(
+                f"the dataset had {before} samples, and now has {there}",
+                rank=self.rank,
+                remedy="make a new Loader for a dataset of another length",
+            )
         self._learn()
         while self.position.left:
             yield from self._until_dealt_again()
@@ -244,6 +265,22 @@ class Indexed:
             measured = ", ".join(f"{speed:.4g}" for speed in self.learning.speeds)
             log.info("ranks reach %s samples/s: dealt again, %s", measured, self.tell())
         return True
+
+
+def _speeds_in(state: Mapping[str, Any], ranks: int) -> list[float] | None:
+    speeds = state.get("speeds")
+    if speeds is None:
+        return None
+    if not (
+        isinstance(speeds, list)
+        and len(speeds) == ranks
+        and all(isinstance(speed, int | float) and 0 <= speed < math.inf for speed in speeds)
+    ):
+        raise UsageError(
+            f"a loader's state with speeds {speeds!r} of {ranks} ranks",
+            remedy="pass what Loader.state_dict() gave",
+        )
+    return speeds
 
 
 def _check_same_row(found: Row, own: Row) -> None:

@@ -199,6 +199,8 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration serve `epoch` from its beginning; from the loaded state, where that is in it.
 
+        So a loop over epochs that begins with the loaded state's serves what was left of that: maybe nothing.
+
         Raises:
             UsageError: a negative number.
         """

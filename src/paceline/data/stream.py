@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from paceline.data.dispatch import Scheme
 from paceline.data.shares import Shares, Turns
 from paceline.data.shuffle import key_of, mixed
 
@@ -41,7 +42,7 @@ class StreamLayer:
 
     shares: Shares | None
     block: int
-    scheme: str
+    scheme: Scheme
     seed: int
     taken: tuple[dict[int, int], ...]
 

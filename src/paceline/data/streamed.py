@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from paceline.data.carry import with_samples
+from paceline.data.dispatch import Scheme
 from paceline.data.fetch import Fetch, Fetcher
 from paceline.data.shares import Shares
 from paceline.data.stream import Collated, Collating, PrepareWorker, Reading, Stream, StreamLayer
+from paceline.data.stream_state import StreamState
 from paceline.errors import DataError, UnevenData, UsageError
 from paceline.world.agree import RowsUnderWay, gather_rows_ahead
 
-__all__ = ["FORMAT", "StreamRecipe", "Streamed"]
+__all__ = ["StreamRecipe", "Streamed"]
 
 log = logging.getLogger("paceline.data")
-
-FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StreamRecipe:
 
     shares: Shares | None
     block: int
-    scheme: str
+    scheme: Scheme
     seed: int
     batch_size: int
     uneven: str
@@ -87,7 +87,7 @@ class Streamed:
         self.epoch = self.step = 0
         self._fetch = fetch
         self._fetcher: tuple[list[StreamLayer], Fetcher] | None = None
-        self._begun = self._over = False
+        self._begun = self._over = self._asked = False
         self._layers = [self._new_layer()]
         self._fetcher_of(self._layers)  # torch's DataLoader refuses options that make no sense
 
@@ -124,6 +124,7 @@ class Streamed:
         return [
             f"{self.recipe}",
             f"num_workers={self._fetch.num_workers}",
+            f"epoch {self.epoch}, step {self.step}",
             f"position {json.dumps(self.state())}",
         ]
 
@@ -131,18 +132,11 @@ class Streamed:
         """Go to the beginning of `epoch`, unless a loaded state stands in it."""
         if self._begun or epoch != self.epoch:
             self._start(epoch)
+        self._asked = True
 
     def state(self) -> dict[str, Any]:
         """Return the position, as plain JSON."""
-        return {
-            "format": FORMAT,
-            "kind": "stream",
-            "epoch": self.epoch,
-            "step": self.step,
-            "over": self._over,
-            "workers": self._fetch.num_workers,
-            "layers": [_plain(layer) for layer in self._layers],
-        }
+        return StreamState(self.epoch, self.step, self._over, self._fetch.num_workers, self._layers).plain()
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go to the position that `state` tells, dealt to the present ranks.
@@ -151,40 +145,35 @@ class Streamed:
             UsageError: it is damaged, or of another number of workers, or each rank has its own stream and
                 there are more or fewer ranks now.
         """
-        if state.get("kind") != "stream" or state.get("format") != FORMAT:
+        found = StreamState.of(state)
+        if found.workers != self._fetch.num_workers:
             raise UsageError(
-                "this is not the state of a loader of an iterable dataset",
-                remedy=f"pass what state_dict() of such a loader gave (format {FORMAT})",
-            )
-        try:
-            layers = [_layer(each) for each in state["layers"]]
-            epoch, step, over = int(state["epoch"]), int(state["step"]), bool(state["over"])
-            workers, ranks = int(state["workers"]), len(layers[-1].taken)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise UsageError(f"a loader's state that is incomplete or damaged: {error!r}") from error
-        if workers != self._fetch.num_workers:
-            raise UsageError(
-                f"the state was taken with num_workers={workers}; this loader has {self._fetch.num_workers}",
+                f"the state was taken with num_workers={found.workers}; this loader has {self._fetch.num_workers}",
                 remedy="resume an iterable dataset with as many workers: each reads a stream of its own",
             )
         own = self.recipe.shares is None
-        if own != (layers[-1].shares is None) or (own and ranks != self.ranks):
-            kind = "a stream for every rank" if layers[-1].shares is None else "one stream for all"
+        if own != found.own:
+            kinds = ("one stream for all ranks (stream='whole')", "a stream for every rank (stream='own')")
             raise UsageError(
-                f"the state is of {ranks} ranks with {kind}; now there are {self.ranks}",
+                f"the state is of {kinds[found.own]}; this loader has {kinds[own]}",
+                remedy="resume with the stream= that the state was taken with",
+            )
+        if own and found.ranks != self.ranks:
+            raise UsageError(
+                f"the state is of {found.ranks} ranks that each had a stream; now there are {self.ranks}",
                 remedy="resume on as many ranks, or let all read one stream (stream='whole') from the beginning",
             )
-        fresh = self._new_layer()
+        fresh, layers = self._new_layer(), found.layers
         if replace(fresh, taken=layers[-1].taken) != layers[-1]:
-            layers.append(fresh)
-        self._layers, self.epoch, self.step, self._over = layers, epoch, step, over
-        self._begun = False
+            layers = [*layers, fresh]
+        self._layers, self.epoch, self.step, self._over = layers, found.epoch, found.step, found.over
+        self._begun = self._asked = False
 
     def begin(self) -> None:
-        """Be at a place from which batches are served: where all are, or some were left lying, the next epoch."""
-        if self._begun or self._over:
+        """Go on from the place that was loaded or asked for, else to the next epoch."""
+        if self._begun or (self._over and not self._asked):
             self._start(self.epoch + 1)
-        self._begun = True
+        self._begun, self._asked = True, False
 
     def _start(self, epoch: int) -> None:
         self.epoch, self.step, self._begun, self._over = epoch, 0, False, False
@@ -194,6 +183,8 @@ class Streamed:
 
     def batches(self) -> Iterator[Any]:
         """Yield what is left of the epoch; see [Note: one step ahead]."""
+        if self._over:
+            return
         fetched, again = self._fetched(self._layers), self._again(self._layers[:-1])
         batch, failure = _next(fetched)
         under_way = self._announce(batch, failure)
@@ -322,19 +313,3 @@ _SENTENCES = {
     "pad": "the epoch ends where the last rank runs dry; the others repeat their own samples until then",
     "error": "every sample is used once; that one rank runs dry before another is an error",
 }
-
-
-def _plain(layer: StreamLayer) -> dict[str, Any]:
-    return {
-        "parts": None if layer.shares is None else list(layer.shares.parts),
-        "block": layer.block,
-        "scheme": layer.scheme,
-        "seed": layer.seed,
-        "taken": [sorted(each.items()) for each in layer.taken],
-    }
-
-
-def _layer(plain: Mapping[str, Any]) -> StreamLayer:
-    shares = None if plain["parts"] is None else Shares(tuple(int(part) for part in plain["parts"]))
-    taken = tuple({int(worker): int(count) for worker, count in each} for each in plain["taken"])
-    return StreamLayer(shares, int(plain["block"]), str(plain["scheme"]), int(plain["seed"]), taken)
