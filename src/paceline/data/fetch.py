@@ -45,42 +45,63 @@ class Fetcher:
         self._generator = torch.Generator()
         self._loader = DataLoader(dataset, **vars(options), generator=self._generator, **more)
 
-    def run(self, epoch: int, step: int, contents: Callable[[int], str]) -> Iterator[Any]:
+    def run(self, place: tuple[int, ...], step: int, contents: Callable[[int], str]) -> Iterator[Any]:
         """Yield batches, the first of which is that of `step`.
 
         Args:
-            epoch: the present one; with the seed and the rank it decides the workers' random numbers.
-            step: of the first batch.
+            place: the epoch, and how often it was dealt again.
+            step: of the first batch; with the place, the seed and the rank it decides the workers' random numbers.
             contents: says for a step which samples its batch is of, for the message.
 
         Raises:
             DataError: the dataset, the collate function or a worker raised; names rank, epoch, batch, samples.
         """
-        self._generator.manual_seed(key_of(self._seed, epoch, self._rank, 5) >> 1)
+        epoch = place[0]
+        self._generator.manual_seed(key_of(self._seed, *place, step, self._rank, 5) >> 1)
         batches = None
         while True:
             try:
                 if batches is None:
                     batches = iter(self._loader)
-                batch = next(batches, _NO_MORE)
-            except Exception as error:
-                raise DataError(
-                    f"batch {step} of epoch {epoch} can't be loaded: {_told(error)}{contents(step)}",
-                    rank=self._rank,
-                    remedy="the exception above this one is the cause: mend the dataset or collate_fn",
-                ) from error
-            if batch is _NO_MORE:
+                batch = next(batches)
+            except StopIteration as end:
+                end.__traceback__ = None
                 return
+            except Exception as error:
+                if self._loader.num_workers:  # what a worker raised holds itself in torch, and all workers
+                    batches = error.__traceback__ = None
+                raise self._failed(error, f"batch {step} of epoch {epoch}", contents(step)) from error
             yield batch
             step += 1
 
+    def _failed(self, error: Exception, batch: str, contents: str) -> DataError:
+        if self._loader.num_workers and _worker_is_gone(error):  # at which sample, nobody knows
+            return DataError(
+                f"a worker ended while {batch} was waited for: {_told(error)}",
+                rank=self._rank,
+                remedy="with num_workers=0 the cause can be seen; a worker that was killed may have lacked memory",
+            )
+        return DataError(
+            f"{batch} can't be loaded: {_told(error)}{contents}",
+            rank=self._rank,
+            remedy="the exception above this one is the cause: mend the dataset or collate_fn",
+        )
 
-_NO_MORE = object()
+
+def _worker_is_gone(error: Exception) -> bool:
+    if isinstance(error, ConnectionError | EOFError | FileNotFoundError):  # while its tensors were fetched
+        return not _of_worker(error)
+    return str(error).startswith("DataLoader worker")
+
+
+def _of_worker(error: Exception) -> bool:
+    """Tell whether a worker raised this, and not torch here."""
+    return "Original Traceback" in str(error)
 
 
 def _told(error: Exception) -> str:
     """Return the exception in one line; a worker's comes as a text that ends with it."""
     lines = str(error).strip().splitlines()
-    if "Original Traceback" in str(error):
+    if _of_worker(error):
         return lines[-1]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

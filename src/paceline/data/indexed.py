@@ -19,7 +19,7 @@ from paceline.data.epoch import Row
 from paceline.data.fetch import Fetch, Fetcher
 from paceline.data.position import Position, Recipe
 from paceline.data.speeds import WORTH_IT, Pace, blended, largest_change, shares_of
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.tally import tally
 from paceline.world.agree import gather_rows
 
@@ -32,6 +32,8 @@ CHUNK = 8192
 
 FILLER = 2
 """Samples of a batch that only fills a place: one alone is too few for BatchNorm."""
+
+_ENDED = object()
 
 _UNSEEN = (
     "shares stay as they are: how long ranks wait for one another is known with paceline.DataParallel "
@@ -103,6 +105,7 @@ class Indexed:
         self._pace, self._waits = Pace(), tally.waits
         self._begun = False  # an iteration from this position has begun
         self._asked = False  # for this epoch, though nothing may be left of it
+        self._said = False  # that speeds can't be seen
         self._numbers = Numbers(self.rank, self.position)
         self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
 
@@ -219,10 +222,16 @@ class Indexed:
         epoch, first = self.position.epoch, self.position.step
         self._numbers.position = self.position
         every = self.learning.every if self.learning is not None else None
-        fetched = self._fetcher.run(epoch.row.epoch, first, self._contents)
+        fetched = self._fetcher.run((epoch.row.epoch, len(epoch.layers)), first, self._contents)
         for step in range(first, epoch.portions.steps):
             started, waited = time.perf_counter(), tally.waited_seconds
-            batch = next(fetched)
+            batch = next(fetched, _ENDED)
+            if batch is _ENDED:
+                raise DataError(
+                    f"batch {step} of epoch {epoch.row.epoch} ended the iteration{self._contents(step)}",
+                    rank=self.rank,
+                    remedy="let the dataset or collate_fn raise another exception than StopIteration",
+                )
             samples = epoch.portions.size(self.rank, step)
             self.position = Position(epoch, step + 1)
             yield with_samples(batch, samples)
@@ -253,7 +262,9 @@ class Indexed:
         if not any(speeds):
             return False
         if not all(waits_of_rank):
-            log.warning(_UNSEEN)
+            if self.rank == 0 and not self._said:
+                log.warning(_UNSEEN)
+            self._said = True
             return False
         self.learning.speeds = blended(self.learning.speeds, speeds)
         shares = shares_of(self.learning.speeds)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -186,12 +187,17 @@ class Streamed:
         if self._over:
             return
         fetched, again = self._fetched(self._layers), self._again(self._layers[:-1])
-        batch, failure = _next(fetched)
-        under_way = self._announce(batch, failure)
+        failed: list[
+            DataError
+        ] = []  # of this rank; no variable of its own: its traceback would hold all this
+        batch = _next(fetched, failed)
+        under_way = self._announce(batch, failed)
         filler, all_dry_at_first = None, True
         while True:
             told = [Announced(*(int(each) for each in row.tolist())) for row in under_way.wait()]
-            self._refuse_failed(told, failure)
+            if failed:
+                raise failed.pop()
+            self._refuse_failed(told)
             if not self._goes_on(told):
                 self._over = True
                 return
@@ -201,16 +207,16 @@ class Streamed:
             here, batch = batch, None
             if here is not None:
                 filler = here.batch
-                batch, failure = _next(fetched)
+                batch = _next(fetched, failed)
             elif self.recipe.uneven == "pad":
-                here = next(again, None)
-            under_way = self._announce(batch, failure)
+                here = _next(again, failed)
+            under_way = self._announce(batch, failed)
             self._count(told)
             yield with_samples(filler if here is None else here.batch, 0 if here is None else here.samples)
 
     def _fetched(self, layers: list[StreamLayer]) -> Iterator[Collated]:
         """Yield this rank's batches of what is left after `layers`, whatever they count later."""
-        return self._fetcher_of(layers).run(self.epoch, self.step, lambda _step: "")
+        return self._fetcher_of(layers).run((self.epoch,), self.step, lambda _step: "")
 
     def _fetcher_of(self, layers: list[StreamLayer]) -> Fetcher:
         layers = [layer.now() for layer in layers]
@@ -235,15 +241,13 @@ class Streamed:
             if not some:
                 return
 
-    def _announce(self, batch: Collated | None, failure: DataError | None) -> RowsUnderWay:
+    def _announce(self, batch: Collated | None, failed: list[DataError]) -> RowsUnderWay:
         told = _NOTHING if batch is None else Announced(1, batch.worker, batch.samples, batch.first)
-        if failure is not None:
+        if failed:
             told = Announced(FAILED, 0, 0, 0)
         return gather_rows_ahead(torch.tensor(told, dtype=torch.int64), self.group)
 
-    def _refuse_failed(self, told: list[Announced], failure: DataError | None) -> None:
-        if failure is not None:
-            raise failure
+    def _refuse_failed(self, told: list[Announced]) -> None:
         failed = [rank for rank, each in enumerate(told) if each.has == FAILED]
         if failed:
             raise DataError(
@@ -286,8 +290,21 @@ class Streamed:
         if all(each.has for each in told):
             return None
         source = next(rank for rank, each in enumerate(told) if each.has)
-        box = [batch.batch if batch is not None and self.rank == source else None]
+        box: list[Any] = [None, ""]
+        if batch is not None and self.rank == source:
+            box = [batch.batch, ""]
+            try:
+                pickle.dumps(batch.batch)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+                box = [None, f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(box, group=self.group, group_src=source)
+        if box[1]:
+            dry = [rank for rank, each in enumerate(told) if not each.has]
+            raise DataError(
+                f"rank {dry[0]} has no sample, and the batch that is to fill its place can't be sent: {box[1]}",
+                rank=source,
+                remedy="let collate_fn return what pickle can write, or give every rank a sample",
+            )
         return box[0]
 
     def _count(self, told: list[Announced]) -> None:
@@ -299,11 +316,12 @@ class Streamed:
                 taken[each.worker] = taken.get(each.worker, 0) + each.samples
 
 
-def _next(fetched: Iterator[Collated]) -> tuple[Collated | None, DataError | None]:
+def _next(fetched: Iterator[Collated], failed: list[DataError]) -> Collated | None:
     try:
-        return next(fetched, None), None
+        return next(fetched, None)
     except DataError as error:
-        return None, error
+        failed.append(error)
+        return None
 
 
 _SENTENCES = {
