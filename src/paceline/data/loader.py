@@ -223,7 +223,7 @@ class Loader:
         self._course.load(state)
 
 
-_NO_MORE = object()
+_NO_MORE: Any = object()
 _SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
 _NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
 
