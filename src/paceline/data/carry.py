@@ -19,6 +19,9 @@ class Served(int):
     """A number of samples that was put on a batch here, and is not the batch's own."""
 
 
+_NONE = Served(0)
+
+
 def with_samples(batch: Any, samples: int) -> Any:
     """Return `batch` with the attribute ``samples``.
 
@@ -32,7 +35,7 @@ def with_samples(batch: Any, samples: int) -> Any:
     Raises:
         UsageError: `batch` can't have an attribute.
     """
-    own = not isinstance(getattr(batch, "samples", Served()), Served)
+    own = not isinstance(getattr(batch, "samples", _NONE), Served)
     if own and samples:
         return batch
     if own and "samples" in getattr(batch, "_fields", ()):

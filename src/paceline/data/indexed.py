@@ -235,7 +235,9 @@ class Indexed:
             samples = epoch.portions.size(self.rank, step)
             self.position = Position(epoch, step + 1)
             yield with_samples(batch, samples)
-            if step > first:  # what is slow only once, at the start, says nothing
+            if (
+                self.learning is not None and step > first
+            ):  # what is slow only once, at the start, says nothing
                 self._pace.note(samples, time.perf_counter() - started - (tally.waited_seconds - waited))
             if every is not None and (step + 1) % every == 0 and self._learn():
                 return

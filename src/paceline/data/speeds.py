@@ -7,6 +7,7 @@ samples / seconds without waiting, so that one step with a hiccup (a checkpoint,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -17,6 +18,9 @@ __all__ = ["Pace", "blended", "largest_change", "shares_of"]
 
 DAMPING = 0.5
 """How much of a new measurement counts beside the ones before."""
+
+REMEMBERED = 4096
+"""Steps that count for a speed, the latest ones."""
 
 LEAST, MOST = 1 / 8, 2.0
 """A rank's share lies between these multiples of an equal share: it stays measurable, and its batch fits."""
@@ -29,7 +33,7 @@ WORTH_IT = 0.05
 class Pace:
     """What one rank measured of itself since it last told the others."""
 
-    rates: list[float] = field(default_factory=list)
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def note(self, samples: int, seconds: float) -> None:
         """Take note of one step: its samples, and its seconds without waiting."""
@@ -38,8 +42,9 @@ class Pace:
 
     def take(self) -> float:
         """Return samples per second, 0 where nothing was measured, and begin anew."""
-        rates, self.rates = self.rates, []
-        return median(rates) if rates else 0.0
+        rate = median(self.rates) if self.rates else 0.0
+        self.rates.clear()
+        return rate
 
 
 def blended(before: Sequence[float] | None, now: Sequence[float]) -> list[float]:
