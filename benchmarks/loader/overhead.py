@@ -29,7 +29,10 @@ from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
 
 HERE = Path(__file__).parent
-SAMPLES, WIDTH, BATCH = 65_536, 32, 64
+WIDTH, BATCH = 32, 64
+PLANS = {0: (16_384, 200), 2: (65_536, 40)}
+"""Workers: (samples of an epoch, turns of each loader). Short turns: what disturbs lasts longer than one."""
+
 HUGE = 10**9
 
 
@@ -44,21 +47,20 @@ class Huge:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each loader.")] = 40,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each loader; else 200 and 40.")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE
     / "overhead.json",
 ) -> None:
     """Time epochs of both loaders, with 0 and 2 workers, and the start of an epoch over 10^9 samples."""
     torch.set_num_threads(1)
-    dataset = TensorDataset(torch.randn(SAMPLES, WIDTH), torch.randint(10, (SAMPLES,)))
-    rows = [beside_torch(dataset, workers, rounds) for workers in (0, 2)]
+    rows = [beside_torch(samples, workers, rounds or turns) for workers, (samples, turns) in PLANS.items()]
     result = {
         "kind": "loader-overhead",
         "schema": 1,
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine_record(),
         "versions": versions(["paceline", "torch", "numpy"]),
-        "settings": {"samples": SAMPLES, "item": f"{WIDTH} float32 and a label", "batch_size": BATCH},
+        "settings": {"item": f"{WIDTH} float32 and a label", "batch_size": BATCH},
         "rows": rows,
         "start": start_of_a_huge_epoch(),
     }
@@ -66,8 +68,9 @@ def main(
     print(json.dumps({**result["start"], "rows": [row["ratio"] for row in rows]}, indent=1))
 
 
-def beside_torch(dataset: TensorDataset, workers: int, rounds: int) -> dict[str, Any]:
+def beside_torch(samples: int, workers: int, rounds: int) -> dict[str, Any]:
     """Return the seconds of every epoch of both loaders, and their ratio."""
+    dataset = TensorDataset(torch.randn(samples, WIDTH), torch.randint(10, (samples,)))
     options = {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)
     theirs, ours = DataLoader(dataset, sampler=sampler, **options), pl.Loader(dataset, **options)
@@ -96,9 +99,10 @@ def beside_torch(dataset: TensorDataset, workers: int, rounds: int) -> dict[str,
                 tick()
     gc.enable()
     ratio = ratio_of(seconds["paceline"], seconds["torch"])
-    batches = SAMPLES // BATCH
+    batches = samples // BATCH
     return {
         "workers": workers,
+        "samples": samples,
         "microseconds_a_batch": {name: median(each) / batches * 1e6 for name, each in seconds.items()},
         "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
         "seconds": seconds,
