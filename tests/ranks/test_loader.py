@@ -142,6 +142,8 @@ def in_groups(rank, size):
     """Serve two groups of ranks apart, one of them as the axis of a mesh."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+    with pytest.raises(UsageError, match="this process is not in the group"):
+        pl.Loader([1, 2], group=groups[1 - rank // 2])
     found = []
     for group in (groups[rank // 2], mesh["data"]):
         loader = pl.Loader(list(range(25)), 4, group=group, shares=[0.2, 0.8], seed=rank // 2)

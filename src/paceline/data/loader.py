@@ -97,6 +97,8 @@ class Loader:
         self.dataset, self.uneven = dataset, uneven
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
         self._place = place_in(self.group)
+        if self._place[0] < 0:
+            raise UsageError("this process is not in the group", remedy="make the Loader on its members only")
         if not isinstance(shuffle, bool | str) or shuffle not in _MODES:
             raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
         if not isinstance(seed, int):
