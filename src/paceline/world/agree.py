@@ -2,6 +2,11 @@
 
 Everything here is a collective: all ranks of the group call it, in the same order. A group is a process group
 of torch, or None for all ranks; without torch.distributed, a world of one.
+
+[Note: held tensors] A thread of gloo lets go of a collective's tensors a little after whoever waited for it goes
+on. If nobody else holds them, that thread needs Python's lock to free them; and a process that is forked in this
+moment (a worker of a DataLoader, at the start of an epoch) hangs before its first line, since CPython 3.11 has it
+wait for what the thread was holding. So what is exchanged here is held until some exchanges later.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +36,10 @@ __all__ = [
 ]
 
 
+_held: deque[list[Tensor]] = deque(maxlen=16)
+"""Tensors of the latest exchanges; see [Note: held tensors]."""
+
+
 def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
     """Return (rank, ranks) of this process in `group`; (0, 1) where there is none."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -42,6 +52,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if place_in(group)[1] == 1:
         return values
     values = values.to(_device(group, values))
+    _held.append([values])
     dist.all_reduce(values, group=group)
     return values
 
@@ -72,6 +83,7 @@ def gather_rows_ahead(row: Tensor, group: ProcessGroup | None = None) -> RowsUnd
         return RowsUnderWay(None, [row])
     row = row.to(_device(group, row))
     rows = [torch.empty_like(row) for _ in range(ranks)]
+    _held.append([row, *rows])
     return RowsUnderWay(dist.all_gather(rows, row, group=group, async_op=True), rows)
 
 
