@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from paceline.data.loader import Loader
 from paceline.data.portions import EXACT
@@ -49,41 +50,81 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
         )
     training = [module for module in model.modules() if module.training]
     model.eval()
+    sums = Sums()
     try:
         with torch.no_grad():
-            sums, is_dict = _sums(model, loader, measure)
+            for number, batch in enumerate(loader):
+                sums.take(number, measure(model, batch), batch.samples)
     finally:
         for module in training:
             module.training = True
-    verify_same(list(sums), "what measure returned", loader.group)
-    mine = torch.tensor(list(sums.values()), dtype=torch.float64)
+    sums.verify(loader.group)
+    mine = torch.tensor([sums.of[name] for name in sums.names], dtype=torch.float64)
     totals = torch.stack(gather_rows(mine, loader.group)).sum(0).tolist()
-    means = {name: _mean(name, *total) for name, total in zip(sums, totals, strict=True)}
-    return means if is_dict else means[""]
+    means = {name: _mean(name, *total) for name, total in zip(sums.names, totals, strict=True)}
+    return means if sums.named else means[""]
 
 
-def _sums(
-    model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any]
-) -> tuple[dict[str, list[float]], bool]:
-    """Return Σ value·weight and Σ weight of this rank by name, and whether there are names."""
-    sums: dict[str, list[float]] = {}
-    is_dict = False
-    for number, batch in enumerate(loader):
-        found = measure(model, batch)
-        is_dict = isinstance(found, Mapping)
-        named = dict(found) if is_dict else {"": found}
-        if number and named.keys() != sums.keys():
+class Sums:
+    """Σ value·weight and Σ weight of one rank, by name.
+
+    What can't be summed is told after the last batch: until then other ranks wait for this one in every batch.
+
+    Attributes:
+        of: (Σ value·weight, Σ weight) of each name; without names, of "".
+        named: whether `measure` returned names.
+        refused: what can't be summed, first.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[Any, list[float]] = {}
+        self.named = False
+        self.refused: UsageError | None = None
+
+    @property
+    def names(self) -> list[Any]:
+        """The names, in the same order on all ranks that have the same ones."""
+        return sorted(self.of, key=str)
+
+    def take(self, number: int, found: Any, samples: float) -> None:
+        """Take note of what `measure` returned for batch `number`, which has so many samples."""
+        try:
+            self._add(number, found, samples)
+        except UsageError as error:
+            self.refused = self.refused or error
+
+    def verify(self, group: ProcessGroup | None) -> None:
+        """Check that there are sums, of the same names on all ranks.
+
+        Raises:
+            UsageError: what `measure` returned on this rank can't be summed, or there was no batch.
+            MismatchError: that is so on another rank, or its names are others.
+        """
+        told = str(self.refused).partition("\n")[0] if self.refused else "what can be summed"
+        try:
+            verify_same([*map(repr, self.names), told], "what measure returned", group)
+        except MismatchError:
+            if self.refused is None:
+                raise
+        if self.refused is not None:
+            raise self.refused
+        if not self.of and not self.named:
+            raise UsageError("nothing was measured: there was no batch")
+
+    def _add(self, number: int, found: Any, samples: float) -> None:
+        self.named = isinstance(found, Mapping)
+        by_name = dict(found) if isinstance(found, Mapping) else {"": found}
+        if number and by_name.keys() != self.of.keys():
             raise MismatchError(
-                f"measure returned {sorted(map(str, named))} for batch {number}, {sorted(sums)} before",
+                f"measure returned {_listed(by_name)} for batch {number}, {_listed(self.of)} before",
                 remedy="return the same names for every batch",
             )
-        for name, value in named.items():
-            held = sums.setdefault(name, [0.0, 0.0])
-            mean, weight = _read(name, value, batch.samples)
-            if batch.samples and weight:
+        for name, value in by_name.items():
+            held = self.of.setdefault(name, [0.0, 0.0])
+            mean, weight = _read(name, value, samples)
+            if samples and weight:
                 held[0] += mean * weight
                 held[1] += weight
-    return sums, is_dict
 
 
 def _read(name: str, value: Any, samples: float) -> tuple[float, float]:
@@ -100,6 +141,10 @@ def _read(name: str, value: Any, samples: float) -> tuple[float, float]:
 
 def _number(value: Any) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, sorted(names, key=str))) if list(names) != [""] else "no name"
 
 
 def _shown(value: Any) -> str:
