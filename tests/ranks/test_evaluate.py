@@ -10,7 +10,7 @@ import zoo
 from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline as pl
-from paceline.errors import PeerLost, UsageError
+from paceline.errors import BackwardFailed, PeerLost, SyncError, UsageError
 
 SAMPLES = 47
 SHARES = {1: None, 2: [0.9, 0.1], 3: [0.0, 0.3, 0.7], 4: [0.25, 0.25, 0.10, 0.40]}
@@ -178,6 +178,27 @@ class Tokens:
 
 def test_a_number_of_the_batches_own_is_the_weight(pool):
     assert pool(3).run(tokens) == pytest.approx([285 / 45] * 3)
+
+
+def filler_meanwhile(rank, size):
+    """Evaluate in every step: a batch without samples is not counted as a full one afterwards either."""
+    model = pl.DataParallel(torch.nn.Linear(1, 1))
+    validation, outcomes = pl.Loader(torch.arange(4.0), 4), []
+    for batch in pl.Loader(torch.arange(20.0), 4, shares=[0.8, 0.2]):
+        loss = model(batch[:, None]).mean()
+        pl.evaluate(model, validation, lambda model, batch: model(batch[:, None]).mean())
+        try:
+            model.backward(loss)
+            outcomes.append(None)
+        except SyncError as error:
+            outcomes.append(type(error))
+        model.zero_grad()
+    return outcomes
+
+
+def test_evaluating_hides_no_batch_without_samples(pool):
+    results = pool(2).run(filler_meanwhile)
+    assert results == [[None, *[BackwardFailed] * 3], [None, *[SyncError] * 3]]
 
 
 # ------------------------------------------------------------------ the model

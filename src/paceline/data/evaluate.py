@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from paceline.data.loader import Loader
 from paceline.data.portions import EXACT
 from paceline.errors import MismatchError, UsageError
+from paceline.tally import tally
 from paceline.world.agree import gather_rows, verify_same
 
 __all__ = ["evaluate"]
@@ -48,7 +49,7 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
             f"evaluating with uneven={loader.uneven!r}, which does not use every sample once",
             remedy="use uneven='join' (the default) or 'rebalance'",
         )
-    training = [module for module in model.modules() if module.training]
+    training, under_way = [module for module in model.modules() if module.training], tally.samples
     model.eval()
     sums = Sums()
     try:
@@ -58,6 +59,7 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
     finally:
         for module in training:
             module.training = True
+        tally.samples = under_way  # of the training step that this is in the middle of
     sums.verify(loader.group)
     mine = torch.tensor([sums.of[name] for name in sums.names], dtype=torch.float64)
     totals = torch.stack(gather_rows(mine, loader.group)).sum(0).tolist()
