@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
 
 from paceline.data.carry import with_samples
 from paceline.data.shares import FINEST, Shares
@@ -110,6 +111,30 @@ def test_copies_and_pickles_carry_it_too(batch, way):
         assert (
             all(map(torch.equal, [again], [carried])) if isinstance(batch, torch.Tensor) else again == carried
         )
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.ones(2), [torch.ones(3)]),
+        [torch.ones(2), 3],
+        {"x": torch.ones(2), "y": torch.ones(3)},
+        Pair(torch.ones(2), torch.ones(3)),
+        pack_sequence([torch.ones(3), torch.ones(2)]),
+        torch.ones(2),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_trees_of_tensors_go_through_it(batch):
+    carried = with_samples(batch, 5)
+    assert len(pytree.tree_leaves(carried)) == len(pytree.tree_leaves(batch))
+    moved = pytree.tree_map(lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) else leaf, carried)
+    assert type(moved).__name__ == type(batch).__name__
+    leaves = [leaf for leaf in pytree.tree_leaves(moved) if isinstance(leaf, torch.Tensor)]
+    assert leaves
+    assert all(leaf.dtype == torch.float64 for leaf in leaves)
+    if type(batch) in (tuple, list, dict):
+        assert moved.samples == 5
 
 
 @pytest.mark.parametrize("batch", [np.ones(3), 3, "text", Frozen(1), torch.ones(2, 2).max(0), None, b"bytes"])

@@ -243,6 +243,39 @@ def test_gradients_are_those_of_one_process(pool, backend, sync):
     assert any(len(ranks[0][2]) % 2 for ranks in zip(*results, strict=True)), "some last micro-batch is odd"
 
 
+class Through(torch.nn.Module):
+    """Writes its result into the batch that it is given, as some libraries' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = zoo.build("Plain")
+
+    def forward(self, batch):
+        batch["out"] = self.net(batch["x"])
+        return batch
+
+
+def batches_through(rank, size, sync):
+    """Return how far parameters are apart after training on batches as they are served, and on plain dicts."""
+    rows = [{"x": x, "y": y} for x, y, _ in data(40)]
+    trained = []
+    for kind in (lambda batch: batch, dict):
+        model = pl.DataParallel(Through(), sync=sync)
+        optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for batch in pl.Loader(rows, 8, shares=[0.3, 0.7]):
+            out = model(kind(batch))
+            model.backward((out["out"] - out["y"]).square().mean(), samples=batch.samples)
+            optim.step()
+            optim.zero_grad()
+        trained.append([param.clone() for param in model.whole_parameters()])
+    return zoo.apart(*trained)
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "full-shard"])
+def test_a_model_may_return_the_batch_that_it_was_given(pool, sync):
+    assert pool(2).run(batches_through, sync) == [0.0, 0.0]
+
+
 # ------------------------------------------------------------------ places
 
 

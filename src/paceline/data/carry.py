@@ -1,14 +1,18 @@
 """Batches that carry ``.samples``: what the user's collate function made, of the type that it made.
 
 A tuple, list or dict becomes an instance of a subclass of its type, so that unpacking, indexing and
-``isinstance`` work as before; on a tensor or another object it is an attribute.
+``isinstance`` work as before, and torch's pytrees know what is in it; on a tensor or another object it is an
+attribute.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
+
+from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
 
@@ -64,8 +68,19 @@ def _carrying(kind: type) -> type:
         plain = tuple(self) if issubclass(kind, tuple) else (dict if issubclass(kind, dict) else list)(self)
         return _restored, (kind, plain, self.samples)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__reduce__": reduce})
+    def leaves(self: Any) -> tuple[list[Any], Any]:
+        names = tuple(self) if issubclass(kind, dict) else None
+        return list(self.values() if names is not None else self), (names, self.samples)
+
+    def whole(leaves: Iterable[Any], told: Any) -> Any:
+        names, samples = told
+        return _restored(kind, leaves if names is None else zip(names, leaves, strict=True), samples)
+
+    carried = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__reduce__": reduce})
+    if kind in (tuple, list, dict):  # named tuples torch knows by themselves
+        pytree.register_pytree_node(carried, leaves, whole)
+    return carried
 
 
-def _restored(kind: type, plain: Any, samples: int) -> Any:
+def _restored(kind: type, plain: Iterable[Any], samples: int) -> Any:
     return with_samples(kind._make(plain) if hasattr(kind, "_make") else kind(plain), samples)
