@@ -24,6 +24,7 @@ class Served(int):
 
 
 _NONE = Served(0)
+_PLAIN = (tuple, list, dict)
 
 
 def with_samples(batch: Any, samples: int) -> Any:
@@ -39,16 +40,19 @@ def with_samples(batch: Any, samples: int) -> Any:
     Raises:
         UsageError: `batch` can't have an attribute.
     """
+    kind: Any = type(batch)
+    if kind in _PLAIN:  # these have no attributes of their own
+        batch = _carrying(kind)(batch)
+        batch.samples = Served(samples)
+        return batch
     own = not isinstance(getattr(batch, "samples", _NONE), Served)
     if own and samples:
         return batch
     if own and "samples" in getattr(batch, "_fields", ()):
         return batch._replace(samples=0)
-    kind: Any = type(batch)
     try:
-        if kind in (tuple, list, dict) or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
-            carried = _carrying(kind)
-            batch = tuple.__new__(carried, batch) if issubclass(kind, tuple) else carried(batch)
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            batch = tuple.__new__(_carrying(kind), batch)
         elif not samples:
             batch = copy.copy(batch)
         batch.samples = Served(samples)
@@ -77,7 +81,7 @@ def _carrying(kind: type) -> type:
         return _restored(kind, leaves if names is None else zip(names, leaves, strict=True), samples)
 
     carried = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__reduce__": reduce})
-    if kind in (tuple, list, dict):  # named tuples torch knows by themselves
+    if kind in _PLAIN:  # named tuples torch knows by themselves
         pytree.register_pytree_node(carried, leaves, whole)
     return carried
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,18 +47,22 @@ class Numbers(Sampler[list[int]]):
 
     def __init__(self, rank: int, position: Position) -> None:
         self.rank, self.position = rank, position
+        self.sizes: deque[int] = deque()
+        """How many samples the batches have that were asked for and not handed out."""
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, step = self.position.epoch, self.position.step
         portions, rank = epoch.portions, self.rank
         filler = list(range(min(FILLER, epoch.row.samples)))
         at_once = max(1, CHUNK // portions.batch_size)
+        self.sizes.clear()
         while step < portions.steps:
             end = min(step + at_once, portions.steps)
             bounds = [portions.bounds(rank, each) for each in range(step, end)]
             first = bounds[0][0]
             numbers = epoch.samples(rank, first, bounds[-1][1]).tolist()
             for low, high in bounds:
+                self.sizes.append(high - low)
                 yield numbers[low - first : high - first] or filler
             step = end
 
@@ -110,6 +115,17 @@ class Indexed:
         self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
 
     # ------------------------------------------------------------------ where it stands
+
+    @property
+    def position(self) -> Position:
+        """The place in the epoch."""
+        if self._position.step != self._step:
+            self._position = Position(self._position.epoch, self._step)
+        return self._position
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self._position, self._step = position, position.step
 
     @property
     def epoch(self) -> int:
@@ -221,10 +237,12 @@ class Indexed:
     def _until_dealt_again(self) -> Iterator[Any]:
         epoch, first = self.position.epoch, self.position.step
         self._numbers.position = self.position
-        every = self.learning.every if self.learning is not None else None
+        learning, sizes, started, waited = self.learning, self._numbers.sizes, 0.0, 0.0
+        every = learning.every if learning is not None else None
         fetched = self._fetcher.run((epoch.row.epoch, len(epoch.layers)), first, self._contents)
         for step in range(first, epoch.portions.steps):
-            started, waited = time.perf_counter(), tally.waited_seconds
+            if learning is not None:
+                started, waited = time.perf_counter(), tally.waited_seconds
             batch = next(fetched, _ENDED)
             if batch is _ENDED:
                 raise DataError(
@@ -232,12 +250,10 @@ class Indexed:
                     rank=self.rank,
                     remedy="let the dataset or collate_fn raise another exception than StopIteration",
                 )
-            samples = epoch.portions.size(self.rank, step)
-            self.position = Position(epoch, step + 1)
+            samples = sizes.popleft()
+            self._step = step + 1
             yield with_samples(batch, samples)
-            if (
-                self.learning is not None and step > first
-            ):  # what is slow only once, at the start, says nothing
+            if learning is not None and step > first:  # what is slow only once, at the start, says nothing
                 self._pace.note(samples, time.perf_counter() - started - (tally.waited_seconds - waited))
             if every is not None and (step + 1) % every == 0 and self._learn():
                 return
