@@ -158,6 +158,20 @@ def test_a_number_of_the_batches_own_is_kept_unless_it_only_fills_a_place():
     assert with_samples(counted, 0) == Counted(1, 0)
 
 
+@pytest.mark.parametrize("number", [3, 2.5, np.int64(3), np.float32(3), torch.tensor(3), True])
+def test_a_number_of_the_batches_own_may_be_of_any_kind(number):
+    assert with_samples(Counted(1, number), 8).samples is number
+
+
+@pytest.mark.parametrize("data", [torch.ones(3), [1, 2], "three", None])
+def test_what_is_called_samples_and_is_no_number_is_refused(data):
+    for samples in (8, 0):
+        with pytest.raises(
+            UsageError, match=rf"type Counted has .samples .* no number but {type(data).__name__}"
+        ):
+            with_samples(Counted(1, data), samples)
+
+
 @pytest.mark.parametrize("batch", [torch.ones(2), Plain(1)], ids=lambda batch: type(batch).__name__)
 def test_a_batch_that_is_handed_out_again_is_counted_again(batch):
     """A collate function may return what the dataset keeps: ``lambda samples: samples[0]``."""

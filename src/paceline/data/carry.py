@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from paceline.errors import UsageError
@@ -38,14 +40,21 @@ def with_samples(batch: Any, samples: int) -> Any:
         samples: of this rank; 0: the batch only fills the place of one.
 
     Raises:
-        UsageError: `batch` can't have an attribute.
+        UsageError: `batch` can't have an attribute, or what it has under that name is no number.
     """
     kind: Any = type(batch)
     if kind in _PLAIN:  # these have no attributes of their own
         batch = _carrying(kind)(batch)
         batch.samples = Served(samples)
         return batch
-    own = not isinstance(getattr(batch, "samples", _NONE), Served)
+    number = getattr(batch, "samples", _NONE)
+    own = not isinstance(number, Served)
+    if own and not _is_number(number):
+        raise UsageError(
+            f"a batch of type {type(batch).__qualname__} has .samples of its own, which is no number but "
+            f"{type(number).__qualname__}",
+            remedy="give it another name: .samples is how many samples the batch counts for",
+        )
     if own and samples:
         return batch
     if own and "samples" in getattr(batch, "_fields", ()):
@@ -62,6 +71,10 @@ def with_samples(batch: Any, samples: int) -> Any:
             remedy="let collate_fn return a tensor, tuple, list, dict, or an object that takes attributes",
         ) from error
     return batch
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 @lru_cache(maxsize=256)
