@@ -91,6 +91,20 @@ def test_a_loader_can_be_stopped_again_and_again(dataset, workers):
     assert Counter(found) == Counter(range(23))
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("sent", ["load", "epoch"])
+def test_a_loop_does_not_go_on_from_a_place_that_it_was_not_at(kind, sent):
+    loader = LOADERS[kind]()
+    place = loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(place) if sent == "load" else loader.set_epoch(3)
+    with pytest.raises(UsageError, match="or it was sent to another place"):
+        next(batches)
+    assert len(told(loader)) == 6
+    assert loader.epoch == (0 if sent == "load" else 3)
+
+
 def test_a_place_is_of_one_dataset_seed_and_order():
     place = pl.Loader(list(range(23)), 4).state_dict()
     for options, message in (

@@ -33,6 +33,7 @@ def train(loader, sync="bucketed", seconds=0.0, epochs=2):
             optim.zero_grad()
             parameters.append(whole(model))
             steps.append(numbers.tolist() if batch.samples else [])
+        assert len(loader) == len(steps), "though it was dealt again on the way"
         seen = [gathered(numbers) for numbers in steps]  # afterwards: nobody counts how long this waits
         for union, (before, after) in zip(seen, pairwise(parameters), strict=True):
             for old, new, exact in zip(before, after, one_process(before, dataset, union), strict=True):

@@ -11,6 +11,7 @@ from itertools import islice
 
 import pytest
 import torch
+import torch.distributed as dist
 from streams import Stream, drawn_shares, own, shown, used
 from torch.utils.data import IterableDataset
 
@@ -54,6 +55,23 @@ def test_a_rank_without_samples_gets_a_batch_of_another_rank(pool, kind):
     assert [count for _, count, _ in third] == [4, 2]
     assert [name for name, _, _ in empty] == [name for name, _, _ in first]
     assert empty[0][2] == empty[1][2] == first[0][2], "the first batch of rank 0"
+
+
+def fillers_in_groups(rank, size):
+    """Two groups of ranks, in each of which the second one has no sample."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    loader = pl.Loader(own(rank, [6, 0, 4, 0]), 4, group=groups[rank // 2])
+    mean = pl.evaluate(torch.nn.Identity(), loader, lambda _, batch: batch.double().mean())
+    return shown(loader), mean
+
+
+def test_groups_of_ranks_fill_places_among_themselves(pool):
+    (first, mean), (filled, _), (third, other), (also, _) = pool(4).run(fillers_in_groups)
+    assert first == [([0, 1, 2, 3], 4), ([4, 5], 2)]
+    assert filled == [([0, 1, 2, 3], 0)] * 2
+    assert third == [([2000, 2001, 2002, 2003], 4)]
+    assert also == [([2000, 2001, 2002, 2003], 0)]
+    assert (mean, other) == (2.5, 2001.5)
 
 
 class Secret(Own):

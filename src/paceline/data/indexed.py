@@ -111,6 +111,7 @@ class Indexed:
         self._begun = False  # an iteration from this position has begun
         self._asked = False  # for this epoch, though nothing may be left of it
         self._said = False  # that speeds can't be seen
+        self._earlier = 0  # steps of this epoch before it was dealt again
         self._numbers = Numbers(self.rank, self.position)
         self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
 
@@ -135,7 +136,7 @@ class Indexed:
     @property
     def steps(self) -> int:
         """Steps of the epoch, as it is dealt now."""
-        return self.position.epoch.portions.steps
+        return self._earlier + self.position.epoch.portions.steps
 
     def tell(self) -> str:
         """Return what becomes of the data in this epoch."""
@@ -191,7 +192,7 @@ class Indexed:
         if self.learning is not None and found.recipe.shares.ranks == self.ranks:
             self.learning.speeds = _speeds_in(state, self.ranks)
             self.recipe = replace(self.recipe, shares=found.recipe.shares)
-        self.position = self._dealt_again(found)
+        self.position, self._earlier = self._dealt_again(found), 0
         self._begun = self._asked = False
 
     def _dealt_again(self, found: Position) -> Position:
@@ -216,7 +217,7 @@ class Indexed:
 
     def _start(self, epoch: int) -> None:
         row = replace(self.position.epoch.row, epoch=epoch)
-        self.position = Position.start(row, self.recipe)
+        self.position, self._earlier = Position.start(row, self.recipe), 0
         self._begun = False
 
     # ------------------------------------------------------------------ batches
@@ -289,6 +290,7 @@ class Indexed:
         if largest_change(self.recipe.shares, shares) <= WORTH_IT:
             return False
         self.recipe = replace(self.recipe, shares=shares)
+        self._earlier += self.position.step
         self.position = self.position.dealt_again(self.recipe)
         if self.rank == 0:
             measured = ", ".join(f"{speed:.4g}" for speed in self.learning.speeds)

@@ -168,9 +168,9 @@ class Loader:
         finally:
             tally.samples = None
         raise UsageError(
-            "another iteration of this loader began before this one ended",
+            "another iteration of this loader began before this one ended, or it was sent to another place",
             rank=self._place[0],
-            remedy="make a Loader for each of two loops that run at the same time",
+            remedy="make a Loader for each of two loops that run at the same time; leave a loop before loading",
         )
 
     def _tell(self) -> None:
@@ -208,6 +208,7 @@ class Loader:
         """
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"epoch {epoch!r}", remedy="epochs are counted from 0")
+        self._iteration += 1
         self._course.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,6 +223,7 @@ class Loader:
         Raises:
             UsageError: a state of another dataset, seed or order, or a damaged one.
         """
+        self._iteration += 1
         self._course.load(state)
 
 
