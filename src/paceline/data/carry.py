@@ -51,7 +51,7 @@ def with_samples(batch: Any, samples: int) -> Any:
     own = not isinstance(number, Served)
     if own and not _is_number(number):
         raise UsageError(
-            f"a batch of type {type(batch).__qualname__} has .samples of its own, which is no number but "
+            f"a batch of type {kind.__qualname__} has .samples of its own, which is no number but "
             f"{type(number).__qualname__}",
             remedy="give it another name: .samples is how many samples the batch counts for",
         )
