@@ -109,10 +109,10 @@ def check_sizes(portions, batches_of_rank):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_serve_what_the_policy_says(pool, size):
     rng = random.Random(size)
-    cases = [drawn(rng, size) for _ in range(100)]
+    cases = [drawn(rng, size) for _ in range(50)]
     results = pool(size, "paceline" if size % 2 else "gloo").run(serve, cases)
     done = [check(case, each) for case, each in zip(cases, zip(*results, strict=True), strict=True)]
-    assert sum(done) > 40, "many cases are served"
+    assert sum(done) > 20, "many cases are served"
 
 
 def test_ranks_with_workers_serve_what_the_policy_says(pool):
@@ -314,7 +314,7 @@ def relay(pool, rng, cases, sizes):
 def test_a_place_is_gone_on_from_by_any_number_of_ranks(pool, sizes):
     rng = random.Random(len(sizes))
     cases = []
-    for _ in range(25):
+    for _ in range(12):
         case = {**drawn(rng, 1), "uneven": rng.choice(["join", "rebalance"])}
         samples = case.pop("samples")
         cases.append({"samples": samples, "place": None, "options": {**case, "shares": None}})

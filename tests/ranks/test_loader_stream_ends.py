@@ -271,7 +271,7 @@ def relay(pool, rng, cases, sizes):
 
 def test_one_stream_is_gone_on_from_by_any_number_of_ranks(pool):
     rng, cases = random.Random(5), []
-    for _ in range(18):
+    for _ in range(10):
         options = {"stream": "whole", "batch_size": rng.choice([1, 3, 8]), "block": rng.choice([1, 4])}
         options |= {"dispatch": rng.choice(["round_robin", "random"]), "seed": rng.randint(0, 2)}
         cases.append({"samples": rng.randint(100, 200), "place": None, "options": options})
@@ -282,7 +282,7 @@ def test_one_stream_is_gone_on_from_by_any_number_of_ranks(pool):
 
 def test_streams_of_their_own_are_gone_on_from_by_as_many_ranks(pool):
     rng, cases = random.Random(6), []
-    for _ in range(12):
+    for _ in range(8):
         sizes = [rng.choice([0, 1, 40, 60]), rng.randint(50, 70), 60]
         cases.append({"samples": sizes, "place": None, "options": {"batch_size": rng.choice([2, 5])}})
     cases[0]["options"]["num_workers"] = 2
