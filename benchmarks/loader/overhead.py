@@ -30,7 +30,7 @@ from paceline.bench.progress import TurnBar
 
 HERE = Path(__file__).parent
 WIDTH, BATCH = 32, 64
-PLANS = {0: (16_384, 200), 2: (65_536, 40)}
+PLANS = {0: (16_384, 200), 2: (65_536, 24)}
 """Workers: (samples of an epoch, turns of each loader). Short turns: what disturbs lasts longer than one."""
 
 HUGE = 10**9
@@ -47,7 +47,7 @@ class Huge:
 
 
 def main(
-    rounds: Annotated[int | None, typer.Option(help="Turns of each loader; else 200 and 40.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each loader; else 200 and 24.")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE
     / "overhead.json",
 ) -> None:
