@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from paceline.data.dispatch import draw_counts
 from paceline.data.portions import Portions
 from paceline.data.shares import Shares
-from paceline.data.shuffle import key_of
 from paceline.data.spread import expected_largest, largest_above, share_deviation, unlikely_largest
+from paceline.mixing import key_of
 from paceline.report.dispatch_words import in_short, percent, ranges
 from paceline.report.markdown import fill, table
 

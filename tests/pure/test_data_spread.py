@@ -11,7 +11,6 @@ from hypothesis import given, settings
 
 from paceline.data.dispatch import Dealing, deal, draw_counts
 from paceline.data.shares import Shares
-from paceline.data.shuffle import key_of
 from paceline.data.spread import (
     bound_in_turns,
     expected_largest,
@@ -20,6 +19,7 @@ from paceline.data.spread import (
     spread_of,
     unlikely_largest,
 )
+from paceline.mixing import key_of
 
 DRAWS = 3000
 

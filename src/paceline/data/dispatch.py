@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.shares import Shares, Turns
-from paceline.data.shuffle import LARGEST, Shuffle, key_of, mixed
+from paceline.data.shuffle import LARGEST, Shuffle
 from paceline.errors import UsageError, unknown
+from paceline.mixing import key_of, mixed
 
 __all__ = ["Dealing", "Scheme", "deal"]
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from paceline.data.dispatch import Dealing
 from paceline.data.portions import Portions
-from paceline.data.shuffle import LARGEST, Shuffle, key_of
+from paceline.data.shuffle import LARGEST, Shuffle
 from paceline.errors import UsageError, unknown
+from paceline.mixing import key_of
 
 __all__ = ["Epoch", "Layer", "Row", "ShuffleMode", "left_of"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline.data.shuffle import key_of
 from paceline.errors import DataError
+from paceline.mixing import key_of
 
 __all__ = ["Fetch", "Fetcher"]
 

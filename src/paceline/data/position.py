@@ -12,12 +12,12 @@ many of its steps are done.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from paceline.data.dispatch import Dealing
+from paceline.data.dispatch import Dealing, Scheme
 from paceline.data.epoch import Epoch, Layer, Row, left_of
-from paceline.data.portions import Portions
+from paceline.data.portions import Policy, Portions
 from paceline.data.shares import Shares
 from paceline.errors import UsageError
 
@@ -38,9 +38,9 @@ class Recipe:
 
     shares: Shares
     block: int
-    scheme: Any
+    scheme: Scheme
     batch_size: int
-    uneven: Any
+    uneven: Policy
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,6 @@ class Position:
     def left(self) -> int:
         """Steps that are left."""
         return self.epoch.portions.steps - self.step
-
-    def advanced(self) -> Position:
-        """Return the place one step further."""
-        return replace(self, step=self.step + 1)
 
     def dealt_again(self, recipe: Recipe) -> Position:
         """Return this place, with what is left dealt anew by `recipe`; the same where nothing changes.

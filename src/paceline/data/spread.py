@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from paceline.data.dispatch import Dealing, draw_counts
 from paceline.data.shares import Shares
-from paceline.data.shuffle import key_of
+from paceline.mixing import key_of
 
 __all__ = [
     "Spread",

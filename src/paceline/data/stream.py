@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline.data.dispatch import Scheme
 from paceline.data.shares import Shares, Turns
-from paceline.data.shuffle import key_of, mixed
+from paceline.mixing import key_of, mixed
 
 __all__ = ["Collated", "Collating", "PrepareWorker", "Reading", "Stream", "StreamLayer", "checksum"]
 

@@ -187,9 +187,7 @@ class Streamed:
         if self._over:
             return
         fetched, again = self._fetched(self._layers), self._again(self._layers[:-1])
-        failed: list[
-            DataError
-        ] = []  # of this rank; no variable of its own: its traceback would hold all this
+        failed: list[DataError] = []  # of this rank; in a list, since its traceback would hold a variable
         batch = _next(fetched, failed)
         under_way = self._announce(batch, failed)
         filler, all_dry_at_first = None, True

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.lm.corpus import Tokens
+from paceline.mixing import mixed
 
 __all__ = ["Batch", "Batches", "HeldOut"]
 
@@ -43,16 +44,10 @@ class Batch(NamedTuple):
 def window_starts(numbers: NDArray[np.uint64], seed: int, places: int) -> NDArray[np.int64]:
     """Return where the windows with these `numbers` start, spread evenly over ``range(places)``.
 
-    The mixing is that of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which makes each start a function of
-    (seed, number) alone.
+    Each start is a function of (seed, number) alone.
     """
-    with np.errstate(over="ignore"):
-        z = numbers + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95)
-        z = (z + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return (z % np.uint64(places)).astype(np.int64)
+    drawn = mixed(numbers, seed * 0xD1342543DE82EF95 + 1)
+    return (drawn % np.uint64(places)).astype(np.int64)
 
 
 def _check_length(tokens: Tokens, context: int) -> None:
