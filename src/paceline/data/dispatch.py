@@ -210,6 +210,8 @@ class Dealing:
             rank: whose.
             numbers: each in ``range(self.count(rank))``.
         """
+        if self.block == 1:
+            return self._order.nth(rank, numbers)
         blocks, rest = np.divmod(numbers, self.block)
         return self._order.nth(rank, blocks) * self.block + rest
 

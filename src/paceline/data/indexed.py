@@ -28,7 +28,7 @@ __all__ = ["Indexed", "Learning"]
 
 log = logging.getLogger("paceline.data")
 
-CHUNK = 8192
+CHUNK = 16384
 """Samples whose numbers are computed at once."""
 
 FILLER = 2
@@ -58,12 +58,13 @@ class Numbers(Sampler[list[int]]):
         self.sizes.clear()
         while step < portions.steps:
             end = min(step + at_once, portions.steps)
-            bounds = [portions.bounds(rank, each) for each in range(step, end)]
-            first = bounds[0][0]
-            numbers = epoch.samples(rank, first, bounds[-1][1]).tolist()
-            for low, high in bounds:
+            first, *ends = portions.edges(rank, step, end)
+            numbers, low = epoch.samples(rank, first, ends[-1]).tolist(), 0
+            for each in ends:
+                high = each - first
                 self.sizes.append(high - low)
-                yield numbers[low - first : high - first] or filler
+                yield numbers[low:high] or filler
+                low = high
             step = end
 
 

@@ -152,7 +152,8 @@ class Loader:
             )
         self._iteration += 1
         self._course.begin()
-        verify_same(self._course.facts(), "the loader", self.group, remedy=_SAME_DATA)
+        if self._place[1] > 1:
+            verify_same(self._course.facts(), "the loader", self.group, remedy=_SAME_DATA)
         self._tell()
         return self._served(self._iteration)
 

@@ -106,12 +106,16 @@ class Portions:
 
         With ``"pad"``, numbers from ``counts[rank]`` on mean the rank's samples from the first again.
         """
-        count = self.counts[rank]
+        first, end = self.edges(rank, step, step + 1)
+        return first, end
+
+    def edges(self, rank: int, step: int, last: int) -> list[int]:
+        """Return how many samples `rank` has taken before each of the steps from `step` to `last`."""
+        count, steps = self.counts[rank], range(step, last + 1)
         if self.policy == "rebalance":
-            return count * step // self.steps, count * (step + 1) // self.steps
-        there = self._most if self.policy == "pad" else count
-        first = step * self.batch_size
-        return min(first, there), min(first + self.batch_size, there)
+            return [count * each // self.steps for each in steps]
+        there, size = self._most if self.policy == "pad" else count, self.batch_size
+        return [min(each * size, there) for each in steps]
 
     def size(self, rank: int, step: int) -> int:
         """Return how many samples `rank` has in `step`; 0 where it ran dry."""

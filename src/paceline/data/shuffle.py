@@ -88,33 +88,37 @@ class Shuffle:
         return [key_of(self.key, number) for number in range(ROUNDS)]
 
     def _walk(self, numbers: Numbers, once: Callable[[NDArray[np.uint64]], NDArray[np.uint64]]) -> Numbers:
-        found = once(numbers.astype(np.uint64))
+        found = once(numbers.view(np.uint64))
         outside = np.flatnonzero(found >= self.size)
         while len(outside):
             again = once(found[outside])
             found[outside] = again
             outside = outside[again >= self.size]
-        return found.astype(np.int64)
+        return found.view(np.int64)
 
     def _there(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows, columns = self._table
         row, column = np.divmod(numbers, columns)
         for number, key in enumerate(self._keys):
             if number % 2:
-                column = _wrapped(column + _below(columns, row, key), columns)
+                column = _moved(column, _below(columns, row, key), columns)
             else:
-                row = _wrapped(row + _below(rows, column, key), rows)
-        return row * columns + column
+                row = _moved(row, _below(rows, column, key), rows)
+        row *= columns
+        row += column
+        return row
 
     def _back(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows, columns = self._table
         row, column = np.divmod(numbers, columns)
         for number, key in reversed(list(enumerate(self._keys))):
             if number % 2:
-                column = _wrapped(column + columns - _below(columns, row, key), columns)
+                column = _moved(column, columns - _below(columns, row, key), columns)
             else:
-                row = _wrapped(row + rows - _below(rows, column, key), rows)
-        return row * columns + column
+                row = _moved(row, rows - _below(rows, column, key), rows)
+        row *= columns
+        row += column
+        return row
 
 
 def _below(limit: np.uint64, numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
@@ -132,6 +136,10 @@ def _below(limit: np.uint64, numbers: NDArray[np.uint64], key: int) -> NDArray[n
     return z
 
 
-def _wrapped(numbers: NDArray[np.uint64], limit: np.uint64) -> NDArray[np.uint64]:
-    """Return `numbers`, each below twice the `limit`, modulo it: below 0 they would be very large."""
-    return np.minimum(numbers, numbers - limit)
+def _moved(numbers: NDArray[np.uint64], by: NDArray[np.uint64], limit: np.uint64) -> NDArray[np.uint64]:
+    """Return the sum of `numbers`, each below the `limit`, and `by`, each at most it, modulo it; overwrites `by`.
+
+    To take the limit off a sum that is below it gives a very large number, so the smaller of both is right.
+    """
+    by += numbers
+    return np.minimum(by, by - limit, out=by)
