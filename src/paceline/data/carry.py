@@ -24,6 +24,8 @@ __all__ = ["with_samples"]
 class Served(int):
     """A number of samples that was put on a batch here, and is not the batch's own."""
 
+    __slots__ = ()
+
 
 _NONE = Served(0)
 _PLAIN = (tuple, list, dict)
@@ -43,8 +45,9 @@ def with_samples(batch: Any, samples: int) -> Any:
         UsageError: `batch` can't have an attribute, or what it has under that name is no number.
     """
     kind: Any = type(batch)
-    if kind in _PLAIN:  # these have no attributes of their own
-        batch = _carrying(kind)(batch)
+    carrying = _CARRYING.get(kind)
+    if carrying is not None:  # these have no attributes of their own
+        batch = carrying(batch)
         batch.samples = Served(samples)
         return batch
     number = getattr(batch, "samples", _NONE)
@@ -101,3 +104,6 @@ def _carrying(kind: type) -> type:
 
 def _restored(kind: type, plain: Iterable[Any], samples: int) -> Any:
     return with_samples(kind._make(plain) if hasattr(kind, "_make") else kind(plain), samples)
+
+
+_CARRYING: dict[type, Any] = {kind: _carrying(kind) for kind in _PLAIN}

@@ -58,21 +58,14 @@ class Fetcher:
         """
         epoch = place[0]
         self._generator.manual_seed(key_of(self._seed, *place, step, self._rank, 5) >> 1)
-        batches = None
-        while True:
-            try:
-                if batches is None:
-                    batches = iter(self._loader)
-                batch = next(batches)
-            except StopIteration as end:
-                end.__traceback__ = None
-                return
-            except Exception as error:
-                if self._loader.num_workers:  # what a worker raised holds itself in torch, and all workers
-                    batches = error.__traceback__ = None
-                raise self._failed(error, f"batch {step} of epoch {epoch}", contents(step)) from error
-            yield batch
-            step += 1
+        try:
+            for batch in self._loader:
+                yield batch
+                step += 1
+        except Exception as error:
+            if self._loader.num_workers:  # what a worker raised holds itself in torch, and all workers
+                error.__traceback__ = None
+            raise self._failed(error, f"batch {step} of epoch {epoch}", contents(step)) from error
 
     def _failed(self, error: Exception, batch: str, contents: str) -> DataError:
         if self._loader.num_workers and _worker_is_gone(error):  # at which sample, nobody knows

@@ -34,8 +34,6 @@ CHUNK = 16384
 FILLER = 2
 """Samples of a batch that only fills a place: one alone is too few for BatchNorm."""
 
-_ENDED = object()
-
 _UNSEEN = (
     "shares stay as they are: how long ranks wait for one another is known with paceline.DataParallel "
     "on CPUs only, and not with full-shard"
@@ -242,23 +240,25 @@ class Indexed:
         learning, sizes, started, waited = self.learning, self._numbers.sizes, 0.0, 0.0
         every = learning.every if learning is not None else None
         fetched = self._fetcher.run((epoch.row.epoch, len(epoch.layers)), first, self._contents)
-        for step in range(first, epoch.portions.steps):
-            if learning is not None:
-                started, waited = time.perf_counter(), tally.waited_seconds
-            batch = next(fetched, _ENDED)
-            if batch is _ENDED:
-                raise DataError(
-                    f"batch {step} of epoch {epoch.row.epoch} ended the iteration{self._contents(step)}",
-                    rank=self.rank,
-                    remedy="let the dataset or collate_fn raise another exception than StopIteration",
-                )
+        if learning is not None:
+            started, waited = time.perf_counter(), tally.waited_seconds
+        for step, batch in enumerate(fetched, first):
             samples = sizes.popleft()
             self._step = step + 1
             yield with_samples(batch, samples)
-            if learning is not None and step > first:  # what is slow only once, at the start, says nothing
+            if learning is None:
+                continue
+            if step > first:  # what is slow only once, at the start, says nothing
                 self._pace.note(samples, time.perf_counter() - started - (tally.waited_seconds - waited))
             if every is not None and (step + 1) % every == 0 and self._learn():
                 return
+            started, waited = time.perf_counter(), tally.waited_seconds
+        if self._step < epoch.portions.steps:
+            raise DataError(
+                f"batch {self._step} of epoch {epoch.row.epoch} ended the iteration{self._contents(self._step)}",
+                rank=self.rank,
+                remedy="let the dataset or collate_fn raise another exception than StopIteration",
+            )
 
     def _contents(self, step: int) -> str:
         epoch = self.position.epoch

@@ -158,17 +158,19 @@ class Loader:
         return self._served(self._iteration)
 
     def _served(self, iteration: int) -> Iterator[Any]:
-        batches = self._course.batches()
         try:
-            while iteration == self._iteration:
-                batch = next(batches, _NO_MORE)
-                if batch is _NO_MORE:
-                    return
+            if iteration != self._iteration:
+                raise self._left_behind()
+            for batch in self._course.batches():
                 tally.samples = batch.samples
                 yield batch
+                if iteration != self._iteration:
+                    raise self._left_behind()
         finally:
             tally.samples = None
-        raise UsageError(
+
+    def _left_behind(self) -> UsageError:
+        return UsageError(
             "another iteration of this loader began before this one ended, or it was sent to another place",
             rank=self._place[0],
             remedy="make a Loader for each of two loops that run at the same time; leave a loop before loading",
@@ -228,7 +230,6 @@ class Loader:
         self._course.load(state)
 
 
-_NO_MORE: Any = object()
 _SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
 _NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
 

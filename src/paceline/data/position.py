@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from paceline.data.dispatch import Dealing, Scheme
@@ -20,6 +21,7 @@ from paceline.data.epoch import Epoch, Layer, Row, left_of
 from paceline.data.portions import Policy, Portions
 from paceline.data.shares import Shares
 from paceline.errors import UsageError
+from paceline.mixing import key_of
 
 __all__ = ["FORMAT", "Position", "Recipe"]
 
@@ -142,9 +144,20 @@ def _dealt(row: Row, layers: tuple[Layer, ...], recipe: Recipe) -> Epoch:
     left = left_of(row, layers)
     if not left:
         raise UsageError("no samples are left to deal", remedy="begin the next epoch")
-    seed = row.seed + 1_000_003 * row.epoch + len(layers)
-    dealing = Dealing(left, recipe.shares, min(recipe.block, left), recipe.scheme, seed)
-    return Epoch(row, layers, dealing, Portions(dealing.counts, recipe.batch_size, recipe.uneven))
+    return Epoch(
+        row, layers, *_cut(left, recipe, _seed(row, len(layers)) if recipe.scheme == "random" else 0)
+    )
+
+
+def _seed(row: Row, layer: int) -> int:
+    """Return what decides a dealing by chance; the first one's is the seed itself, as in a forecast."""
+    return key_of(row.seed, row.epoch, layer, 6) if row.epoch or layer else row.seed
+
+
+@lru_cache(maxsize=8)  # dealt in turns, every epoch is cut alike
+def _cut(samples: int, recipe: Recipe, seed: int) -> tuple[Dealing, Portions]:
+    dealing = Dealing(samples, recipe.shares, min(recipe.block, samples), recipe.scheme, seed)
+    return dealing, Portions(dealing.counts, recipe.batch_size, recipe.uneven)
 
 
 def _plain(dealing: Dealing) -> dict[str, Any]:

@@ -185,6 +185,8 @@ class Turns:
     def nth(self, rank: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return which turns the `numbers`-th ones of `rank` are, all counted from 0."""
         own = self.turns_of_rank[rank]
+        if len(own) == 1:  # shares are equal, mostly
+            return numbers * self.period + own
         periods, rest = np.divmod(numbers, len(own))
         return periods * self.period + own[rest]
 
