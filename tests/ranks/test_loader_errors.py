@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import weakref
+import time
 from itertools import islice
 
 import pytest
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import paceline as pl
 from paceline.errors import DataError, MismatchError, PeerLost, SyncError, UsageError
-from paceline.world.agree import gather_rows, gather_rows_ahead
+from paceline.world.agree import gather_rows, gather_rows_ahead, sum_over_ranks
 
 
 class Broken(Dataset):
@@ -223,20 +223,23 @@ def test_a_sample_that_one_rank_cannot_load_ends_all(pool, tmp_path, way, worker
 
 
 def held(rank, size):
-    """Return whether somebody holds what was exchanged, once nobody here does."""
-    under_way = gather_rows_ahead(torch.tensor([rank]))
-    rows = [weakref.ref(row) for row in under_way.wait()]
-    given_up = weakref.ref(gather_rows_ahead(torch.tensor([rank])).rows[0])
-    del under_way
-    held = [row() is not None for row in [*rows, given_up]]
+    """Return whether a work holds each tensor that was exchanged: at once, and some exchanges later."""
+    rows = gather_rows(torch.tensor([rank]))
+    ahead = gather_rows_ahead(torch.tensor([rank]))
+    total = sum_over_ranks(torch.tensor([rank]))
+    tensors = [*rows, *ahead.wait(), total]
+    del ahead
+    time.sleep(0.2)  # by now gloo's threads have let go of their works
+    held = [tensor._use_count() > 1 for tensor in tensors]
     for _ in range(40):
         gather_rows(torch.tensor([rank]))
-    return held, [row() is not None for row in [*rows, given_up]]
+    time.sleep(0.2)
+    return held, [tensor._use_count() > 1 for tensor in tensors]
 
 
 def test_what_is_exchanged_is_held_until_no_thread_of_gloo_needs_it(pool):
-    """See [Note: held tensors] in world/agree.py."""
-    assert pool(3).run(held) == [([True] * 4, [False] * 4)] * 3
+    """See [Note: held works] in world/agree.py."""
+    assert pool(3).run(held) == [([True] * 7, [False] * 7)] * 3
 
 
 def many_workers(rank, size):

@@ -3,10 +3,11 @@
 Everything here is a collective: all ranks of the group call it, in the same order. A group is a process group
 of torch, or None for all ranks; without torch.distributed, a world of one.
 
-[Note: held tensors] A thread of gloo lets go of a collective's tensors a little after whoever waited for it goes
-on. If nobody else holds them, that thread needs Python's lock to free them; and a process that is forked in this
-moment (a worker of a DataLoader, at the start of an epoch) hangs before its first line, since CPython 3.11 has it
-wait for what the thread was holding. So what is exchanged here is held until some exchanges later.
+[Note: held works] A thread of gloo lets go of a collective's work a little after whoever waited for it goes on. If
+nobody else holds the work, that thread lets go of its tensors too, for which it needs Python's lock; and a process
+that is forked in this moment (a worker of a DataLoader, at the start of an epoch) hangs before its first line, since
+CPython 3.11 has it wait for what the thread was holding. So the works of exchanges are held here until some exchanges
+later.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ __all__ = [
 ]
 
 
-_held: deque[list[Tensor]] = deque(maxlen=16)
-"""Tensors of the latest exchanges; see [Note: held tensors]."""
+_held: deque[dist.Work | None] = deque(maxlen=16)
+"""The latest exchanges; see [Note: held works]."""
 
 
 def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
@@ -52,8 +53,10 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if place_in(group)[1] == 1:
         return values
     values = values.to(_device(group, values))
-    _held.append([values])
-    dist.all_reduce(values, group=group)
+    work = dist.all_reduce(values, group=group, async_op=True)
+    _held.append(work)
+    if work is not None:  # of a member of the group it never is
+        work.wait()
     return values
 
 
@@ -83,8 +86,9 @@ def gather_rows_ahead(row: Tensor, group: ProcessGroup | None = None) -> RowsUnd
         return RowsUnderWay(None, [row])
     row = row.to(_device(group, row))
     rows = [torch.empty_like(row) for _ in range(ranks)]
-    _held.append([row, *rows])
-    return RowsUnderWay(dist.all_gather(rows, row, group=group, async_op=True), rows)
+    work = dist.all_gather(rows, row, group=group, async_op=True)
+    _held.append(work)
+    return RowsUnderWay(work, rows)
 
 
 def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
