@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 WIDTH, BATCH = 32, 64
 PLANS = {0: (16_384, 8, 40), 2: (65_536, 4, 10)}
 """Workers: (samples of an epoch, processes, turns of each loader in each). Short turns: what disturbs lasts longer
-than one. Several processes: where one happens to have its memory favours one loader or the other by a percent.
+than one. Several processes: one by itself can favour one loader or the other by some percent.
 """
 
 HUGE = 10**9

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.paired import ratio_of
 from paceline.report.markdown import fill, table
 from paceline.units import format_seconds
 
@@ -28,8 +29,12 @@ def overhead() -> str:
     for row in read("overhead")["rows"]:
         times = row["microseconds_a_batch"]
         shown = [f"{times[name]:.0f} µs" for name in ("torch", "paceline")]
-        rows.append([str(row["workers"]), *shown, _ratio(row["ratio"])])
-    return table(["workers", "torch, a batch", "Paceline", "ratio (95 % interval)"], rows)
+        alone = [ratio_of(each["paceline"], each["torch"]).median for each in row["seconds"]]
+        rows.append(
+            [str(row["workers"]), *shown, _ratio(row["ratio"]), f"{min(alone):.3f} to {max(alone):.3f}"]
+        )
+    columns = ["workers", "torch, a batch", "Paceline", "ratio (95 % interval)", "in single processes"]
+    return table(columns, rows)
 
 
 def start() -> str:

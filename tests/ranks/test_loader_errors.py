@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import time
+from contextlib import suppress
 from itertools import islice
 
 import pytest
@@ -240,6 +241,32 @@ def held(rank, size):
 def test_what_is_exchanged_is_held_until_no_thread_of_gloo_needs_it(pool):
     """See [Note: held works] in world/agree.py."""
     assert pool(3).run(held) == [([True] * 7, [False] * 7)] * 3
+
+
+def leave_after_exchanges(rank, size, place):
+    """Return how many connections are open in the world, and after leaving it."""
+    pl.init("gloo", init_method=f"file://{place}", rank=rank, size=size, timeout=30.0)
+    before = open_sockets()
+    for _ in range(3):
+        gather_rows(sum_over_ranks(torch.tensor([rank])))
+    pl.shutdown()
+    deadline = time.monotonic() + 20
+    while open_sockets() >= before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return before, open_sockets()
+
+
+def open_sockets():
+    count = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    return count
+
+
+def test_what_is_held_does_not_keep_connections_open(pool, tmp_path):
+    for before, after in pool(2).run(leave_after_exchanges, str(tmp_path / "meet"), world=False):
+        assert before - after >= 2, "gloo listens once, and has one connection to the other rank"
 
 
 def many_workers(rank, size):

@@ -6,8 +6,8 @@ of torch, or None for all ranks; without torch.distributed, a world of one.
 [Note: held works] A thread of gloo lets go of a collective's work a little after whoever waited for it goes on. If
 nobody else holds the work, that thread lets go of its tensors too, for which it needs Python's lock; and a process
 that is forked in this moment (a worker of a DataLoader, at the start of an epoch) hangs before its first line, since
-CPython 3.11 has it wait for what the thread was holding. So the works of exchanges are held here until some exchanges
-later.
+CPython 3.11 has it wait for what the thread was holding. So the works of a group's exchanges are held here until some
+exchanges later, or until the group is gone: a work holds its group's connections.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,9 @@ __all__ = [
 ]
 
 
-_held: deque[dist.Work | None] = deque(maxlen=16)
-"""The latest exchanges; see [Note: held works]."""
+_HELD = 16
+_held: WeakKeyDictionary[ProcessGroup, deque[dist.Work | None]] = WeakKeyDictionary()
+"""The latest exchanges of each group; see [Note: held works]."""
 
 
 def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
@@ -54,7 +56,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return values
     values = values.to(_device(group, values))
     work = dist.all_reduce(values, group=group, async_op=True)
-    _held.append(work)
+    _hold(work, group)
     if work is not None:  # of a member of the group it never is
         work.wait()
     return values
@@ -87,7 +89,7 @@ def gather_rows_ahead(row: Tensor, group: ProcessGroup | None = None) -> RowsUnd
     row = row.to(_device(group, row))
     rows = [torch.empty_like(row) for _ in range(ranks)]
     work = dist.all_gather(rows, row, group=group, async_op=True)
-    _held.append(work)
+    _hold(work, group)
     return RowsUnderWay(work, rows)
 
 
@@ -127,6 +129,13 @@ def verify_same(
     rows = gather_rows(padded, group)
     told = [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
     raise _first_difference(told, subject, remedy)
+
+
+def _hold(work: dist.Work | None, group: ProcessGroup | None) -> None:
+    """Hold the work of an exchange; see [Note: held works]."""
+    place = dist.group.WORLD if group is None else group
+    if place is not None:
+        _held.setdefault(place, deque(maxlen=_HELD)).append(work)
 
 
 def _first_difference(told: Sequence[Sequence[str]], subject: str, remedy: str) -> MismatchError:
