@@ -16,10 +16,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.drift import Drift as Drift
+    from paceline.checkpoint.plain import export_weights as export_weights
+    from paceline.checkpoint.plain import import_weights as import_weights
+    from paceline.checkpoint.store import Checkpoint as Checkpoint
+    from paceline.checkpoint.watch import Watch as Watch
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
     from paceline.sync.engine import DataParallel as DataParallel
+    from paceline.sync.finite import Finite as Finite
     from paceline.sync.plan import Sync as Sync
     from paceline.sync.shard import ShardedOptimizer as ShardedOptimizer
     from paceline.world import World as World
@@ -29,26 +35,38 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Checkpoint": "paceline.checkpoint.store",
     "DataParallel": "paceline.sync.engine",
+    "Drift": "paceline.checkpoint.drift",
+    "Finite": "paceline.sync.finite",
     "Loader": "paceline.data.loader",
     "PacelineError": "paceline.errors",
     "ShardedOptimizer": "paceline.sync.shard",
     "Sync": "paceline.sync.plan",
+    "Watch": "paceline.checkpoint.watch",
     "World": "paceline.world",
+    "export_weights": "paceline.checkpoint.plain",
     "evaluate": "paceline.data.evaluate",
+    "import_weights": "paceline.checkpoint.plain",
     "init": "paceline.world",
     "shutdown": "paceline.world",
 }
 
 __all__ = [
+    "Checkpoint",
     "DataParallel",
+    "Drift",
+    "Finite",
     "Loader",
     "PacelineError",
     "ShardedOptimizer",
     "Sync",
+    "Watch",
     "World",
     "__version__",
     "evaluate",
+    "export_weights",
+    "import_weights",
     "init",
     "shutdown",
 ]

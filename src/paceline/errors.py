@@ -9,10 +9,15 @@
     ├── DataError             a dataset raised, or did not hold what it said: names rank and batch
     ├── SyncError             gradients can't be synchronised as asked
     │   ├── UnsyncedGradients optimizer.step() would have used gradients of one rank only
-    │   └── BackwardFailed    another rank raised during this backward
+    │   ├── BackwardFailed    another rank raised during this backward
+    │   ├── NotFinite         the gradient is NaN or infinite: names parameters and ranks
+    │   └── Drifted           parameters that ought to be equal on all ranks differ: names one and the ranks
     ├── CollectiveError       a collective can't be completed
     │   ├── PeerLost          a rank ended or left while others waited for it: names it
-    │   └── CollectiveTimeout a rank did not come in time: names it
+    │   ├── CollectiveTimeout a rank did not come in time: names it
+    │   └── PeerFailed        a rank raised, ended, stopped or stands still: who, where, and what it was doing
+    ├── CheckpointError       a checkpoint can't be written or read
+    │   └── DamagedCheckpoint it is not what was written: names the file
     ├── EnvelopeError         an envelope can't be delivered: names who sent it, and which it is
     │   ├── DamagedEnvelope   its bytes are not those that were sent: names the part
     │   ├── TruncatedEnvelope it ends too early: names where
@@ -34,10 +39,13 @@ from difflib import get_close_matches
 
 __all__ = [
     "BackwardFailed",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveTimeout",
+    "DamagedCheckpoint",
     "DamagedEnvelope",
     "DataError",
+    "Drifted",
     "EnvelopeError",
     "ForeignEnvelope",
     "HostFailed",
@@ -45,7 +53,9 @@ __all__ = [
     "MisplacedEnvelope",
     "MissingEnvelope",
     "MissingRanks",
+    "NotFinite",
     "PacelineError",
+    "PeerFailed",
     "PeerLost",
     "RankFailed",
     "RepeatedEnvelope",
@@ -117,6 +127,14 @@ class BackwardFailed(SyncError):
     """Another rank raised during this backward, so this step has no global gradient."""
 
 
+class NotFinite(SyncError):
+    """The synchronised gradient is NaN or infinite; no rank has made the step."""
+
+
+class Drifted(SyncError):
+    """Parameters that ought to be equal on all ranks differ."""
+
+
 class CollectiveError(PacelineError, RuntimeError):
     """A collective can't be completed; the group it was called on is of no more use.
 
@@ -146,6 +164,46 @@ class PeerLost(CollectiveError):
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
     """A rank did not come to a collective in time."""
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint can't be written or read; those that were complete before stay."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was written."""
+
+
+class PeerFailed(CollectiveError):
+    """A rank failed, so that the training can't go on; raised on the other ranks by `paceline.Watch`.
+
+    Args:
+        message, rank, step, remedy, host, exit_code: as for a CollectiveError; `rank` is None where no single one
+            is to blame.
+        pid: its process.
+        phase: of the step that it was in, see `paceline.whereabouts`.
+        bucket: that it was waiting for, −1: none.
+        kind: what happened to it: one of those in `paceline.checkpoint.culprit`.
+        stack: its traceback, or where it stands; empty if nobody could tell.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        remedy: str = "",
+        host: str = "",
+        exit_code: int | None = None,
+        pid: int = 0,
+        phase: str = "",
+        bucket: int = -1,
+        kind: str = "",
+        stack: str = "",
+    ) -> None:
+        super().__init__(message, rank=rank, step=step, remedy=remedy, host=host, exit_code=exit_code)
+        self.pid, self.phase, self.bucket, self.kind, self.stack = pid, phase, bucket, kind, stack
 
 
 class EnvelopeError(PacelineError, RuntimeError):
@@ -198,7 +256,24 @@ class MissingEnvelope(EnvelopeError, TimeoutError):
 
 
 class RankFailed(PacelineError, RuntimeError):
-    """A process that Paceline started ended with an error."""
+    """A process that Paceline started ended with an error.
+
+    Args:
+        message, rank, step, remedy: as for every error.
+        exit_code: for the process that started it to end with.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        remedy: str = "",
+        exit_code: int = 1,
+    ) -> None:
+        super().__init__(message, rank=rank, step=step, remedy=remedy)
+        self.exit_code = exit_code
 
 
 class HostFailed(PacelineError, RuntimeError):

@@ -11,12 +11,14 @@ import sysconfig
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
 
+from paceline.cli.app import main
 from paceline.lm.sizes import size_of
 from paceline.report.records import read_run
 
@@ -31,6 +33,30 @@ def run(*arguments, timeout=240, program=TRAIN):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """Return a function that runs the command in this process, where a rank of its own would show nothing more."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    threads = torch.get_num_threads()
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "train", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=told.out, stderr=told.err)
+
+    yield call
+    torch.set_num_threads(threads)
+
+
 def losses(out):
     return {step.step: step.val_loss for step in read_run(out).steps if step.val_loss is not None}
 
@@ -42,7 +68,7 @@ def text(tmp_path):
     return path
 
 
-def test_train_refuse_resume_overwrite(tmp_path, text):
+def test_train_refuse_resume_overwrite(tmp_path, text, here):
     out = tmp_path / "run"
     told = run("--data", text, "--out", out, "--steps", 6, *SMALL)
     assert told.returncode == 0, told.stderr
@@ -65,31 +91,38 @@ def test_train_refuse_resume_overwrite(tmp_path, text):
     weights = load_file(out / "checkpoint" / "step-00000006" / "model.safetensors")
     assert sum(tensor.size for tensor in weights.values()) == size_of("tiny").parameters()
 
-    refused = run("--data", text, "--out", out, "--steps", 6, *SMALL)
+    refused = here("--data", text, "--out", out, "--steps", 6, *SMALL)
     assert refused.returncode == 2
     assert "holds a run already" in refused.stderr
 
-    finished = run("--data", text, "--out", out, "--steps", 6, "--resume", *SMALL)
+    finished = here("--data", text, "--out", out, "--steps", 6, "--resume", *SMALL)
     assert finished.returncode == 2
     assert "nothing left to do: the checkpoint is at step 6 of 6" in finished.stderr
 
-    other = run("--data", text, "--out", out, "--steps", 9, "--resume", "--size", "mini", *SMALL)
+    other = here("--data", text, "--out", out, "--steps", 9, "--resume", "--size", "mini", *SMALL)
     assert other.returncode == 2
     assert "of a model with name='tiny', asked for is 'mini'" in other.stderr
 
-    resumed = run("--data", text, "--out", out, "--steps", 9, "--resume", *SMALL)
+    resumed = here("--data", text, "--out", out, "--steps", 9, "--resume", "--ranks", 1, *SMALL)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed at step 6" in resumed.stdout
     assert sorted(losses(out)) == [1, 3, 6, 9]
 
-    again = run("--data", text, "--out", out, "--steps", 3, "--overwrite", "--ranks", 1, *SMALL)
+    again = here("--data", text, "--out", out, "--steps", 3, "--overwrite", "--ranks", 1, *SMALL)
     assert again.returncode == 0, again.stderr
     assert "1 rank on cpu (none)" in again.stdout
     assert sorted(losses(out)) == [1, 3]
     assert sorted(read_run(out).spans_of_rank) == [0]
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["machine"]["usable cores"] > 0
+    assert facts["machine"]["memory"].endswith("iB")
+    assert facts["machine"]["cpu"] in (out / "report.html").read_text()
+    assert " left" not in again.stdout.partition("3/3")[2]
+    assert {"command", "started", "settings", "world", "versions", "parameters", "result"} <= facts.keys()
+    assert facts["result"]["last held-out loss"] == losses(out)[3]
 
 
-def test_under_torchrun_it_takes_part(tmp_path, text):
+def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *TRAIN]
     arguments = ["--data", text, "--out", tmp_path / "run", "--steps", 3, "--sync", "full-shard", *SMALL]
     told = run(*arguments, program=torchrun)
@@ -102,21 +135,22 @@ def test_under_torchrun_it_takes_part(tmp_path, text):
     first = min(span.start for spans in seen.spans_of_rank.values() for span in spans)
     assert datetime.fromisoformat(str(seen.facts["started"])).timestamp() <= first
 
-    refused = run(*arguments, program=torchrun)
-    assert refused.returncode != 0
-    assert "holds a run already" in refused.stderr
-    more = run(*arguments, "--overwrite", "--ranks", 3, program=torchrun)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    more = here(*arguments, "--overwrite", "--ranks", 3)
+    assert more.returncode == 2
     assert "ranks=3, but torchrun started 2" in more.stderr
 
 
-def test_token_file(tmp_path):
+def test_token_file(tmp_path, here):
     np.tile(np.arange(300, dtype="<u2"), 20).tofile(tmp_path / "words.bin")
-    told = run(
+    told = here(
         "--data", tmp_path / "words.bin", "--out", tmp_path / "run", "--steps", 2, "--ranks", 1, *SMALL
     )
     assert told.returncode == 0, told.stderr
     assert "vocabulary 300" in told.stdout
-    small = run("--data", tmp_path / "words.bin", "--out", tmp_path / "b", "--vocabulary", 256, *SMALL)
+    small = here("--data", tmp_path / "words.bin", "--out", tmp_path / "b", "--vocabulary", 256, *SMALL)
     assert small.returncode == 2
     assert "the data hold token 299, but vocabulary=256" in small.stderr
 
@@ -149,12 +183,13 @@ def test_token_file(tmp_path):
         ("--stepz 4", "No such option"),
     ],
 )
-def test_bad_input_is_one_clear_message(tmp_path, arguments, message):
+def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, message):
+    monkeypatch.setattr("paceline.train.start._run", lambda *_: pytest.fail("the training began"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("a short text. " * 50)
     (tmp_path / "odd.bin").write_bytes(b"123")
     given = arguments.format(tmp=tmp_path).split()
-    told = run(*(given if "--out" in given else [*given, "--out", tmp_path / "run"]), timeout=60)
+    told = here(*(given if "--out" in given else [*given, "--out", tmp_path / "run"]))
     assert told.returncode == 2
     assert any(part in told.stderr for part in message.split("|")), told.stderr
     assert "Traceback" not in told.stderr + told.stdout
@@ -162,16 +197,37 @@ def test_bad_input_is_one_clear_message(tmp_path, arguments, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_that_die_are_started_again_and_nothing_changes(tmp_path, text, here, monkeypatch):
+    """Killed at step 5 on two ranks, it ends with the weights of one rank that nobody disturbed."""
+    small = ["--data", text, "--steps", 7, "--sync", "bucketed", *SMALL]
+    monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=1, step=4, how='kill', restart=0)")
+    told = run(*small, "--out", tmp_path / "run")
+    monkeypatch.delenv("PACELINE_FAULTS")
+    assert told.returncode == 0, told.stderr
+    assert "restart 1: rank 1 on" in told.stderr
+    record = read_run(tmp_path / "run")
+    assert [(each.ranks_before, each.ranks_after) for each in record.restarts] == [(2, 2)]
+    assert record.restarts[0].reason.endswith("was ended by SIGKILL")
+    assert "<h2>Restarts</h2>" in (tmp_path / "run" / "report.html").read_text()
+    assert here(*small, "--batch-size", 4, "--ranks", 1, "--out", tmp_path / "calm").returncode == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "calm"), abs=1e-4)
+    last = "checkpoint/step-00000007/model.safetensors"
+    found, calm = (load_file(tmp_path / name / last) for name in ("run", "calm"))
+    for name, weights in calm.items():
+        np.testing.assert_allclose(found[name], weights, rtol=0, atol=2e-4)
+
+
 def test_failure_of_a_rank_is_told_without_a_traceback(tmp_path, text):
     told = run("--data", text, "--out", tmp_path / "run", "--lr", "1e30", "--clip", 0, *SMALL)
     assert told.returncode == 1
     assert "training diverged" in told.stderr
+    assert "restart 1" not in told.stderr  # it would diverge again
     assert "Traceback" not in told.stderr + told.stdout
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is asked for")
-def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text):
-    told = run("--data", text, "--out", tmp_path / "run", "--device", "cuda", *SMALL)
+def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text, here):
+    told = here("--data", text, "--out", tmp_path / "run", "--device", "cuda", *SMALL)
     assert told.returncode == 1
     assert told.stderr.startswith("Error: device 'cuda' asks for CUDA, but ")
     assert told.stderr.count("Error") == 1
@@ -179,7 +235,7 @@ def test_an_absent_gpu_is_refused_once_before_ranks_are_started(tmp_path, text):
 
 
 @pytest.mark.parametrize(("every", "remedy"), [(1, "by --resume"), (0, "start anew with --overwrite")])
-def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
+def test_an_interrupt_says_how_to_go_on(tmp_path, text, here, every, remedy):
     out = tmp_path / "run"
     arguments = ["--data", text, "--out", out, "--ranks", 2, "--steps", 100_000, *SMALL]
     arguments[-3:] = [every, "--threads", 1]
@@ -193,7 +249,7 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
         text=True,
         start_new_session=True,
     )
-    wanted = "checkpoint/step-????????/checkpoint.json" if every else "steps.jsonl"
+    wanted = "checkpoint/step-????????/manifest.json" if every else "steps.jsonl"
     try:
         deadline = time.monotonic() + 120
         while not list(out.glob(wanted)) and started.poll() is None and time.monotonic() < deadline:
@@ -206,12 +262,12 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, every, remedy):
     assert "Interrupted" in said
     assert remedy in said
     assert "Traceback" not in said
-    again = run("--data", text, "--out", out, *SMALL, timeout=60)
+    again = here("--data", text, "--out", out, *SMALL)
     assert again.returncode == 2
     assert ("--resume" in again.stderr) == bool(every)
     if every:
         step = int(max((out / "checkpoint").glob("step-????????")).name.removeprefix("step-"))
-        more = run("--data", text, "--out", out, "--resume", "--ranks", 2, "--steps", step + 1, *SMALL)
+        more = here("--data", text, "--out", out, "--resume", "--ranks", 1, "--steps", step + 1, *SMALL)
         assert more.returncode == 0, more.stderr
 
 
@@ -225,15 +281,3 @@ def test_bad_input_is_refused_before_torch_is_loaded():
         "sys.exit(3 if 'torch' in sys.modules else 0)\n"
     )
     assert run(program=["-c", code]).returncode == 0
-
-
-def test_run_folder_is_json_throughout(tmp_path, text):
-    told = run("--data", text, "--out", tmp_path / "run", "--steps", 1, "--ranks", 1, *SMALL)
-    assert told.returncode == 0, told.stderr
-    facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["machine"]["usable cores"] > 0
-    assert facts["machine"]["memory"].endswith("iB")
-    assert facts["machine"]["cpu"] in (tmp_path / "run" / "report.html").read_text()
-    assert " left" not in told.stdout
-    assert {"command", "started", "settings", "world", "versions", "parameters", "result"} <= facts.keys()
-    assert facts["result"]["last held-out loss"] == losses(tmp_path / "run")[1]

@@ -165,6 +165,30 @@ def test_another_number_of_ranks_takes_up_the_rest():
     assert sorted(found + more) == list(range(10_000))
 
 
+@pytest.mark.parametrize(("block", "samples"), [(1, 1003), (1, 96), (2, 200)])
+def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, samples):
+    """12 samples a step, on ever other ranks: the batches are those of ranks that never changed."""
+
+    def by(ranks):
+        return Recipe(Shares.equal(ranks), block, "round_robin", 12 // ranks, "join")
+
+    def steps(position, count):
+        ranks = range(position.recipe.shares.ranks)
+        batches = [
+            [position.epoch.batch(rank, position.step + step) for rank in ranks] for step in range(count)
+        ]
+        return [sorted(np.concatenate(each).tolist()) for each in batches], served(position, count)[1]
+
+    start = Position.start(Row(samples, seed=4), by(2))
+    expected, _ = steps(start, start.left)
+    found, position = steps(start, 3)
+    for ranks in (3, 1, 6):
+        more, position = steps(through_json(position).dealt_again(by(ranks)), 1)
+        found += more
+    last = through_json(position).dealt_again(by(4 // block))
+    assert found + steps(last, last.left)[0] == expected
+
+
 def test_dealt_again_before_the_first_step_leaves_no_layer():
     start = Position.start(Row(100), Recipe(Shares.equal(4), 1, "round_robin", 5, "join"))
     again = start.dealt_again(Recipe(Shares.equal(2), 1, "round_robin", 5, "join"))
@@ -211,7 +235,7 @@ def a_state():
 
 def test_a_state_is_plain_and_told_as_documented():
     state = a_state()
-    assert state["format"] == 1
+    assert state["format"] == 2
     assert {name: state[name] for name in ("samples", "seed", "shuffle", "epoch", "step", "uneven")} == {
         "samples": 1003,
         "seed": 4,
@@ -243,7 +267,7 @@ def changed(path, value):
     [
         ({}, "of format None"),
         ([], "of format 'list'"),
-        (changed(["format"], 2), "of format 2.*this version reads format 1"),
+        (changed(["format"], 1), "of format 1.*this version reads format 2"),
         (changed(["samples"], 1004), "a dealing of 1003 samples, where 1004 are left"),
         (changed(["samples"], None), "incomplete or damaged: KeyError.'samples'"),
         (changed(["samples"], 1003.0), "1003.0 where a whole number is due"),

@@ -29,8 +29,18 @@ def test_global_batch_does_not_depend_on_the_number_of_ranks(ranks, step):
 
 def test_accumulated_micro_batches_are_the_large_batch():
     large = Batches(TOKENS, batch=12, context=8).at(7)
-    small = [Batches(TOKENS, batch=4, context=8).at(7 * 3 + micro) for micro in range(3)]
+    batches = Batches(TOKENS, batch=4, context=8, windows=12)
+    small = [batches.at(7, micro) for micro in range(batches.rounds)]
     assert torch.equal(large.inputs, torch.cat([batch.inputs for batch in small]))
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(0, 3))
+def test_every_window_of_the_global_batch_is_on_one_rank(windows, batch, ranks, step):
+    whole = Batches(TOKENS, batch=windows, context=8).at(step).inputs
+    dealt = [Batches(TOKENS, batch, 8, rank, ranks, windows=windows) for rank in range(ranks)]
+    found = [each.at(step, micro) for micro in range(dealt[0].rounds) for each in dealt]
+    assert torch.equal(whole, torch.cat([each.inputs[: each.samples] for each in found]))
+    assert all(len(each.inputs) >= 1 for each in found)
 
 
 def test_targets_follow_inputs_in_the_text():

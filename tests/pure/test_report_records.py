@@ -110,3 +110,38 @@ def test_a_run_json_that_cannot_be_read(folder, text):
     (folder / "run.json").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match=r"run\.json"):
         read_run(folder)
+
+
+def test_restarts_say_what_failed_first(folder):
+    assert read_run(folder).restarts == ()
+    (folder / "logs").mkdir(exist_ok=True)
+    first = {
+        "host": "pc1",
+        "rank": 3,
+        "how": "ended with exit code 1",
+        "lines": ["x", "[rank3]: ValueError: bad"],
+    }
+    lines = [
+        {"restart": 1, "time": "2026-01-02T03:04:05", "ranks_before": 4, "ranks_after": 4, "first": first},
+        {"restart": 2, "ranks_before": 4, "ranks_after": 2, "lost": ["pc2"], "joined": [], "why": "late"},
+        {
+            "event": "end",
+            "restart": 3,
+            "ranks_before": 2,
+            "ranks_after": 2,
+            "first": {"host": "pc1", "how": "lost"},
+        },
+    ]
+    (folder / "logs" / "restarts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + "{cut"
+    )
+    run = read_run(folder)
+    assert [each.reason for each in run.restarts] == [
+        "rank 3 on pc1 ended with exit code 1: ValueError: bad", "pc2 lost; late", "pc1 lost",
+    ]  # fmt: skip
+    assert [(each.number, each.ranks_before, each.ranks_after) for each in run.restarts] == [
+        (1, 4, 4),
+        (2, 4, 2),
+        (3, 2, 0),
+    ]
+    assert any("restarts.jsonl is cut" in note for note in run.notes)

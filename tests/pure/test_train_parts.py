@@ -8,6 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
+from paceline.checkpoint.straggler import Straggler
 from paceline.errors import UsageError
 from paceline.report.records import read_run
 from paceline.train.folder import RunFolder
@@ -149,3 +150,19 @@ def test_live_line_on_a_terminal():
 def test_what_was_not_measured_is_left_out():
     assert describe({"step": 3}) == ""
     assert describe({"val_loss": 2.0}) == "held-out 2.000"
+
+
+@pytest.mark.parametrize(
+    ("factor", "told"), [(1.02, ""), (1.03, "slowest rank 1: 1.03×"), (2.5, "slowest rank 1: 2.50×")]
+)
+def test_the_slowest_rank_is_shown_where_it_is_worth_a_word(factor, told):
+    assert describe({"slowest": Straggler(1, "pc1", factor, 0.1)}) == told
+
+
+@pytest.mark.parametrize(("width", "shown"), [(90, False), (120, True), (160, True)])
+def test_the_slowest_rank_is_shown_where_there_is_room(width, shown):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width, highlight=False)
+    with Progress(3, console=console) as progress:
+        progress.step({"step": 1} | RECORD, Straggler(1, "pc1", 1.3, 0.1))
+    assert ("slowest rank 1: 1.30×" in text.getvalue()) == shown

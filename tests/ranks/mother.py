@@ -9,6 +9,7 @@ What it forked ends with it, and it ends with the process that made it.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import pickle
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from warm import die_with, start_warm
+from warm import die_with, import_what_ranks_need, start_warm
 
 __all__ = ["Mother"]
 
@@ -61,6 +62,7 @@ class Mother:
     def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = start_warm(__file__, theirs.fileno())
+        atexit.register(self.close)
         theirs.close()
 
 
@@ -119,12 +121,7 @@ def main() -> None:
     """Import what ranks need, then fork them."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
-    import torch
-
-    import paceline.backends.create  # noqa: F401 — so that children need not
-
-    torch.set_num_threads(1)
-    assert len(os.listdir("/proc/self/task")) == 1, "a forked child would lack these threads"
+    import_what_ranks_need()
     _serve(socket.socket(fileno=descriptor))
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from warm import die_with, start_warm
+from warm import die_with, import_what_ranks_need, start_warm
 
 __all__ = ["Child", "Nursery", "SceneError"]
 
@@ -152,12 +152,7 @@ def _play(scene: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
 
 
 def _serve(pipe: Connection) -> None:
-    import torch
-
-    from paceline.backends import create  # noqa: F401 — so that children need not
-
-    torch.set_num_threads(1)
-    assert len(os.listdir("/proc/self/task")) == 1, "a forked child would lack these threads"
+    import_what_ranks_need()
     pipe.send_bytes(b"ready")
     while True:
         sys.path[:], call = pickle.loads(pipe.recv_bytes())

@@ -36,6 +36,7 @@ from mother import Mother
 
 __all__ = ["Pool", "RankError", "Staff", "serve", "spawn"]
 
+_mother = Mother()  # of all processes here: what is imported takes seconds
 GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
 
 
@@ -108,7 +109,6 @@ class Staff:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
-        self.mother = Mother()
         self.workers: dict[int, Worker] = {}
         self.worlds = 0
         self.latest = (0, "")  # size and backend of the latest world
@@ -123,7 +123,7 @@ class Staff:
             if rank in self.workers and not self.workers[rank].runs():
                 self.fire([rank])
             if rank not in self.workers:
-                self.workers[rank] = Worker(self.mother, self.folder)
+                self.workers[rank] = Worker(_mother, self.folder)
         return [self.workers[rank] for rank in range(size)]
 
     def fire(self, ranks: Sequence[int]) -> None:
@@ -141,7 +141,6 @@ class Staff:
     def close(self) -> None:
         """End all processes and remove their folder."""
         self.fire(list(self.workers))
-        self.mother.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

@@ -1,10 +1,11 @@
-"""Mistakes of a program under torchrun: the run ends with an error that says what to do."""
+"""Mistakes of a program, as ranks of their own and under torchrun: the run ends with an error that says what to do."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,22 +28,31 @@ print("ended well", flush=True)
 """
 
 
-def run(tmp_path, *arguments):
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *torchrun, str(script), *arguments]
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    env |= {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+def play(fork, folder, *arguments):
+    """Play the program on two ranks; return for each its exit code and what it wrote."""
+    ranks = [fork(run, rank, folder, *arguments) for rank in range(2)]
+    codes = [rank.wait(timeout=60) for rank in ranks]
+    return [(code, (Path(folder) / f"rank{rank}").read_text()) for rank, code in enumerate(codes)]
+
+
+def run(tell, rank, folder, *arguments):
+    """Be a rank that runs the program, and end as it ends."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ["PACELINE_INIT_METHOD"] = f"file://{folder}/meet"
+    sys.argv = ["program.py", *arguments]
+    with open(f"{folder}/rank{rank}", "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    exec(compile(PROGRAM, "program.py", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "flat"])
-def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(tmp_path, strategy):
-    told = run(tmp_path, "batch", strategy)
-    assert told.returncode != 0
-    assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in told.stderr
-    assert "ended well" not in told.stdout
+def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(nursery, strategy):
+    (_, zero), (_, one) = told = nursery.play(play, "batch", strategy, timeout=100)
+    assert [code for code, _ in told] == [1, 1]
+    assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in one
+    assert "rank 1" in zero
+    assert "ended well" not in zero + one
 
 
 @pytest.mark.parametrize(
@@ -52,14 +62,26 @@ def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(tmp_path, strategy):
         ("none", "bukketed", "did you mean 'bucketed'?"),
     ],
 )
-def test_what_ranks_can_know_at_wrapping_is_one_message(tmp_path, mistake, strategy, message):
-    told = run(tmp_path, mistake, strategy)
-    assert told.returncode != 0
-    assert message in told.stderr
-    assert "ended well" not in told.stdout
+def test_what_ranks_can_know_at_wrapping_is_one_message(nursery, mistake, strategy, message):
+    for code, text in nursery.play(play, mistake, strategy, timeout=100):
+        assert code == 1
+        assert message in text
+        assert "ended well" not in text
 
 
-def test_the_program_without_a_mistake_ends_well(tmp_path):
-    told = run(tmp_path, "none", "bucketed")
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.count("ended well") == 2
+def test_a_mistake_on_one_rank_ends_torchrun_and_without_one_it_ends_well(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1"}
+    for mistake in ("batch", "none"):
+        command = [sys.executable, *torchrun, str(script), mistake, "bucketed"]
+        told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        if mistake == "batch":
+            assert told.returncode != 0
+            assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in told.stderr
+            assert "ended well" not in told.stdout
+        else:
+            assert told.returncode == 0, told.stderr
+            assert told.stdout.count("ended well") == 2

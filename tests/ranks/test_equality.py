@@ -10,7 +10,7 @@ import zoo
 
 import paceline as pl
 
-STEPS = 5
+STEPS = 3
 TOLERANCE = 1e-11
 STRATEGIES = ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"]
 SHARES = {1: [10], 2: [4, 16], 3: [10, 4, 6], 4: [10, 10, 4, 16]}

@@ -142,7 +142,7 @@ def test_ranks_meet_at_an_address(pool, tmp_path, kind, size):
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_worlds_follow_each_other_at_the_same_address(pool, tmp_path, kind):
     arguments = {"init_method": ways_to_meet(kind, tmp_path), "size": 3}
-    assert pool(3).run(enter_repeatedly, arguments, 12, world=False) == [[6.0] * 12] * 3
+    assert pool(3).run(enter_repeatedly, arguments, 8, world=False) == [[6.0] * 8] * 3
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
@@ -152,36 +152,46 @@ def test_a_rank_that_gave_up_may_try_again(pool, tmp_path, kind):
     assert outcome == [("MissingRanks", 3.0), ("NoneType", 3.0)]
 
 
-LEADER = """
-import sys, paceline, torch
-paceline.init(init_method=sys.argv[1], rank=0, size=2, device="cpu")
-torch.distributed.barrier()
-paceline.shutdown()
-"""
+def lead(tell, address):
+    import torch
+
+    import paceline
+
+    paceline.init(init_method=address, rank=0, size=2, device="cpu")
+    torch.distributed.barrier()
+    paceline.shutdown()
 
 
-def follow_two_leaders(rank, size, address):
+def follow_two_leaders(tell, address, ended):
     """Enter a world twice at one address, each time with another process as rank 0."""
+    import time
+
     import torch
 
     import paceline
 
     for _ in range(2):
-        leader = subprocess.Popen([sys.executable, "-c", LEADER, address])
-        try:
-            paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=40.0)
-            torch.distributed.barrier()
-            paceline.shutdown()
-            if leader.wait(timeout=60):
-                return False
-        finally:
-            leader.kill()
-            leader.wait()
-    return True
+        paceline.init(init_method=address, rank=1, size=2, device="cpu", timeout=40.0)
+        torch.distributed.barrier()
+        paceline.shutdown()
+        tell("left")
+        while not ended.exists():
+            time.sleep(0.01)
 
 
-def test_a_new_process_may_take_the_place_of_rank_0(pool):
-    assert pool(1).run(follow_two_leaders, f"tcp://127.0.0.1:{free_port()}", world=False) == [True]
+def leaders_in_turn(fork, folder, address):
+    ended = Path(folder) / "the first leader ended"
+    follower, codes = fork(follow_two_leaders, address, ended), []
+    for _ in range(2):
+        leader = fork(lead, address)
+        assert follower.hear() == "left"
+        codes.append(leader.wait())
+        ended.touch()
+    return [*codes, follower.wait()]
+
+
+def test_a_new_process_may_take_the_place_of_rank_0(nursery):
+    assert nursery.play(leaders_in_turn, f"tcp://127.0.0.1:{free_port()}") == [0, 0, 0]
 
 
 def test_a_world_of_one_keeps_the_local_rank_it_was_given(pool):
@@ -287,21 +297,27 @@ def test_a_rank_claimed_twice_is_named_to_all(pool, tmp_path, kind):
         assert "a rank of its own" in text
 
 
-def test_a_file_left_by_an_earlier_run_does_no_harm(pool, tmp_path):
+def give_up(tell, address, rank):
+    import paceline
+
+    try:
+        paceline.init(init_method=address, rank=rank, size=2, timeout=0.1)
+    except paceline.PacelineError:
+        os._exit(0)
+
+
+def ranks_that_gave_up(fork, folder, address):
+    return [fork(give_up, address, rank).wait() for rank in range(2)]
+
+
+def test_a_file_left_by_an_earlier_run_does_no_harm(pool, nursery, tmp_path):
     address = f"file://{tmp_path}/meet"
-    script = (
-        "import os, sys, paceline\n"
-        f"try: paceline.init(init_method={address!r}, rank=int(sys.argv[1]), size=2, timeout=0.1)\n"
-        "except paceline.PacelineError: os._exit(0)"
-    )
-    for rank in range(2):
-        subprocess.run([sys.executable, "-c", script, str(rank)], check=True, timeout=60)
+    assert nursery.play(ranks_that_gave_up, address) == [0, 0]
     arguments = [{"init_method": address, "rank": rank, "size": 2} for rank in range(2)]
     assert [total for _, total in pool(2).run(enter_as, arguments, world=False)] == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize(("kind", "sizes"), [("file", (2, 3)), ("tcp", (3, 2))])
 def test_ranks_that_disagree_about_the_size_are_told(pool, tmp_path, kind, sizes):
     address = ways_to_meet(kind, tmp_path)
     arguments = [
@@ -334,7 +350,7 @@ def test_a_world_of_one_makes_a_group_only_when_asked(pool):
 SCRIPT = """
 import os, sys, torch, paceline
 world = paceline.init(timeout=60.0)
-if "--fail-once" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     torch.distributed.barrier()
     sys.exit(3)
 value = torch.tensor([world.rank + 1.0])
@@ -348,11 +364,10 @@ paceline.shutdown()
 """
 
 
-@pytest.mark.parametrize("extra", [[], ["--fail-once"]])
 @pytest.mark.parametrize(
     "rendezvous", [["--standalone"], ["--master-addr=127.0.0.1", "--master-port={port}"]]
 )
-def test_torchrun_starts_and_restarts_a_world(tmp_path, extra, rendezvous):
+def test_torchrun_starts_and_restarts_a_world(tmp_path, rendezvous):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     options = [option.format(port=free_port()) for option in rendezvous]
@@ -367,7 +382,7 @@ def test_torchrun_starts_and_restarts_a_world(tmp_path, extra, rendezvous):
     source = str(Path(sys.modules["paceline"].__file__).parents[1])
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
     ended = subprocess.run(
-        [*launch, str(script), *extra], capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path
+        [*launch, str(script)], capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path
     )
     assert ended.returncode == 0, ended.stderr
     results = [(tmp_path / f"result-{rank}").read_text().split() for rank in range(2)]
@@ -377,3 +392,61 @@ def test_torchrun_starts_and_restarts_a_world(tmp_path, extra, rendezvous):
 def test_missing_ranks_is_a_timeout_and_a_world_error():
     assert issubclass(MissingRanks, WorldError)
     assert issubclass(MissingRanks, TimeoutError)
+
+
+def fail_to_enter_with_facts(rank, size, arguments_of_rank, facts_of_rank):
+    from paceline.world import session
+
+    before, session.facts_of_this_process = session.facts_of_this_process, lambda: facts_of_rank[rank]
+    try:
+        return fail_to_enter(rank, size, arguments_of_rank)
+    finally:
+        session.facts_of_this_process = before
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_ranks_with_other_versions_are_named_to_all_unless_it_is_meant(pool, tmp_path, kind):
+    address = ways_to_meet(kind, tmp_path)
+    facts = [{"torch": "2.13.0", "numpy": "2.4.6"} for _ in range(3)]
+    facts[1]["torch"] = "2.12.1"
+    arguments = [{"init_method": address, "rank": rank, "size": 3, "timeout": 30.0} for rank in range(3)]
+    outcomes = pool(3).run(fail_to_enter_with_facts, arguments, facts, world=False)
+    assert {kind for kind, _ in outcomes} == {"MismatchError"}
+    assert len({text for _, text in outcomes}) == 1
+    assert "[rank 1] torch differs between ranks: 2.13.0 on ranks 0, 2; 2.12.1 on rank 1" in outcomes[0][1]
+    arguments[1]["alike"] = False
+    outcomes = pool(3).run(fail_to_enter_with_facts, arguments, facts, world=False)
+    assert outcomes == [("entered", "")] * 3
+
+
+PROGRAM = """
+import sys, paceline
+paceline.init(init_method=sys.argv[1], rank=int(sys.argv[2]), size=2, timeout=60.0, device="cpu")
+"""
+
+
+def run_a_program(tell, script, address, rank):
+    import runpy
+
+    sys.argv = [script, address, str(rank)]
+    sys.stderr = open(f"{script}.told", "w")  # noqa: SIM115 — for the rest of this process
+    runpy.run_path(script, run_name="__main__")
+
+
+def programs_that_differ(fork, folder, address):
+    """Run one program on rank 0 and a later one on rank 1; return their exit codes and what they wrote."""
+    scripts = [Path(folder) / name for name in ("train.py", "train-later.py")]
+    for number, script in enumerate(scripts):
+        script.write_text(PROGRAM + "# a change\n" * number)
+    ranks = [fork(run_a_program, str(script), address, rank) for rank, script in enumerate(scripts)]
+    codes = [rank.wait() for rank in ranks]
+    return codes, [Path(f"{script}.told").read_text() for script in scripts]
+
+
+def test_another_text_of_the_program_on_one_rank_ends_both(nursery, tmp_path):
+    codes, told = nursery.play(programs_that_differ, f"file://{tmp_path}/meet")
+    assert codes == [1, 1]
+    for text in told:
+        assert re.search(
+            r"the program differs between ranks: train\.py .* rank 0; train-later\.py .* rank 1", text
+        )

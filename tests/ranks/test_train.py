@@ -50,7 +50,7 @@ def run_to(rank, size, settings, step):
     job.first_val_loss = job.evaluate()
     for _ in range(step):
         take_step(job)
-    job.save()
+    job.save(wait=True)
 
 
 def curve(settings):
@@ -133,14 +133,19 @@ def test_resume_on_other_ranks_with_another_strategy(pool, settings, before, aft
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
-def test_checkpoint_keeps_only_the_latest_and_no_pickle(pool, settings):
+def test_checkpoints_are_the_latest_two_and_no_pickle(pool, settings):
     settings = clean(replace(settings, checkpoint_every=3), "a")
     pool(2).run(run, settings)
-    files = sorted(path.relative_to(settings.out) for path in Path(settings.out, "checkpoint").rglob("*.*"))
-    assert [path.name for path in files] == [
-        "checkpoint.json", "model.safetensors", "optimizer-rank0.safetensors", "optimizer-rank1.safetensors",
-    ]  # fmt: skip
-    assert {path.parent.name for path in files} == {"step-00000008"}
+    folder = Path(settings.out, "checkpoint")
+    files = [
+        "manifest.json",
+        "manifest.json.xxh128",
+        "model.safetensors",
+        "state-rank0.safetensors",
+        "state-rank1.safetensors",
+    ]
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert names == ["lock", *(f"step-{step:08d}/{name}" for step in (6, 8) for name in files)]
 
 
 def save_with_a_full_disk(rank, size, settings):
@@ -148,7 +153,7 @@ def save_with_a_full_disk(rank, size, settings):
 
     job = build(settings, paceline.init())
     take_step(job)
-    job.save()
+    job.save(wait=True)
     take_step(job)
     real = os.rename
 
@@ -157,7 +162,7 @@ def save_with_a_full_disk(rank, size, settings):
 
     os.rename = fail
     try:
-        job.save()
+        job.save(wait=True)
     except PacelineError as error:
         return str(error)
     finally:
@@ -168,11 +173,13 @@ def save_with_a_full_disk(rank, size, settings):
 def test_checkpoint_that_fails_leaves_the_one_before(pool, settings):
     settings = clean(settings, "a")
     told, _ = pool(2).run(save_with_a_full_disk, settings)
-    assert "No space left on device" in told
-    assert "--resume" in told
+    assert "the checkpoint of step 2 can't be written" in told
+    assert "rank 0: No space left on device" in told
+    assert "resume from that" in told
     val_loss, _ = pool(2).run(run, replace(settings, existing="resume"))[0]
     assert val_loss < 5.5
-    assert [path.name for path in RunFolder(settings.out).checkpoint.iterdir()] == ["step-00000008"]
+    names = sorted(path.name for path in RunFolder(settings.out).checkpoint.iterdir())
+    assert names == ["lock", "step-00000001", "step-00000008"]
 
 
 def test_divergence_is_told(pool, settings):
@@ -219,3 +226,35 @@ def test_ranks_that_were_told_different_things(pool, settings, case, what):
         pool(2).run(case, settings)
     assert isinstance(caught.value.__cause__, MismatchError)
     assert f"rank 1 has {what}" in str(caught.value.__cause__)
+
+
+def command(rank, size, arguments):
+    """Run the command as a launcher would on each rank; return its exit code and what it wrote to stderr."""
+    import contextlib
+    import io
+    import sys
+
+    from paceline.cli.app import main
+
+    sys.argv[:] = ["paceline", "train", *arguments]
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+    return code, written.getvalue()
+
+
+def test_started_by_a_launcher_all_ranks_refuse_a_folder_that_holds_a_run(pool, settings, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "steps.jsonl").write_text("{}\n")
+    meet = {"PACELINE_INIT_METHOD": f"file://{tmp_path}/meet", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env = [meet | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    arguments = ["--data", settings.data, "--out", str(out), "--context", "16", "--batch-size", "2"]
+    told = pool(2).run(command, arguments, world=False, env=env)
+    assert [code for code, _ in told] == [2, 2]
+    assert "holds a run already" in told[0][1]
+    assert "rank 0 can't use" in told[1][1]
+    assert [path.name for path in out.iterdir()] == ["steps.jsonl"]

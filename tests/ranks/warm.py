@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
 
-__all__ = ["die_with", "start_warm"]
+__all__ = ["die_with", "import_what_ranks_need", "start_warm"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -28,3 +29,20 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def import_what_ranks_need() -> None:
+    """Import torch, what its optimizers and FSDP2 import when first used, and Paceline, and start no thread."""
+    import torch
+    import torch._dynamo  # a second: so that no child that makes an optimizer need
+    import torch.distributed.fsdp
+
+    import paceline.backends.create
+    import paceline.bench.contestants
+    import paceline.data.loader
+    import paceline.train.job  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # no collection in a child looks at, and so copies, the half a million objects of these modules
+    assert len(os.listdir("/proc/self/task")) == 1, "a forked child would lack these threads"

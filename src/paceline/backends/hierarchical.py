@@ -181,6 +181,14 @@ class HierarchicalRoute:
         self._inside.leave()
         self._between.abandon()
 
+    def abandon(self, reason: CollectiveError) -> None:
+        """Have a call under way in another thread raise `reason` once it waits inside this host, or gloo lets it go.
+
+        gloo may not: of a send whose bytes are with a host that takes no more of them, it tells nobody that its
+        connection has ended (``Pair::signalException``, April 2026).
+        """
+        self._inside.abandon(reason)
+
     def close(self) -> None:
         """Take leave."""
         self._inside.close()
@@ -199,6 +207,8 @@ class HierarchicalRoute:
             self._between.abandon()
             raise
         except Unreachable as error:
+            if self._inside.abandoned is not None:
+                raise self._inside.abandoned from error
             failure = self._inside.board.failure() or self._hear() or self._blame(error)
             self._inside.board.fail(failure)
             self._between.abandon()
@@ -211,7 +221,7 @@ class HierarchicalRoute:
     def _hear(self) -> Failure | None:
         """Return what another host tells of a failure, waiting a moment for it."""
         deadline = time.monotonic() + _ASK_SECONDS
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self._inside.abandoned is None:
             try:
                 if self._store.check([_FAILURE_KEY]):
                     return Failure(**json.loads(self._store.get(_FAILURE_KEY)))

@@ -44,6 +44,8 @@ class Meeting:
         self._turn = 0
         self._failure: Failure | None = None
         self._left = self._forked = False
+        self.abandoned: CollectiveError | None = None
+        """Why this rank makes no calls any more, although the group is there."""
         self._call, self._limit = Call("barrier"), timeout
         _all.add(self)
 
@@ -54,6 +56,8 @@ class Meeting:
             MismatchError: ranks call different things; all ranks raise it, and the group stays usable.
             UsageError: this process is a child that a rank forked.
         """
+        if self.abandoned is not None:
+            raise self.abandoned
         if self._failure is not None:
             raise self.error(self._failure)
         if self._forked:
@@ -104,6 +108,8 @@ class Meeting:
 
     def look(self) -> None:
         """Raise if the group can't go on."""
+        if self.abandoned is not None:
+            raise self.abandoned
         if self._left:
             raise CollectiveError(f"this rank left the group during {self._call}")
         failure = self.board.failure()
@@ -214,6 +220,11 @@ class Meeting:
 
     def leave(self) -> None:
         """Have a call under way in another thread end soon, with an error."""
+        self._left = True
+
+    def abandon(self, reason: CollectiveError) -> None:
+        """Have a call under way in another thread raise `reason` soon, and every later one at once."""
+        self.abandoned = reason
         self._left = True
 
     def close(self) -> None:

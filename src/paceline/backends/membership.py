@@ -118,6 +118,15 @@ class Membership(dist.ProcessGroup):
             self._route.leave()
         self._leave(CollectiveError("the group was left with collectives under way"))
 
+    def abandon(self, reason: CollectiveError) -> None:
+        """Have calls under way in other threads raise `reason` soon, and later ones at once.
+
+        The group is there, to be left, afterwards. Unlike `abort` this waits for nothing, so any thread may call it.
+        """
+        if self._route is not None:
+            self._route.abandon(reason)
+        self._line.abandon(reason)
+
     def _leave(self, error: Exception | None) -> None:
         self._line.close(error)
         if self._mailbox is not None:

@@ -54,6 +54,7 @@ class MpiRoute:
         self._types = MpiTypes(mpi)
         self.index, self.size, self.timeout = comm.rank, comm.size, timeout
         self._failure, self._left = "", False
+        self._abandoned: CollectiveError | None = None
 
     @property
     def broken(self) -> bool:
@@ -181,6 +182,8 @@ class MpiRoute:
             CollectiveTimeout: some rank did not come in time. The group is useless then.
             CollectiveError: the group was useless before.
         """
+        if self._abandoned is not None:
+            raise self._abandoned
         if self._failure or self._left:
             why = self._failure or "this rank has left the group"
             raise CollectiveError(f"{call} can't be made any more: {why}")
@@ -196,6 +199,8 @@ class MpiRoute:
                     f"not all of the ranks {self._shown_ranks()} came to {call} within {limit:g} s",
                     remedy="see which of them is missing, and what it does instead; end them all with mpiexec",
                 )
+            if self._abandoned is not None:
+                raise self._abandoned
             idle.wait()
         for rank, other in enumerate(every):
             packed = bytes(other.numpy())
@@ -220,6 +225,11 @@ class MpiRoute:
     def leave(self) -> None:
         """Make no more calls."""
         self._left = True
+
+    def abandon(self, reason: CollectiveError) -> None:
+        """Have a call that waits for ranks to come raise `reason`; MPI gives back none that moves data."""
+        self._abandoned = reason
+        self.leave()
 
     def close(self) -> None:
         """Give the communicator back, unless something is under way in it."""

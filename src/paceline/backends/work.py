@@ -17,6 +17,9 @@ from paceline.errors import CollectiveTimeout
 
 __all__ = ["CollectiveWork", "Line"]
 
+_LAST_SECONDS = 1.0
+"""For the thread of a line that was abandoned to come back from its call."""
+
 
 @untraced
 class CollectiveWork(dist.Work):
@@ -43,8 +46,13 @@ class CollectiveWork(dist.Work):
             call_back()
 
     def settle(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Mark it done, or failed; return what makes the callbacks of its future, if anybody asked for one."""
+        """Mark it done, or failed; return what makes the callbacks of its future, if anybody asked for one.
+
+        What it was told first stands: a call that was given up may come to its end all the same.
+        """
         with self._lock:
+            if self._done.is_set():
+                return None
             self._error = error
             self._done.set()
             return None if self._trigger is None else partial(self._trigger.set_result, None)
@@ -116,6 +124,7 @@ class _Jobs:
         self.unfinished = 0
         self.inline = False
         self.closed = False
+        self.under_way: CollectiveWork | None = None
 
     def close(self) -> None:
         """Have the thread end once nothing waits."""
@@ -146,9 +155,11 @@ class _Jobs:
                         return
                     self.changed.wait()
                 job, work = self.waiting.popleft()
+                self.under_way = work
             error = _made(job)
             del job
             with self.changed:
+                self.under_way = None
                 call_back = work.settle(error)
                 self.unfinished -= call_back is None
             if call_back is not None:
@@ -167,6 +178,7 @@ class Line:
 
     def __init__(self, name: str) -> None:
         self._name, self._jobs = name, _Jobs()
+        self._abandoned = False
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.close)  # where nobody closes it
 
@@ -213,13 +225,21 @@ class Line:
             self._thread = threading.Thread(target=self._jobs.serve, name=self._name, daemon=True)
             self._thread.start()
 
+    def abandon(self, error: BaseException) -> None:
+        """Fail what is in line, and what is under way in the thread, which may never come back from it."""
+        self._abandoned = True
+        under_way = self._jobs.under_way
+        self._jobs.drop(error)
+        if under_way is not None:
+            under_way.finish(error)
+
     def close(self, error: BaseException | None = None) -> None:
         """End the thread: once everything in line is done, or, given an error, with everything failed."""
         if error is not None:
             self._jobs.drop(error)
         self._jobs.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_LAST_SECONDS if self._abandoned else None)
 
 
 def _made(job: Callable[[], None]) -> BaseException | None:

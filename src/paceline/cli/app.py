@@ -23,6 +23,7 @@ __all__ = ["app", "main", "show"]
 # name: (module, a function or a typer.Typer in it, help)
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
+    "run": ("paceline.cli.run", "run", "Run a script on hosts, restarted after failures."),
     "bench": ("paceline.cli.bench", "app", "Measure training steps and collectives, beside torch's own."),
     "collective": (
         "paceline.cli.collective",
@@ -36,12 +37,17 @@ COMMANDS = {
         "Exchange checked messages over MPI while work goes on.",
     ),
     "lab": ("paceline.cli.lab", "lab", "Try a slow network: hosts around a switch, on this machine."),
+    "checkpoint": (
+        "paceline.cli.checkpoint",
+        "checkpoint",
+        "Show a run's checkpoints, verify them, export weights.",
+    ),
     "doctor": ("paceline.cli.doctor", "doctor", "Show what this machine has, and what to fix."),
     "report": ("paceline.cli.report", "report", "Turn a run's folder into one HTML page."),
 }
 
 # Commands that run the user's program: what follows its name is its own, options too.
-PROGRAM_LAST = {"lab"}
+PROGRAM_LAST = {"lab", "run"}
 
 
 class LazyGroup(TyperGroup):

@@ -20,6 +20,12 @@ DEFAULT = Settings(out="runs/train")
 
 def train(
     ranks: Annotated[int | None, typer.Option(help="Processes; 2, or as many as torchrun started.")] = None,
+    min_ranks: Annotated[
+        int | None, typer.Option(help="Go on with so many after failures; else with all only.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Failures after which it goes on from the last checkpoint.")
+    ] = DEFAULT.max_restarts,
     size: Annotated[str, typer.Option(help=f"Model: {', '.join(SIZES)}.")] = DEFAULT.size,
     data: Annotated[
         Path | None,
@@ -56,6 +62,8 @@ def train(
         out=str(out),
         existing=_existing(resume, overwrite),
         ranks=ranks,
+        min_ranks=min_ranks,
+        max_restarts=max_restarts,
         size=size,
         data=None if data is None else str(data),
         vocabulary=vocabulary,

@@ -2,14 +2,18 @@
 
 A row of places is shuffled (which sample stands where), dealt to ranks, and cut into batches. Where ranks
 stop in the middle and go on as another number of ranks, or with other shares, what is left over is a new,
-shorter row: rank 0's rest, then rank 1's, and so on. That row is dealt and cut in turn. So an epoch is a pile
-of layers, each a dealing and how much of it every rank has taken, and no list of samples anywhere.
+shorter row. That row is dealt and cut in turn. So an epoch is a pile of layers, each a dealing and how much of it
+every rank has taken, and no list of samples anywhere.
+
+Dealt in turns, ranks that are equally far have taken the row's beginning: what is left is the rest of the row, in its
+order, so that other ranks with the same global batch make the batches that these would have made. Otherwise it is
+rank 0's rest, then rank 1's, and so on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -92,6 +96,12 @@ class Layer:
         left = [count - taken for count, taken in zip(self.dealing.counts, self.taken, strict=True)]
         return np.cumsum(np.array(left, dtype=np.int64))
 
+    @cached_property
+    def _took_the_beginning(self) -> bool:
+        """Whether what the ranks took is the beginning of the row; by chance it never is."""
+        taken = replace(self.dealing, samples=sum(self.taken))
+        return self.dealing.scheme != "random" and tuple(taken.counts) == self.taken
+
     @property
     def left(self) -> int:
         """Samples that no rank has used."""
@@ -99,6 +109,8 @@ class Layer:
 
     def places(self, numbers: Numbers) -> Numbers:
         """Return where in this layer's row the samples stand that have these `numbers` in the rest."""
+        if self._took_the_beginning:
+            return numbers + sum(self.taken)
         ranks = np.searchsorted(self._ends, numbers, side="right")
         places = np.empty_like(numbers)
         for rank in np.unique(ranks):

@@ -13,6 +13,7 @@ from paceline.data.loader import Loader
 from paceline.data.portions import EXACT
 from paceline.errors import MismatchError, UsageError
 from paceline.tally import tally
+from paceline.whereabouts import here
 from paceline.world.agree import gather_rows, verify_same
 
 __all__ = ["evaluate"]
@@ -53,7 +54,7 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
     model.eval()
     sums = Sums()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), here.during("eval"):
             for number, batch in enumerate(loader):
                 sums.take(number, measure(model, batch), batch.samples)
     finally:

@@ -20,6 +20,7 @@ from paceline.data.shares import Shares
 from paceline.data.streamed import Streamed, StreamRecipe
 from paceline.errors import UsageError, unknown
 from paceline.tally import tally
+from paceline.whereabouts import here
 from paceline.world.agree import place_in, verify_same
 
 __all__ = ["Loader"]
@@ -161,11 +162,15 @@ class Loader:
         try:
             if iteration != self._iteration:
                 raise self._left_behind()
+            here.enter("data")
             for batch in self._course.batches():
                 tally.samples = batch.samples
+                here.enter("outside")
                 yield batch
+                here.enter("data")
                 if iteration != self._iteration:
                     raise self._left_behind()
+            here.enter("outside")
         finally:
             tally.samples = None
 

@@ -1,6 +1,6 @@
 """Where a loader stands, as plain JSON: enough to serve every sample that is left exactly once.
 
-    {"format": 1, "samples": 50000, "seed": 0, "shuffle": "samples", "shuffle_block": 1, "epoch": 3,
+    {"format": 2, "samples": 50000, "seed": 0, "shuffle": "samples", "shuffle_block": 1, "epoch": 3,
      "done":  [{"samples": …, "parts": […], "block": …, "scheme": …, "seed": …, "taken": […]}, …],
      "dealt":  {"samples": …, "parts": […], "block": …, "scheme": …, "seed": …},
      "batch_size": 64, "uneven": "join", "step": 117}
@@ -25,7 +25,7 @@ from paceline.mixing import key_of
 
 __all__ = ["FORMAT", "Position", "Recipe"]
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ def on_leash(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
 
 
-def end(running: Sequence[Child]) -> None:
-    """End every process and its children: first asked, then killed."""
+def end(running: Sequence[Child], seconds: float | None = None) -> None:
+    """End every process and its children: first asked, then killed, after 5 seconds if not said otherwise."""
     for one in running:
         if one.exit_code() is None:
             one.signal_group(signal.SIGTERM)
             one.signal_group(signal.SIGCONT)
-    deadline = time.monotonic() + _END_SECONDS
+    deadline = time.monotonic() + (_END_SECONDS if seconds is None else seconds)
     while time.monotonic() < deadline and any(one.exit_code() is None for one in running):
         time.sleep(LOOK_SECONDS)
     for one in running:

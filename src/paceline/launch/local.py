@@ -7,21 +7,18 @@ its own, so that its children end with it and Ctrl-C reaches this process alone,
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.ending import how_ended
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.child import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline.launch.child import LOOK_SECONDS, end, termination_raises
+from paceline.launch.rank import Rank, start_rank
 from paceline.machine.cores import usable_cores
 
 __all__ = ["run_ranks"]
@@ -29,13 +26,6 @@ __all__ = ["run_ranks"]
 _FOLLOW_SECONDS = (
     1.0  # how long other ranks may take to fail of the same cause, to be told apart from the first
 )
-_TAIL_LINES = 20
-
-
-@dataclass(frozen=True)
-class _Rank(Child):
-    rank: int
-    log: Path | None
 
 
 def run_ranks(
@@ -67,7 +57,7 @@ def run_ranks(
         raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
-    running: list[_Rank] = []
+    running: list[Rank] = []
     private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     try:
         with termination_raises():
@@ -95,28 +85,16 @@ def _make(folder: Path) -> None:
         ) from error
 
 
-def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path) -> _Rank:
+def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path) -> Rank:
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     threads = str(max(1, int(usable_cores() / ranks)))
     env = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"} | dict(variables)
     env |= {name: str(value) for name, value in place.items()}
-    command = on_leash([sys.executable, *argv])
-    log = logs / f"rank{rank}.log" if rank else None
-    with contextlib.ExitStack() as files:
-        output = files.enter_context(log.open("wb")) if log else None
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT if output else None,
-            process_group=0,
-        )
-    return _Rank(process, rank, log)
+    return start_rank(argv, env, rank, rank, logs / f"rank{rank}.log" if rank else None)
 
 
-def _watch(running: Sequence[_Rank], timeout: float | None, *, logs_stay: bool) -> None:
+def _watch(running: Sequence[Rank], timeout: float | None, *, logs_stay: bool) -> None:
     """Return when all ranks have ended well; raise when one has not, or when time is up."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -137,7 +115,7 @@ def _watch(running: Sequence[_Rank], timeout: float | None, *, logs_stay: bool) 
         time.sleep(LOOK_SECONDS)
 
 
-def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) -> RankFailed:
+def _failure(running: Sequence[Rank], failed: list[Rank], *, logs_stay: bool) -> RankFailed:
     """Return the error for the rank that failed first; whoever follows within a moment is named too."""
     first = min(
         failed, key=lambda one: (one.exit_code() or 0, one.rank)
@@ -153,19 +131,18 @@ def _failure(running: Sequence[_Rank], failed: list[_Rank], *, logs_stay: bool) 
     return RankFailed(f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=_remedy(first))
 
 
-def _how(one: _Rank) -> str:
+def _how(one: Rank) -> str:
     return how_ended(one.exit_code() or 0)
 
 
-def _remedy(one: _Rank) -> str:
+def _remedy(one: Rank) -> str:
     if one.exit_code() == -signal.SIGKILL:
         return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
     return "correct what its output says; the other ranks have been ended"
 
 
-def _tail(one: _Rank) -> str:
+def _tail(one: Rank) -> str:
     """Return the last lines that a rank wrote, to be appended to a message."""
     if one.log is None:
         return ""
-    lines = one.log.read_text(errors="replace").rstrip().splitlines()[-_TAIL_LINES:]
-    return "".join(f"\n  rank {one.rank} | {line}" for line in lines) or "\n  (it wrote nothing)"
+    return "".join(f"\n  rank {one.rank} | {line}" for line in one.tail()) or "\n  (it wrote nothing)"

@@ -1,8 +1,8 @@
 """Which windows of a corpus a rank sees at which step: pure functions of the step's number.
 
-Every window has a number in one global row. Step s of a job with N ranks and b windows a rank uses the
-numbers s·N·b … (s + 1)·N·b - 1: the first b are rank 0's, the next b rank 1's, and so on. So the global batch
-does not depend on the number of ranks that it is dealt to, and to resume is to go on counting.
+Every window has a number in one global row. Step s of a job whose global batch has w windows uses the numbers
+s·w … (s + 1)·w - 1: the first b are rank 0's, the next b rank 1's, and so on, in as many rounds as it takes. So the
+global batch does not depend on the number of ranks that it is dealt to, and to resume is to go on counting.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Batches:
 
     Attributes:
         tokens: one-dimensional array of tokens.
-        batch: windows of a rank's batch.
+        batch: most windows of a rank's micro-batch.
         context: tokens of a window.
         rank: this rank.
         size: number of ranks.
         seed: two seeds give two different rows of windows.
+        windows: of the global batch; 0: one micro-batch of each rank.
 
     Raises:
         UsageError: `tokens` is shorter than one window.
@@ -89,16 +90,33 @@ class Batches:
     rank: int = 0
     size: int = 1
     seed: int = 0
+    windows: int = 0
 
     def __post_init__(self) -> None:
         _check_length(self.tokens, self.context)
 
-    def at(self, step: int) -> Batch:
-        """Return this rank's batch at `step`, counted from 0."""
-        first = (step * self.size + self.rank) * self.batch
-        numbers = np.arange(first, first + self.batch, dtype=np.uint64)
-        starts = window_starts(numbers, self.seed, len(self.tokens) - self.context)
-        return _cut(self.tokens, starts, self.context, self.batch)
+    @property
+    def of_step(self) -> int:
+        """Windows of the global batch."""
+        return self.windows or self.batch * self.size
+
+    @property
+    def rounds(self) -> int:
+        """Micro-batches of a step, the same number on every rank."""
+        return -(-self.of_step // (self.batch * self.size))
+
+    def at(self, step: int, micro: int = 0) -> Batch:
+        """Return this rank's micro-batch number `micro` at `step`, both counted from 0.
+
+        Where none is left for this rank, it holds a window that does not count (``samples == 0``).
+        """
+        low = min(self.of_step, (micro * self.size + self.rank) * self.batch)
+        high = min(self.of_step, low + self.batch)
+        first = step * self.of_step
+        numbers = np.arange(first + low, first + high) if low < high else np.array([first])
+        places = len(self.tokens) - self.context
+        starts = window_starts(numbers.astype(np.uint64), self.seed, places)
+        return _cut(self.tokens, starts, self.context, high - low)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.report.charts import COLOUR_OF_PHASE, Bar, Chart, Line, breakdown, curve
-from paceline.report.records import Run, read_run
+from paceline.report.records import Restart, Run, read_run
 from paceline.report.summary import PHASES, RankTime, Summary, summarize
 from paceline.report.words import headline
 from paceline.units import format_bytes, format_count, format_seconds
@@ -77,6 +77,7 @@ def render(run: Run) -> str:
         sentences=headline(summary),
         tiles=_tiles(summary),
         charts=_figures(run, summary),
+        restarts=[_restart_row(restart) for restart in run.restarts],
         sample=run.sample.strip("\n"),
         groups=_groups(run.facts),
         colour_of_phase=COLOUR_OF_PHASE,
@@ -152,6 +153,13 @@ def _figures(run: Run, summary: Summary) -> list[_Figure]:
             told = "Share of each step in which rank 0 stood still for communication."
             figures.append(_over_steps("Exposed communication", told, "% of the step", exposed))
     return figures
+
+
+def _restart_row(restart: Restart) -> list[str]:
+    """Return the cells of a restart: number, when, why, world size."""
+    after = str(restart.ranks_after) if restart.ranks_after else "ended"
+    when = restart.time[:19].replace("T", " ")
+    return [str(restart.number), when, restart.reason, f"{restart.ranks_before} → {after}"]
 
 
 def _where_time_goes(ranks: Sequence[RankTime]) -> _Figure:

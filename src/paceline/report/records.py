@@ -1,4 +1,4 @@
-"""What a run folder holds, read back: `run.json`, `steps.jsonl` and `trace/rank<k>.jsonl`.
+"""What a run folder holds, read back: `run.json`, `steps.jsonl`, `trace/rank<k>.jsonl` and `logs/restarts.jsonl`.
 
 A run may have been killed, or may still be running, so nothing here expects a file to be whole: a line
 that is cut or damaged is left out and said in `Run.notes`. A folder without a readable ``run.json`` is
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["Run", "Span", "Step", "read_run"]
+__all__ = ["Restart", "Run", "Span", "Step", "read_run"]
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
+_SPEAKER = re.compile(r"^\[rank\d+\]: ")  # torch says who raised
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
 
 
@@ -64,6 +65,24 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """A failure, after which the ranks were started again, or the run ended.
+
+    Attributes:
+        number: how many failures there were with this one.
+        time: when (ISO 8601).
+        reason: what failed first, and how.
+        ranks_before, ranks_after: world sizes; after the last failure of a run that ended, 0.
+    """
+
+    number: int
+    time: str
+    reason: str
+    ranks_before: int
+    ranks_after: int
+
+
+@dataclass(frozen=True)
 class Run:
     """A run, read from its folder.
 
@@ -72,6 +91,7 @@ class Run:
         facts: the content of ``run.json``: command, settings, world, versions, model, start.
         steps: the logged steps in ascending order, one per step number (the last one written).
         spans_of_rank: each rank's trace, in the order written.
+        restarts: failures in the order they came.
         sample: text that the model generated at the end; empty where there is none.
         notes: what was cut, damaged or missing, each one sentence for the reader.
     """
@@ -82,6 +102,7 @@ class Run:
     spans_of_rank: Mapping[int, tuple[Span, ...]]
     sample: str
     notes: tuple[str, ...]
+    restarts: tuple[Restart, ...] = ()
 
 
 def read_run(folder: Path) -> Run:
@@ -100,7 +121,8 @@ def read_run(folder: Path) -> Run:
         notes.append("There is no trace, so the time can't be split into phases.")
     sample = folder / "sample.txt"
     text = sample.read_text(encoding="utf-8", errors="replace") if sample.is_file() else ""
-    return Run(folder, facts, steps, spans_of_rank, text, tuple(notes))
+    restarts = tuple(_restarts(folder / "logs" / "restarts.jsonl", notes))
+    return Run(folder, facts, steps, spans_of_rank, text, tuple(notes), restarts)
 
 
 def _read_facts(folder: Path) -> dict[str, object]:
@@ -172,6 +194,32 @@ def _spans(path: Path, notes: list[str]) -> Iterator[Span]:
             rank=int(_number(record, "rank")),
             fields={key: value for key, value in record.items() if key not in _SPAN_FIELDS},
         )
+
+
+def _restarts(path: Path, notes: list[str]) -> Iterator[Restart]:
+    for record in _records(path, notes, needed=("restart", "ranks_before", "ranks_after")):
+        after = 0 if record.get("event") == "end" else int(_number(record, "ranks_after"))
+        number, before = int(_number(record, "restart")), int(_number(record, "ranks_before"))
+        yield Restart(number, str(record.get("time", "")), _reason(record), before, after)
+
+
+def _reason(record: Mapping[str, object]) -> str:
+    """Return what failed first, by whatever of it the line holds."""
+    first, told = record.get("first"), []
+    if isinstance(first, Mapping):
+        who = (
+            f"rank {first['rank']} on {first.get('host')}"
+            if first.get("rank") is not None
+            else first.get("host")
+        )
+        lines = [line for line in first.get("lines") or () if isinstance(line, str)]
+        told.append(f"{who} {first.get('how')}" + (f": {_SPEAKER.sub('', lines[-1])}" if lines else ""))
+    for names, word in (("lost", "lost"), ("joined", "joined")):
+        if isinstance(hosts := record.get(names), list) and hosts:
+            told.append(f"{', '.join(map(str, hosts))} {word}")
+    if record.get("why"):
+        told.append(str(record["why"]))
+    return "; ".join(told) or "unknown"
 
 
 def _number(record: Mapping[str, object], key: str) -> float:

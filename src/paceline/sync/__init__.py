@@ -10,9 +10,12 @@ flight.py      buckets on their way: launched in one fixed order, waited for whe
 late.py        gradients that came after their bucket had left
 ledger.py      what ranks tell one another at the end of a round: samples, used parameters, failures
 weights.py     the factors that make a sum over ranks the mean over samples
+gauge.py       is a gradient finite, and from which rank is what is not
+finite.py      Finite: what becomes of a step whose gradient is not
 clip.py        clipping by the norm of the whole gradient
 wire.py        the three collectives that the engine needs, over any process group
 replica.py     the same parameters on every rank: verified, then broadcast
+owned.py       is an optimizer one of this model
 gate.py        nothing unsynchronised reaches optimizer.step()
 shard.py       ShardedOptimizer: each rank updates 1/N and gathers the rest
 full_shard.py  PyTorch FSDP2 behind the same surface

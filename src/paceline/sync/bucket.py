@@ -201,7 +201,7 @@ class Bucket:
         self._gaps = [(slot.start + slot.numel, _round_up(slot.start + slot.numel, ALIGN)) for slot in slots]
         self._gaps.append((used, total))
         self.flat = self._empty(dtype, total, device)
-        self.ledger = self.flat[used : used + tail]
+        self.grads, self.ledger = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
         for slot in slots:
             slot.bucket, slot.view = self, _shaped(self.flat, slot)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from paceline.sync.wire import Wire
+from paceline.whereabouts import here
 
 __all__ = ["DirectAllGather", "DirectReduceScatter"]
 
@@ -33,7 +34,8 @@ class DirectAllGather(DefaultAllGather):
         own = output_tensor.chunk(self._wire.size)[self._wire.rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        self._wire.all_gather(output_tensor).wait()
+        with here.awaited():
+            self._wire.all_gather(output_tensor).wait()
         return None
 
 
@@ -54,5 +56,6 @@ class DirectReduceScatter(DefaultReduceScatter):
         """Put the sum of all ranks' part of `input_tensor` for this rank into `output_tensor`."""
         if input_tensor.nbytes < _DIRECT_NBYTES:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        self._wire.reduce_scatter(input_tensor, output_tensor).wait()
+        with here.awaited():
+            self._wire.reduce_scatter(input_tensor, output_tensor).wait()
         return None

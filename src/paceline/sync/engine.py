@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from paceline import faults
 from paceline.errors import SyncError, UsageError
 from paceline.sync import gate
 from paceline.sync.clip import clip_global_norm_
@@ -24,6 +25,7 @@ from paceline.sync.timings import SyncTimings
 from paceline.sync.weights import counted_filler
 from paceline.sync.wire import Wire
 from paceline.tally import tally
+from paceline.whereabouts import here
 from paceline.world.agree import verify_same
 
 __all__ = ["DataParallel"]
@@ -69,6 +71,7 @@ class DataParallel(torch.nn.Module):
         units: list[torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        faults.read_environment()
         self.plan = Sync.of(sync)
         _refuse_unfit(module)
         wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
@@ -96,17 +99,23 @@ class DataParallel(torch.nn.Module):
         """Run the module; its outputs tell the engine when a plain ``backward()`` begins."""
         call = self._before_forward(args, kwargs)
         outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._watch(outputs, call)
+        self._after_forward(outputs, call)
         return outputs
 
     @torch.compiler.disable()
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        self.engine.recover()
-        return self.engine.before_forward(args, kwargs)
+        engine = self.engine
+        engine.recover()
+        here.begin(engine.step, "forward")
+        if faults.armed:
+            faults.begin_step(engine.step)
+        return engine.before_forward(args, kwargs)
 
     @torch.compiler.disable()
-    def _watch(self, outputs: Any, call: object) -> None:
+    def _after_forward(self, outputs: Any, call: object) -> None:
+        here.enter("outside")
+        if not torch.is_grad_enabled():
+            return
         engine = self.engine
         for tensor in pytree.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -141,6 +150,8 @@ class DataParallel(torch.nn.Module):
             self.engine.begin(Status.SHARE)
         else:
             self.engine.begin(Status.SAMPLES, samples)
+        if self.engine.gauge is not None and loss is not None:
+            self.engine.gauge.losses.append(loss.detach())
         try:
             if samples is None and tally.samples == 0:
                 raise counted_filler(self.wire.rank, self.engine.step)

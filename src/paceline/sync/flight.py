@@ -6,8 +6,10 @@ import time
 from collections.abc import Sequence
 
 from paceline.sync.bucket import Bucket
+from paceline.sync.gauge import Gauge
 from paceline.sync.timings import SyncTimings
 from paceline.sync.wire import Pending, Wire
+from paceline.whereabouts import here
 
 __all__ = ["Flight"]
 
@@ -34,18 +36,33 @@ class Flight:
         self._next = 0
         self.timings = SyncTimings()
 
-    def launch_full(self, mean: bool) -> None:
+    def launch_full(self, mean: bool, gauge: Gauge | None = None) -> None:
         """Launch the buckets that are full, in order; the last one with gradients waits for the ledger.
 
-        A launched bucket's parameters let go of their views; see [Note: late gradients] in `reducer`.
+        A launched bucket's parameters let go of their views; see [Note: late gradients] in `reducer`. `gauge`
+        measures what leaves.
         """
         last = sum(bool(bucket.slots) for bucket in self.buckets) - 1
         while self._next < last and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
             for slot in bucket.slots:
                 slot.param.grad = None
+            if gauge is not None:
+                self._measure(bucket, gauge)
             self._launch(bucket, mean)
             self._next += 1
+
+    def measure_rest(self, gauge: Gauge) -> None:
+        """Measure what is about to leave with the ledger."""
+        for bucket in self.buckets[self._next :]:
+            self._measure(bucket, gauge)
+
+    @staticmethod
+    def _measure(bucket: Bucket, gauge: Gauge) -> None:
+        for slot in bucket.slots:
+            slot.freshen()
+        if bucket.slots:
+            gauge.note(bucket.grads)
 
     def depart(self, mean: bool) -> None:
         """Launch what is left, and wait for the ledger.
@@ -89,7 +106,9 @@ class Flight:
             return 0.0
         before = time.perf_counter()
         pending, started = self._under_way.pop(bucket.index)
+        here.wait(bucket.index)
         pending.wait()
+        here.arrive()
         if bucket.slots and self._factor != 1.0:
             low, high = self.own_part(bucket)
             bucket.flat[low:high].mul_(self._factor)

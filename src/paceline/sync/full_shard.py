@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -172,8 +173,10 @@ class FullShard(Reducer):
             name = self._name_of(fsdp_param)
             full.register_post_accumulate_grad_hook(partial(self._mark_used, name))
 
-    def _mark_used(self, name: str, _param: torch.Tensor) -> None:
+    def _mark_used(self, name: str, whole: torch.Tensor) -> None:
         self._shard_used[name] = True
+        if self.gauge is not None and whole.grad is not None:  # before FSDP2 reduces it
+            self.gauge.note(whole.grad)
 
     def _name_of(self, fsdp_param: Any) -> str:
         return next(name for name, param in self.shards if param is fsdp_param.sharded_param)
@@ -266,6 +269,18 @@ class FullShard(Reducer):
     def _shard_grads(self) -> list[torch.Tensor]:
         return [param.grad.to_local() for _, param in self.shards if isinstance(param.grad, DTensor)]
 
+    def _look(self, page: Page, factor: float) -> None:
+        hidden = self.shards and not self._watched  # see [Note: torch internals]
+        super()._look(replace(page, peaks=()) if hidden else page, factor)
+
+    def parts_by_name(self) -> dict[str, list[torch.Tensor]]:
+        """Return this rank's part of the result, by parameter."""
+        shards = {
+            name: [param.grad.to_local()] if isinstance(param.grad, DTensor) else []
+            for name, param in self.shards
+        }
+        return super().parts_by_name() | shards
+
     def drop(self) -> None:
         """Forget all gradients, FSDP2's own too."""
         super().drop()
@@ -293,6 +308,10 @@ class FullShard(Reducer):
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         return self._shard_grads(), super().local_grads()[1]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return all parameters of the model with their names, sharded as optimizers hold them."""
+        return [*super().named_parameters(), *self.shards]
 
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the parameters, gathered; all ranks take part."""

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from paceline import faults
 from paceline.errors import UnsyncedGradients, UsageError
 from paceline.sync.wire import Wire
+from paceline.whereabouts import here
 
 __all__ = ["ConsumesShards", "Gated", "close", "guard"]
 
@@ -28,6 +30,10 @@ class Gated(Protocol):
     sharded: bool
     step: int
     frozen: Sequence[tuple[str, torch.nn.Parameter]]
+
+    def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Return all parameters of the model with their names, as optimizers hold them."""
+        ...
 
     @property
     def unsynced(self) -> bool:
@@ -64,6 +70,7 @@ def guard(engine: Gated) -> None:
     _held.clear()
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
         _installed = True
 
 
@@ -109,6 +116,15 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
             )
         close(engine)
+        here.enter("optimizer")
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for reference in _engines_of(optimizer):
+        here.enter("outside")
+        engine = reference()
+        if faults.armed and engine is not None:
+            faults.end_step(here.step, engine.named_parameters())
 
 
 def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Gated]]:

@@ -14,6 +14,7 @@ import torch
 from paceline.errors import SyncError
 from paceline.sync.bucket import Bucket, Piece, Slot
 from paceline.sync.flight import Flight
+from paceline.sync.gauge import Broken, Gauge
 from paceline.sync.late import LateGradients
 from paceline.sync.ledger import Page
 from paceline.sync.plan import Sync
@@ -42,6 +43,10 @@ class Gradients:
         self.weights = Weights(wire.rank, wire.size)
         self.step = 0
         """Rounds so far: optimizer steps, where every step has one."""
+        self.gauge: Gauge | None = None
+        """Measures what this rank brings, where somebody asks whether gradients are finite."""
+        self.broken: Broken | None = None
+        """What is wrong with the latest result, where it is known to be not finite."""
 
         self._local = False  # there are gradients of this rank that no round has seen
         self._reduced = False  # there is the result of a round
@@ -95,6 +100,18 @@ class Gradients:
             self.note_waiting(self.flight.arrive_all())
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
+
+    def parts_by_name(self) -> dict[str, list[torch.Tensor]]:
+        """Return this rank's part of the result, by parameter."""
+        parts: dict[str, list[torch.Tensor]] = {slot.name: [] for slot in self.slots}
+        if self.sharded:
+            self.flight.arrive_all()
+            for piece in self.pieces():
+                parts[piece.slot.name] += [piece.grad] if piece.slot.used else []
+            return parts
+        for slot in self.slots:
+            parts[slot.name] += [slot.param.grad] if slot.param.grad is not None else []
+        return parts
 
     # ------------------------------------------------------------------ before backward
 
@@ -203,4 +220,10 @@ class Gradients:
         for slot in self.slots:
             slot.param.grad, slot.early, slot.used, slot.fired = None, None, False, 0
         self._late.clear()
-        self._local, self._reduced, self.weights.samples = False, False, 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin from nothing: what there was has been dropped."""
+        self._local, self._reduced, self.weights.samples, self.broken = False, False, 0.0, None
+        if self.gauge is not None:
+            self.gauge.clear()

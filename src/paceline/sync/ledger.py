@@ -3,12 +3,12 @@
 The ledger is a short vector that is summed with the last bucket. Every rank writes its own columns and adds
 to shared flags, so that after the sum all ranks hold the same page:
 
-    | samples, high part: N | samples, low part: N | status: N | late gradients | used: one per parameter |
+    | samples, high part: N | samples, low part: N | status: N | peaks: N | late gradients | used: one per parameter |
 
 `samples` weigh the mean, so a short last batch, unequal shares, an empty rank and token masks are one
-mechanism; `used` tells whether any rank has a gradient (a parameter that nobody used keeps ``grad=None``,
-as in one process); `late` that a gradient came after its bucket had left; `status` lets a rank that failed
-in backward finish the round and say so.
+mechanism; `peaks` tell which ranks' own gradients were finite, where that is asked (`gauge`); `used` tells whether any
+rank has a gradient (a parameter that nobody used keeps ``grad=None``, as in one process); `late` that a gradient came
+after its bucket had left; `status` lets a rank that failed in backward finish the round and say so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from paceline.errors import BackwardFailed, SyncError
 
-__all__ = ["Page", "Status", "decode", "encode", "length"]
+__all__ = ["Page", "Status", "decode", "encode", "length", "place_of_peak"]
 
 
 class Status(enum.IntEnum):
@@ -43,12 +43,14 @@ class Page:
     Attributes:
         samples: per rank. status: per rank. used: per parameter, whether any rank has a gradient.
         late: gradients, over all ranks, that came after their bucket had left.
+        peaks: per rank, a number no element of its gradient exceeds; 0 where nobody asked.
     """
 
     samples: tuple[float, ...]
     status: tuple[Status, ...]
     used: tuple[bool, ...]
     late: int = 0
+    peaks: tuple[float, ...] = ()
 
     @property
     def total(self) -> float:
@@ -89,7 +91,12 @@ class Page:
 
 def length(ranks: int, params: int) -> int:
     """Return the number of elements of a ledger."""
-    return 3 * ranks + 1 + params
+    return 4 * ranks + 1 + params
+
+
+def place_of_peak(rank: int, ranks: int) -> int:
+    """Return the index of that rank's peak in a ledger."""
+    return 3 * ranks + rank
 
 
 def _float32(value: float) -> float:
@@ -100,7 +107,7 @@ def encode(
     rank: int, ranks: int, samples: float, status: Status, used: Sequence[bool], late: int = 0
 ) -> list[float]:
     """Return this rank's ledger, ready to be summed; exact for 48 bits of `samples` in float32."""
-    page = [0.0] * (3 * ranks)
+    page = [0.0] * (4 * ranks)
     high = _float32(samples)
     page[rank], page[ranks + rank], page[2 * ranks + rank] = high, samples - high, float(status)
     return [*page, float(late), *map(float, used)]
@@ -112,6 +119,7 @@ def decode(summed: Sequence[float], ranks: int) -> Page:
     return Page(
         samples=tuple(upper + lower for upper, lower in zip(high, low, strict=True)),
         status=tuple(Status(round(value)) for value in status),
-        late=round(summed[3 * ranks]),
-        used=tuple(value > 0 for value in summed[3 * ranks + 1 :]),
+        peaks=tuple(summed[3 * ranks : 4 * ranks]),
+        late=round(summed[4 * ranks]),
+        used=tuple(value > 0 for value in summed[4 * ranks + 1 :]),
     )

@@ -32,6 +32,7 @@ from paceline import trace
 from paceline.errors import SyncError
 from paceline.sync import ledger
 from paceline.sync.bucket import Slot, storage_dtype
+from paceline.sync.gauge import bad_peaks, examine, surely_finite
 from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
@@ -39,6 +40,7 @@ from paceline.sync.settle import agree_order, build_buckets
 from paceline.sync.weights import counted_filler
 from paceline.sync.wire import Wire
 from paceline.tally import tally
+from paceline.whereabouts import here
 
 __all__ = ["Reducer"]
 
@@ -100,6 +102,10 @@ class Reducer(Gradients):
         """Whether a backward began, never ended, and is not running now."""
         return self._open and torch._C._current_graph_task_id() == -1
 
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return all parameters of the model with their names, as optimizers hold them."""
+        return [*((slot.name, slot.param) for slot in self.slots), *self.frozen]
+
     def holds(self, param: torch.Tensor) -> bool:
         """Tell whether `param` is one of the model's."""
         return id(param) in self._ids
@@ -137,11 +143,12 @@ class Reducer(Gradients):
         self.recover()
         if self._open:
             return
+        here.begin(self.step, "backward")
         self.wire.note_step(self.step)
         self.flight.arrive_all()  # the result of the last round, if nobody used it
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
-            self._local, self._reduced, self.weights.samples = False, False, 0.0
+            self._forget()
         elif (self._local or self._reduced) and status is not self.weights.status:
             raise SyncError(
                 "backward with samples=, backward without, and plain loss.backward() were mixed in one gradient",
@@ -189,7 +196,7 @@ class Reducer(Gradients):
         if slot.fired == slot.expected:
             bucket.pending -= 1
             if bucket.pending == 0 and self._syncing and self.plan.overlap:
-                self.flight.launch_full(self.weights.averaged)
+                self.flight.launch_full(self.weights.averaged, self.gauge)
 
     def begin_in_backward(self) -> None:
         """Open the backward that is running, if nobody has, and have it closed at its end."""
@@ -241,6 +248,7 @@ class Reducer(Gradients):
         elif failed:
             self.drop()
         else:
+            here.enter("outside")
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
                 slot.show(slot.used)
@@ -251,6 +259,7 @@ class Reducer(Gradients):
         Raises: as `finish`.
         """
         self._open = False
+        here.begin(self.step, "exchange")
         ended = time.perf_counter()
         if self.wire.size == 1:
             page = self._alone(failed)
@@ -261,6 +270,8 @@ class Reducer(Gradients):
         self.timings.exposed_seconds = 0.0
         self.note_waiting(time.perf_counter() - ended)
         trace.add("exchange", ended, self.timings.exposed_seconds, step=self.step, calls=self.timings.calls)
+        here.end_round(sees_waiting=self.sees_waiting)
+        here.enter("outside")
         self._local = False
         self.step += 1
         self._conclude(page, failed)
@@ -292,6 +303,9 @@ class Reducer(Gradients):
             self.wire.rank, self.wire.size, weights.samples, status, self._used_flags(), len(self._late)
         )
         last.ledger.copy_(torch.tensor(mine, dtype=last.ledger.dtype))
+        if self.gauge is not None:
+            self.flight.measure_rest(self.gauge)
+            self.gauge.write(last.ledger[ledger.place_of_peak(self.wire.rank, self.wire.size)])
         self.flight.depart(weights.averaged)
         page = ledger.decode(self.flight.read_ledger(weights.averaged), self.wire.size)
         if page.late or not self.sharded:  # a sharded result is waited for where it is used
@@ -315,9 +329,26 @@ class Reducer(Gradients):
             self.weights.total = 0.0
             self.drop()
             return
-        self._scale(self.weights.close(page))
+        factor = self.weights.close(page)
+        self._scale(factor)
         self._attach_result(page)
         self._reduced = True
+        if self.gauge is None:
+            return
+        self.gauge.norm = None
+        if self.gauge.measures and self.broken is None:
+            self._look(page, factor)
+
+    def _look(self, page: ledger.Page, factor: float) -> None:
+        """Find out whether the result is finite; see [Note: peaks] in `gauge`."""
+        assert self.gauge is not None, "somebody asks"
+        if page.late or not surely_finite(page.peaks, factor, self.gauge.largest):
+            self.look_closely(bad_peaks(page.peaks))
+
+    def look_closely(self, ranks: tuple[int, ...]) -> None:
+        """Look at every parameter's gradient; `ranks` brought what is not finite. All ranks call this."""
+        parts, split = self.parts_by_name(), self.splits_gradients
+        self.broken = examine(parts, self.wire, self.step - 1, ranks, split=split)
 
 
 def _hook(

@@ -24,6 +24,7 @@ from paceline.sync.bucket import Bucket, Piece
 from paceline.sync.engine import DataParallel
 from paceline.sync.gate import ConsumesShards
 from paceline.sync.reducer import Reducer
+from paceline.whereabouts import here
 
 __all__ = ["ShardedOptimizer"]
 
@@ -133,8 +134,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             part.update(self.param_groups)
             under_way += [reducer.wire.all_gather(flat, next(arriving)) for flat in part.flats()]
         started = time.perf_counter()
+        here.wait()
         for pending in under_way:
             pending.wait()
+        here.arrive()
         self._expected = []
         seconds = time.perf_counter() - started
         trace.add("gather", started, seconds, step=reducer.step, calls=len(flats))
@@ -185,15 +188,21 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """
         if self._whole is not None:
             return self._whole.state_dict()
-        shards: dict[str, list[dict[str, Any]]] = {}
+        return {"param_groups": [_options_of(group) for group in self.param_groups], "shards": self.shards()}
+
+    def shards(self) -> dict[str, list[dict[str, Any]]] | None:
+        """Return this rank's shards of the state, as in `state_dict`; None where nothing is sharded."""
+        if self._whole is not None:
+            return None
         if not self._parts:
-            shards = self._loaded
+            return self._loaded
+        shards: dict[str, list[dict[str, Any]]] = {}
         for part in self._parts:
             for piece, param in part.flat_pieces():
                 state = dict(part.optimizer.state[param])
                 held = {"start": piece.start, "stop": piece.stop, "state": state}
                 shards.setdefault(piece.slot.name, []).append(held)
-        return {"param_groups": [_options_of(group) for group in self.param_groups], "shards": shards}
+        return shards
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state: shards of one or of all ranks, cut to fit however many ranks there are now.

@@ -30,11 +30,12 @@ class Weights:
         status: whether the gradient under way is weighted by samples or counts as every other rank's.
         samples: of this rank, behind gradients that no round has seen.
         total: of all ranks, behind the latest result.
+        reference: the total that this round's losses are weighted by; it decides the last bits of the result.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        self._reference = float(ranks)
+        self.reference = float(ranks)
         self.status = Status.EQUAL
         self.samples = 0.0
         self.total = 0.0
@@ -51,11 +52,11 @@ class Weights:
 
     def of_loss(self, samples: float | None) -> float:
         """Return the factor for a loss that is the mean over `samples` samples; None: ranks count the same."""
-        return 1 / self._ranks if samples is None else samples / self._reference
+        return 1 / self._ranks if samples is None else samples / self.reference
 
     def samples_of(self, weight: float) -> float:
         """Return the samples that a (rounded) factor stands for."""
-        return weight * self._reference
+        return weight * self.reference
 
     def carry(self) -> float:
         """Take the latest result into the next round; return the factor for the ranks that carry it.
@@ -66,7 +67,7 @@ class Weights:
         if not self.counted:
             return float(self._ranks) if self.averaged else 1.0
         self.samples = self.total if self._rank == 0 else 0.0
-        return self.total / self._reference
+        return self.total / self.reference
 
     def close(self, page: Page) -> float:
         """Take note of a round's totals; return the factor that makes its result the mean.
@@ -77,5 +78,5 @@ class Weights:
         self.samples, self.total = 0.0, page.total
         if not self.counted:
             return 1.0
-        factor, self._reference = self._reference / page.total, page.total
+        factor, self.reference = self.reference / page.total, page.total
         return factor

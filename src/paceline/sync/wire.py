@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError, SyncError
+from paceline.whereabouts import here
 
 __all__ = ["Pending", "Wire"]
 
@@ -195,18 +196,19 @@ class Wire:
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the p-norm of everything from the p-norm `norm` of each rank's part, in float64; blocks."""
-        if norm_type == math.inf:
-            total = norm.to(torch.float64)
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
-            return total
-        total = norm.to(torch.float64) ** norm_type
-        dist.all_reduce(total, group=self.group)
-        return total ** (1 / norm_type)
+        total = norm.to(torch.float64)
+        op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+        if norm_type != math.inf:
+            total = total**norm_type
+        with here.awaited():
+            dist.all_reduce(total, op=op, group=self.group)
+        return total if norm_type == math.inf else total ** (1 / norm_type)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy `flat` from the group's rank `source` to all ranks; blocks."""
         if self.size > 1:
-            dist.broadcast(flat, group=self.group, group_src=source)
+            with here.awaited():
+                dist.broadcast(flat, group=self.group, group_src=source)
 
     def _peers(self) -> list[int]:
         """All other ranks, the next one first, so that no rank is everybody's first target."""

@@ -7,6 +7,7 @@ from torch import nn
 
 from paceline.lm.batches import HeldOut
 from paceline.lm.model import loss
+from paceline.whereabouts import here
 from paceline.world import World
 from paceline.world.agree import sum_over_ranks
 
@@ -20,10 +21,11 @@ def held_out_loss(model: nn.Module, held_out: HeldOut, world: World) -> float:
     Every rank must call this; each sums over its own windows, and sums and counts are added up.
     """
     total = torch.zeros(2, dtype=torch.float64)
-    for batch in held_out.rounds():
-        inputs, targets, samples = batch.to(world.device)
-        value = loss(model(inputs), targets)  # also where nothing counts: forward may hold collectives
-        if samples:
-            total += torch.tensor([value.item() * samples, samples], dtype=torch.float64)
-    summed, count = sum_over_ranks(total).tolist()
+    with here.during("eval"):
+        for batch in held_out.rounds():
+            inputs, targets, samples = batch.to(world.device)
+            value = loss(model(inputs), targets)  # also where nothing counts: forward may hold collectives
+            if samples:
+                total += torch.tensor([value.item() * samples, samples], dtype=torch.float64)
+        summed, count = sum_over_ranks(total).tolist()
     return summed / count

@@ -4,7 +4,7 @@
     run.json             command, settings, world, versions, model, start; at the end the result
     steps.jsonl          one line per logged step (rank 0)
     trace/rank<k>.jsonl  what each rank did when
-    checkpoint/          the latest complete checkpoint
+    checkpoint/          the latest complete checkpoints
     logs/rank<k>.log     what the other ranks printed
     sample.txt           text that the trained model wrote
     report.html          all of it on one page
@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoint.folder import Folder
 from paceline.durable import write_text
 from paceline.errors import UsageError
 from paceline.train.settings import Existing, Settings
@@ -51,7 +52,7 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the checkpoints that are whole, the latest last."""
-        return sorted(path for path in self.checkpoint.glob("step-*") if path.suffix != ".tmp")
+        return Folder(self.checkpoint).complete()[::-1]
 
     def prepare(self, existing: Existing) -> None:
         """Make the folder ready for a run; on rank 0, before anything else is written.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.store import Checkpoint
 from paceline.lm import corpus as corpora
 from paceline.lm.batches import Batches, HeldOut
 from paceline.lm.corpus import Corpus
@@ -14,11 +15,10 @@ from paceline.lm.model import GPT
 from paceline.lm.sizes import Size
 from paceline.sync.engine import DataParallel
 from paceline.sync.shard import ShardedOptimizer
-from paceline.train import state
 from paceline.train.evaluate import held_out_loss
 from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
-from paceline.train.snapshot import to_resume
+from paceline.train.snapshot import check_facts, facts_of
 from paceline.world import World
 from paceline.world.agree import verify_same
 
@@ -37,10 +37,9 @@ class Job:
         size: shapes of the model.
         model: the wrapped GPT.
         optimizer: AdamW, sharded where the strategy shards it.
+        keep: its checkpoints, which count the steps.
         batches: what this rank trains on.
         held_out: what this rank measures the held-out loss on.
-        step: updates so far.
-        first_val_loss: held-out loss before the first update, None if it was not measured yet.
     """
 
     settings: Settings
@@ -50,24 +49,31 @@ class Job:
     size: Size
     model: DataParallel
     optimizer: ShardedOptimizer
+    keep: Checkpoint
     batches: Batches
     held_out: HeldOut
-    step: int = 0
-    first_val_loss: float | None = None
 
     def evaluate(self) -> float:
         """Return the held-out loss of the model as it is; every rank must call this."""
         return held_out_loss(self.model, self.held_out, self.world)
 
-    def save(self) -> None:
-        """Write a checkpoint; every rank must call this."""
-        facts = {
-            "model": asdict(self.size),
-            "data": self.corpus.fingerprint,
-            "first_val_loss": self.first_val_loss,
-            "settings": asdict(self.settings),
-        }
-        state.save(self.folder.checkpoint, self.step, self.model, self.optimizer, self.world, facts)
+    def save(self, *, wait: bool = False) -> None:
+        """Begin a checkpoint, or write one and `wait` for it; every rank must call this."""
+        self.keep.save(wait=wait)
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self.keep.step
+
+    @property
+    def first_val_loss(self) -> float | None:
+        """Held-out loss before the first update, None if it was not measured yet."""
+        return self.keep.facts["first_val_loss"]
+
+    @first_val_loss.setter
+    def first_val_loss(self, loss: float) -> None:
+        self.keep.facts["first_val_loss"] = loss
 
     @property
     def parameters(self) -> int:
@@ -78,6 +84,8 @@ class Job:
 def build(settings: Settings, world: World) -> Job:
     """Return this rank's part of the training that `settings` describe, at the checkpoint if it resumes.
 
+    A resumed run keeps the global batch that it began with, dealt to the ranks that there are now.
+
     Raises:
         UsageError: the data or the checkpoint do not fit the settings.
         MismatchError: ranks have other settings or other data than rank 0.
@@ -86,35 +94,31 @@ def build(settings: Settings, world: World) -> Job:
     size = settings.model_size(settings.vocabulary or corpus.vocabulary)
     corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=world.size)
     verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
-    found = to_resume(settings, size, corpus)
 
     torch.manual_seed(settings.seed)
-    net = GPT(size).to(world.device)
-    if found is not None:
-        state.load_model(found, net)
-    model = DataParallel(net, sync=settings.plan)
+    model = DataParallel(GPT(size).to(world.device), sync=settings.plan)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, **_options(settings))
-    if found is not None:
-        state.load_optimizer(found, model, optimizer, world.rank)
-
-    where: dict[str, Any] = {
-        "batch": settings.batch_size,
-        "context": size.context,
-        "rank": world.rank,
-        "size": world.size,
-    }
+    folder = RunFolder(settings.out)
+    windows = settings.batch_size * settings.accumulate * (settings.ranks or world.size)
+    facts = facts_of(settings, size, corpus, windows)
+    keep = Checkpoint(folder.checkpoint, model, optimizer, facts=facts)
+    if settings.existing == "resume" and (found := keep.load()):
+        check_facts(found.path, found.facts, size, corpus)
+        keep.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
+        windows = keep.facts["windows"]
+    where: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
+    batch = min(settings.batch_size, -(-windows // world.size))
     return Job(
         settings,
         world,
-        RunFolder(settings.out),
+        folder,
         corpus,
         size,
         model,
         optimizer,
-        Batches(corpus.train, seed=settings.seed, **where),
-        HeldOut(corpus.held_out, limit=settings.eval_windows, **where),
-        step=0 if found is None else found.step,
-        first_val_loss=None if found is None else found.facts["first_val_loss"],
+        keep,
+        Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where),
+        HeldOut(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
     )
 
 

@@ -16,11 +16,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from paceline import trace
+from paceline.checkpoint.watch import Watch
 from paceline.errors import PacelineError
 from paceline.lm.model import loss as loss_of
 from paceline.train.job import Job
 from paceline.train.progress import Progress
 from paceline.train.schedule import cosine
+from paceline.whereabouts import here
 from paceline.world.agree import sum_over_ranks
 
 __all__ = ["train"]
@@ -45,8 +47,11 @@ class Taken:
     seconds: float
 
 
-def train(job: Job, progress: Progress) -> float:
+def train(job: Job, progress: Progress, watch: Watch | None = None) -> float:
     """Train to the last step and return the final held-out loss in nats per token; every rank calls this.
+
+    Args:
+        job: this rank's part. progress: shows how it goes. watch: knows which rank is slow, where there is one.
 
     Raises:
         PacelineError: the loss or a parameter is no longer a number; the checkpoint before it stays.
@@ -65,18 +70,17 @@ def train(job: Job, progress: Progress) -> float:
         if "val_loss" in record or _is_due(job.step, job.settings.log_every):
             record |= _measured(job, taken)
             _log(job, record)
-        progress.step(record)
+        progress.step(record, watch.slowest() if watch is not None and progress.live else None)
         if last or _is_due(job.step, job.settings.checkpoint_every):
-            with trace.span("checkpoint", step=job.step):
-                _refuse_diverged(job)
-                job.save()
+            _refuse_diverged(job)
+            job.save(wait=last)
     return val_loss
 
 
 def take_step(job: Job) -> Taken:
     """Do one optimizer step."""
     started = time.perf_counter()
-    settings, model, optimizer, micros = job.settings, job.model, job.optimizer, job.settings.accumulate
+    settings, model, optimizer, micros = job.settings, job.model, job.optimizer, job.batches.rounds
     lr = cosine(job.step, steps=settings.steps, warmup=settings.warmup, peak=settings.lr)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -84,8 +88,10 @@ def take_step(job: Job) -> Taken:
     loss_sum, samples = torch.zeros((), device=job.world.device), 0
     with trace.span("step", step=job.step + 1):
         for micro in range(micros):
+            here.enter("data")
             with trace.span("data"):
-                batch = job.batches.at(job.step * micros + micro).to(job.world.device)
+                batch = job.batches.at(job.step, micro).to(job.world.device)
+            here.enter("outside")
             with trace.span("forward"):
                 loss = loss_of(model(batch.inputs), batch.targets)
             with trace.span("backward"), model.accumulate() if micro < micros - 1 else nullcontext():
@@ -101,7 +107,6 @@ def take_step(job: Job) -> Taken:
             optimizer.step()
             _trace_exposed(job, model.timings.exposed_seconds - in_backward, whole_step=True)
             optimizer.zero_grad()
-    job.step += 1
     return Taken(loss_sum, samples, lr, norm, time.perf_counter() - started)
 
 

@@ -12,20 +12,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from paceline.checkpoint.straggler import Straggler
 from paceline.units import format_count, format_seconds
 
 __all__ = ["Progress"]
 
 PLAIN_LINES = 30
-WIDE = 108  # columns of a terminal that has room for a bar beside the numbers
+WORTH_A_WORD = 1.03  # how much longer than the others the slowest rank must work
+WIDE, WIDER = 104, 132  # columns of a terminal that has room for the slowest rank too, and for a bar
 
 
 class Progress:
     """Shows how a training goes.
 
     On a terminal a line at the bottom is kept up to date: step, loss, held-out loss, tokens per second of all
-    ranks, share of the step in which rank 0 stood still for communication, time left. Where standard output is
-    no terminal, about 30 lines are printed in all.
+    ranks, share of the step in which rank 0 stood still for communication, the rank that the others wait for if
+    there is one, time left. Where standard output is no terminal, about 30 lines are printed in all.
 
     Args:
         steps: optimizer steps in all.
@@ -39,15 +41,15 @@ class Progress:
     ) -> None:
         self.steps = steps
         self.console = console or Console(quiet=not shown, highlight=False)
-        self._live = shown and self.console.is_terminal
+        self.live = shown and self.console.is_terminal
         self._every = max(1, steps // PLAIN_LINES)
         self._latest: dict[str, Any] = {}
         self._printed = first_step
         self._started, self._first_step = time.perf_counter(), first_step
-        bar = [BarColumn(bar_width=24)] if self.console.width >= WIDE else []
+        bar = [BarColumn(bar_width=24)] if self.console.width >= WIDER else []
         numbers = [TextColumn("{task.description}"), TimeRemainingColumn()]
         columns = [TextColumn("step"), MofNCompleteColumn(), *bar, *numbers]
-        self._bar = Bar(*columns, console=self.console, disable=not self._live)
+        self._bar = Bar(*columns, console=self.console, disable=not self.live)
         self._task = self._bar.add_task("", total=steps, completed=first_step)
 
     def __enter__(self) -> Self:
@@ -70,11 +72,17 @@ class Progress:
             f"step {step:>6}  held-out loss {val_loss:.4f} ({val_loss / math.log(2):.3f} bits per token)"
         )
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Show that a step was taken; `record` has at least its number, and its numbers if it was logged."""
+    def step(self, record: Mapping[str, Any], slowest: Straggler | None = None) -> None:
+        """Show that a step was taken.
+
+        Args:
+            record: has at least its number, and its numbers if it was logged.
+            slowest: the slowest rank, where that is known; shown on a terminal that has room for it.
+        """
         self._latest |= record
+        self._latest["slowest"] = slowest if self.console.width >= WIDE else None
         text = describe(self._latest)
-        if self._live:
+        if self.live:
             self._bar.update(self._task, completed=record["step"], description=text)
         elif "loss" in record and record["step"] - self._printed >= self._every:
             self._printed = record["step"]
@@ -103,4 +111,7 @@ def describe(record: Mapping[str, Any]) -> str:
         parts.append(f"{format_count(record['tokens_per_second'])} tokens/s")
     if "exposed_share" in record:
         parts.append(f"{100 * record['exposed_share']:.0f} % exposed")
+    slowest = record.get("slowest")
+    if slowest is not None and slowest.factor >= WORTH_A_WORD:
+        parts.append(f"slowest rank {slowest.rank}: {slowest.factor:.2f}×")
     return " · ".join(parts)

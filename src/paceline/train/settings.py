@@ -16,8 +16,8 @@ __all__ = ["Existing", "Settings"]
 Existing = Literal["refuse", "resume", "overwrite"]
 
 AT_LEAST_ONE = ("batch_size", "steps", "accumulate", "log_every")
-AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens")
-OPTIONAL = ("ranks", "context", "threads", "vocabulary")
+AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens", "max_restarts")
+OPTIONAL = ("ranks", "min_ranks", "context", "threads", "vocabulary")
 WITH_BUCKETS = ("bucketed", "sharded")
 
 
@@ -29,6 +29,8 @@ class Settings:
         out: the run folder.
         existing: what to do if `out` holds a run already.
         ranks: number of ranks; None for as many as a launcher started, or 2 where there is none.
+        min_ranks: ranks that it may go on with after failures; None: all of them.
+        max_restarts: failures after which it goes on, where it was not started by a launcher.
         size: name of the model's size.
         data: path of the text, None for the Python standard library's sources.
         vocabulary: number of tokens of the model, None for what the data need.
@@ -57,6 +59,8 @@ class Settings:
     out: str
     existing: Existing = "refuse"
     ranks: int | None = None
+    min_ranks: int | None = None
+    max_restarts: int = 3
     size: str = "tiny"
     data: str | None = None
     vocabulary: int | None = None

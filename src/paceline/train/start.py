@@ -11,8 +11,9 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 
+from paceline import faults
 from paceline.errors import UsageError
-from paceline.launch.local import run_ranks
+from paceline.launch.elastic import run_elastic
 from paceline.lm import corpus as corpora
 from paceline.machine.cores import usable_cores
 from paceline.train.folder import RunFolder
@@ -34,8 +35,9 @@ def start(settings: Settings) -> None:
 
     Raises:
         UsageError: the data, the folder or the world do not fit the settings; nothing was started.
-        RankFailed: a rank ended with an error.
+        RankFailed: a rank ended with an error, and more restarts were not asked for or of no use.
     """
+    faults.read_environment()
     place = read_environment(os.environ)
     if place.source == "arguments":
         _launch(settings)
@@ -69,11 +71,22 @@ def _run(settings: Settings, folder: RunFolder, ranks: int, threads: int) -> Non
 
         take_part(settings)
         return
-    run_ranks(
+    seen = folder.complete_checkpoints()[-1:]
+
+    def got_on() -> bool:
+        """Tell whether there is a newer checkpoint than when this was asked last."""
+        nonlocal seen
+        before, seen = seen, folder.complete_checkpoints()[-1:]
+        return seen != before
+
+    run_elastic(
         ["-m", "paceline.train.worker", str(folder.settings)],
         ranks,
         env={"OMP_NUM_THREADS": str(threads)},
         log_dir=folder.logs,
+        max_restarts=settings.max_restarts,
+        min_ranks=settings.min_ranks,
+        progress=got_on,
     )
 
 

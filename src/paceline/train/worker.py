@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -15,7 +16,8 @@ from typing import cast
 import torch
 
 from paceline import __version__, trace
-from paceline.errors import PacelineError, UsageError
+from paceline.checkpoint.watch import Watch
+from paceline.errors import CollectiveError, PacelineError, UsageError, WorldError
 from paceline.lm.model import GPT
 from paceline.machine import machine
 from paceline.train.folder import RunFolder
@@ -37,10 +39,13 @@ def main(arguments: list[str]) -> int:
     """Take part in the training that a settings file describes; return the exit status."""
     signal.signal(signal.SIGTERM, _leave)
     try:
-        take_part(_read(arguments))
+        settings = _read(arguments)
+        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+            settings = replace(settings, existing="resume")
+        take_part(settings)
     except PacelineError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, CollectiveError | WorldError) else 2  # 2: it would fail again
     except KeyboardInterrupt:
         return 130
     return 0
@@ -90,12 +95,14 @@ def take_part(settings: Settings, *, command: Mapping[str, str] | None = None) -
 def _train(settings: Settings, world: World) -> None:
     """Train from the beginning, or the checkpoint, to the end; nothing of the model is left afterwards."""
     job = build(settings, world)
-    with Progress(settings.steps, first_step=job.step, shown=world.rank == 0) as progress:
+    shown = world.rank == 0
+    with Watch() as watch, Progress(settings.steps, first_step=job.step, shown=shown) as progress:
         _begin(job, progress)
         started = time.perf_counter()
-        val_loss = train(job, progress)
+        val_loss = train(job, progress, watch)
         seconds = time.perf_counter() - started
     _end(job, progress, val_loss, seconds)
+    job.keep.close()
 
 
 def _prepare(folder: RunFolder, settings: Settings, command: Mapping[str, str], world: World) -> None:
@@ -128,11 +135,10 @@ def _begin(job: Job, progress: Progress) -> None:
     )
     progress.say(
         f"{ranks} on {world.device.partition(':')[0]} ({world.backend}), {threads} each; "
-        f"{settings.sync}; {settings.batch_size} x {size.context} tokens a rank"
-        + (f" x {settings.accumulate}" if settings.accumulate > 1 else "")
+        f"{settings.sync}; {job.batches.batch} x {size.context} tokens a rank"
+        + (f" x {job.batches.rounds}" if job.batches.rounds > 1 else "")
     )
-    if job.step:
-        progress.say(f"resumed at step {job.step}")
+    _tell_resumed(job, progress)
     if world.rank == 0:
         job.folder.forget_steps_after(job.step)
         job.folder.forget_ranks_from(world.size)
@@ -153,6 +159,19 @@ def _begin(job: Job, progress: Progress) -> None:
                 "python": platform.python_version(),
             },
         )
+
+
+def _tell_resumed(job: Job, progress: Progress) -> None:
+    """Say what the training goes on from, and what of it stays as it was."""
+    found = job.keep.resumed
+    if found is None:
+        return
+    for one in found.passed_over:
+        progress.say(f"passed over {one.path}, which is not intact: {one.why}")
+    progress.say(f"resumed at step {found.step}")
+    settings, windows = job.settings, job.batches.of_step
+    if windows != settings.batch_size * settings.accumulate * job.world.size:
+        progress.say(f"the global batch stays {windows} windows, as the run began")
 
 
 def _machine() -> dict[str, object]:

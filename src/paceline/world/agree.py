@@ -26,12 +26,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from paceline.errors import MismatchError
+from paceline.whereabouts import here
 
 __all__ = [
     "RowsUnderWay",
     "barrier",
     "gather_rows",
     "gather_rows_ahead",
+    "gather_texts",
     "place_in",
     "sum_over_ranks",
     "verify_same",
@@ -58,7 +60,8 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     work = dist.all_reduce(values, group=group, async_op=True)
     _hold(work, group)
     if work is not None:  # of a member of the group it never is
-        work.wait()
+        with here.awaited():
+            work.wait()
     return values
 
 
@@ -77,7 +80,8 @@ class RowsUnderWay:
     def wait(self) -> list[Tensor]:
         """Return the rows, by rank, on the CPU."""
         if self.work is not None:
-            self.work.wait()
+            with here.awaited():
+                self.work.wait()
         return [row.cpu() for row in self.rows]
 
 
@@ -96,6 +100,20 @@ def gather_rows_ahead(row: Tensor, group: ProcessGroup | None = None) -> RowsUnd
 def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
     """Return every rank's `row`, which has the same shape and dtype on all ranks, on the CPU."""
     return gather_rows_ahead(row, group).wait()
+
+
+def gather_texts(text: str, group: ProcessGroup | None = None) -> list[str]:
+    """Return every rank's `text`, by rank; costs one tiny all-gather where all are empty."""
+    if place_in(group)[1] == 1:
+        return [text]
+    data = text.encode()
+    lengths = [int(row) for row in gather_rows(torch.tensor([len(data)], dtype=torch.int64), group)]
+    if not any(lengths):
+        return [""] * len(lengths)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    rows = gather_rows(padded, group)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, lengths, strict=True)]
 
 
 def verify_same(
@@ -118,16 +136,12 @@ def verify_same(
     """
     if place_in(group)[1] == 1:
         return
-    text = json.dumps(list(lines)).encode()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    facts = gather_rows(torch.tensor([digest, len(text)], dtype=torch.int64), group)
-    digests, lengths = zip(*(row.tolist() for row in facts), strict=True)
-    if len(set(digests)) == 1:
+    text = json.dumps(list(lines))
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    digests = gather_rows(torch.tensor([digest], dtype=torch.int64), group)
+    if len({int(row) for row in digests}) == 1:
         return
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = gather_rows(padded, group)
-    told = [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
+    told = [json.loads(each) for each in gather_texts(text, group)]
     raise _first_difference(told, subject, remedy)
 
 

@@ -9,7 +9,8 @@ an earlier attempt left there (a file of a killed run, the store of a torchrun a
 3. A rank that finds its own nonce in the roster acknowledges that roster. Old claims acknowledge nothing, so a
    roster that every rank has acknowledged consists of living ranks only, and that is the world.
 
-The claims also tell which ranks share a host, so nobody has to guess local ranks.
+The claims also tell which ranks share a host, so nobody has to guess local ranks, and a few facts in which ranks
+should be alike (`likeness`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import MissingRanks, WorldError
 
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 
 from paceline.world.host import boot_id
 
-__all__ = ["Claim", "Roster", "roll_call"]
+__all__ = ["Claim", "Roster", "ranges", "roll_call", "take_leave"]
 
 _PAUSE_SECONDS = 0.1  # how often, at most, a rank that waits asks the store
 _LOOK_SECONDS = 0.5  # how often it looks whether the world has become another, or impossible
+_LEAVE_SECONDS = 10.0  # how long rank 0 waits, at most, for the others to have read the roster
 _DOUBT_SECONDS = 10.0  # how long something that may be left from earlier must last to be believed
 
 
@@ -48,14 +50,22 @@ class Claim:
     boot: str
     pid: int
     nonce: str
+    facts: dict[str, str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.pid}"
 
     @classmethod
-    def of_this_process(cls, rank: int, size: int) -> Claim:
+    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str] | None = None) -> Claim:
         """Return a new claim of this process to `rank`; the boot id tells hosts of the same name apart."""
-        return cls(rank, size, socket.gethostname(), boot_id(), os.getpid(), uuid.uuid4().hex)
+        return cls(
+            rank, size, socket.gethostname(), boot_id(), os.getpid(), uuid.uuid4().hex, dict(facts or {})
+        )
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Claim:
+        """Return the claim that another process wrote; another Paceline may write less, or more."""
+        return cls(**{each.name: told[each.name] for each in fields(cls) if each.name in told})
 
     def may_replace(self, old: Claim) -> bool:
         """Return whether `old` surely is of the past: made by this process, or by one of this host that ended."""
@@ -91,7 +101,15 @@ class Refusal:
         return (MissingRanks if self.missing else WorldError)(self.text, rank=rank, remedy=self.remedy)
 
 
-def roll_call(store: Store, rank: int, size: int, timeout: float, *, restarted: bool = False) -> Roster:
+def roll_call(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: float,
+    *,
+    restarted: bool = False,
+    facts: Mapping[str, str] | None = None,
+) -> Roster:
     """Take part in the roll call on `store` as `rank`, and return the complete world.
 
     Args:
@@ -99,13 +117,14 @@ def roll_call(store: Store, rank: int, size: int, timeout: float, *, restarted: 
         rank, size: this process's place.
         timeout: seconds until a world counts as one that never completes.
         restarted: ranks may have moved to other hosts since an earlier roll call on this store.
+        facts: what this rank's claim tells besides.
 
     Raises:
         MissingRanks: some ranks did not come in time; they are named.
         WorldError: a rank is claimed twice, or the ranks disagree about the world's size.
     """
     try:
-        call = _RollCall(store, Claim.of_this_process(rank, size), timeout)
+        call = _RollCall(store, Claim.of_this_process(rank, size, facts), timeout)
         call.claim(restarted)
         return call.lead() if rank == 0 else call.follow()
     except WorldError:
@@ -116,6 +135,15 @@ def roll_call(store: Store, rank: int, size: int, timeout: float, *, restarted: 
             rank=rank,
             remedy="rank 0 has ended, or its host is out of reach; look at its output",
         ) from error
+
+
+def take_leave(store: Store, roster: Roster, rank: int) -> None:
+    """Let go of a world that is complete and yet not to be; rank 0, which may serve the store, goes last."""
+    key, end = f"paceline/left/{roster.name}", time.monotonic() + _LEAVE_SECONDS
+    left = store.add(key, 1)
+    while rank == 0 and left < len(roster.claims) and time.monotonic() < end:
+        time.sleep(_PAUSE_SECONDS)
+        left = store.add(key, 0)
 
 
 class _RollCall:
@@ -129,7 +157,7 @@ class _RollCall:
         """Write the claim to this rank, unless somebody else holds it."""
         key, text, expected = self._claim_key(self.mine.rank), json.dumps(asdict(self.mine)), ""
         while (there := self.store.compare_set(key, expected, text).decode()) != text:
-            old = Claim(**json.loads(there))
+            old = Claim.of_json(json.loads(there))
             if not (restarted or self.mine.may_replace(old)):
                 raise self._refuse(
                     old,
@@ -173,7 +201,7 @@ class _RollCall:
     def _roster(self) -> Roster | None:
         """Return the newest roster if this claim is on it."""
         data = json.loads(self._read("roster"))
-        roster = Roster(data["name"], tuple(Claim(**claim) for claim in data["claims"]))
+        roster = Roster(data["name"], tuple(map(Claim.of_json, data["claims"])))
         return roster if roster.holds(self.mine) else None
 
     def _complete(self, roster: Roster) -> bool:
@@ -252,7 +280,7 @@ class _RollCall:
 
     def _claims(self, ranks: Iterable[int]) -> dict[int, Claim]:
         found = ((rank, self._read(f"rank/{rank}")) for rank in ranks)
-        return {rank: Claim(**json.loads(text)) for rank, text in found if text}
+        return {rank: Claim.of_json(json.loads(text)) for rank, text in found if text}
 
     def _claim_key(self, rank: int) -> str:
         return f"paceline/rank/{rank}"

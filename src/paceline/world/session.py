@@ -11,10 +11,12 @@ from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from paceline import faults
 from paceline.errors import UsageError, WorldError, unknown
 from paceline.world.device import BACKENDS, choose_device
 from paceline.world.environment import Place, read_environment
-from paceline.world.rollcall import Claim, roll_call
+from paceline.world.likeness import difference, facts_of_this_process
+from paceline.world.rollcall import Claim, Roster, roll_call, take_leave
 from paceline.world.store import open_store
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def init(
     local_rank: int | None = None,
     device: str | None = None,
     timeout: float = 300.0,
+    alike: bool = True,
 ) -> World:
     """Enter the world of ranks that this process was started in, and return its place there.
 
@@ -91,8 +94,11 @@ def init(
         device: ``"cpu"``, ``"cuda"`` (this node's GPU number `local_rank`) or ``"cuda:<index>"``; by default
             CUDA where there is a GPU.
         timeout: seconds to wait for the other ranks, here and in every collective.
+        alike: refuse a world in which this rank has other versions (of Paceline, torch, Python, NumPy) or another
+            text of the main script than the rest; False: this rank is not compared.
 
     Raises:
+        MismatchError: versions or programs differ; on every rank alike, naming the ranks and what they have.
         WorldError: arguments or variables are missing, wrong or contradict each other.
         MissingRanks: the world did not complete in time; the message names who is missing.
         UsageError: an unknown backend, device or time-out.
@@ -103,6 +109,7 @@ def init(
         >>> shutdown()
     """
     _check_arguments(backend, timeout)
+    faults.read_environment()
     if _session.world is not None:
         _check_same(_session.world, backend, init_method, rank, size, local_rank, device)
         return _session.world
@@ -111,7 +118,7 @@ def init(
         chosen, _ = choose_device(device, backend, place.local_rank or 0, 1)
         world = World(local_rank=place.local_rank or 0, device=chosen)
     else:
-        world = _join(place, backend, device, timeout)
+        world = _join(place, backend, device, timeout, alike)
     _session.world, _session.init_method = world, place.init_method
     return world
 
@@ -127,7 +134,7 @@ def shutdown() -> None:
     _session.world, _session.init_method, _session.owns_group = None, None, False
 
 
-def _join(place: Place, backend: str | None, device: str | None, timeout: float) -> World:
+def _join(place: Place, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:
     """Meet the others, find out who shares a node with whom, and build the process group."""
     import torch
     import torch.distributed as dist
@@ -138,7 +145,7 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float)
             remedy="leave init_process_group() to paceline.init(), or destroy_process_group() first",
         )
     store = _open(place, timeout)
-    roster = roll_call(store, place.rank, place.size, timeout, restarted=place.init_method == "env://")
+    roster = _gather(store, place, timeout, alike)
     local = _local_place(place, roster.claims)
     chosen, backend = choose_device(device, backend, local.local_rank, local.local_size)
     gpu = None
@@ -158,6 +165,18 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float)
     return World(
         place.rank, place.size, local.local_rank, local.local_size, local.node, local.nodes, backend, chosen
     )
+
+
+def _gather(store: Store, place: Place, timeout: float, alike: bool) -> Roster:
+    """Return the complete world, once its ranks are found to be alike."""
+    facts = facts_of_this_process() if alike else None
+    restarted = place.init_method == "env://"
+    roster = roll_call(store, place.rank, place.size, timeout, restarted=restarted, facts=facts)
+    error = difference([claim.facts for claim in roster.claims])
+    if error is not None:
+        take_leave(store, roster, place.rank)
+        raise error
+    return roster
 
 
 def _know(backend: str) -> None:

@@ -1,0 +1,69 @@
+"""What being watched costs a training step: blocks of steps with and without a Watch, in turns.
+
+    python benchmarks/watch/overhead.py
+
+Two ranks of the mini GPT of ``paceline train`` take blocks of steps with and without a Watch in the same processes
+(A B B A), in several pairs of processes one after another. Writes ``overhead.json`` beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+import timeit
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from steps import BATCH, CONTEXT, STEPS
+
+from paceline.bench.facts import machine_record, versions
+from paceline.bench.paired import ratio_of
+from paceline.bench.progress import TurnBar
+from paceline.launch.local import run_ranks
+from paceline.whereabouts import Whereabouts
+
+HERE = Path(__file__).parent
+RANKS = 2
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Blocks of each kind in a pair of processes.")] = 30,
+    pairs: Annotated[int, typer.Option(help="Pairs of processes, one after another.")] = 4,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE
+    / "overhead.json",
+) -> None:
+    """Time steps with and without a Watch."""
+    found: list[dict[str, Any]] = []
+    with TurnBar("overhead", pairs) as tick:
+        for _ in range(pairs):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, "seconds.json")
+                run_ranks([str(HERE / "steps.py"), str(rounds), str(path)], RANKS)
+                found.append(json.loads(path.read_text()))
+            tick()
+    all_of = {kind: [each for one in found for each in one["seconds"][kind]] for kind in ("with", "without")}
+    ratio = ratio_of(all_of["with"], all_of["without"])
+    here = Whereabouts()
+    result = {
+        "kind": "watch-overhead",
+        "schema": 1,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(["paceline", "torch"]),
+        "settings": {"ranks": RANKS, "model": "mini", "batch": BATCH, "context": CONTEXT, "steps": STEPS},
+        "step_seconds": {kind: median(each) for kind, each in all_of.items()},
+        "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
+        "core_share": median(each["core_share"] for each in found),
+        "begin_seconds": min(timeit.repeat(lambda: here.begin(1, "forward"), number=1000, repeat=50)) / 1000,
+        "pairs": found,
+    }
+    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(json.dumps({key: result[key] for key in ("step_seconds", "ratio", "core_share", "begin_seconds")}))
+
+
+if __name__ == "__main__":
+    typer.run(main)

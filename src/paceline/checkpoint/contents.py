@@ -1,0 +1,160 @@
+"""What is in a checkpoint: taken from models, optimizers and the rest on each rank, and given back to them.
+
+manifest.weights   per model: its files, further names of weights
+manifest.states    per rank:
+    optimizers     per optimizer: the options of each group (the same on all ranks), and this rank's pieces
+    random         this rank's generators
+    others, extra, engines, epoch    of rank 0 only: states of all other objects; what of a model's state is no tensor;
+                   what its engine has counted and learnt; epochs done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.checkpoint.manifest import Manifest, state_file
+from paceline.checkpoint.pieces import check_optimizer, load_optimizer, optimizer_state
+from paceline.checkpoint.random_state import random_state, set_random_state
+from paceline.checkpoint.reading import Reader
+from paceline.checkpoint.subjects import Subjects, bare
+from paceline.checkpoint.tree import pack, unpack
+from paceline.checkpoint.weights import check_weights, load_weights, part_names, part_of
+from paceline.errors import CheckpointError, UsageError
+from paceline.sync.engine import DataParallel
+
+__all__ = ["Contents", "contents_of", "places_of", "take_up"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one rank has of a checkpoint.
+
+    Attributes:
+        files: its files, with the tensors in each.
+        weights: per model, the files of all ranks, and further names of weights.
+        state: everything else, as JSON can say it.
+    """
+
+    files: dict[str, dict[str, Tensor]]
+    weights: dict[str, dict[str, Any]]
+    state: Any
+
+
+def contents_of(subjects: Subjects, rank: int, ranks: int, *, epoch: int) -> Contents:
+    """Return what `rank` answers for; all ranks call this, since sharded weights are gathered.
+
+    Raises:
+        UsageError: an object's state holds what no checkpoint can.
+    """
+    files: dict[str, dict[str, Tensor]] = {}
+    weights: dict[str, dict[str, Any]] = {}
+    extra: dict[str, Any] = {}
+    for name, model in subjects.models.items():
+        part = part_of(model, rank, ranks)
+        names = part_names(name, part.parts)
+        weights[name], extra[name] = {"files": names, "aliases": part.aliases}, part.rest
+        if rank < part.parts:
+            files[names[rank]] = dict(part.tensors)
+    state: dict[str, Any] = {
+        "optimizers": {
+            name: optimizer_state(optimizer, subjects.name_of_param, rank, ranks)
+            for name, optimizer in subjects.optimizers.items()
+        },
+        "random": random_state(),
+    }
+    if rank == 0:
+        state["others"] = {name: each.state_dict() for name, each in subjects.others.items()}
+        state["extra"], state["epoch"] = extra, epoch
+        state["engines"] = {
+            name: {"step": model.engine.step, "reference": model.engine.weights.reference}
+            for name, model in subjects.models.items()
+            if isinstance(model, DataParallel)
+        }
+    packed, tensors = pack(state)
+    if tensors:
+        files[state_file(rank)] = tensors
+    return Contents(files, weights, packed)
+
+
+def take_up(path: Path, manifest: Manifest, reader: Reader, subjects: Subjects, rank: int) -> int:
+    """Check that an intact checkpoint fits, then give everything its part of it; return the epochs done.
+
+    Raises:
+        UsageError: it is of other objects; nothing was changed.
+        CheckpointError: it makes no sense.
+    """
+    try:
+        states = [
+            unpack(state, lambda label, number=number: reader.tensor(state_file(number), label))
+            for number, state in enumerate(manifest.states)
+        ]
+        first = states[0]
+        groups = {name: told["groups"] for name, told in first["optimizers"].items()}
+        pieces = {
+            name: [piece for state in states for piece in state["optimizers"][name]["pieces"]]
+            for name in groups
+        }
+        places = {name: places_of(manifest, name) for name in manifest.weights}
+        _check(path, manifest, subjects, groups, first["others"], places)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise CheckpointError(f"{str(path)!r} makes no sense: {error!r:.200}") from error
+    for name, other in subjects.others.items():
+        other.load_state_dict(first["others"][name])
+    for name, model in subjects.models.items():
+        load_weights(model, lambda weight, where=places[name]: reader.tensor(*where[weight]))
+        if isinstance(model, DataParallel) and name in first["engines"]:
+            told = first["engines"][name]
+            model.engine.step, model.engine.weights.reference = told["step"], told["reference"]
+        if first["extra"][name]:
+            bare(model).load_state_dict(first["extra"][name], strict=False)
+    for name, optimizer in subjects.optimizers.items():
+        load_optimizer(optimizer, groups[name], pieces[name], subjects.name_of_param, rank)
+    if rank < len(states):
+        set_random_state(states[rank]["random"])
+    return first["epoch"]
+
+
+def places_of(manifest: Manifest, model: str) -> dict[str, tuple[str, str]]:
+    """Return the file and the label of every weight of a model."""
+    told = manifest.weights[model]
+    places = {label: (file, label) for file in told["files"] for label in manifest.files[file].tensors}
+    return places | {alias: places[label] for alias, label in told["aliases"].items()}
+
+
+def _check(
+    path: Path,
+    manifest: Manifest,
+    subjects: Subjects,
+    groups: Mapping[str, Any],
+    others: Mapping[str, Any],
+    places: Mapping[str, Mapping[str, tuple[str, str]]],
+) -> None:
+    """Raise unless what was saved is what is here."""
+    kinds = (
+        ("model", subjects.models, manifest.weights),
+        ("optimizer", subjects.optimizers, groups),
+        ("object", subjects.others, others),
+    )
+    for kind, mine, saved in kinds:
+        for name in [*mine, *saved]:
+            if (name in mine) != (name in saved):
+                where = "is in the checkpoint {} only" if name in saved else "is not in the checkpoint {}"
+                raise UsageError(
+                    f"{kind} {name!r} {where.format(repr(str(path)))}",
+                    remedy="give paceline.Checkpoint what the run that wrote it gave, under the same names",
+                )
+    for name, model in subjects.models.items():
+        stored = {
+            weight: manifest.files[file].tensors[label] for weight, (file, label) in places[name].items()
+        }
+        kind_of = {weight: (one.dtype, one.shape) for weight, one in stored.items()}
+        check_weights(model, kind_of, f"the checkpoint {str(path)!r}")
+    for name, optimizer in subjects.optimizers.items():
+        check_optimizer(name, optimizer, groups[name], subjects.name_of_param)

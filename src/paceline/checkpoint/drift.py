@@ -1,0 +1,157 @@
+"""`Drift`: parameters that ought to be equal on all ranks are compared now and then, off the critical path.
+
+    step k·every        hash every parameter; begin to gather one digest of them all, 8 bytes a rank
+    the next step       look at what came; where ranks differ, gather the digests of the same moment, one a parameter
+                        → an error on every rank, or parameters copied from one rank
+
+A bit that flipped in memory, an optimizer step that only one rank made, or a program that touches parameters on one
+rank is found so, named, and not averaged into every rank's gradients for weeks.
+
+[Note: what is compared] Parameters, frozen ones too, whole on every rank: all of every strategy but full-shard, whose
+shards have no copy to compare with. Buffers only on demand: statistics such as BatchNorm's are each rank's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoint.digest import digest_of, mixed_sum
+from paceline.checkpoint.verdict import Verdict, judge
+from paceline.errors import Drifted, UsageError
+from paceline.sync.engine import DataParallel
+from paceline.sync.owned import refuse_foreign
+from paceline.sync.replica import broadcast_tensors
+from paceline.world.agree import RowsUnderWay, gather_rows, gather_rows_ahead
+
+__all__ = ["Drift"]
+
+log = logging.getLogger("paceline.checkpoint")
+
+
+class Drift:
+    """Compares the parameters of all ranks every so many optimizer steps, and names what differs and where.
+
+    It hooks onto the optimizer and wraps nothing. What was hashed at one step is compared at the next, so no rank
+    waits for it.
+
+    Args:
+        model: the wrapped model.
+        optimizer: its optimizer: a torch one, or `ShardedOptimizer`.
+        every: optimizer steps between two comparisons.
+        repair: the rank whose parameters are copied to all where some differ, with a warning; None: raise.
+        buffers: compare (and repair) buffers too, for models that keep them equal.
+
+    Attributes:
+        steps: optimizer steps seen. comparisons: of all ranks, so far. repairs: so far.
+
+    Raises:
+        UsageError: `every` is less than 1, `repair` is no rank, the model is not wrapped, or the optimizer is
+            another model's.
+        Drifted: from ``optimizer.step()`` or `check`, on every rank alike.
+
+    Example:
+        >>> drift = Drift(model, optim, every=200)
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        optimizer: torch.optim.Optimizer,
+        every: int = 200,
+        *,
+        repair: int | None = None,
+        buffers: bool = False,
+    ) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"every={every!r} is no number of steps", remedy="give 1 or more")
+        refuse_foreign("Drift", model, optimizer)
+        if repair is not None and not (isinstance(repair, int) and 0 <= repair < model.wire.size):
+            raise UsageError(
+                f"repair={repair!r}: there are ranks 0 to {model.wire.size - 1}", remedy="name one of them"
+            )
+        self.steps = self.comparisons = self.repairs = 0
+        self._wire, self._optimizer, self._every, self._repair = model.wire, optimizer, every, repair
+        named = [(f"parameter {name!r}", param) for name, param in model.module.named_parameters()]
+        if buffers:
+            named += [(f"buffer {name!r}", buffer) for name, buffer in model.module.named_buffers()]
+        self._compared = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor)]
+        self._under_way: tuple[int, torch.Tensor, RowsUnderWay] | None = None
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    @property
+    def compared(self) -> int:
+        """How many tensors are compared."""
+        return len(self._compared)
+
+    def remove(self) -> None:
+        """Compare no more."""
+        self._hook.remove()
+        self._under_way = None
+
+    def check(self) -> None:
+        """Compare now, and wait for the result: before a checkpoint, say; all ranks call it.
+
+        Raises:
+            Drifted: parameters differ, and are not to be repaired.
+        """
+        self._look()
+        self._begin()
+        self._look()
+
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.steps += 1
+        self._look()
+        if self.steps % self._every == 0:
+            self._begin()
+
+    # ------------------------------------------------------------------ compare
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Hash what is compared, and send one digest of it all."""
+        if self._wire.size == 1 or not self._compared:
+            return
+        device = self._compared[0][1].device if "nccl" in self._wire.backend else torch.device("cpu")
+        digests = torch.stack([digest_of(tensor).to(device) for _, tensor in self._compared])
+        rows = gather_rows_ahead(mixed_sum(digests).reshape(1), self._wire.group)
+        self._under_way = self.steps, digests, rows
+
+    def _look(self) -> None:
+        """Look at the digests that were sent, if any."""
+        if self._under_way is None:
+            return
+        (step, digests, rows), self._under_way = self._under_way, None
+        self.comparisons += 1
+        if len({row.item() for row in rows.wait()}) == 1:
+            return
+        held = [row.tolist() for row in gather_rows(digests, self._wire.group)]
+        verdict = judge([name for name, _ in self._compared], held)
+        assert verdict is not None, "digests of digests differ, so digests do"
+        self._act(verdict, step)
+
+    # ------------------------------------------------------------------ and where they differ
+
+    def _act(self, verdict: Verdict, step: int) -> None:
+        what = f"after optimizer step {step}, {verdict}"
+        source = self._repair
+        if source is None or (verdict.majority and source in verdict.ranks):
+            refused = f", and rank {source} was to repair it" if source is not None else ""
+            raise Drifted(
+                f"{what}{refused}",
+                rank=verdict.ranks[0],
+                remedy="go on from the last checkpoint; if it comes again on that rank, suspect its memory, or code "
+                "that changes parameters on one rank only",
+            )
+        broadcast_tensors(self._wire, [tensor for _, tensor in self._compared], source=source)
+        self.repairs += 1
+        if self._wire.rank == 0:
+            suspect = (
+                "; its optimizer state may be wrong too" if self._optimizer.state_dict().get("state") else ""
+            )
+            log.warning("%s: all ranks have rank %d's parameters now%s", what, source, suspect)

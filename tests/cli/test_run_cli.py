@@ -1,0 +1,101 @@
+"""`paceline run` as a user calls it: its options, what is the script's own, one clear message for every bad input."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from paceline.cli import run as module
+from paceline.cli.app import main
+from paceline.errors import RankFailed
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run the command line in this process and return exit code and error output."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["paceline", "run", *map(str, words)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return caught.value.code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """The jobs that were asked for, none of them run."""
+    asked = []
+    monkeypatch.setattr(module, "run_job", asked.append)
+    return asked
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(7)")
+    return path
+
+
+def test_options_become_a_job(call, jobs, script, tmp_path):
+    words = (
+        "--hosts 3 --ranks 2 --min-ranks 4 --rendezvous pc1:4000 --max-restarts 9 --no-rejoin --last-call 8s"
+    )
+    code, err = call(*words.split(), "--wait", "2min", "--log-dir", tmp_path, script, "--ranks", "7", "-m")
+    assert (code, err) == (0, "")
+    [job] = jobs
+    assert list(job.argv) == [str(script), "--ranks", "7", "-m"]
+    assert (job.hosts, job.ranks, job.min_ranks, job.min_hosts) == (3, 2, 4, 2)
+    assert (str(job.address), job.max_restarts, job.rejoin, job.log_dir) == ("pc1:4000", 9, False, tmp_path)
+    assert (job.patience.last_call, job.patience.join) == (8.0, 120.0)
+
+
+def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
+    call(script)
+    call("--ranks", 4, "-m", "my.module", "--steps", "3")
+    assert [(list(job.argv), job.ranks, job.min_ranks, job.address) for job in jobs] == [
+        ([str(script)], 1, 1, None),
+        (["-m", "my.module", "--steps", "3"], 4, 4, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "there is no script to run"),
+        (["absent.py"], "no such script: absent.py"),
+        (["--ranks", 0, "SCRIPT"], "ranks=0"),
+        (["--ranks", 2, "--min-ranks", 3, "SCRIPT"], "min_ranks=3, of 2 ranks"),
+        (["--hosts", 2, "SCRIPT"], "2 hosts, but no place where they meet"),
+        (["--hosts", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is no address of a rendezvous"),
+        (["--hosts", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "resolves to nothing"),
+        (["--wait", "soon", "SCRIPT"], "soon"),
+        (["--grace", "0s", "SCRIPT"], "--grace 0s: no time"),
+        (["--log-dir", "SCRIPT/logs", "SCRIPT"], "can't be written"),
+        (["--serve", "127.0.0.1:4000", "SCRIPT"], "--serve runs no script"),
+        (["--serve", "192.0.2.1:4000"], "192.0.2.1 is no address of this machine"),
+    ],
+)
+def test_bad_input_is_refused(call, script, words, text):
+    code, err = call(*(str(word).replace("SCRIPT", str(script)) for word in words))
+    assert code == 2
+    assert text in err
+    assert "→" in err
+
+
+def test_an_address_that_nobody_serves_ends_in_time(call, script):
+    code, err = call("--hosts", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", script)
+    assert code == 1
+    assert "192.0.2.1:4000" in err
+
+
+def test_the_exit_code_is_that_of_the_first_failure(call, script, monkeypatch):
+    def run(job):
+        raise RankFailed("was ended by SIGKILL", rank=1, remedy="try fewer ranks", exit_code=137)
+
+    monkeypatch.setattr(module, "run_job", run)
+    code, err = call(script)
+    assert code == 137
+    assert err == "Error: [rank 1] was ended by SIGKILL\n  → try fewer ranks\n"

@@ -1,0 +1,83 @@
+"""When a checkpoint is due: alike on all ranks, whatever their clocks say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.checkpoint.cadence import EverySeconds, EverySteps, cadence
+from paceline.checkpoint.pieces import deal
+from paceline.errors import UsageError
+
+
+def test_every_so_many_steps():
+    every = cadence(5, list)
+    assert isinstance(every, EverySteps)
+    assert [step for step in range(1, 16) if every.due(step)] == [5, 10, 15]
+    assert cadence(None, list) is None
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 2.5, "0s", "10 apples", [], b"1"])
+def test_what_is_no_cadence(every):
+    with pytest.raises(UsageError):
+        cadence(every, list)
+
+
+@given(
+    st.lists(st.floats(0.01, 30), min_size=50, max_size=200),
+    st.lists(st.floats(0.01, 30), min_size=200, max_size=200),
+)
+def test_by_time_rank_0_decides_for_all(seconds_of_step, other_clock):
+    """Two ranks with clocks of their own save at the same steps, and about as often as asked."""
+    told, times = [], [0.0, 0.0]
+
+    def of_rank_0(numbers):
+        told.append(numbers)
+        return numbers
+
+    first = EverySeconds(60, of_rank_0, lambda: times[0])
+    other = EverySeconds(60, lambda _: told[-1], lambda: times[1])
+    since = 0.0
+    for step, seconds in enumerate(seconds_of_step, 1):
+        times[0] += seconds
+        times[1] += other_clock[step - 1]
+        since += seconds
+        looked = len(told)
+        due = first.due(step)
+        if len(told) > looked or step < other._next:
+            assert other.due(step) == due
+        if due:
+            assert since >= 60
+            first.saved()
+            other.saved()
+            since = 0.0
+
+
+def test_looks_are_rare_where_steps_are_short_and_a_save_is_not_late():
+    now, looks = [0.0], []
+
+    def share(numbers):
+        looks.append(now[0])
+        return numbers
+
+    every = EverySeconds(600, share, lambda: now[0])
+    saved = []
+    for step in range(1, 20_001):
+        now[0] += 0.1
+        if every.due(step):
+            every.saved()
+            saved.append(now[0])
+    assert saved == pytest.approx([600, 1200, 1800], rel=0.1)
+    assert len(looks) < 120
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_dealt_sizes_are_runs_of_about_the_same_sum(sizes, ranks):
+    owners = deal(sizes, ranks)
+    assert owners == sorted(owners)
+    assert all(0 <= owner < ranks for owner in owners)
+    sums = [
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)
+    ]
+    assert max(sums, default=0) <= sum(sizes) / ranks + max(sizes, default=0)

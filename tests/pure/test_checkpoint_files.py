@@ -1,0 +1,262 @@
+"""A checkpoint on the disk: files that anybody can read, and no damage that goes unseen."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from paceline import faults
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.manifest import MANIFEST, SUM, Manifest
+from paceline.checkpoint.reading import Reader
+from paceline.checkpoint.recovery import find, problem_of
+from paceline.checkpoint.tensors import write_file
+from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
+
+TENSORS = {
+    "weight": torch.arange(12.0).view(3, 4), "half": torch.arange(5, dtype=torch.bfloat16), "flag": torch.tensor(True),
+    "none": torch.empty(0, 3), "wave": torch.tensor([1 + 2j], dtype=torch.complex128),
+    "8 bits": torch.ones(3, dtype=torch.uint8), "few bits": torch.ones(7).to(torch.float8_e4m3fn),
+}  # fmt: skip
+
+
+def alone(text):
+    return [text]
+
+
+def write(folder, step, tensors=TENSORS):
+    """Write a checkpoint of one rank."""
+    place = Folder(folder)
+    growing = place.growing(step, "x")
+    growing.mkdir(parents=True)
+    files = {
+        name: write_file(growing / name, tensors) for name in ("model.safetensors", "state-rank0.safetensors")
+    }
+    weights = {"model": {"files": ["model.safetensors"], "aliases": {"tied": "weight"}}}
+    manifest = Manifest(step, {"windows": 32}, files, weights, [{"a": {"$tensor": "flag"}}], {"at": "now"})
+    return place.complete_with(growing, manifest)
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
+    told = write_file(tmp_path / "a.safetensors", TENSORS)
+    reader = Reader(tmp_path, {"a.safetensors": told})
+    reader.check(["a.safetensors"], keep=["a.safetensors"] if kept else [])
+    theirs = load_file(tmp_path / "a.safetensors")
+    assert theirs.keys() == TENSORS.keys()
+    for label, tensor in TENSORS.items():
+        found = reader.tensor("a.safetensors", label)
+        assert found.dtype is tensor.dtype
+        assert torch.equal(
+            found.view(torch.uint8) if found.dim() else found,
+            tensor.view(torch.uint8) if tensor.dim() else tensor,
+        )
+        if tensor.dtype is not torch.complex128:
+            assert theirs[label].dtype is tensor.dtype
+
+
+def test_what_is_changed_in_memory_stays_in_memory(tmp_path):
+    told = write_file(tmp_path / "a.safetensors", TENSORS)
+    reader = Reader(tmp_path, {"a.safetensors": told})
+    reader.tensor("a.safetensors", "weight").zero_()
+    reader.check(["a.safetensors"])
+
+
+def test_a_disk_that_fills_up_is_told(tmp_path):
+    faults.disk_full(after_nbytes=100)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            write_file(tmp_path / "a.safetensors", TENSORS)
+    finally:
+        faults.disarm()
+
+
+# ------------------------------------------------------------------ damage
+
+
+def test_a_manifest_comes_back(tmp_path):
+    path = write(tmp_path, 7)
+    found = Manifest.read(path)
+    assert (found.step, found.ranks, found.facts) == (7, 1, {"windows": 32})
+    assert found.files["model.safetensors"].tensors["weight"].shape == (3, 4)
+    assert Manifest.of(found.text()) == found
+    assert problem_of(path) == ""
+
+
+def test_300_damages_are_all_seen_and_the_newest_intact_one_is_taken(tmp_path):
+    """Files cut short at random, bits flipped at random, files removed: in the newest checkpoint, or in both newest."""
+    chance = random.Random(5)
+    pristine = tmp_path / "pristine"
+    for step in (10, 20, 30):
+        write(pristine, step)
+    for number in range(300):
+        folder = tmp_path / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(pristine, folder)
+        damaged = [30] if number % 3 else [20, 30]
+        for step in damaged:
+            chosen = chance.choice(sorted((folder / f"step-{step:08d}").iterdir()))
+            harm(chosen, ("cut", "flip", "remove")[number // 3 % 3], chance)
+            assert problem_of(chosen.parent), chosen
+        found = find(Folder(folder), 0, 1, alone)
+        assert found is not None
+        assert found.manifest.step == (10 if len(damaged) == 2 else 20)
+        assert [one.path.name[-2:] for one in found.passed_over] == [str(step) for step in reversed(damaged)]
+
+
+def harm(path, how, chance):
+    if how == "remove":
+        path.unlink()
+        return
+    data = bytearray(path.read_bytes())
+    if how == "cut":
+        del data[chance.randrange(len(data)) :]
+    else:
+        at = chance.randrange(8 * len(data))
+        data[at // 8] ^= 1 << at % 8
+    path.write_bytes(data)
+
+
+def test_when_none_is_intact_all_are_named(tmp_path):
+    assert find(Folder(tmp_path), 0, 1, alone) is None
+    for step in (1, 2):
+        (write(tmp_path, step) / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"none of the 2 .* step-00000002: model.safetensors is missing; step-0"
+    ):
+        find(Folder(tmp_path), 0, 1, alone)
+
+
+def test_a_newer_format_is_not_passed_over(tmp_path):
+    write(tmp_path, 1)
+    path = write(tmp_path, 2)
+    text = (path / MANIFEST).read_bytes().replace(b'"format": 1', b'"format": 2')
+    (path / MANIFEST).write_bytes(text)
+    (path / SUM).write_bytes(Manifest.sum_of(text))
+    with pytest.raises(UsageError, match=r"step-00000002' is a checkpoint of format 2; .* up to 1"):
+        find(Folder(tmp_path), 0, 1, alone)
+
+
+def test_what_a_rank_finds_the_others_pass_over_too(tmp_path):
+    """Files are dealt: the rank that has the damaged one tells the others."""
+    for step in (1, 2):
+        path = write(tmp_path, step)
+    harm(path / "state-rank0.safetensors", "flip", random.Random(0))
+    names = '["step-00000002", "step-00000001"]'
+    told = iter([[names, ""], ["", "state-rank0.safetensors: …"], ["", ""]])
+    found = find(Folder(tmp_path), 0, 2, lambda text: next(told))
+    assert found is not None
+    assert found.path.name == "step-00000001"
+    assert [one.why for one in found.passed_over] == ["state-rank0.safetensors: …"]
+
+
+# ------------------------------------------------------------------ pages that make no sense
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A page, to be read without the checksum, which would refuse nearly all that follows."""
+    return (write(tmp_path_factory.mktemp("fuzz"), 1) / MANIFEST).read_bytes()
+
+
+def read(text):
+    """Read a page: it is understood or refused, and takes no memory that its size does not explain."""
+    tracemalloc.start()
+    try:
+        found = Manifest.of(text)
+    except (DamagedCheckpoint, UsageError) as error:
+        found = error
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 100 * len(text) + 200_000
+    return found
+
+
+def test_10_000_pages_with_bytes_changed_at_random(text):
+    chance = random.Random(7)
+    refused = 0
+    for _ in range(10_000):
+        data = bytearray(text)
+        for _ in range(chance.randint(1, 4)):
+            at = chance.randrange(len(data))
+            kind = chance.randrange(4)
+            if kind == 0:
+                data[at] = chance.randrange(256)
+            elif kind == 1:
+                del data[at : at + chance.randrange(1, 40)]
+            elif kind == 2:
+                data[at:at] = chance.choice(
+                    [b"9" * 30, b"-", b"[" * 50, b'"', b"null", b"{}", b"1e999", b"NaN", b"\x00"]
+                )
+            else:
+                start = chance.randrange(len(data))
+                data[at : at + 20] = data[start : start + 20]
+        refused += isinstance(read(bytes(data)), Exception)
+    assert refused > 5000
+
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-5, 2**80), st.floats(allow_nan=False), st.text(max_size=6)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_pages_with_another_value_somewhere(text, data):
+    plain = json.loads(text)
+    place, key = plain, data.draw(st.sampled_from(sorted(plain)))
+    while data.draw(st.booleans()) and isinstance(place[key], dict) and place[key]:
+        place = place[key]
+        key = data.draw(st.sampled_from(sorted(place)))
+    place[key] = data.draw(JSON)
+    read(json.dumps(plain).encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000, b"9" * 100_000,
+        b'{"format": "1"}', b'{"format": true}', b'{"format": -1}', b'{"format": 1}', b'{"format": NaN}',
+    ],
+)  # fmt: skip
+def test_pages_that_are_none(text):
+    assert isinstance(read(text), Exception)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"model.safetensors": {', b'"../model.safetensors": {'),
+        (b'"nbytes": ', b'"nbytes": 1'),
+        (b'"start": ', b'"start": 1'),
+        (b'"dtype": "float32"', b'"dtype": "object"'),
+        (b"     3,\n", b"     3000000000000000000000000,\n"),
+        (b"     3,\n", b"     -3,\n"),
+        (b"     3,\n", b"     true,\n"),
+        (b'"tied": "weight"', b'"tied": "nothing"'),
+        (b'"files": [\n    "model.safetensors"', b'"files": [\n    "other.safetensors"'),
+        (b'"states": [', b'"states": {}, "more": ['),
+    ],
+)
+def test_pages_that_say_what_can_not_be(text, old, new):
+    assert old in text
+    with pytest.raises(DamagedCheckpoint, match="makes no sense"):
+        Manifest.of(text.replace(old, new, 1))

@@ -1,0 +1,110 @@
+"""States as JSON: whatever goes in comes out, and what is no state is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.checkpoint.tree import pack, unpack
+from paceline.errors import UsageError
+
+KEYS = st.one_of(
+    st.text(max_size=4), st.integers(), st.just("$tensor"), st.tuples(st.integers(), st.booleans())
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=8),
+)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.tuples(inner, inner), st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def there_and_back(state):
+    packed, tensors = pack(state)
+    return unpack(json.loads(json.dumps(packed, allow_nan=False)), tensors.__getitem__)
+
+
+def same(a, b):
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@given(STATES)
+def test_plain_states_come_back(state):
+    assert same(state, there_and_back(state))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"lr": 1e-3, "betas": (0.9, 0.95), "foreach": None},
+        {"milestones": Counter({30: 1, 80: 2}), "last_epoch": 4},
+        {"seen": {1, 2, 3}, "of": frozenset()},
+        {0: {"step": 5}, 1: {"step": 6}},
+        {"$dict": 1},
+        {"": {"": []}},
+    ],
+)
+def test_states_of_schedulers_and_the_like_come_back(state):
+    assert there_and_back(state) == state
+    assert type(there_and_back(state).get("milestones", Counter())) is Counter
+
+
+def test_tensors_and_arrays_come_back_by_value():
+    state = OrderedDict(
+        a=torch.arange(6).view(2, 3),
+        b=[torch.tensor(2.5), np.arange(3.0)],
+        c={"x": np.float32(1.5), "y": np.int64(7)},
+    )
+    found = there_and_back(state)
+    assert torch.equal(found["a"], state["a"])
+    assert torch.equal(found["b"][0], state["b"][0])
+    assert np.array_equal(found["b"][1], state["b"][1])
+    assert found["c"] == {"x": 1.5, "y": 7}
+    assert pack(state, "optimizer")[1].keys() == {"optimizer.a", "optimizer.b[0]", "optimizer.b[1]"}
+
+
+def test_tensors_of_the_same_path_have_labels_of_their_own():
+    packed, tensors = pack({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})
+    assert len(tensors) == 2
+    found = unpack(packed, tensors.__getitem__)
+    assert (found["a.b"].item(), found["a"]["b"].item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("value", [object(), lambda: 0, torch.float32, np.array([object()])])
+def test_what_is_no_state_is_refused_by_its_path(value):
+    with pytest.raises(UsageError, match=r"scheduler\.lambdas\[1\] is a"):
+        pack({"lambdas": [None, value]}, "scheduler")
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        {"$tensor": 3}, {"$float": "1e400"}, {"$float": 2}, {"$tuple": {}}, {"$dict": [[1]]}, {"$dict": "ab"},
+        {"$code": "1"}, {"$bytes": "zz"}, {"$tuple": [], "$set": []}, {"$counter": [1]},
+    ],
+)  # fmt: skip
+def test_what_is_no_packed_state_is_refused(packed):
+    with pytest.raises((ValueError, TypeError)):
+        unpack({"a": [packed]}, {}.__getitem__)

@@ -1,0 +1,103 @@
+"""Versions and the program that ranks tell each other: what is told, what differs, who is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import pytest
+
+import paceline
+from paceline.errors import MismatchError, UsageError
+from paceline.world.likeness import difference, facts_of_this_process, program_of
+from paceline.world.rollcall import Claim, Roster
+
+USUAL = {"torch": "2.13.0", "Python": "3.11", "the program": "train.py (text 1)"}
+
+
+def test_this_process_tells_versions_and_its_program():
+    facts = facts_of_this_process()
+    assert facts["paceline"] == paceline.__version__
+    assert facts["Python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert facts["torch"].count(".") == 2
+    assert "+" not in facts["torch"]
+    assert all(len(value) < 100 for value in facts.values())
+
+
+def test_the_text_of_a_program_tells_and_neither_its_place_nor_its_line_ends(tmp_path):
+    texts = {"a": b"x = 1\n", "b": b"x = 1\r\n", "c": b"x = 2\n"}
+    told = {}
+    for folder, text in texts.items():
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "train.py"
+        file.write_bytes(text)
+        told[folder] = program_of(file, "", tmp_path)
+    assert told["a"] == told["b"] != told["c"]
+    assert told["a"]["the program"].startswith("train.py (text ")
+    module = program_of(tmp_path / "a" / "train.py", "my.train", tmp_path)
+    assert module["the program"] == told["a"]["the program"].replace("train.py", "my.train")
+
+
+def test_an_installed_command_is_told_by_its_name_and_what_can_not_be_read_not_at_all(tmp_path):
+    (tmp_path / "paceline").write_text(f"#!{tmp_path}/python\n")
+    assert program_of(tmp_path / "paceline", "", tmp_path) == {"the program": "paceline"}
+    assert program_of(tmp_path / "gone.py", "", tmp_path / "bin") == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_ranks_that_are_alike_raise_nothing(ranks):
+    assert difference([USUAL] * ranks) is None
+    assert difference([{}] * ranks) is None
+
+
+@pytest.mark.parametrize("odd", range(4))
+@pytest.mark.parametrize("name", USUAL)
+def test_the_rank_that_is_unlike_the_others_is_named_with_both_values(name, odd):
+    facts = [dict(USUAL) for _ in range(4)]
+    facts[odd][name] = "other"
+    error = difference(facts)
+    assert isinstance(error, MismatchError)
+    assert isinstance(error, UsageError)
+    assert error.rank == odd
+    assert f"{name} differs between ranks" in str(error)
+    assert f"other on rank {odd}" in str(error)
+    assert USUAL[name] in str(error)
+    assert "alike=False" in error.remedy
+
+
+def test_the_first_fact_is_told_and_of_two_ranks_the_second_is_odd():
+    error = difference([USUAL, {key: "other" for key in USUAL}])
+    assert error is not None
+    assert error.rank == 1
+    assert "torch differs between ranks: 2.13.0 on rank 0; other on rank 1" in str(error)
+    assert "Python" not in str(error).partition("→")[0]
+
+
+def test_many_ranks_are_told_in_short():
+    error = difference([USUAL] * 3 + [{**USUAL, "torch": "2.9"}] * 2 + [USUAL] * 3)
+    assert error is not None
+    assert "2.13.0 on ranks 0–2, 5–7; 2.9 on ranks 3–4" in str(error)
+    assert error.rank == 3
+
+
+def test_what_a_rank_does_not_tell_is_not_compared():
+    assert difference([USUAL, {}, USUAL]) is None
+    assert difference([USUAL, {"torch": "2.13.0"}]) is None
+    error = difference([USUAL, {}, {**USUAL, "torch": "2.9"}])
+    assert error is not None
+    assert "2.13.0 on rank 0; 2.9 on rank 2" in str(error)
+
+
+def test_a_claim_that_tells_no_facts_and_one_that_tells_more_are_read():
+    old = asdict(Claim.of_this_process(1, 2))
+    del old["facts"]
+    assert Claim.of_json(old).facts == {}
+    assert Claim.of_json({**old, "facts": USUAL, "colour": "red"}).facts == USUAL
+
+
+def test_a_claim_with_facts_is_the_same_after_its_way_through_the_store():
+    claims = tuple(Claim.of_this_process(rank, 2, USUAL) for rank in range(2))
+    told = json.loads(json.dumps(asdict(Roster("name", claims))))
+    assert Roster(told["name"], tuple(map(Claim.of_json, told["claims"]))).holds(claims[1])
+    assert len({*claims}) == 2

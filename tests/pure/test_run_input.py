@@ -1,0 +1,152 @@
+"""What `paceline run` is asked for: read and refused before anything is started, torch included."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import MissingRanks, UsageError
+from paceline.launch.elastic import run_elastic, serve_rendezvous
+from paceline.launch.hosts import Address, await_server, check_free, is_here, own_address, read_address
+from paceline.launch.job import Job, check_log_dir, check_program
+from paceline.launch.logs import Logs
+
+PC1 = Address("pc1", 29400)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "shown"),
+    [
+        ("pc1:4000", "pc1", 4000, "pc1:4000"),
+        ("pc1", "pc1", 29400, "pc1:29400"),
+        (" node-3.lan:1 ", "node-3.lan", 1, "node-3.lan:1"),
+        ("10.0.0.7:65535", "10.0.0.7", 65535, "10.0.0.7:65535"),
+        ("[::1]:5", "::1", 5, "[::1]:5"),
+        ("[fe80::1%eth0]", "fe80::1%eth0", 29400, "[fe80::1%eth0]:29400"),
+    ],
+)
+def test_addresses_are_read(text, host, port, shown):
+    address = read_address(text)
+    assert (address.host, address.port, str(address)) == (host, port, shown)
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":4000", "pc1:", "pc1:x", "tcp://pc1:4000", "pc1:4000/x", "::1", "a b:3"]
+)
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(UsageError, match="no address of a rendezvous"):
+        read_address(text)
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_ports_that_cannot_be_are_refused(port):
+    with pytest.raises(UsageError, match=f"names port {port}"):
+        read_address(f"pc1:{port}")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ({"ranks": 0, "min_ranks": 0}, "ranks=0"),
+        ({"ranks": -1}, "ranks=-1"),
+        ({"hosts": 0}, "hosts=0"),
+        ({"min_ranks": 0}, "min_ranks=0, of 2 ranks"),
+        ({"min_ranks": 3}, "min_ranks=3, of 2 ranks"),
+        ({"hosts": 3, "min_ranks": 7, "address": PC1}, r"min_ranks=7, of 6 ranks \(3 hosts × 2\)"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"hosts": 2}, "2 hosts, but no place where they meet"),
+        ({"address": PC1}, "a rendezvous at pc1:29400, but only one host"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(numbers, text):
+    with pytest.raises(UsageError, match=text):
+        Job(["train.py"], **{"ranks": 2, "min_ranks": 2} | numbers)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "least", "hosts"), [(2, 6, 3), (2, 5, 3), (2, 4, 2), (2, 3, 2), (2, 1, 1), (8, 9, 2), (1, 2, 2)]
+)
+def test_the_least_hosts_hold_the_least_ranks(ranks, least, hosts):
+    assert Job(["train.py"], ranks, least, hosts=3, address=PC1).min_hosts == hosts
+
+
+def test_programs_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="no program"):
+        check_program([])
+    with pytest.raises(UsageError, match=r"no such script: .*absent\.py"):
+        check_program([str(tmp_path / "absent.py")])
+    with pytest.raises(UsageError, match="no such script"):
+        run_elastic([str(tmp_path)], 2)
+    check_program(["-m", "anything"])
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "logs"):
+        with pytest.raises(UsageError, match="can't be written"):
+            check_log_dir(folder)
+    check_log_dir(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_logs_have_a_place_for_each_start(tmp_path):
+    with Logs(tmp_path / "kept") as logs:
+        assert logs.of(0, 3) is None
+        assert logs.of(1, 0) == tmp_path / "kept" / "rank1.log"
+        assert logs.of(2, 3) == tmp_path / "kept" / "restart3" / "rank2.log"
+    assert (tmp_path / "kept" / "restart3").is_dir()
+    with Logs(None) as logs:
+        private = logs.of(1, 0)
+        assert isinstance(private, Path)
+        assert private.parent.is_dir()
+    assert not private.parent.exists()
+
+
+def test_own_addresses_are_known(monkeypatch):
+    assert is_here(Address("127.0.0.1", 1))
+    assert is_here(Address("localhost", 1))
+    assert not is_here(Address("192.0.2.1", 1))  # reserved for documentation
+    with pytest.raises(UsageError, match="resolves to nothing"):
+        is_here(Address("no-such-host.invalid", 1))
+    assert own_address(Address("127.0.0.1", 9), serving=False) == "127.0.0.1"
+    assert own_address(Address("localhost", 9), serving=True) == "localhost"  # others know it by this name
+
+
+def test_a_taken_port_is_told_before_it_is_served():
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        address = Address("127.0.0.1", taken.getsockname()[1])
+        for refuse in (check_free, serve_rendezvous):
+            with pytest.raises(UsageError, match=f"can't serve at {address}: the port is taken"):
+                refuse(address)
+    check_free(address)
+    with pytest.raises(UsageError, match="no address of this machine"):
+        check_free(Address("192.0.2.1", 29400))
+
+
+def test_a_rendezvous_that_nobody_serves_is_given_up():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = Address("127.0.0.1", free.getsockname()[1])
+        with pytest.raises(MissingRanks, match=f"no rendezvous at {address} within 0.1 s") as caught:
+            await_server(address, 0.1, print)
+        assert "--serve" in caught.value.remedy
+        free.listen()
+        await_server(address, 5.0, print)
+
+
+def test_refusing_needs_no_torch():
+    code = (
+        "import sys\n"
+        "from paceline.errors import UsageError\n"
+        "from paceline.launch.elastic import run_elastic\n"
+        "try: run_elastic(['absent.py'], 2)\n"
+        "except UsageError: print('torch' in sys.modules)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "False\n", ended.stderr

@@ -1,0 +1,376 @@
+"""Parts of watching: processes, stacks, symptoms, slow ranks, words, freeing a thread, a world of one."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+import paceline as pl
+from paceline.checkpoint import leave, stacks
+from paceline.checkpoint.beat import Notice, Row
+from paceline.checkpoint.culprit import Seen, Verdict
+from paceline.checkpoint.mesh import Card
+from paceline.checkpoint.processes import Process, host_key, start_of
+from paceline.checkpoint.reach import LOOPBACK, own_address
+from paceline.checkpoint.straggler import Paces, slowest_of
+from paceline.checkpoint.symptoms import is_symptom
+from paceline.checkpoint.words import error_of
+from paceline.errors import BackwardFailed, MismatchError, PeerFailed, PeerLost, SyncError, UsageError
+
+
+def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.005)
+
+
+# ------------------------------------------------------------------ processes of this host
+
+
+def test_a_process_runs_is_stopped_and_gone():
+    child = subprocess.Popen(["sleep", "1000"])
+    process = Process(child.pid, start_of(child.pid))
+    assert process.state() == "runs"
+    child.send_signal(signal.SIGSTOP)
+    until(lambda: process.state() == "stopped")
+    child.send_signal(signal.SIGCONT)
+    until(lambda: process.state() == "runs")
+    child.kill()
+    until(lambda: process.state() == "gone")
+    assert process.code() == -signal.SIGKILL
+    child.wait()
+    assert process.state() == "gone"
+    process.close()
+
+
+def test_without_a_descriptor_the_start_tells_a_process_from_another_of_its_number():
+    child = subprocess.Popen(["sleep", "1000"])
+    process = Process(child.pid, start_of(child.pid) - 1)
+    process.close()
+    assert process.state() == "gone"
+    mine = Process(os.getpid(), start_of(os.getpid()))
+    mine.close()
+    assert mine.state() == "runs"
+    child.kill()
+    child.wait()
+    assert start_of(child.pid) == 0
+
+
+def test_processes_of_a_host_have_something_in_common():
+    line = "from paceline.checkpoint.processes import host_key; print(host_key())"
+    told = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == host_key()
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_the_address_is_that_of_the_interface_the_group_uses(variable):
+    assert own_address({variable: "lo"}) == LOOPBACK
+
+
+def test_without_a_network_the_address_is_the_loopback(monkeypatch):
+    monkeypatch.setattr("paceline.checkpoint.reach.host_address", lambda: "127.0.1.1")
+    assert own_address({}) == own_address({"MASTER_ADDR": "localhost"}) == LOOPBACK
+    monkeypatch.setattr("paceline.checkpoint.reach.host_address", lambda: "10.1.2.3")
+    assert own_address({"GLOO_SOCKET_IFNAME": "none such"}) == "10.1.2.3"
+
+
+# ------------------------------------------------------------------ where a thread stands
+
+
+def stand(release):
+    release.wait()
+
+
+@pytest.fixture
+def standing():
+    release = threading.Event()
+    thread = threading.Thread(target=stand, args=(release,))
+    thread.start()
+    until(lambda: "in wait" in stacks.stack_of(thread.ident).splitlines()[-2])
+    yield thread
+    release.set()
+    thread.join()
+
+
+def test_a_stack_names_functions_and_the_number_stays_while_it_stands(standing):
+    assert "in stand" in stacks.stack_of(standing.ident)
+    numbers = {stacks.fingerprint(stacks.frame_of(standing.ident)) for _ in range(20)}
+    assert len(numbers) == 1
+    assert numbers != {stacks.fingerprint(stacks.frame_of(threading.get_ident()))}
+    assert not stacks.in_collective(stacks.frame_of(standing.ident))
+    assert stacks.stack_of(10**9) == ""
+    assert stacks.fingerprint(None) == 0
+
+
+def test_a_thread_in_a_collective_is_seen(tmp_path):
+    found = []
+    code = compile("def call(look): look()", f"{tmp_path}/torch/distributed/c10d.py", "exec")
+    scope = {}
+    exec(code, scope)
+    scope["call"](lambda: found.append(stacks.in_collective(sys._getframe())))
+    assert found == [True]
+
+
+def test_the_stack_that_needs_no_lock_is_read(standing, tmp_path):
+    with (tmp_path / "dump").open("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        dump = file.read()
+    text = stacks.section(dump, standing.ident)
+    lines = text.splitlines()
+    assert "in stand" in text
+    assert "_bootstrap" in lines[0]
+    assert "wait" in lines[-1]
+    assert stacks.section(dump, 12345) == stacks.section("", 1) == ""
+
+
+def test_an_exception_is_told_with_its_causes_even_where_it_can_not_be_shown():
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise ValueError("second") from error
+    except ValueError as error:
+        text = stacks.exception_text(error, error.__traceback__)
+    assert "KeyError: 'first'" in text
+    assert text.endswith("ValueError: second")
+
+    class Rude(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    assert "Rude" in stacks.exception_text(Rude(), None)
+
+
+# ------------------------------------------------------------------ symptoms
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            RuntimeError("[…/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:60310"),
+            True,
+        ),
+        (RuntimeError("Read error [10.0.0.1]:9092: Connection reset by peer"), True),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("NCCL error in: …, remote process exited or there was a network error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory"), False),
+        (MemoryError(), False),
+        (KeyboardInterrupt(), False),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (SyncError("another rank ended or stopped answering during this step (Broken pipe)"), True),
+        (SyncError("ranks [0] called a and ranks [1] called b"), False),
+        (PeerLost("rank 1 ended"), True),
+        (BackwardFailed("backward raised an exception on rank 1"), True),
+        (MismatchError("this rank calls a, rank 1 calls b"), False),
+        (dist.DistNetworkError("The client socket has failed"), True),
+        (caused(ValueError("could not save"), PeerLost("rank 1 ended")), True),
+        (caused(PeerLost("rank 1 ended"), ValueError("x")), True),
+        (ValueError("x"), False),
+        (None, False),
+    ],
+)
+def test_errors_that_tell_of_others(error, expected):
+    assert is_symptom(error) is expected
+
+
+def test_an_error_that_is_its_own_cause_ends_the_search():
+    error, other = ValueError("a"), ValueError("b")
+    error.__cause__, other.__cause__ = other, error
+    assert not is_symptom(error)
+
+
+# ------------------------------------------------------------------ slow ranks
+
+
+def test_the_slowest_rank_is_told_by_the_median_of_its_steps():
+    paces = Paces()
+    for step in range(1, 20):
+        for rank, seconds in enumerate((0.1, 0.13, 0.1)):
+            outlier = 50.0 if step >= 10 and rank == 0 else 0.0  # one step with a checkpoint
+            paces.note(rank, step, step * seconds + outlier)
+    rank, factor = slowest_of(paces.seconds())
+    assert (rank, factor) == (1, pytest.approx(1.3))
+
+
+def test_steps_that_a_look_missed_count_by_their_mean():
+    paces = Paces()
+    for step in (1, 5, 9, 13, 17):
+        paces.note(0, step, step * 0.2)
+        paces.note(0, step, step * 0.2)  # the same row again
+    assert paces.seconds() == {0: pytest.approx(0.2)}
+
+
+@pytest.mark.parametrize("seconds", [{}, {0: 1.0}, {0: 0.0, 1: 0.0}])
+def test_too_few_ranks_have_no_slowest(seconds):
+    assert slowest_of(seconds) is None
+
+
+@given(st.dictionaries(st.integers(0, 9), st.floats(0.01, 10), min_size=2))
+def test_the_slowest_is_at_least_as_slow_as_the_others(seconds):
+    rank, factor = slowest_of(seconds)
+    assert seconds[rank] == max(seconds.values())
+    assert factor >= 1
+
+
+# ------------------------------------------------------------------ words
+
+CARDS = [Card(rank, f"pc{rank // 2}", f"key{rank // 2}", 100 + rank, 0, 0, "", 0, "") for rank in range(4)]
+AT = Row(1, 1, 20, "backward", "", 3)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "notices", "text"),
+    [
+        (
+            Verdict("raised", 1),
+            [Notice("raised", 1, 1, name="ValueError: no", text="a\nb", step=20, phase="forward")],
+            "[rank 1, step 20] rank 1 on host pc0 (process 101, in forward) raised ValueError: no\n  | a\n  | b",
+        ),
+        (
+            Verdict("gone", 1, others=(2, 3)),
+            [Notice("gone", 1, 0, code=-9)],
+            "(process 101, in backward, bucket 3) was ended by SIGKILL (the kernel does so where memory runs out); "
+            "so with ranks 2–3",
+        ),
+        (Verdict("gone", 1), [Notice("gone", 1, 0, code=3)], "ended with exit code 3"),
+        (Verdict("gone", 1), [], "ended; nobody can tell how"),
+        (Verdict("stopped", 1, 3.0, waiting=0), [], "has been stopped for 3 s, while rank 0 waits for it"),
+        (
+            Verdict("unreachable", 1, 12.3),
+            [],
+            "has been out of reach for 12.3 s: its host is down or cut off",
+        ),
+        (
+            Verdict("held", 1, 90),
+            [Notice("stack", 1, 1, text="old"), Notice("stack", 1, 1, text="new")],
+            "| new",
+        ),
+        (Verdict("stalled", 1, 61), [], "has stood still for 1 min 1 s, while others waits for it"),
+        (
+            Verdict("finished", 1, 61, waiting=2),
+            [Notice("done", 1, 1, step=9, phase="outside")],
+            "[rank 1, step 9] rank 1 on host pc0 (process 101, in its own code) has left its loop, and rank 2 has",
+        ),
+        (
+            Verdict("elsewhere", 1, 61, waiting=2),
+            [],
+            "has waited for something else than rank 2 for 1 min 1 s",
+        ),
+        (
+            Verdict("cut off", None, 12.0, (0, 1)),
+            [],
+            "this host (pc0) has heard from none of the 1 others for 12 s",
+        ),
+    ],
+)
+def test_what_a_verdict_says(verdict, notices, text):
+    seen = [Seen(card.rank, card.host, AT if card.rank == 1 else None) for card in CARDS]
+    error = error_of(verdict, CARDS, seen, notices)
+    assert text in str(error)
+    assert error.kind == verdict.kind
+    assert error.host == "pc0"
+    assert "→" in str(error)
+
+
+def test_a_step_that_others_have_reached_was_reached_by_the_rank_too():
+    rows = [Row(0, 1, 22, "exchange", "", 0, True), AT]
+    seen = [Seen(0, "pc0", rows[0]), Seen(1, "pc0", rows[1])]
+    error = error_of(Verdict("gone", 1), CARDS[:2], seen, [])
+    assert (error.step, error.phase, error.bucket) == (22, "", -1)
+
+
+# ------------------------------------------------------------------ freeing
+
+
+def test_a_thread_that_runs_python_is_raised_into():
+    caught, ready = [], threading.Event()
+
+    def work():
+        ready.set()
+        try:
+            while True:
+                time.sleep(0.001)
+        except PeerFailed as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait()
+    leave.raise_in(thread.ident, PeerFailed("rank 1 is gone", rank=1, kind="gone", host="pc1"))
+    thread.join(20)
+    assert (caught[0].rank, caught[0].kind, caught[0].host) == (1, "gone", "pc1")
+    assert str(caught[0]) == "[rank 1] rank 1 is gone"
+    assert type(caught[0]).__name__ == "PeerFailed"
+
+
+def test_a_process_that_can_not_be_freed_says_why_and_ends():
+    line = "from paceline.checkpoint.leave import end_process; from paceline.errors import PeerFailed\n"
+    line += "end_process(PeerFailed('rank 1 is gone', rank=1))"
+    ended = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == leave.EXIT_CODE
+    assert "paceline.PeerFailed: [rank 1] rank 1 is gone" in ended.stderr
+    assert "most recent call first" in ended.stderr
+
+
+def test_connections_that_an_epoll_looks_after_are_found_but_for_own_ones_and_the_store():
+    with socket.create_server((LOOPBACK, 0)) as server, select.epoll() as epoll:
+        one, other = (socket.create_connection(server.getsockname()) for _ in range(2))
+        for each in (one, other, server):
+            epoll.register(each, select.EPOLLIN)
+        found = set(leave.sockets_of_gloo())
+        assert {one.fileno(), other.fileno()} <= found
+        assert server.fileno() not in found
+        assert one.fileno() not in set(leave.sockets_of_gloo([one.fileno()]))
+        assert {one.fileno(), other.fileno()}.isdisjoint(leave.sockets_of_gloo((), server.getsockname()[1]))
+        one.close()
+        other.close()
+
+
+# ------------------------------------------------------------------ a world of one
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stall": 0}, "stall=0 is no time"),
+        ({"lost": -1.0}, "lost=-1.0"),
+        ({"warn": float("inf")}, "warn=inf"),
+        ({"grace": "long"}, "grace='long'"),
+        ({"on_stall": "tel"}, "did you mean 'tell'"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        pl.Watch(**options)
+
+
+def test_in_a_world_of_one_nothing_is_watched():
+    threads, hooks = threading.active_count(), (sys.excepthook, threading.excepthook)
+    watch = pl.Watch()
+    assert watch.slowest() is None
+    assert (threading.active_count(), sys.excepthook, threading.excepthook) == (threads, *hooks)
+    with pytest.raises(ZeroDivisionError), watch:
+        _ = 1 / 0
+    watch.close()
+    watch.close()

@@ -1,0 +1,81 @@
+"""Whereabouts: what is written and what is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.whereabouts import PHASES, Whereabouts
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("paceline.whereabouts.perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_step_goes_through_its_phases(clock):
+    here = Whereabouts()
+    assert (here.step, here.phase, here.task, here.bucket, here.waiting) == (0, "outside", "", -1, False)
+    for at, phase in enumerate(PHASES):
+        clock[0] = 100.0 + at
+        here.begin(7, phase)
+        assert (here.step, here.phase, here.since) == (7, phase, 100.0 + at)
+    here.enter("outside")
+    assert (here.step, here.phase) == (7, "outside")
+
+
+def test_waiting_names_the_bucket_and_ends(clock):
+    here = Whereabouts()
+    here.wait(3)
+    assert (here.waiting, here.bucket, here.since) == (True, 3, 100.0)
+    clock[0] += 2
+    here.arrive()
+    assert (here.waiting, here.bucket, here.since) == (False, -1, 102.0)
+
+
+def test_what_raises_while_it_waits_stays_marked_until_the_next_phase():
+    here = Whereabouts()
+    with pytest.raises(RuntimeError), here.awaited(2):
+        raise RuntimeError
+    assert (here.waiting, here.bucket) == (True, 2)
+    here.enter("outside")
+    assert not here.waiting
+
+
+def test_busy_seconds_are_those_of_a_round_without_the_waits(clock):
+    here = Whereabouts()
+    here.end_round()
+    assert (here.rounds, here.busy_seconds) == (0, 0.0)
+    for computed, waited in ((2.0, 1.0), (3.0, 0.5)):
+        clock[0] += computed
+        with here.awaited():
+            clock[0] += waited / 2
+        with here.awaited():
+            clock[0] += waited / 2
+        here.end_round()
+        assert here.latest_busy_seconds == pytest.approx(computed)
+    assert (here.rounds, here.busy_seconds) == (2, pytest.approx(5.0))
+
+
+def test_a_round_says_whether_it_sees_waiting():
+    here = Whereabouts()
+    here.end_round(sees_waiting=False)
+    assert not here.sees_waiting
+
+
+def test_a_task_covers_the_phases_in_it_and_ends_also_where_it_raises():
+    here = Whereabouts()
+    with here.during("eval"):
+        here.begin(1, "forward")
+        with here.during("checkpoint"):
+            assert here.task == "checkpoint"
+        assert (here.task, here.phase) == ("eval", "forward")
+    with pytest.raises(OSError, match="full"), here.during("checkpoint"):
+        raise OSError("full")
+    assert here.task == ""
+
+
+def test_only_what_is_known_can_be_written():
+    with pytest.raises(AttributeError):
+        Whereabouts().stage = "forward"

@@ -1,0 +1,233 @@
+"""Ranks that raise, end, stop, stall or run out of memory: every other rank names them, and is free again."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import paceline as pl
+from paceline import faults, mishaps
+from paceline.checkpoint.leave import EXIT_CODE
+
+STALL, LOST = 2.0, 1.5
+SIZE, VICTIM, STEP = 3, 1, 30
+TOLD = ("rank", "host", "step", "pid", "phase", "exit_code", "kind", "stack")
+
+
+def enter(folder, rank, backend, sync="bucketed"):
+    pl.init(backend, init_method=f"file://{folder}/world", rank=rank, size=SIZE, device="cpu", timeout=120.0)
+    torch.manual_seed(0)
+    model = pl.DataParallel(torch.nn.Linear(64, 64), sync=sync)
+    return model, pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+
+
+def step(model, optim):
+    model.backward(model(torch.ones(4, 64)).mean(), samples=4)
+    optim.step()
+    optim.zero_grad()
+
+
+def prepare():
+    importlib.import_module("torch._dynamo")  # once, rather than in every rank
+    importlib.import_module("paceline.checkpoint.watch")
+
+
+def one_rank(tell, rank, folder, backend, sync, fault):
+    model, optim = enter(folder, rank, backend, sync)
+    faults.arm(fault)
+    finally_ran = False
+    try:
+        with pl.Watch(stall=STALL, lost=LOST, grace=20.0):
+            try:
+                while True:
+                    step(model, optim)
+            finally:
+                finally_ran = True
+    except Exception as error:  # noqa: BLE001 — the test looks at it
+        told = {name: getattr(error, name, None) for name in TOLD}
+        tell(told | {"error": type(error).__name__, "text": str(error), "finally": finally_ran})
+    pl.shutdown()
+    os._exit(0)
+
+
+def lose_one(fork, folder, backend, sync, fault):
+    prepare()
+    ranks = [fork(one_rank, rank, folder, backend, sync, fault) for rank in range(SIZE)]
+    others = [each for rank, each in enumerate(ranks) if rank != VICTIM]
+    told = [each.hear() for each in others]
+    codes = [each.wait() for each in others]
+    ranks[VICTIM].kill(signal.SIGCONT)
+    own = ranks[VICTIM].hear() if any(how in fault for how in ("stop", "raise", "memory")) else None
+    return ranks[VICTIM].pid, told, codes, own
+
+
+RAISES = f"fail_at(rank=1, step={STEP}, how='raise')"
+MEMORY = f"fail_at(rank=1, step={STEP}, how='memory')"
+EXITS = f"fail_at(rank=1, step={STEP}, how='exit')"
+KILLED = f"fail_at(rank=1, step={STEP}, how='kill')"
+STOPS = f"stall_at(rank=1, step={STEP}, how='stop')"
+SLEEPS = f"stall_at(rank=1, step={STEP}, how='sleep')"
+HOLDS = f"stall_at(rank=1, step={STEP}, how='gil')"
+
+SAID = {
+    RAISES: ("raised", "raised RuntimeError: a fault on purpose", "in _raise", None),
+    MEMORY: ("raised", "raised MemoryError", "_run_out_of_memory", None),
+    EXITS: ("gone", f"ended with exit code {mishaps.EXIT_CODE}", "", mishaps.EXIT_CODE),
+    KILLED: ("gone", "was ended by SIGKILL", "", -signal.SIGKILL),
+    STOPS: ("stopped", "has been stopped for", "", None),
+    SLEEPS: ("stalled", "has stood still for", "in _sleep", None),
+    HOLDS: ("held", "has held Python's lock for", "in _hold_the_lock", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "sync", "fault"),
+    [
+        ("gloo", "bucketed", RAISES),
+        ("paceline", "bucketed", MEMORY),
+        ("gloo", "sharded", EXITS),
+        ("gloo", "bucketed", KILLED),
+        ("paceline", "sharded", KILLED),
+        ("gloo", "sharded", STOPS),
+        ("paceline", "bucketed", STOPS),
+        ("gloo", "bucketed", SLEEPS),
+        ("paceline", "sharded", SLEEPS),
+        ("paceline", "bucketed", HOLDS),
+        ("gloo", "full-shard", KILLED),
+    ],
+)
+def test_every_other_rank_names_the_culprit(nursery, backend, sync, fault):
+    kind, text, stack, code = SAID[fault]
+    pid, told, codes, own = nursery.play(lose_one, backend, sync, fault, timeout=90)
+    host = socket.gethostname()
+    assert codes == [0] * (SIZE - 1)
+    for each in told:
+        assert (each["error"], each["kind"], each["rank"]) == ("PeerFailed", kind, VICTIM), each
+        assert (each["host"], each["pid"]) == (host, pid), each
+        assert kind == "raised" or each["exit_code"] == code, each
+        assert STEP - 1 <= each["step"] <= STEP, each
+        assert f"rank 1 on host {host} (process {pid}" in each["text"], each
+        assert f") {text}" in each["text"], each
+        assert stack in each["stack"], each
+        assert each["finally"], each
+    if fault in (RAISES, MEMORY):
+        assert {(each["step"], each["phase"]) for each in told} == {(STEP, "forward")}
+        assert own["error"] in ("RuntimeError", "MemoryError"), "its own error is what the culprit raises"
+    if fault == STOPS:  # it wakes up, and hears that the others did not wait
+        assert (own["error"], own["rank"]) == ("PeerFailed", VICTIM), own
+
+
+# ------------------------------------------------------------------ without a with-block, and where nothing helps
+
+
+def careless(tell, rank, folder):
+    """Train without a with-block and catch nothing, until rank 1 is killed; rank 2 has left for a long call in C."""
+    sys.stderr = open(f"{folder}/stderr{rank}", "w", buffering=1)  # noqa: SIM115 — it ends with the process
+    os.dup2(sys.stderr.fileno(), 2)
+    model, optim = enter(folder, rank, "gloo")
+    watch = pl.Watch(stall=60.0, lost=LOST, grace=1.0)
+    for _ in range(STEP):
+        step(model, optim)
+    tell("trained")
+    if rank == 2:
+        time.sleep(1000)
+    while True:
+        step(model, optim)
+        assert watch is not None
+
+
+def kill_one(fork, folder):
+    prepare()
+    ranks = [fork(careless, rank, folder) for rank in range(SIZE)]
+    assert [each.hear() for each in ranks] == ["trained"] * SIZE
+    ranks[VICTIM].kill()
+    codes = [ranks[rank].wait() for rank in (0, 2)]
+    return codes, [open(f"{folder}/stderr{rank}").read() for rank in (0, 2)]
+
+
+def test_an_error_that_nobody_catches_names_the_culprit_and_a_rank_that_hears_nothing_ends(nursery):
+    codes, said = nursery.play(kill_one, timeout=90)
+    assert codes == [1, EXIT_CODE]
+    assert "The above exception was the direct cause" in said[0]  # the connection error, and what it meant
+    for text in said:
+        assert "PeerFailed: [rank 1, step" in text, text
+        assert "was ended by SIGKILL" in text
+    assert "(this process could not be freed and ends)" in said[1]
+    assert "time.sleep(1000)" in said[1] or "in careless" in said[1]
+
+
+# ------------------------------------------------------------------ nothing is wrong enough to end
+
+
+def goes_on(tell, rank, folder):
+    """Train past a stall that is only told, beside a slow rank, a thread that raises and a child that is forked."""
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("paceline.watch").addHandler(handler)
+    model, optim = enter(folder, rank, "paceline")
+    step(model, optim)
+    hooks = sys.excepthook, threading.excepthook
+    faults.arm("stall_at(rank=1, step=10, seconds=1.5); slow(rank=2, seconds=0.05)")
+    with pl.Watch(stall=0.8, lost=LOST, on_stall="tell", warn=0.3) as watch:
+        for at in range(60):
+            step(model, optim)
+            if at == 20 and rank == 0:
+                thread = threading.Thread(target=lambda: [][1], name="prefetch")
+                thread.start()
+                thread.join()
+                if (child := os.fork()) == 0:
+                    os._exit(0)
+                os.waitpid(child, 0)
+        slowest = watch.slowest()
+    assert (sys.excepthook, threading.excepthook) == hooks
+    pl.shutdown()
+    tell((heard, slowest.rank, slowest.factor, [each.name for each in threading.enumerate()]))
+    os._exit(0)
+
+
+def leaves_early(tell, rank, folder):
+    """Rank 1 makes fewer steps than the others, and lives on."""
+    model, optim = enter(folder, rank, "gloo")
+    try:
+        with pl.Watch(stall=1.0, grace=20.0):
+            for _ in range(STEP if rank == VICTIM else 1000):
+                step(model, optim)
+        time.sleep(60)
+    except pl.PacelineError as error:
+        tell((getattr(error, "kind", ""), error.rank, error.step, str(error)))
+    os._exit(0)
+
+
+def hear_all(fork, folder, work, speakers):
+    prepare()
+    ranks = [fork(work, rank, folder) for rank in range(SIZE)]
+    return [ranks[rank].hear() for rank in speakers]
+
+
+def test_what_is_only_told_ends_nothing(nursery):
+    told = nursery.play(hear_all, goes_on, range(SIZE), timeout=90)
+    for heard, slowest, factor, threads in told:
+        assert (slowest, threads) == (2, ["MainThread"])
+        assert factor > 1.03
+        assert not any("can't be watched" in line or "failed, and ends" in line for line in heard), heard
+    stalls = [line for heard, *_ in told for line in heard if line.startswith("rank 1 on host")]
+    assert stalls
+    assert "has stood still" in stalls[0]
+    for heard, *_ in told[1:]:
+        assert any(line.startswith("a thread of rank 0 raised IndexError") for line in heard), heard
+
+
+def test_a_rank_that_has_left_its_loop_while_others_wait(nursery):
+    for kind, rank, at, text in nursery.play(hear_all, leaves_early, [0, 2], timeout=90):
+        assert (kind, rank, at) == ("finished", VICTIM, STEP - 1)
+        assert "has left its loop, and rank" in text
