@@ -30,7 +30,7 @@ def test_a_rank_that_is_killed_is_named_on_the_terminal(tmp_path):
         timeout=240,
     )
     assert told.returncode == 1
-    assert "Error: [rank 1, step 5] rank 1 on host" in told.stderr, told.stderr
+    assert "PeerFailed: [rank 1, step 5] rank 1 on host" in told.stderr, told.stderr
     assert "was ended by SIGKILL" in told.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import socket
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import orderly
 from paceline.checkpoint import leave, stacks
 from paceline.checkpoint.beat import Notice, pack
 from paceline.checkpoint.culprit import Limits
@@ -198,7 +200,8 @@ def crowd(meshes, monkeypatch):
             if mesh.dump is not None:
                 mesh.dump.close()
             mesh.dump = None
-            settings = {"leaves_stalls": True, "warn": 100.0, "grace": 100.0} | options
+            settings = {"leaves_stalls": True, "warn": 100.0, "grace": 100.0, "launcher": orderly.Listener()}
+            settings |= options
             watchers.append(Watcher(mesh, Limits(50.0, 50.0), **settings))
         return watchers
 
@@ -229,6 +232,73 @@ def test_rows_reach_everybody_where_they_are_passed_on(crowd):
     watchers = crowd(20)
     until(lambda: turn(watchers) or all(len(each._rows) == 20 for each in watchers), 60)
     assert all(seen.row is not None for seen in watchers[0].seen())
+
+
+@pytest.fixture
+def asking(crowd, tmp_path, monkeypatch):
+    """A crowd of three, each with the file in which its launcher asks."""
+    files = [tmp_path / f"leave{rank}" for rank in range(3)]
+    launchers = []
+    for file in files:
+        monkeypatch.setenv(orderly.VARIABLE, str(file))
+        launchers.append(orderly.Listener())
+    watchers = crowd(3)
+    for each, launcher in zip(watchers, launchers, strict=True):
+        each._launcher = launcher
+    turn(watchers, 3)
+    return watchers, files
+
+
+def test_who_is_asked_to_leave_for_a_newcomer_is_missed_by_nobody(asking):
+    watchers, files = asking
+    orderly.ask(files[1], "changed")
+    turn(watchers, 3)
+    assert [orderly.listens(file) for file in files] == [True, False, True]
+    watchers[1].mesh.close()
+    turn([watchers[0], watchers[2]], 20)
+    assert not any(each.decided.is_set() for each in watchers)
+
+
+def test_who_is_asked_to_leave_after_a_failure_names_it(asking):
+    watchers, files = asking
+    watchers[1].cards[2] = dataclasses.replace(watchers[1].cards[2], key="another host")
+    watchers[1].mesh.links[2].state = "lost"
+    watchers[1]._heard[2] -= 5.0  # of 50 that it may be silent
+    turn([watchers[1]])
+    assert watchers[1]._pending is None
+    orderly.ask(files[1], "failed")
+    until(lambda: turn([watchers[0], watchers[1]]) or watchers[1].decided.is_set())
+    assert watchers[1].error.rank == 2
+    watchers[1].close()
+    assert orderly.listens(files[1]), "the launcher waits for its end"
+
+
+def test_who_is_asked_to_leave_and_knows_nothing_goes(asking, monkeypatch):
+    monkeypatch.setattr("paceline.checkpoint.watcher._ASKED_SECONDS", 0.05)
+    watchers, files = asking
+    orderly.ask(files[1], "failed")
+    until(lambda: turn(watchers) or not orderly.listens(files[1]))
+    assert not any(each.decided.is_set() for each in watchers)
+
+
+def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
+    file = tmp_path / "leave0"
+    orderly.ask(file, "failed")
+    assert not orderly.listens(file)
+    monkeypatch.setenv(orderly.VARIABLE, str(file))
+    listener = orderly.Listener()
+    assert orderly.listens(file)
+    assert listener.asked() is None
+    orderly.ask(file, "failed")
+    assert listener.asked() == "failed"
+    listener.done()
+    listener.done()
+    assert not orderly.listens(file)
+    monkeypatch.setenv(orderly.VARIABLE, str(tmp_path / "gone" / "leave0"))
+    assert orderly.Listener().asked() is None
+    monkeypatch.delenv(orderly.VARIABLE)
+    orderly.Listener().done()
+    assert os.path.exists(os.devnull)
 
 
 def test_who_leaves_in_order_is_not_missed(crowd):

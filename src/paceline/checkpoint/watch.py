@@ -38,6 +38,7 @@ from paceline.checkpoint.straggler import Straggler, slowest_of
 from paceline.checkpoint.symptoms import is_symptom
 from paceline.checkpoint.watcher import Watcher
 from paceline.errors import PeerFailed, UsageError, unknown
+from paceline.orderly import Listener
 from paceline.world.agree import gather_texts, place_in
 
 __all__ = ["Watch"]
@@ -93,7 +94,12 @@ class Watch:
             return
         warn = stall / 4 if warn is None else warn
         self._watcher = Watcher(
-            _meet(lost), Limits(stall, lost), leaves_stalls=on_stall == "leave", warn=warn, grace=grace
+            _meet(lost),
+            Limits(stall, lost),
+            leaves_stalls=on_stall == "leave",
+            warn=warn,
+            grace=grace,
+            launcher=Listener(),
         )
         self._hook()
         _watches.add(self)

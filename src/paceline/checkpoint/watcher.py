@@ -28,6 +28,7 @@ from paceline.checkpoint.standing import Standing
 from paceline.checkpoint.straggler import Paces
 from paceline.checkpoint.words import error_of, headline
 from paceline.errors import PeerFailed
+from paceline.orderly import Listener
 from paceline.whereabouts import here
 
 __all__ = ["Watcher"]
@@ -42,6 +43,7 @@ _ARM_SECONDS = 2.0  # at least, without a turn, until stacks are told that need 
 _STACK_SECONDS = 5.0  # between two stacks that a rank tells of itself
 _ABSENT_SECONDS = 1.0
 _ACKNOWLEDGE_SECONDS = 1.0
+_ASKED_SECONDS = 1.0  # for a reason to show, once the launcher asked this rank to leave
 _SAY_SECONDS = 1.0  # for the training thread to raise a verdict, before it is logged
 _STALLS = ("stopped", "held", "stalled", "finished", "elsewhere")
 
@@ -52,17 +54,28 @@ class Watcher:
     Args:
         mesh: its connections. limits: how long is too long. leaves_stalls: whether a stall ends the training.
         warn: seconds of waiting after which a word is said. grace: seconds to free the training thread.
+        launcher: where the launcher asks this rank to leave.
 
     Attributes:
         error: the verdict as an error, once there is one; `decided` is set then.
     """
 
-    def __init__(self, mesh: Mesh, limits: Limits, *, leaves_stalls: bool, warn: float, grace: float) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        limits: Limits,
+        *,
+        leaves_stalls: bool,
+        warn: float,
+        grace: float,
+        launcher: Listener,
+    ) -> None:
         self.mesh, self.me, self.cards = mesh, mesh.me, mesh.cards
         relayed = len(self.cards) > FULL_MESH
         beat = 1.0 + relayed * _RELAYED_SECONDS * len(self.cards).bit_length()
         self.limits = dataclasses.replace(limits, beat=beat)
         self._leaves_stalls, self._warn, self._grace = leaves_stalls, warn, grace
+        self._launcher, self._asked_at, self._at_rest = launcher, 0.0, False
         self._rows_every = _RELAYED_SECONDS if relayed else 0.0
         self.error: PeerFailed | None = None
         self.decided = threading.Event()
@@ -139,6 +152,8 @@ class Watcher:
             self._thread.join(5.0)
         with contextlib.suppress(RuntimeError, ValueError):
             faulthandler.cancel_dump_traceback_later()
+        if not self.decided.is_set():  # else this rank is about to end
+            self._launcher.done()
         with self._lock:
             self.mesh.push()
             self.mesh.close()
@@ -180,7 +195,7 @@ class Watcher:
         self._arm(now)
         if self.decided.is_set():
             self._see_to_leaving(now)
-        else:
+        elif not self._at_rest:
             self._consider(now)
 
     def _return_from_absence(self, now: float) -> None:
@@ -304,26 +319,23 @@ class Watcher:
         return verdict
 
     def _consider(self, now: float) -> None:
-        if self._all_well(now):
+        asked = self._launcher.asked()
+        if asked is None and self._all_well(now):
             self._pending = None
             return
         self._look_out(now)
-        verdict = self._judge()
+        self._asked_at = self._asked_at or (now if asked else 0.0)
+        verdict = self._judge(hurried=asked is not None) if asked != "changed" else None
         if verdict is None:
             self._pending = None
+            if asked == "changed" or (asked and now - self._asked_at > _ASKED_SECONDS):
+                self._come_to_rest()
             return
         if self._pending is None:
             self._pending = verdict, now
             if not verdict.certain and verdict.rank is not None:
-                told = Notice(
-                    "verdict",
-                    verdict.rank,
-                    self.me.rank,
-                    verdict.seconds,
-                    verdict.kind,
-                    others=verdict.others,
-                )
-                self._take(told, None)
+                who, ago, kind = verdict.rank, verdict.seconds, verdict.kind
+                self._take(Notice("verdict", who, self.me.rank, ago, kind, others=verdict.others), None)
         if now - self._pending[1] >= _SETTLE_SECONDS[verdict.certain]:
             self._decide(verdict)
 
@@ -357,6 +369,12 @@ class Watcher:
         log.warning("%s", headline(verdict, self.cards, self.seen(), self.notices()))
 
     # ------------------------------------------------------------------ leaving
+
+    def _come_to_rest(self) -> None:
+        """Have the launcher end this rank, and the others not wonder."""
+        self._take(self.notice_of("leaves", name="the launcher asked"), None)
+        self._at_rest = True
+        self._launcher.done()
 
     def _decide(self, verdict: Verdict) -> None:
         """Make `verdict` the end of this training, and free the training thread."""

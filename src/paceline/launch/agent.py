@@ -6,6 +6,7 @@ torch's agent brings the rendezvous, the assignment of ranks and the order of st
 2. Whoever sees a failure tells it on the board, at once; the others restart at that word, not when they fail too.
 3. Before a world begins, the host that the rendezvous numbered 0 judges why the last one ended, for all of them.
 4. A host whose ranks have ended well waits for the others, and restarts with them if one of them fails.
+5. Ranks that are watched leave by themselves, so that none takes another one's end for a failure.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from paceline import orderly
 from paceline.ending import signal_name
 from paceline.launch.board import Board, too_few
 from paceline.launch.child import end
@@ -97,6 +99,7 @@ class Agent(SimpleElasticAgent):
         self._running: list[Rank] = []
         self._number, self._started = -1, time.monotonic()
         self._news, self._finished, self._ending = -1, False, False
+        self._reason: orderly.Reason = "failed"
 
     @property
     def hosts(self) -> int:
@@ -181,8 +184,10 @@ class Agent(SimpleElasticAgent):
                 "ROLE_RANK": worker.global_rank,
                 "ROLE_WORLD_SIZE": worker.world_size,
             }
+            leave_file = self._logs.leave_file(worker.local_rank)
+            leave_file.unlink(missing_ok=True)
             env = self._environment(len(workers)) | {
-                name: str(value) for name, value in (names | own).items()
+                name: str(value) for name, value in (names | own | {orderly.VARIABLE: leave_file}).items()
             }
             log = self._logs.of(worker.global_rank, self._number)
             self._running.append(
@@ -191,6 +196,15 @@ class Agent(SimpleElasticAgent):
         return {one.local_rank: one.process.pid for one in self._running}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        files = {one.rank: self._logs.leave_file(one.local_rank) for one in self._running}
+        for file in files.values():
+            orderly.ask(file, self._reason)
+        deadline = time.monotonic() + self._job.patience.leave
+        while (left := deadline - time.monotonic()) > 0:
+            there = [one for one in self._running if one.exit_code() is None]
+            if not any(orderly.listens(files[one.rank]) for one in there):
+                break
+            await_end(there, min(left, _LOOK_SECONDS))
         end(self._running, self._job.patience.end)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0.0) -> None:
@@ -222,8 +236,8 @@ class Agent(SimpleElasticAgent):
             if self._board.failed(self._number):
                 self._restart()
             self._news = news
-        elif self._job.hosts > 1 and self._world_changed():
-            self._restart()
+        elif self._job.hosts > 1 and (reason := self._world_changed()):
+            self._restart(reason)
         return False
 
     def _end(self, over: Over) -> bool:
@@ -231,10 +245,12 @@ class Agent(SimpleElasticAgent):
             raise RunOver(over)
         return True
 
-    def _world_changed(self) -> bool:
+    def _world_changed(self) -> orderly.Reason | None:
         """Return whether a host was lost, or one is to be let in: not while ranks end well already."""
         newcomers = self._meeting.newcomers()
-        return self._meeting.broken() or (newcomers and self._job.rejoin and not self._ending)
+        if self._meeting.broken():
+            return "failed"
+        return "changed" if newcomers and self._job.rejoin and not self._ending else None
 
     def _tell_failures(self) -> None:
         """Tell which ranks of this host failed; if all of them lost a peer, wait a little for that one's end."""
@@ -279,8 +295,9 @@ class Agent(SimpleElasticAgent):
 
     # Agreeing with the others.
 
-    def _restart(self) -> None:
+    def _restart(self, reason: orderly.Reason = "failed") -> None:
         """Stop this host's ranks, meet the others, and start ranks again."""
+        self._reason = reason
         if self._got_on():
             self._board.advance(self._number)
         self._restart_workers(self._worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments

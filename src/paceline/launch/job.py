@@ -24,6 +24,7 @@ class Patience:
         last_call: that a world which could begin waits for missing hosts; torch's word.
         first_call: the same at the start of a run, when people start commands by hand.
         join: for enough hosts to be there, at the start and after a loss.
+        leave: for ranks that listen to leave by themselves (`paceline.orderly`), before they are asked by a signal.
         end: between asking a rank to end and killing it.
         follow: for the rank that failed first to end, when only ranks have that lost a peer.
     """
@@ -33,6 +34,7 @@ class Patience:
     last_call: float = 3.0
     first_call: float = 30.0
     join: float = 300.0
+    leave: float = 2.0
     end: float = 3.0
     follow: float = 1.0
 

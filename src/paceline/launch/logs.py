@@ -1,4 +1,4 @@
-"""Where the ranks of a run write: rank 0 to the terminal, each other one to a file of its own for every start."""
+"""The files of the ranks of a run: where they write, and in which they are asked to leave."""
 
 from __future__ import annotations
 
@@ -11,33 +11,36 @@ __all__ = ["Logs"]
 
 
 class Logs:
-    """Log files of one host, as long as a with-statement lasts or, in a folder that was named, for good.
+    """Files of one host, as long as a with-statement lasts; logs in a folder that was named, for good.
 
-    Those of the first start are ``rank<k>.log``, those after restart n ``restart<n>/rank<k>.log``.
+    Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
+    ``restart<n>/rank<k>.log``.
 
     Args:
-        folder: where; None: kept only to explain a failure.
+        folder: where logs go; None: kept only to explain a failure.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def __enter__(self) -> Logs:
-        self._private = None if self._folder else Path(tempfile.mkdtemp(prefix="paceline-run-"))
+        self._private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
+        shutil.rmtree(self._private, ignore_errors=True)
+
+    def leave_file(self, local_rank: int) -> Path:
+        """Return the file in which a rank is asked to leave (`paceline.orderly`)."""
+        return self._private / f"leave{local_rank}"
 
     def of(self, rank: int, restart: int) -> Path | None:
         """Return the file for a rank after so many restarts, None for the terminal; its folder is made."""
         if rank == 0:
             return None
         base = self._folder or self._private
-        assert base is not None
         folder = base / f"restart{restart}" if restart else base
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"rank{rank}.log"
