@@ -40,6 +40,9 @@ _ABORTED = -6
 _HURRIED_SECONDS = 1.5
 """How long is too long for a rank whose connection has failed already."""
 
+_STACK_BEATS = 2.25
+"""How long the stack of a rank that can't answer may be on its way: told after 2 s, at once received."""
+
 _LONG_TASKS = ("checkpoint", "eval")
 """Tasks that one rank may well do alone while the others wait, and that take as long as they take."""
 
@@ -82,6 +85,12 @@ class Limits:
     stall: float = 60.0
     lost: float = 15.0
     beat: float = 1.0
+
+    def sooner(self, seconds: float, beat: float) -> Limits:
+        """Return when to suspect a rank that is to be named within these limits, if naming takes `seconds` more."""
+        return Limits(
+            max(self.stall / 2, self.stall - seconds), max(self.lost / 2, self.lost - seconds), beat
+        )
 
 
 @dataclass(frozen=True)
@@ -302,10 +311,12 @@ def _of_busy(each: Seen, seconds: float, waiting: int, limits: Limits, *, at_wor
     if _is_silent(each, limits):
         if _is_unanswered(each, limits) or each.link == "lost":
             return None  # whether it is its host's fault, its host's silence will show
-        lost = max(limits.lost, 3 * limits.beat)  # its stack may be on its way
+        lost = max(limits.lost, _STACK_BEATS * limits.beat)
         if min(seconds, each.silent) < (limits.stall if each.dumped else lost):
             return None
         return Verdict("held" if each.dumped else "stopped", each.rank, each.silent, (), waiting)
+    if each.silent > limits.beat:
+        return None  # whether it is, a moment will show
     assert each.row is not None, "who is not silent was heard of"
     stands = seconds if at_work else min(seconds, each.row.still + each.silent)
     if stands < limits.stall or (each.row.task in _LONG_TASKS and not at_work):

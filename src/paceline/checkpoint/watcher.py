@@ -73,7 +73,7 @@ class Watcher:
         self.mesh, self.me, self.cards = mesh, mesh.me, mesh.cards
         relayed = len(self.cards) > FULL_MESH
         beat = 1.0 + relayed * _RELAYED_SECONDS * len(self.cards).bit_length()
-        self.limits = dataclasses.replace(limits, beat=beat)
+        self.limits = limits.sooner(_SETTLE_SECONDS[False] + 2 * BEAT_SECONDS, beat)
         self._leaves_stalls, self._warn, self._grace = leaves_stalls, warn, grace
         self._launcher, self._asked_at, self._at_rest = launcher, 0.0, False
         self._rows_every = _RELAYED_SECONDS if relayed else 0.0
