@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -136,3 +137,17 @@ def test_a_file_system_that_does_not_rename_is_found_out(tmp_path, monkeypatch, 
         Folder(tmp_path).prepare()
     monkeypatch.undo()
     assert names(Folder(tmp_path)) == []
+
+
+def test_a_lock_that_can_not_be_taken_is_told(tmp_path, monkeypatch):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UsageError, match=r"can't lock .*Is a directory"):
+        Lock(tmp_path)
+    (tmp_path / "lock").rmdir()
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match=r"can't lock .*No locks available"):
+        Lock(tmp_path)

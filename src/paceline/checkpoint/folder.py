@@ -180,10 +180,21 @@ class Lock:
 
     Raises:
         CheckpointError: another run holds it; the message says which.
+        UsageError: it can't be written, or its file system has no locks.
     """
 
     def __init__(self, folder: Path, patience: float = _PATIENCE_SECONDS) -> None:
-        self._file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 — held open as long as the lock
+        try:
+            self._file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 — held open as long as the lock
+            self._take(folder, patience)
+        except OSError as error:
+            raise UsageError(
+                f"can't lock {str(folder)!r} for this run: {error.strerror or error}",
+                remedy="name another folder, of your own, or on a file system with locks",
+            ) from error
+
+    def _take(self, folder: Path, patience: float) -> None:
+        """Wait for the lock, and write down who holds it."""
         os.set_inheritable(self._file.fileno(), False)
         deadline = time.monotonic() + patience
         while not self._taken():
