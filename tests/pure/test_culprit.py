@@ -351,3 +351,9 @@ def test_positions_are_ordered_by_step_first(one, other):
     if one.step < other.step:
         assert position(one) < position(other)
     assert position(None) < position(one)
+
+
+def test_suspicions_begin_in_time_for_a_name_within_the_limits():
+    assert Limits(60.0, 15.0).sooner(1.0, 1.0) == Limits(59.0, 14.0, 1.0)
+    assert Limits(2.0, 1.0).sooner(1.0, 1.0) == Limits(1.75, 1.0, 1.0)
+    assert Limits(60.0, 15.0).sooner(1.0, 8.0) == Limits(59.0, 14.0, 8.0)

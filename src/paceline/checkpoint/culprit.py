@@ -40,8 +40,8 @@ _ABORTED = -6
 _HURRIED_SECONDS = 1.5
 """How long is too long for a rank whose connection has failed already."""
 
-_STACK_BEATS = 2.25
-"""How long the stack of a rank that can't answer may be on its way: told after 2 s, at once received."""
+_LEAST_BEATS = 1.75
+"""So long all ranks of a lost host are silent, and not only some; see `Limits.sooner`."""
 
 _LONG_TASKS = ("checkpoint", "eval")
 """Tasks that one rank may well do alone while the others wait, and that take as long as they take."""
@@ -87,9 +87,15 @@ class Limits:
     beat: float = 1.0
 
     def sooner(self, seconds: float, beat: float) -> Limits:
-        """Return when to suspect a rank that is to be named within these limits, if naming takes `seconds` more."""
+        """Return when to suspect a rank that is to be named within these limits, if naming takes `seconds` more.
+
+        Short limits stay: a suspicion needs some beats, to tell apart who is silent.
+        """
+        least = _LEAST_BEATS * beat
         return Limits(
-            max(self.stall / 2, self.stall - seconds), max(self.lost / 2, self.lost - seconds), beat
+            max(self.stall - seconds, min(self.stall, least)),
+            max(self.lost - seconds, min(self.lost, least)),
+            beat,
         )
 
 
@@ -164,6 +170,7 @@ def waited(seen: Seen, limits: Limits) -> float:
 
 
 def _is_silent(seen: Seen, limits: Limits) -> bool:
+    """Return whether a rank is silent for so long that its stack would have come, if it can tell it."""
     return seen.silent > 2 * limits.beat
 
 
@@ -311,8 +318,7 @@ def _of_busy(each: Seen, seconds: float, waiting: int, limits: Limits, *, at_wor
     if _is_silent(each, limits):
         if _is_unanswered(each, limits) or each.link == "lost":
             return None  # whether it is its host's fault, its host's silence will show
-        lost = max(limits.lost, _STACK_BEATS * limits.beat)
-        if min(seconds, each.silent) < (limits.stall if each.dumped else lost):
+        if min(seconds, each.silent) < (limits.stall if each.dumped else limits.lost):
             return None
         return Verdict("held" if each.dumped else "stopped", each.rank, each.silent, (), waiting)
     if each.silent > limits.beat:

@@ -58,7 +58,7 @@ class Watch:
     Args:
         stall: seconds within which a rank that stands still is named, if others wait for it so long. A rank that
             moves on from line to line is at work; evaluating and writing checkpoints never count as standing still.
-        lost: seconds within which a stopped process or an unreachable host is named.
+        lost: seconds within which a stopped process or an unreachable host is named; below 3, up to a second later.
         on_stall: ``"leave"``: a stall ends the training on all ranks; ``"tell"``: it is only logged.
         warn: seconds of waiting after which the stall to come is logged, once; None: a quarter of `stall`.
         grace: seconds to free a rank that is to end; one that still stands then writes the error to standard error

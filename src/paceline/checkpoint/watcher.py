@@ -39,7 +39,7 @@ BEAT_SECONDS = 0.2
 _RELAYED_SECONDS = 1.0  # between rows, where they are passed on
 _SETTLE_SECONDS = {True: 0.25, False: 0.5}  # for better evidence to come, by whether the verdict is certain
 _QUIET_SECONDS = 0.5  # without a row of a rank of this host, until its process is looked at
-_ARM_SECONDS = 2.0  # at least, without a turn, until stacks are told that need no lock
+_ARM_SECONDS = 1.5  # at least, without a turn, until stacks are told that need no lock; below two beats
 _STACK_SECONDS = 5.0  # between two stacks that a rank tells of itself
 _ABSENT_SECONDS = 1.0
 _ACKNOWLEDGE_SECONDS = 1.0
@@ -73,7 +73,7 @@ class Watcher:
         self.mesh, self.me, self.cards = mesh, mesh.me, mesh.cards
         relayed = len(self.cards) > FULL_MESH
         beat = 1.0 + relayed * _RELAYED_SECONDS * len(self.cards).bit_length()
-        self.limits = limits.sooner(_SETTLE_SECONDS[False] + 2 * BEAT_SECONDS, beat)
+        self.limits = limits.sooner(_SETTLE_SECONDS[False] + 3 * BEAT_SECONDS, beat)
         self._leaves_stalls, self._warn, self._grace = leaves_stalls, warn, grace
         self._launcher, self._asked_at, self._at_rest = launcher, 0.0, False
         self._rows_every = _RELAYED_SECONDS if relayed else 0.0
