@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.contents import places_of
 from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.checkpoint.reading import Reader
 from paceline.checkpoint.tensors import dtype_name, write_file
 from paceline.checkpoint.weights import check_weights, load_weights
@@ -100,7 +100,7 @@ def weights_in(source: str | Path, *, model: str = "model") -> dict[str, Tensor]
         return _tensors_in(path)
     if not path.is_dir():
         raise UsageError(f"there is no {str(path)!r}", remedy="name a checkpoint, or a safetensors file")
-    if not (path / "manifest.json").exists():
+    if not (path / MANIFEST).exists():
         if complete := Folder(path).complete() or Folder(path / "checkpoint").complete():
             return _newest(complete, model)
         return _tensors_in_folder(path)
