@@ -29,7 +29,7 @@ def alone() -> str:
     step = min(row["step_ms"]["neither"] for row in rows)
     return (
         f"By themselves, hashing {rows[0]['compared_mb']:.0f} MB of parameters takes {hashed:.1f} ms "
-        f"({hashed / step / 200:.3%} of the time, after every 200th step), and measuring as many bytes of gradients "
+        f"({hashed / step / 200:.3%} of the time, after every 200th step), and measuring as\nmany bytes of gradients "
         f"{measured:.1f} ms ({measured / step:.1%} of a step)."
     )
 
