@@ -19,7 +19,7 @@ LATER = Source("paceline bench machine", "2026-02-03T04:05:06+00:00")
 
 def collective(backend="gloo", network="loopback", scale=1.0, op="all-reduce"):
     points = [
-        Point(n, p, scale * (1e-5 * p + 1e-9 * n * 2 * (p - 1) / p * (1 + 0.02 * (n % 3))))
+        Point(n, p, scale * (1e-5 * p + 1e-9 * n * 2 * (p - 1) / p * (1 + 0.1 * (p - 2))))
         for n in (4**k for k in range(5, 13))
         for p in (2, 4)
     ]

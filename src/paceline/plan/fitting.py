@@ -34,6 +34,7 @@ from paceline.plan.segments import MOST_SEGMENTS, Samples, Segment, cut, how_man
 __all__ = ["Point", "fit_points", "held_out_ranks", "held_out_sizes"]
 
 _LEAST_SIZES = 3
+_ROUNDING = 1e-9  # relative errors that differ by less are equal, on any processor
 _GAIN, _GAIN_OF_TWO = 0.9, 0.5
 
 
@@ -193,7 +194,7 @@ def _own(
             errors_at[size].append(error)
     both = [(np.mean(errors), common[size]) for size, errors in errors_at.items() if size in common]
     alone, together = (np.median(column) for column in zip(*both, strict=True))
-    return own if alone < together else {}
+    return own if alone < together - _ROUNDING else {}
 
 
 def _samples(points: Sequence[Point], op: str, form: Form) -> Samples:
