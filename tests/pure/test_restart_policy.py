@@ -154,7 +154,7 @@ def test_a_rank_failed_and_all_hosts_are_there():
     verdict, lives = judged(Before((A, B), told, False), [A, B])
     assert verdict.first == told[1]
     assert verdict.after == told[:1]
-    assert lives == (Life("pc1/1", 4, False, exit_code=1),)
+    assert lives == (Life("pc1/1", 4, False, refused=False),)
     assert str(verdict) == (
         "restart 1: rank 3 on pc1 ended with exit code 1 after 12 s (ValueError: x); 4 → 4 ranks on 2 hosts"
     )
@@ -245,6 +245,29 @@ def test_exit_statuses_are_those_of_a_shell():
 
 
 def test_a_program_that_was_called_wrongly_is_not_started_again():
-    decision = decide([Life("pc1/0", 4, False, exit_code=2)], 4, min_ranks=1, max_restarts=9)
+    decision = decide([Life("pc1/0", 4, False, refused=True)], 4, min_ranks=1, max_restarts=9)
     assert decision.action == "end"
     assert "called wrongly" in decision.why
+
+
+@pytest.mark.parametrize(
+    ("code", "lines", "refused"),
+    [
+        (2, ["usage: train.py"], True),
+        (1, ["paceline.errors.UsageError: every=0", "  → pass a number of optimizer steps"], True),
+        (1, ["[rank1]: paceline.errors.UsageError: every=0", "[rank1]:   → pass a number"], True),
+        (1, ["ValueError: a bad batch"], False),
+        (1, ["PeerFailed: [rank 1] UsageError: every=0"], False),
+        (-9, [], False),
+    ],
+)
+def test_who_was_called_wrongly_says_so(code, lines, refused):
+    failure = rank_failed(0, *lines, code=code)
+    assert failure.refused is refused
+    verdict, _ = judged(Before((A,), (failure,), False), [A], min_ranks=1)
+    assert verdict.decision.action == ("end" if refused else "same")
+
+
+def test_the_reason_is_no_remedy():
+    assert rank_failed(0, "step 1", "[rank0]: UsageError: no", "[rank0]:   → yes").why == "UsageError: no"
+    assert rank_failed(0, "  → yes").why == rank_failed(0).why == ""

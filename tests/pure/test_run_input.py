@@ -150,3 +150,11 @@ def test_refusing_needs_no_torch():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "False\n", ended.stderr
+
+
+def test_faults_that_can_not_be_read_are_refused_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_FAULTS", "fail_at(1)")
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it was started')")
+    with pytest.raises(UsageError, match=r"PACELINE_FAULTS='fail_at\(1\)'"):
+        run_elastic([str(script)], 1)

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from paceline import faults
 from paceline.launch.child import termination_raises
 from paceline.launch.hosts import Address, check_free, is_here
 from paceline.launch.job import Job, check_log_dir, check_program
@@ -82,14 +83,15 @@ def run_job(job: Job) -> None:
 
     Raises:
         RankFailed: the run is not to go on; the same is told on every host.
-        UsageError: no such script, a log folder that can't be written, an address that names no host, or another
-            host was started otherwise.
+        UsageError: no such script, a log folder that can't be written, faults that can't be read, an address that
+            names no host, or another host was started otherwise.
         MissingRanks: the rendezvous could not be reached, or too few hosts came, within the time of `job.patience`.
         WorldError: the rendezvous was lost, or the run was over before this host came.
         KeyboardInterrupt: Ctrl-C; all ranks of all hosts are ended.
     """
     check_program(job.argv)
     check_log_dir(job.log_dir)
+    faults.read_environment()  # to refuse what can't be read before it is refused on every rank
     if job.address is not None:
         is_here(job.address)  # raises where the name means nothing
     with termination_raises(), Logs(job.log_dir) as logs:

@@ -22,6 +22,10 @@ _PEER_LOST = re.compile(
     r"Connection closed|Connection refused|Broken pipe|remote process exited|DistNetworkError|failed to recv"
 )
 _OF_THE_END = 5  # the last lines tell why a process ended
+_REFUSED = (
+    2  # exit code of a program that was called wrongly: of argparse, of typer, of Paceline's own commands
+)
+_USED_WRONGLY = re.compile(r"^(paceline\.errors\.)?UsageError: ")
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,18 @@ class Failure:
 
     @property
     def why(self) -> str:
-        """The last line that it wrote, where that tells a reason: not of one that a signal ended."""
-        if not self.lines or (self.exit_code or 0) < 0:
-            return ""
-        return re.sub(r"^\[rank\d+\]: ?", "", self.lines[-1]).strip()  # torch says who raised
+        """The last line that it wrote, where that tells a reason: not of one that a signal ended; no remedy."""
+        told = [line for line in self._last_words() if not line.startswith("→")]
+        return told[-1] if told and (self.exit_code or 0) >= 0 else ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the program was called or uses Paceline wrongly, so that it would fail again."""
+        return self.exit_code == _REFUSED or any(_USED_WRONGLY.match(line) for line in self._last_words())
+
+    def _last_words(self) -> list[str]:
+        """Return its last lines, without what torch puts before them."""
+        return [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in self.lines[-_OF_THE_END:]]
 
     def __str__(self) -> str:
         who = self.host if self.rank is None else f"rank {self.rank} on {self.host}"

@@ -2,8 +2,8 @@
 
 A failure of a rank may be chance, such as memory that somebody else took. When the same rank of the same host fails
 twice in a row and the world made no progress in between, it is not: one rank fewer is left to that host, as long as
-as many stay as the user wants; else the run ends, since more restarts would only repeat it. So would one after exit
-code 2, by which programs say that they were called wrongly.
+as many stay as the user wants; else the run ends, since more restarts would only repeat it. So would one after a
+program has said that it was called wrongly.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["REFUSED", "STRIKES", "Decision", "Life", "decide"]
+__all__ = ["STRIKES", "Decision", "Life", "decide"]
 
 STRIKES = 2
 """How often in a row, without progress, the same rank fails until it is given up."""
-
-
-REFUSED = 2
-"""Exit code of a program that was called wrongly: of Python's argparse, of typer, of Paceline's own commands."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +27,14 @@ class Life:
         ranks: its size.
         progress: whether it got further than the one before it.
         of_rank: whether a rank failed whose host is still there, rather than a whole host.
-        exit_code: of what failed first; None: of a host.
+        refused: whether what failed first said that it was called wrongly.
     """
 
     place: str
     ranks: int
     progress: bool
     of_rank: bool = True
-    exit_code: int | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,8 @@ def decide(past: Sequence[Life], ranks: int, *, min_ranks: int, max_restarts: in
         >>> decide(twice, 4, min_ranks=2, max_restarts=3).action
         'fewer'
     """
-    if past and past[-1].exit_code == REFUSED:
-        return Decision("end", f"exit code {REFUSED} says that it was called wrongly, and would be again")
+    if past and past[-1].refused:
+        return Decision("end", "it was called wrongly, and would be again")
     if len(past) > max_restarts:
         times = f"restarted {max_restarts} time{'s' * (max_restarts != 1)} already"
         return Decision("end", times if max_restarts else "no restarts were asked for")

@@ -122,7 +122,7 @@ def judge(
     lives = tuple(past)
     here = first is not None and first.rank is not None and first.member in there
     if first and before:
-        lives += (Life(first.place, ranks_before, before.progress, here, first.exit_code),)
+        lives += (Life(first.place, ranks_before, before.progress, here, first.refused),)
     decision = decide(lives if first else (), ranks, min_ranks=min_ranks, max_restarts=max_restarts)
     shrinks = first.member if first and decision.action == "fewer" else ""
     leaves = any(one.member == shrinks and one.ranks == 1 for one in now)
