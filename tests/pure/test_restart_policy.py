@@ -108,6 +108,12 @@ def test_who_lost_a_peer_is_an_echo(line):
     assert not is_echo(rank_failed(0, line, *["later"] * 5))
 
 
+def test_who_cites_another_rank_at_length_is_an_echo():
+    named = "[rank0]: paceline.errors.PeerFailed: [rank 1, step 24] rank 1 on host pc1 raised KeyError: 7"
+    cited = [f"[rank0]:   |   File 'train.py', line {number}" for number in range(9)]
+    assert is_echo(rank_failed(0, named, *cited, "[rank0]:   | KeyError: 7", "[rank0]:   → correct it"))
+
+
 @pytest.mark.parametrize(
     "line", ["ValueError: a bad batch", "", "torch.OutOfMemoryError: CUDA out of memory"]
 )

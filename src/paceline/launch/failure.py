@@ -21,6 +21,7 @@ _PEER_LOST = re.compile(
     r"\b(PeerLost|PeerFailed|BackwardFailed|MissingRanks)\b|Connection (reset|closed|refused) by peer|Connection reset|"
     r"Connection closed|Connection refused|Broken pipe|remote process exited|DistNetworkError|failed to recv"
 )
+_QUOTED = "| "  # before lines that `paceline.Watch` cites of another rank
 _OF_THE_END = 5  # the last lines tell why a process ended
 _REFUSED = (
     2  # exit code of a program that was called wrongly: of argparse, of typer, of Paceline's own commands
@@ -68,15 +69,15 @@ class Failure:
     @property
     def why(self) -> str:
         """The last line that it wrote, where that tells a reason: not of one that a signal ended; no remedy."""
-        told = [line for line in self._last_words() if not line.startswith("→")]
+        told = [line for line in self.last_words() if not line.startswith("→")]
         return told[-1] if told and (self.exit_code or 0) >= 0 else ""
 
     @property
     def refused(self) -> bool:
         """Whether the program was called or uses Paceline wrongly, so that it would fail again."""
-        return self.exit_code == _REFUSED or any(_USED_WRONGLY.match(line) for line in self._last_words())
+        return self.exit_code == _REFUSED or any(_USED_WRONGLY.match(line) for line in self.last_words())
 
-    def _last_words(self) -> list[str]:
+    def last_words(self) -> list[str]:
         """Return its last lines, without what torch puts before them."""
         return [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in self.lines[-_OF_THE_END:]]
 
@@ -92,7 +93,7 @@ def is_echo(failure: Failure) -> bool:
         >>> is_echo(Failure("pc1", "a", 0, 0, 1, lines=("RuntimeError: Connection closed by peer [10.0.0.2]:4711",)))
         True
     """
-    return any(_PEER_LOST.search(line) for line in failure.lines[-_OF_THE_END:])
+    return any(_PEER_LOST.search(line) or line.startswith(_QUOTED) for line in failure.last_words())
 
 
 def first_failure(told: Sequence[Failure]) -> Failure | None:
