@@ -18,6 +18,7 @@ Example, under ``mpiexec -n 4``:
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from paceline.exchange.outgoing import Outgoing
 from paceline.world.mpi import let_go_of_names, load_mpi
 
 __all__ = ["AllToAll", "Exchange", "MpiCarrier", "Outcome", "Ring"]
+
+_PASSING_ON_SECONDS = 0.2
 
 
 class MpiCarrier:
@@ -78,7 +81,9 @@ class MpiCarrier:
         return self._data.Split_type(self._mpi.COMM_TYPE_SHARED).size
 
     def abort(self, code: int) -> None:
-        """End all ranks at once."""
+        """End all ranks, once mpiexec has had time to pass on what was printed: it drops the rest."""
+        sys.stdout.flush()
+        time.sleep(_PASSING_ON_SECONDS)
         self._mpi.COMM_WORLD.Abort(code)
 
 
