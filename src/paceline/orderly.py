@@ -25,9 +25,10 @@ Reason = Literal["failed", "changed"]
 
 
 def ask(path: Path, reason: Reason) -> None:
-    """Ask a rank to leave, if it listens."""
+    """Ask a rank to leave, if it listens; where that can't be written down, a signal will have to do."""
     if listens(path):
-        path.write_text(reason)
+        with contextlib.suppress(OSError):
+            path.write_text(reason)
 
 
 def listens(path: Path) -> bool:

@@ -301,6 +301,11 @@ def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
     assert os.path.exists(os.devnull)
 
 
+def test_a_launcher_that_can_not_write_goes_on(tmp_path):
+    orderly.ask(tmp_path, "failed")  # a folder: there, but nothing to write to
+    assert orderly.listens(tmp_path)
+
+
 def test_who_leaves_in_order_is_not_missed(crowd):
     watchers = crowd(3)
     turn(watchers, 3)
