@@ -20,5 +20,8 @@ gate.py        nothing unsynchronised reaches optimizer.step()
 shard.py       ShardedOptimizer: each rank updates 1/N and gathers the rest
 full_shard.py  PyTorch FSDP2 behind the same surface
 direct.py      FSDP2's collectives over the wire, where gloo's own are slow
+codecs.py      float32 numbers to fewer bytes and back: raw, bf16, fp16, int8, int4
+blockwise.py   what codecs of blocks share: places in a packet, chunks of work
+dither.py      random bits for rounding that is right on average
 timings.py     what one synchronised step cost
 """
