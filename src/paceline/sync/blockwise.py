@@ -3,8 +3,9 @@
 A packet is ``scales | pad | levels | pad``: each part begins at a multiple of 16 bytes, so that it can be read as its
 own dtype, and the padding is zeros, so that equal numbers make equal bytes.
 
-[Note: chunks] On a CPU the work goes in chunks that, with their scratch, stay in the second cache: many passes over
-a chunk then cost little more than one over memory. On a GPU there is one chunk.
+[Note: chunks] On a CPU the work goes in chunks that, with their scratch, stay in the cache: many passes over a chunk
+then cost little more than one over memory. Smaller ones spend their time on calls (benchmarks/codecs). On a GPU there
+is one chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.sync.dither import Dither
 
 __all__ = ["CHUNK", "Blockwise", "Layout", "padded", "part"]
 
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 """Numbers that are worked on at a time; see [Note: chunks]."""
 
 
@@ -62,11 +63,13 @@ class Layout:
         return self.scale_nbytes(numel) + padded(self.blocks(numel) * self.width * self.level.itemsize)
 
     def parts(self, packet: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return a packet's scales (none, where there are none) and its levels, a row for each block."""
+        """Return a packet's scales and its levels, a row for each block; without scales, rows of none."""
         blocks = self.blocks(numel)
         scales = part(packet, 0, blocks if self.scaled else 0, torch.float32)
         levels = part(packet, self.scale_nbytes(numel), blocks * self.width, self.level)
-        return scales, levels.view(blocks, self.width)
+        return scales.view(-1, 1) if self.scaled else scales.expand(blocks, 0), levels.view(
+            blocks, self.width
+        )
 
     def clear_padding(self, packet: Tensor, numel: int) -> None:
         """Make the padding zeros."""
@@ -74,27 +77,13 @@ class Layout:
         packet[4 * blocks if self.scaled else 0 : begin].zero_()
         packet[begin + blocks * self.width * self.level.itemsize :].zero_()
 
-    def step(self, numel: int, device: torch.device) -> int:
+    def step(self, blocks: int, device: torch.device) -> int:
         """Return how many blocks are worked on at a time; see [Note: chunks]."""
-        return max(1, CHUNK // self.block) if device.type == "cpu" else max(1, self.blocks(numel))
-
-    def pieces(self, numel: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-        """Yield which blocks and which numbers are worked on at a time; a block that is not full comes alone."""
-        full, step = numel // self.block, self.step(numel, device)
-        for first in range(0, full, step):
-            last = min(first + step, full)
-            yield slice(first, last), slice(first * self.block, last * self.block)
-        if full * self.block < numel:
-            yield slice(full, full + 1), slice(full * self.block, numel)
-
-    def scratch(self, like: Tensor) -> Tensor:
-        """Return float32 rows for the largest piece."""
-        rows = min(self.blocks(len(like)), self.step(len(like), like.device))
-        return torch.empty(rows, self.block, dtype=torch.float32, device=like.device)
+        return min(blocks, max(1, CHUNK // self.block)) if device.type == "cpu" else blocks
 
 
 class Blockwise:
-    """A codec of blocks, but for how a block becomes a scale and levels, and levels numbers.
+    """A codec of blocks, but for how blocks become scales and levels, and levels numbers.
 
     Args:
         name: "int8", …
@@ -109,27 +98,38 @@ class Blockwise:
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
 
+    @torch.inference_mode()
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
         scales, levels = self.layout.parts(packet, len(values))
         self.layout.clear_padding(packet, len(values))
-        scratch = self.layout.scratch(values)
-        for blocks, numbers in self.layout.pieces(len(values), values.device):
-            rows = self._rows(values[numbers])
-            work = scratch[: len(rows)]
-            self.encode(rows, scales[blocks], levels[blocks], work)
+        full = len(values) // self.layout.block
+        whole = full * self.layout.block
+        self._compress(values[:whole], scales[:full], levels[:full], None if error is None else error[:whole])
+        if whole < len(values):
+            last = self._filled(values[whole:])
+            self._compress(last, scales[full:], levels[full:], last)
             if error is not None:
-                self._scale(work, scales[blocks])
-                _subtract(rows, work, error[numbers])
-        if error is not None and not self.surely_finite(scales, error):
-            error.nan_to_num_(0.0, 0.0, 0.0)
+                error[whole:] = last[: len(values) - whole]
 
+    @torch.inference_mode()
     def decompress(self, packet: Tensor, into: Tensor) -> None:
-        for numbers, decoded in self._decoded(packet, into):
-            into[numbers].copy_(decoded)
+        for numbers, work, scale in self._decoded(packet, into):
+            if len(numbers) < work.numel():
+                numbers.copy_((work * scale if self.layout.scaled else work).view(-1)[: len(numbers)])
+            elif self.layout.scaled:
+                torch.mul(work, scale, out=numbers.view(work.shape))
+            else:
+                numbers.copy_(work.view(-1))
 
+    @torch.inference_mode()
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
-        for numbers, decoded in self._decoded(packet, onto):
-            onto[numbers].add_(decoded, alpha=weight)
+        for numbers, work, scale in self._decoded(packet, onto):
+            if len(numbers) < work.numel():
+                numbers.add_((work * scale).view(-1)[: len(numbers)], alpha=weight)
+            elif self.layout.scaled:
+                numbers.view(work.shape).addcmul_(work, scale, value=weight)
+            else:
+                numbers.add_(work.view(-1), alpha=weight)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.dither is None else self.dither.state_dict()
@@ -139,7 +139,7 @@ class Blockwise:
             self.dither.load_state_dict(state)
 
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
-        """Fill the scales and levels of some blocks, and leave in `work` the levels as float32."""
+        """Fill the scales (a column) and levels of some blocks, and leave in `work` the levels as float32."""
         raise NotImplementedError
 
     def decode(self, levels: Tensor, work: Tensor) -> None:
@@ -147,34 +147,51 @@ class Blockwise:
         work.copy_(levels)
 
     def surely_finite(self, scales: Tensor, error: Tensor) -> bool:
-        """Tell whether no error can be NaN or infinite; on a GPU nobody waits for the answer: False."""
+        """Tell whether no error of some blocks can be NaN or infinite."""
         raise NotImplementedError
 
-    def _decoded(self, packet: Tensor, like: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the numbers of a packet, piece by piece; each is overwritten by the next."""
+    def _compress(self, values: Tensor, scales: Tensor, levels: Tensor, error: Tensor | None) -> None:
+        """Compress whole blocks."""
+        if not len(levels):
+            return
+        rows = values.view(-1, self.layout.block)
+        step = self.layout.step(len(rows), values.device)
+        scratch = torch.empty(step, self.layout.block, dtype=torch.float32, device=values.device)
+        lost = (rows if error is None else error.view(rows.shape)).split(step)
+        for given, scale, level, rest in zip(
+            rows.split(step), scales.split(step), levels.split(step), lost, strict=True
+        ):
+            work = scratch[: len(given)]
+            self.encode(given, scale, level, work)
+            if error is not None:
+                if self.layout.scaled:
+                    work.mul_(scale)
+                torch.sub(given, work, out=rest)
+                if rest.device.type != "cpu" or not self.surely_finite(scale, rest):
+                    rest.nan_to_num_(0.0, 0.0, 0.0)  # on a GPU nobody waits to know whether that is needed
+
+    def _decoded(self, packet: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield pieces of `like`, and their levels and scales; the last block may have fewer numbers than levels."""
         scales, levels = self.layout.parts(packet, len(like))
-        scratch = self.layout.scratch(like)
-        for blocks, numbers in self.layout.pieces(len(like), like.device):
-            work = scratch[: blocks.stop - blocks.start]
-            self.decode(levels[blocks], work)
-            self._scale(work, scales[blocks])
-            yield numbers, work.view(-1)[: numbers.stop - numbers.start]
+        step = self.layout.step(len(levels), like.device)
+        scratch = torch.empty(step, self.layout.block, dtype=torch.float32, device=like.device)
+        full = len(like) // self.layout.block
+        whole = full * self.layout.block
+        for numbers, scale, level in zip(
+            like[:whole].split(step * self.layout.block),
+            scales[:full].split(step),
+            levels[:full].split(step),
+            strict=True,
+        ):
+            work = scratch[: len(level)]
+            self.decode(level, work)
+            yield numbers, work, scale
+        if whole < len(like):
+            self.decode(levels[full:], scratch[:1])
+            yield like[whole:], scratch[:1], scales[full:]
 
-    def _rows(self, values: Tensor) -> Tensor:
-        """Return values as rows of blocks; zeros fill one that is not full."""
-        missing = -len(values) % self.layout.block
-        if missing:
-            values = torch.nn.functional.pad(values, (0, missing))
-        return values.view(-1, self.layout.block)
-
-    def _scale(self, work: Tensor, scales: Tensor) -> None:
-        if self.layout.scaled:
-            work.mul_(scales.unsqueeze(1))
-
-
-def _subtract(rows: Tensor, work: Tensor, into: Tensor) -> None:
-    """Write rows − work, as much of it as there is place."""
-    if len(into) == rows.numel():
-        torch.sub(rows, work, out=into.view(rows.shape))
-    else:
-        into.copy_(torch.sub(rows, work, out=work).view(-1)[: len(into)])
+    def _filled(self, values: Tensor) -> Tensor:
+        """Return a block of some values and zeros."""
+        block = values.new_zeros(self.layout.block)
+        block[: len(values)] = values
+        return block

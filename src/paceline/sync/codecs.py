@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError, unknown
-from paceline.sync.blockwise import CHUNK, Blockwise, Layout, padded, part
+from paceline.sync.blockwise import Blockwise, Layout, padded, part
 from paceline.sync.dither import Dither, dither_of
 
 __all__ = ["Blocks", "Codec", "Half", "Raw", "ratio"]
@@ -166,7 +166,7 @@ class Half(Blockwise):
             scales.clamp_(min=2.0 ** (_FP16_EXPONENT - 126))
             scales.view(torch.int32).bitwise_and_(0x7F80_0000)  # the power of two below; NaN becomes infinity
             scales.mul_(2.0**-_FP16_EXPONENT)
-            levels.copy_(torch.mul(rows, scales.reciprocal().unsqueeze(1), out=work))
+            levels.copy_(torch.mul(rows, scales.reciprocal(), out=work))
         elif self.dither is not None:
             _dithered_bf16(rows, self.dither, levels)
         else:
@@ -174,11 +174,9 @@ class Half(Blockwise):
         work.copy_(levels)
 
     def surely_finite(self, scales: Tensor, error: Tensor) -> bool:
-        if error.device.type != "cpu":
-            return False
-        if self.layout.scaled:  # the last power of two may round to infinity
-            return len(scales) == 0 or scales.amax().item() < 2.0 ** (127 - _FP16_EXPONENT)
-        return all(math.isfinite(chunk.sum()) for chunk in error.split(CHUNK))
+        if self.layout.scaled:  # with the last power of two, a number may round to infinity
+            return scales.amax().item() < 2.0 ** (127 - _FP16_EXPONENT)
+        return math.isfinite(error.sum())
 
 
 class Blocks(Blockwise):
@@ -214,7 +212,7 @@ class Blocks(Blockwise):
         _largest(rows, work, scales)
         scales.mul_((1 - 2.0**-22) / self._most)  # a little less: the largest level × scale never overflows
         scales.clamp_(min=_LEAST_SCALE)
-        torch.mul(rows, scales.reciprocal().unsqueeze(1), out=work)
+        torch.mul(rows, scales.reciprocal(), out=work)
         if self.dither is not None:
             work.view(-1).add_(self.dither.bits(work.numel(), work.device), alpha=2.0**-16)
             work.clamp_(-self._most, self._most)
@@ -235,7 +233,7 @@ class Blocks(Blockwise):
         torch.sub(both, high, alpha=16, out=low)
 
     def surely_finite(self, scales: Tensor, error: Tensor) -> bool:
-        return error.device.type == "cpu" and (len(scales) == 0 or math.isfinite(scales.amax()))
+        return math.isfinite(scales.amax())
 
     def _halves(self, work: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers that lie in the low, and in the high, four bits of their bytes."""
@@ -245,7 +243,7 @@ class Blocks(Blockwise):
 
 def _largest(rows: Tensor, work: Tensor, scales: Tensor) -> None:
     """Write the largest |number| of each row; NaN where there is one."""
-    torch.amax(torch.abs(rows, out=work), 1, out=scales)
+    torch.amax(torch.abs(rows, out=work), 1, keepdim=True, out=scales)
 
 
 def _dithered_bf16(rows: Tensor, dither: Dither, levels: Tensor) -> None:
