@@ -23,5 +23,8 @@ direct.py      FSDP2's collectives over the wire, where gloo's own are slow
 codecs.py      float32 numbers to fewer bytes and back: raw, bf16, fp16, int8, int4
 blockwise.py   what codecs of blocks share: places in a packet, chunks of work
 dither.py      random bits for rounding that is right on average
+sparse.py      TopK: only the largest numbers, and where they are
+feedback.py    error feedback: what a codec loses is sent the next time
+lowrank.py     PowerSGD's arithmetic: a matrix as the product of two thin ones
 timings.py     what one synchronised step cost
 """

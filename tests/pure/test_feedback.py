@@ -1,0 +1,197 @@
+"""Error feedback: nothing that was given is lost; momentum as in the paper's algorithm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.sync.codecs import Blocks, Codec, Half, Raw
+from paceline.sync.feedback import Feedback, density_at
+from paceline.sync.sparse import TopK
+
+CODECS = {
+    "bf16": lambda: Half("bf16"),
+    "fp16": lambda: Half("fp16"),
+    "int8": lambda: Blocks(8),
+    "int4": lambda: Blocks(4),
+    "int4 dithered": lambda: Blocks(4, rounding="stochastic"),
+    "top-1%": lambda: TopK(0.01),
+}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+def sent_of(feedback: Feedback, values: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """Compress, and return what the packet says."""
+    packet = torch.empty(feedback.codec.nbytes(len(values)), dtype=torch.uint8, device=values.device)
+    feedback.compress(values, packet, start)
+    into = torch.empty_like(values)
+    feedback.codec.decompress(packet, into)
+    return into
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", CODECS.values(), ids=CODECS)
+def test_what_was_sent_and_what_is_left_are_what_was_given(make, device):
+    """Over many rounds, in parts that come in any order."""
+    numel, parts = 3001, [(2000, 3001), (0, 700), (700, 2000)]
+    feedback = Feedback(make(), numel, device)
+    random = torch.Generator().manual_seed(0)
+    given = torch.zeros(numel, dtype=torch.float64)
+    sent = torch.zeros(numel, dtype=torch.float64)
+    for _ in range(60):
+        values = torch.randn(numel, generator=random)
+        given += values.double()
+        for start, stop in parts:
+            sent[start:stop] += sent_of(feedback, values[start:stop].to(device), start).cpu().double()
+    left = feedback.residual.cpu().double()
+    assert ((sent + left - given).norm() / given.norm()).item() < 1e-6
+    assert left.norm() > 0
+
+
+def test_what_is_small_beside_a_level_gets_there_in_time():
+    """Without feedback it never would."""
+    values = torch.full((256,), 0.01)
+    values[0] = 7.0
+    codec, feedback = Blocks(4), Feedback(Blocks(4), 256)
+    packet, into = torch.empty(codec.nbytes(256), dtype=torch.uint8), torch.zeros(256)
+    total = torch.zeros(256)
+    for _ in range(100):
+        codec.compress(values, packet)
+        codec.add(packet, into)
+        total += sent_of(feedback, values)
+    assert (into[1:] == 0).all()
+    assert torch.allclose(total[1:], torch.ones(255), atol=0.51)
+
+
+def test_the_values_stay_as_they_are():
+    values = torch.randn(100)
+    kept, feedback = values.clone(), Feedback(Blocks(8), 100)
+    sent_of(feedback, values)
+    sent_of(feedback, values)
+    assert torch.equal(values, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_raw_numbers_pass_through(dtype):
+    values, feedback = torch.randn(50, dtype=dtype), Feedback(Raw(dtype), 50)
+    assert torch.equal(sent_of(feedback, values), values)
+    assert (feedback.residual == 0).all()
+
+
+def test_scaling_multiplies_what_is_left():
+    feedback = Feedback(TopK(0.1), 100, momentum=0.5)
+    sent_of(feedback, torch.randn(100))
+    residual, velocity = feedback.residual.clone(), feedback.velocity.clone()
+    feedback.scale(0.5)
+    assert torch.equal(feedback.residual, residual * 0.5)
+    assert torch.equal(feedback.velocity, velocity * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "momentum"),
+    [
+        (lambda: Blocks(8), 0.0),
+        (lambda: Blocks(8, rounding="stochastic", seed=4), 0.0),
+        (lambda: TopK(0.1), 0.9),
+    ],
+)
+def test_a_state_goes_on_where_it_was_taken(make, momentum):
+    first, second = (Feedback(make(), 700, momentum=momentum) for _ in range(2))
+    rounds = [torch.randn(700) for _ in range(6)]
+    for values in rounds[:3]:
+        sent_of(first, values)
+    state = first.state()
+    expected = [sent_of(first, values) for values in rounds[3:]]
+    second.load(state)
+    for values, sent in zip(rounds[3:], expected, strict=True):
+        assert torch.equal(sent_of(second, values), sent)
+
+
+def test_a_state_of_another_buffer_is_refused():
+    with pytest.raises(UsageError, match="10 numbers"):
+        Feedback(Blocks(8), 20).load(Feedback(Blocks(8), 10).state())
+    with pytest.raises(UsageError, match="momentum"):
+        Feedback(TopK(0.1), 10).load(Feedback(TopK(0.1), 10, momentum=0.9).state())
+
+
+def dgc_by_the_paper(rounds: list[torch.Tensor], keep: float, momentum: float) -> list[torch.Tensor]:
+    """Algorithm 2 of arXiv 1712.01887 for one node, number by number, without clipping; float16 is not in it."""
+    numel = len(rounds[0])
+    u, v, sent = [0.0] * numel, [0.0] * numel, []
+    for values in rounds:
+        for i in range(numel):
+            u[i] = momentum * u[i] + values[i].item()
+            v[i] += u[i]
+        threshold = sorted((abs(x) for x in v), reverse=True)[math.ceil(keep * numel) - 1]
+        message = [0.0] * numel
+        for i in range(numel):
+            if abs(v[i]) >= threshold:
+                message[i], u[i], v[i] = v[i], 0.0, 0.0
+        sent.append(torch.tensor(message))
+    return sent
+
+
+def test_momentum_is_that_of_the_paper():
+    """Numbers in steps of 1/8, and momentum 1/2: float16 rounds nothing for a while."""
+    random = torch.Generator().manual_seed(2)
+    rounds = [torch.randint(-400, 400, (120,), generator=random) / 8 for _ in range(5)]
+    feedback = Feedback(TopK(0.05), 120, momentum=0.5)
+    for values, expected in zip(rounds, dgc_by_the_paper(rounds, 0.05, 0.5), strict=True):
+        assert torch.allclose(sent_of(feedback, values), expected, rtol=2.0**-10, atol=0)
+
+
+def test_momentum_keeps_what_rounding_lost():
+    feedback = Feedback(TopK(0.5), 2, momentum=0.9)
+    value = 1 + 2.0**-13
+    sent = sent_of(feedback, torch.tensor([value, 0.25]))
+    assert sent.tolist() == [1.0, 0.0]
+    assert feedback.residual.tolist() == [2.0**-13, 0.25]
+    assert feedback.velocity.tolist() == [0.0, 0.25]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("many", [False, True])
+def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
+    for make in CODECS.values() if momentum == 0 else [lambda: TopK(0.01)]:
+        codec: Codec = make()
+        feedback = Feedback(codec, 2000, device, momentum=momentum)
+        values = torch.randn(2000, device=device)
+        values[300 : 900 if many else 301] = bad
+        assert not sent_of(feedback, values).isfinite().all()
+        assert sent_of(feedback, torch.randn(2000, device=device)).isfinite().all()
+        assert feedback.residual.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Feedback(TopK(0.1), 10, momentum=1.0),
+        lambda: Feedback(TopK(0.1), 10, momentum=-0.1),
+        lambda: Feedback(Blocks(8), 10, momentum=0.9),
+        lambda: sent_of(Feedback(Blocks(8), 10), torch.zeros(11)),
+        lambda: sent_of(Feedback(Blocks(8), 10), torch.zeros(5), 6),
+        lambda: sent_of(Feedback(Blocks(8), 10), torch.zeros(5), -1),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make):
+    with pytest.raises(UsageError):
+        make()
+
+
+def test_densities_fall_exponentially_to_what_is_kept():
+    rungs = [density_at(step, 0.001, 40) for step in range(50)]
+    assert rungs[:40] == [0.25] * 10 + [0.0625] * 10 + [0.015625] * 10 + [0.00390625] * 10
+    assert rungs[40:] == [0.001] * 10
+    assert density_at(0, 0.001, 0) == 0.001
+    assert density_at(0, 0.5, 100) == density_at(0, 0.25, 100) * 2 == 0.5
+    uneven = [density_at(step, 0.01, 7) for step in range(8)]
+    assert uneven == sorted(uneven, reverse=True)
+    assert set(uneven) == {0.25, 0.0625, 0.015625, 0.01}
