@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
+    from paceline.sync.compress import Compression as Compression
     from paceline.sync.engine import DataParallel as DataParallel
     from paceline.sync.finite import Finite as Finite
+    from paceline.sync.periodic import DiLoCo as DiLoCo
+    from paceline.sync.periodic import LocalSGD as LocalSGD
+    from paceline.sync.periodic import SlowMo as SlowMo
     from paceline.sync.plan import Sync as Sync
     from paceline.sync.shard import ShardedOptimizer as ShardedOptimizer
     from paceline.world import World as World
@@ -36,12 +40,16 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "paceline.checkpoint.store",
+    "Compression": "paceline.sync.compress",
     "DataParallel": "paceline.sync.engine",
+    "DiLoCo": "paceline.sync.periodic",
     "Drift": "paceline.checkpoint.drift",
     "Finite": "paceline.sync.finite",
     "Loader": "paceline.data.loader",
+    "LocalSGD": "paceline.sync.periodic",
     "PacelineError": "paceline.errors",
     "ShardedOptimizer": "paceline.sync.shard",
+    "SlowMo": "paceline.sync.periodic",
     "Sync": "paceline.sync.plan",
     "Watch": "paceline.checkpoint.watch",
     "World": "paceline.world",
@@ -54,12 +62,16 @@ _HOME = {
 
 __all__ = [
     "Checkpoint",
+    "Compression",
     "DataParallel",
+    "DiLoCo",
     "Drift",
     "Finite",
     "Loader",
+    "LocalSGD",
     "PacelineError",
     "ShardedOptimizer",
+    "SlowMo",
     "Sync",
     "Watch",
     "World",

@@ -35,7 +35,8 @@ log = logging.getLogger("paceline.checkpoint")
 class Drift:
     """Compares the parameters of all ranks every so many optimizer steps, and names what differs and where.
 
-    It hooks onto the optimizer and wraps nothing. What was hashed at one step is compared at the next, so no rank
+    It hooks onto the optimizer and wraps nothing, and looks away where ranks are meant to differ (inside `LocalSGD` and
+    its kin). What was hashed at one step is compared at the next, so no rank
     waits for it.
 
     Args:
@@ -75,6 +76,7 @@ class Drift:
             )
         self.steps = self.comparisons = self.repairs = 0
         self._wire, self._optimizer, self._every, self._repair = model.wire, optimizer, every, repair
+        self._engine = model.engine
         named = [(f"parameter {name!r}", param) for name, param in model.module.named_parameters()]
         if buffers:
             named += [(f"buffer {name!r}", buffer) for name, buffer in model.module.named_buffers()]
@@ -107,7 +109,7 @@ class Drift:
     ) -> None:
         self.steps += 1
         self._look()
-        if self.steps % self._every == 0:
+        if self.steps % self._every == 0 and not self._engine.apart:
             self._begin()
 
     # ------------------------------------------------------------------ compare

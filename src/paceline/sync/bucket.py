@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-__all__ = ["Allocate", "Bucket", "Piece", "Slot", "plan_buckets", "storage_dtype", "storage_numel"]
+if TYPE_CHECKING:
+    from paceline.sync.freight import Freight
+
+__all__ = ["ALIGN", "Allocate", "Bucket", "Piece", "Slot", "plan_buckets", "storage_dtype", "storage_numel"]
 
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
@@ -174,7 +178,7 @@ class Bucket:
         slots: the parameters, in ready order.
         dtype: of the buffer. device: of the buffer.
         tail: elements to add behind the gradients for the ledger.
-        shards: number of equal parts that the buffer must divide into.
+        shards: number of equal parts that the buffer must divide into; each a multiple of `unit` elements.
         allocate: returns uninitialised memory for a number of elements, a dtype and a device.
     """
 
@@ -187,17 +191,20 @@ class Bucket:
         *,
         tail: int = 0,
         shards: int = 1,
+        unit: int = ALIGN,
         allocate: Allocate,
     ) -> None:
         self.index, self.slots = index, slots
         self._allocate = allocate
         self.pending = len(slots)
         self.launched = False
+        self.freight: Freight | None = None
+        """What sends it in fewer bytes, where it is compressed."""
         used = 0
         for slot in slots:
             slot.start, slot.numel = used, storage_numel(slot.param)
             used = _round_up(used + slot.numel, ALIGN)
-        total = _round_up(max(used + tail, 1), shards * (ALIGN if shards > 1 else 1))
+        total = _round_up(max(used + tail, 1), shards * (unit if shards > 1 else 1))
         self._gaps = [(slot.start + slot.numel, _round_up(slot.start + slot.numel, ALIGN)) for slot in slots]
         self._gaps.append((used, total))
         self.flat = self._empty(dtype, total, device)

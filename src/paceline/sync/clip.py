@@ -39,7 +39,7 @@ def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
     assert gauge is not None, "somebody asks"
     gauge.norm = norm
     if not gauge.measures and engine.broken is None and not math.isfinite(norm):
-        engine.look_closely(gauge.bad_losses(engine.wire))
+        engine.look_closely(() if engine.apart else gauge.bad_losses(engine.wire))
 
 
 def _global(

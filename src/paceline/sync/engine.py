@@ -16,6 +16,8 @@ from paceline import faults
 from paceline.errors import SyncError, UsageError
 from paceline.sync import gate
 from paceline.sync.clip import clip_global_norm_
+from paceline.sync.compress import Compression
+from paceline.sync.freight import Load
 from paceline.sync.full_shard import FullShard
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
@@ -43,7 +45,7 @@ class DataParallel(torch.nn.Module):
     Args:
         module: the model, on its device; the same on every rank.
         sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
-            ``"full-shard"``) or a `Sync`.
+            ``"full-shard"``) or a `Sync`, which may also say how gradients are compressed.
         group: the ranks to synchronise with, as a process group or the data axis of a device mesh; None: all.
             Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
@@ -73,7 +75,7 @@ class DataParallel(torch.nn.Module):
         super().__init__()
         faults.read_environment()
         self.plan = Sync.of(sync)
-        _refuse_unfit(module)
+        _refuse_unfit(module, self.plan.squeeze)
         wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
         facts = describe(module, f"{self.plan}, reduce dtype {reduce_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
@@ -244,6 +246,10 @@ class DataParallel(torch.nn.Module):
         """Samples of all ranks behind the latest gradient (0 where backward got none)."""
         return self.engine.weights.total
 
+    def loads(self) -> list[Load]:
+        """Return what compression does to each bucket it is used on: bytes and error; none before the first step."""
+        return [bucket.freight.load() for bucket in self.engine.buckets if bucket.freight is not None]
+
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).
 
@@ -256,8 +262,8 @@ class DataParallel(torch.nn.Module):
         return self.engine.bucket_plan()
 
 
-def _refuse_unfit(module: torch.nn.Module) -> None:
-    """Raise for parameters whose gradients can't be kept in a dense buffer, by name."""
+def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> None:
+    """Raise for parameters whose gradients can't be kept in a dense buffer, or compressed, by name."""
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise UsageError(
@@ -270,3 +276,5 @@ def _refuse_unfit(module: torch.nn.Module) -> None:
                 f"parameter {name!r} has no shape yet (a lazy module)",
                 remedy="run one forward before wrapping",
             )
+        if compression is not None and param.requires_grad and not compression.exempts(name, param):
+            compression.refuse_unfit(name, param)

@@ -110,7 +110,7 @@ class Finite:
         row = self._row
         if row >= self._most:
             raise _error(self.latest, f", the {row}th step in a row" if row > 3 else f", {row} in a row")
-        if engine.wire.rank == 0:
+        if engine.wire.rank == 0 or engine.apart:
             log.warning("step %d is skipped: %s (%d in a row)", self.latest.step, self.latest, row)
         engine.drop()
         for group in optimizer.param_groups:

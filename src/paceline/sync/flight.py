@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.sync.bucket import Bucket
+from paceline.sync.freight import Freight
 from paceline.sync.gauge import Gauge
 from paceline.sync.timings import SyncTimings
 from paceline.sync.wire import Pending, Wire
@@ -27,13 +28,14 @@ class Flight:
         self.wire, self.sharded, self.overlap = wire, sharded, overlap
         self.buckets: list[Bucket] = []
         self.timings = SyncTimings()
+        self.step = 0  # the round
         self._next = 0  # all buckets before this one are launched
-        self._under_way: dict[int, tuple[Pending, float]] = {}
+        self._under_way: dict[int, tuple[Pending | Freight, float]] = {}
         self._factor = 1.0  # for results that are still under way
 
-    def open(self) -> None:
-        """Begin a round: nothing is launched yet."""
-        self._next = 0
+    def open(self, step: int) -> None:
+        """Begin round number `step`: nothing is launched yet."""
+        self._next, self.step = 0, step
         self.timings = SyncTimings()
 
     def launch_full(self, mean: bool, gauge: Gauge | None = None) -> None:
@@ -90,15 +92,25 @@ class Flight:
         bucket.launched = True
         for slot in bucket.slots:
             slot.freshen()
-        if not bucket.slots:
-            pending = self.wire.all_gather(bucket.flat)
-        elif self.sharded:
-            pending = self.wire.reduce_scatter(bucket.flat, mean=self.takes_mean(bucket, mean))
-        else:
-            pending = self.wire.all_reduce(bucket.flat, mean=self.takes_mean(bucket, mean))
+        pending = self._send(bucket, mean)
         self._under_way[bucket.index] = pending, started
-        self.timings.calls += 1
-        self.timings.nbytes += bucket.flat.nbytes
+        freight, others = bucket.freight, (self.wire.size - 1) / self.wire.size
+        self.timings.calls += 1 if freight is None else freight.calls
+        self.timings.nbytes += bucket.flat.nbytes if freight is None else freight.payload_nbytes
+        ways = 2 if bucket.slots and not self.sharded else 1
+        self.timings.sent_nbytes += (
+            ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
+        )
+
+    def _send(self, bucket: Bucket, mean: bool) -> Pending | Freight:
+        if not bucket.slots:
+            return self.wire.all_gather(bucket.flat)
+        mean = self.takes_mean(bucket, mean)
+        if bucket.freight is not None:
+            return bucket.freight.launch(self.step, mean=mean)
+        if self.sharded:
+            return self.wire.reduce_scatter(bucket.flat, mean=mean)
+        return self.wire.all_reduce(bucket.flat, mean=mean)
 
     def arrive(self, bucket: Bucket) -> float:
         """Wait for `bucket` and finish its result; return the seconds that took."""
@@ -126,6 +138,8 @@ class Flight:
         if factor == 1.0:
             return
         for bucket in self.buckets:
+            if bucket.freight is not None and bucket.launched:
+                bucket.freight.rescale(factor)
             if bucket.slots and bucket.index not in self._under_way:
                 low, high = self.own_part(bucket)
                 bucket.flat[low:high].mul_(factor)

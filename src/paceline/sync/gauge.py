@@ -147,4 +147,4 @@ def examine(
     names = tuple(name for name, broken in zip(parts, found, strict=True) if broken)
     if not names:
         return None
-    return Broken(step, ranks if wire.size > 1 else (0,), names, len(parts))
+    return Broken(step, ranks, names, len(parts))

@@ -164,7 +164,7 @@ class Gradients:
                 bucket.flat[high:].zero_()
                 bucket.flat[low:high].mul_(factor)
         elif not self.weights.averaged and self._results():  # an average of the result is the result
-            torch._foreach_mul_(self._results(), factor if self.wire.rank == 0 else 0.0)
+            torch._foreach_mul_(self._results(), factor if self.weights.carries else 0.0)
 
     # ------------------------------------------------------------------ in backward
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.errors import UsageError, unknown
+from paceline.sync.compress import Compression
 
 __all__ = ["STRATEGIES", "Shard", "Sync"]
 
@@ -35,13 +36,15 @@ class Sync:
         overlap: launch a bucket while backward still runs, rather than after it.
         shard: what each rank keeps only 1/N of: ``"none"``, the ``"optimizer"`` state (ZeRO-1,
             arXiv 1910.02054 §5.1) or the ``"parameters"`` too (PyTorch FSDP2).
+        compression: how gradients are made smaller before they are sent: a name such as ``"int8"``, a `Compression`,
+            or None. Not with FSDP2, which reduces its gradients itself.
 
     Raises:
         UsageError: a value is out of range.
 
     Example:
         >>> Sync.of("flat")
-        Sync(bucket_mib=inf, overlap=False, shard='none')
+        Sync(bucket_mib=inf, overlap=False, shard='none', compression=None)
         >>> Sync(bucket_mib=4).name
         'bucketed'
     """
@@ -49,6 +52,7 @@ class Sync:
     bucket_mib: float = 25.0
     overlap: bool = True
     shard: Shard = "none"
+    compression: Compression | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.bucket_mib, int | float) or math.isnan(self.bucket_mib) or self.bucket_mib < 0:
@@ -58,6 +62,17 @@ class Sync:
             )
         if self.shard not in ("none", "optimizer", "parameters"):
             raise unknown("shard", self.shard, ["none", "optimizer", "parameters"])
+        object.__setattr__(self, "compression", Compression.of(self.compression))
+        if self.compression is not None and self.shard == "parameters":
+            raise UsageError(
+                f"compression with shard='parameters': {self.compression}",
+                remedy="PyTorch's FSDP2 reduces gradients itself: give DataParallel reduce_dtype=, or use 'sharded'",
+            )
+
+    @property
+    def squeeze(self) -> Compression | None:
+        """How gradients are made smaller."""
+        return Compression.of(self.compression)
 
     @classmethod
     def of(cls, sync: str | Sync) -> Sync:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline import trace
-from paceline.errors import SyncError
+from paceline.errors import SyncError, UsageError
 from paceline.sync import ledger
 from paceline.sync.bucket import Slot, storage_dtype
 from paceline.sync.gauge import bad_peaks, examine, surely_finite
@@ -37,12 +37,12 @@ from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.settle import agree_order, build_buckets
-from paceline.sync.weights import counted_filler
+from paceline.sync.weights import Weights, counted_filler
 from paceline.sync.wire import Wire
 from paceline.tally import tally
 from paceline.whereabouts import here
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "apart_and_sharded"]
 
 
 class Reducer(Gradients):
@@ -70,6 +70,8 @@ class Reducer(Gradients):
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
         self.sync_enabled = True
         """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
+        self.apart = False
+        """Whether this rank trains as in a world of one; `train_apart` decides."""
 
         self._open = False  # a backward is under way
         self._syncing = False  # ... and closes with a round
@@ -117,6 +119,18 @@ class Reducer(Gradients):
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of the parameters; every rank has them whole."""
         return [param.detach().clone() for param in params]
+
+    def train_apart(self, apart: bool) -> None:
+        """From now on keep every round to this rank, as in a world of one; or no longer.
+
+        Raises:
+            UsageError: ranks hold parts of gradients or parameters.
+        """
+        if self.splits_gradients:
+            raise apart_and_sharded(self.plan.name)
+        self.drop()
+        self.apart = apart
+        self.weights = Weights(self.wire.rank, 1 if apart else self.wire.size)
 
     # ------------------------------------------------------------------ begin
 
@@ -166,7 +180,7 @@ class Reducer(Gradients):
         if self._reduced:
             self._carry()
         self.weights.samples += samples
-        self.flight.open()
+        self.flight.open(self.step)
 
     # ------------------------------------------------------------------ hooks
 
@@ -195,7 +209,7 @@ class Reducer(Gradients):
             self._move_in(slot)
         if slot.fired == slot.expected:
             bucket.pending -= 1
-            if bucket.pending == 0 and self._syncing and self.plan.overlap:
+            if bucket.pending == 0 and self._syncing and self.plan.overlap and not self.apart:
                 self.flight.launch_full(self.weights.averaged, self.gauge)
 
     def begin_in_backward(self) -> None:
@@ -261,7 +275,7 @@ class Reducer(Gradients):
         self._open = False
         here.begin(self.step, "exchange")
         ended = time.perf_counter()
-        if self.wire.size == 1:
+        if self.wire.size == 1 or self.apart:
             page = self._alone(failed)
         else:
             if not self.settled:
@@ -290,7 +304,7 @@ class Reducer(Gradients):
         )
 
     def _alone(self, failed: bool) -> ledger.Page:
-        """Return the page of a world of one, where autograd's own gradients are the result."""
+        """Return the page of a world of one, where this rank's own gradients are the result."""
         used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
         status = Status.FAILED if failed else self.weights.status
         return ledger.Page((self.weights.samples,), (status,), used)
@@ -343,12 +357,22 @@ class Reducer(Gradients):
         """Find out whether the result is finite; see [Note: peaks] in `gauge`."""
         assert self.gauge is not None, "somebody asks"
         if page.late or not surely_finite(page.peaks, factor, self.gauge.largest):
-            self.look_closely(bad_peaks(page.peaks))
+            self.look_closely(bad_peaks(page.peaks))  # nobody measures where a rank is alone
 
     def look_closely(self, ranks: tuple[int, ...]) -> None:
         """Look at every parameter's gradient; `ranks` brought what is not finite. All ranks call this."""
+        if self.apart or self.wire.size == 1:
+            ranks = (self.wire.rank,)
         parts, split = self.parts_by_name(), self.splits_gradients
         self.broken = examine(parts, self.wire, self.step - 1, ranks, split=split)
+
+
+def apart_and_sharded(strategy: str) -> UsageError:
+    """Return the error for a model that is to train apart while ranks hold parts of it."""
+    return UsageError(
+        f"sync={strategy!r} leaves each rank a part of the gradient, so no rank can train on its own",
+        remedy="use 'bucketed'; or shard within a group of ranks, and synchronise these groups: group=",
+    )
 
 
 def _hook(

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from paceline.sync import ledger
-from paceline.sync.bucket import Bucket, Slot, plan_buckets, storage_dtype, storage_numel
+from paceline.sync.bucket import ALIGN, Bucket, Slot, plan_buckets, storage_dtype, storage_numel
+from paceline.sync.courier import Courier
+from paceline.sync.freight import Freight
 from paceline.sync.plan import Sync
 from paceline.sync.wire import Wire
 
@@ -67,15 +69,22 @@ def build_buckets(
     """
     dtypes = [storage_dtype(slot.param, reduce_dtype) for slot in slots]
     sizes = [storage_numel(slot.param) * dtype.itemsize for slot, dtype in zip(slots, dtypes, strict=True)]
-    kinds = [(slot.param.device, dtype, slot.param.dtype) for slot, dtype in zip(slots, dtypes, strict=True)]
+    squeeze = plan.squeeze
+    sent_whole = [squeeze is None or squeeze.exempts(slot.name, slot.param) for slot in slots]
+    kinds = [
+        (slot.param.device, dtype, slot.param.dtype, whole)
+        for slot, dtype, whole in zip(slots, dtypes, sent_whole, strict=True)
+    ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
     rank, ranks = wire.rank, wire.size
     tail = ledger.length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
-    inside = countable and not sharded
+    inside = countable and not sharded and sent_whole[grouped[-1][0]]
+    courier = None
     buckets = []
     for index, members in enumerate(grouped):
         held = [slots[member] for member in members]
+        compressed = squeeze is not None and not sent_whole[members[0]]
         buckets.append(
             Bucket(
                 index,
@@ -83,10 +92,14 @@ def build_buckets(
                 dtypes[members[0]],
                 held[0].param.device,
                 tail=tail if inside and index == len(grouped) - 1 else 0,
-                shards=ranks if sharded else 1,
+                shards=ranks if sharded or compressed else 1,
+                unit=squeeze.granule if squeeze is not None and compressed else ALIGN,
                 allocate=wire.allocate,
             )
         )
+        if squeeze is not None and compressed:
+            courier = courier or Courier(held[0].param.device, on_stream=wire.orders_itself)
+            buckets[-1].freight = Freight(buckets[-1], squeeze, wire, courier, sharded=sharded)
         buckets[-1].adopt_gradients()
         return_freed_memory()
         if sharded:

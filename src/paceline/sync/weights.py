@@ -58,6 +58,11 @@ class Weights:
         """Return the samples that a (rounded) factor stands for."""
         return weight * self.reference
 
+    @property
+    def carries(self) -> bool:
+        """Whether this rank is the one that carries a result into the next round."""
+        return self._rank == 0 or self._ranks == 1
+
     def carry(self) -> float:
         """Take the latest result into the next round; return the factor for the ranks that carry it.
 
@@ -66,7 +71,7 @@ class Weights:
         """
         if not self.counted:
             return float(self._ranks) if self.averaged else 1.0
-        self.samples = self.total if self._rank == 0 else 0.0
+        self.samples = self.total if self.carries else 0.0
         return self.total / self.reference
 
     def close(self, page: Page) -> float:

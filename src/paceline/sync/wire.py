@@ -1,4 +1,4 @@
-"""The three collectives that the engine needs, over any process group.
+"""The collectives that the engine needs, over any process group.
 
 gloo's reduce-scatter clones its input and runs a whole all-reduce, and its all-gather copies twice, so
 over gloo both are sent point to point instead: every rank sends each peer that peer's part, and
@@ -111,9 +111,31 @@ class Wire:
         self._under_way: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
             self._under_way = _under_way.setdefault(self.group, set())
-            self._tag_reduce_scatter = _next_tag.get(self.group, _FIRST_TAG)
+            self._tag_reduce_scatter = self.reserve_tags(2)
             self._tag_all_gather = self._tag_reduce_scatter + 1
-            _next_tag[self.group] = self._tag_all_gather + 1
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks, as the world numbers them."""
+        return frozenset([0] if self.group is None else dist.get_process_group_ranks(self.group))
+
+    @property
+    def orders_itself(self) -> bool:
+        """Whether calls run in the order in which they were made, on a stream: NCCL's."""
+        return "nccl" in self.backend
+
+    @property
+    def peers(self) -> list[int]:
+        """All other ranks, the next one first, so that no rank is everybody's first target."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+    def reserve_tags(self, count: int) -> int:
+        """Return the first of `count` tags that nobody else uses; all ranks reserve in the same order."""
+        if self.group is None:
+            return _FIRST_TAG
+        first = _next_tag.get(self.group, _FIRST_TAG)
+        _next_tag[self.group] = first + count
+        return first
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return uninitialised 1-D memory; where the group has some that it reduces in place, that."""
@@ -155,7 +177,7 @@ class Wire:
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
-        peers = self._peers()
+        peers = self.peers
         inbox = own.new_empty(len(peers), own.numel())
         works = [self._receive(inbox[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)]
         works += [self._send(parts[peer], peer, self._tag_reduce_scatter) for peer in peers]
@@ -174,10 +196,7 @@ class Wire:
 
         A peer whose receive is posted already is sent to at once, without a round trip.
         """
-        if self._native_parts:
-            return []
-        parts = flat.chunk(self.size)
-        return [self._receive(parts[peer], peer, self._tag_all_gather) for peer in self._peers()]
+        return [] if self._native_parts else self.expect_rows(flat.view(self.size, -1), self._tag_all_gather)
 
     def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> Pending:
         """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
@@ -186,12 +205,56 @@ class Wire:
             flat: the same size on all ranks, divisible by the number of ranks.
             expected: what `expect_parts(flat)` returned, where it was called.
         """
-        own = flat.chunk(self.size)[self.rank]
+        rows = flat.view(self.size, -1)
         if self._native_parts:
-            work = _all_gather(flat, own, group=self.group, async_op=True)
+            work = _all_gather(flat, rows[self.rank], group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
-        works = list(self.expect_parts(flat) if expected is None else expected)
-        works += [self._send(own, peer, self._tag_all_gather) for peer in self._peers()]
+        return self.give_row(
+            rows, self.expect_parts(flat) if expected is None else expected, self._tag_all_gather
+        )
+
+    # ------------------------------------------------------------------ rows, one of each rank, at any time
+
+    def expect_rows(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
+        """Post the receives of every other rank's row of `rows` [ranks, …]; none where calls order themselves."""
+        return [] if self.orders_itself else [self._receive(rows[peer], peer, tag) for peer in self.peers]
+
+    def give_row(self, rows: torch.Tensor, expected: list[dist.Work], tag: int) -> Pending:
+        """Start sending this rank's row of `rows` to all others, whose rows come into the same place.
+
+        Unlike a collective this may be called at any time, from any thread: messages are matched by `tag`.
+
+        Args:
+            rows: [ranks, …], the same shape on all ranks, contiguous.
+            expected: what `expect_rows(rows, tag)` returned.
+            tag: reserved for these rows.
+        """
+        own = rows[self.rank]
+        if self.orders_itself:
+            work = _all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
+            return Pending([work] if work is not None else [])
+        works = [*expected, *(self._send(own, peer, tag) for peer in self.peers)]
+        return Pending(works, under_way=self._under_way)
+
+    def swap_rows(
+        self, rows: torch.Tensor, into: torch.Tensor, fill: Callable[[int], None], tag: int
+    ) -> Pending:
+        """Start sending row r of `rows` to rank r; every other rank's row for this one comes into its row of `into`.
+
+        Args:
+            rows, into: [ranks, …], contiguous, the same shape on all ranks; this rank's own rows mean nothing.
+            fill: makes a rank's row right before it is sent.
+            tag: reserved for these rows; messages are matched by it, as in `give_row`.
+        """
+        if self.orders_itself:
+            for peer in self.peers:
+                fill(peer)
+            work = dist.all_to_all_single(into, rows, group=self.group, async_op=True)
+            return Pending([work] if work is not None else [])
+        works = self.expect_rows(into, tag)
+        for peer in self.peers:
+            fill(peer)
+            works.append(self._send(rows[peer], peer, tag))
         return Pending(works, under_way=self._under_way)
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -209,10 +272,6 @@ class Wire:
         if self.size > 1:
             with here.awaited():
                 dist.broadcast(flat, group=self.group, group_src=source)
-
-    def _peers(self) -> list[int]:
-        """All other ranks, the next one first, so that no rank is everybody's first target."""
-        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         with _named_loss():

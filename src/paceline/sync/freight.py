@@ -1,0 +1,173 @@
+"""A bucket of gradients that travels compressed: what is sent, what is left out, and how much that was.
+
+Residuals of error feedback are in the same unit as what is sent: parts of the mean that the round makes. So where a
+round's result is scaled afterwards (`weights`: the samples were not those of the round before), the residual is too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from paceline.sync.bucket import Bucket, Slot
+from paceline.sync.compress import Compression
+from paceline.sync.courier import Courier
+from paceline.sync.factored import TAGS, Factored
+from paceline.sync.feedback import Feedback
+from paceline.sync.packets import Gathered, Parcel, Swapped
+from paceline.sync.wire import Wire
+
+__all__ = ["Freight", "Load"]
+
+_MEASURED_EVERY = 100
+"""Rounds between two in which the error of compression is measured, which costs passes over the memory."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What compression does to one bucket.
+
+    Attributes:
+        bucket: its number, in launch order. names: of its parameters.
+        nbytes: of its gradients. sent_nbytes: that a rank sends for it in one step.
+        uncompressed_nbytes: that a rank would send without compression.
+        error: ‖x − D(C(x))‖ / ‖x‖ of what this rank compressed, in the latest step that was measured; NaN: in none.
+        step: that step.
+    """
+
+    bucket: int
+    names: tuple[str, ...]
+    nbytes: int
+    sent_nbytes: int
+    uncompressed_nbytes: float
+    error: float
+    step: int
+
+
+class Freight:
+    """Sends one bucket.
+
+    Args:
+        bucket: its gradients. compression: how. wire: the ranks. courier: of the engine.
+        sharded: leave each rank with its own part of the sum.
+    """
+
+    def __init__(
+        self, bucket: Bucket, compression: Compression, wire: Wire, courier: Courier, *, sharded: bool
+    ) -> None:
+        self._bucket, self._compression, self._wire, self._courier = bucket, compression, wire, courier
+        self._sharded = sharded
+        self._tag = wire.reserve_tags(max(2, TAGS))
+        self._phase: Hashable = None
+        self._parcel: Parcel | None = None
+        self.feedback: Feedback | None = None
+        self._error, self._measured = float("nan"), -1
+
+    def launch(self, step: int, *, mean: bool) -> Self:
+        """Start summing the bucket over all ranks, or averaging it, in round number `step`."""
+        phase = self._compression.phase(step)
+        if self._parcel is None or phase != self._phase:
+            self._parcel, self._phase = self._pack(step), phase
+        if mean:
+            self._bucket.flat.mul_(1 / self._wire.size)
+        measure = step % _MEASURED_EVERY == 0
+        if measure:
+            self._measured = step
+        self._parcel.launch(measure=measure)
+        return self
+
+    def wait(self) -> None:
+        """Block until the sum is there."""
+        parcel = self._engaged()
+        parcel.wait()
+        if self._measured >= 0:
+            self._error = parcel.error.relative
+
+    def _pack(self, step: int) -> Parcel:
+        bucket, wire, compression = self._bucket, self._wire, self._compression
+        codec = compression.codec(rank=wire.rank, step=step)
+        if self.feedback is not None:
+            self.feedback.codec = codec
+        elif compression.feedback:
+            self.feedback = Feedback(
+                codec, bucket.flat.numel(), bucket.flat.device, momentum=compression.momentum
+            )
+        if compression.factors(step):
+            return Factored(
+                wire,
+                bucket.flat,
+                lambda flat: [_shaped(flat, slot) for slot in bucket.slots],
+                [slot.param.shape for slot in bucket.slots],
+                self._courier,
+                rank=compression.rank,
+                seed=compression.seed,
+                residual=None if self.feedback is None else self.feedback.residual,
+                tag=self._tag,
+            )
+        if compression.is_sparse and not self._sharded:
+            return Gathered(wire, bucket.flat, codec, self.feedback, tag=self._tag)
+        return Swapped(
+            wire, bucket.flat, codec, self._courier, self.feedback, scatter=self._sharded, tag=self._tag
+        )
+
+    def _engaged(self) -> Parcel:
+        assert self._parcel is not None, "nothing was launched"
+        return self._parcel
+
+    # ------------------------------------------------------------------ what it costs
+
+    @property
+    def calls(self) -> int:
+        """Collectives that one sum consists of."""
+        if isinstance(self._parcel, Factored):
+            return 5
+        return 1 if self._sharded or isinstance(self._parcel, Gathered) else 2
+
+    @property
+    def sent_nbytes(self) -> int:
+        """What this rank sends for one sum, headers of the network aside."""
+        return self._engaged().sent_nbytes
+
+    @property
+    def payload_nbytes(self) -> float:
+        """The payload of these collectives, by the rule of `SyncTimings.nbytes`."""
+        return self.sent_nbytes * self._wire.size / (self._wire.size - 1)
+
+    def load(self) -> Load:
+        """Return what compression does to the bucket."""
+        ways = 1 if self._sharded else 2
+        whole = self._bucket.grads.nbytes
+        return Load(
+            self._bucket.index,
+            tuple(slot.name for slot in self._bucket.slots),
+            whole,
+            self.sent_nbytes,
+            ways * whole * (self._wire.size - 1) / self._wire.size,
+            self._error,
+            self._measured,
+        )
+
+    # ------------------------------------------------------------------ what it left out
+
+    def left_out(self) -> dict[Slot, Tensor]:
+        """Return what this rank has left out so far, by parameter, flattened; empty without error feedback."""
+        if self.feedback is None:
+            return {}
+        residual = self.feedback.residual
+        return {slot: residual[slot.start : slot.start + slot.numel] for slot in self._bucket.slots}
+
+    def rescale(self, factor: float) -> None:
+        """Take note that the latest result was multiplied by `factor`."""
+        if self.feedback is not None:
+            self.feedback.scale(factor)
+
+
+def _shaped(flat: Tensor, slot: Slot) -> Tensor:
+    """Return a parameter's part of a buffer laid out like its bucket, as a matrix.
+
+    Its numbers are taken as they lie in memory, so a transposed parameter is another matrix of the same rank.
+    """
+    return flat[slot.start : slot.start + slot.numel].view(slot.param.shape)
