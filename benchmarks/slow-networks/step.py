@@ -1,0 +1,119 @@
+"""Time per training step on a slow network: torch DDP and its fp16 hook, beside what Paceline sends instead.
+
+    python benchmarks/slow-networks/step.py
+
+Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each, and writes ``step-4x200Mbit.json`` beside
+this file. All contestants live in the same processes and take turns ([Note: turns] in `paceline.bench.paired`).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from contestants import CONTESTANTS
+from figures import NO_SYNC, StepResult
+from rich.console import Console
+from rich.table import Table
+from workload import BATCH, EVERY, SIZE
+
+from paceline.bench.facts import machine_record, versions
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError, UsageError, unknown
+from paceline.lab import Lab
+
+HERE = Path(__file__).parent
+
+
+def main(
+    hosts: Annotated[int, typer.Option(help="Hosts around the switch, a rank on each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of a turn, at least.")] = 2,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="This contestant, and others so named; else all.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write there; else step-<hosts>x<rate>.json."),
+    ] = None,
+) -> None:
+    """Time training steps of the reference GPT on slow links, by contestant, and count the bytes."""
+    for name in only or []:
+        if name not in CONTESTANTS:
+            raise unknown("contestant", name, CONTESTANTS)
+    if hosts < 2 or rounds < 1 or steps < 1:
+        raise UsageError(
+            f"--hosts {hosts} --rounds {rounds} --steps {steps}: nothing to measure",
+            remedy="give 2 hosts or more, a round or more and a step or more",
+        )
+    path = json_file or HERE / f"step-{hosts}x{rate.removesuffix('/s')}.json"
+    check_writable(path, make_folder=True)
+    names = [name for name in CONTESTANTS if not only or name in only]
+    settings = {"hosts": hosts, "rate": rate, "rounds": rounds, "steps": steps, "threads": 1, "batch": BATCH}
+    result = {
+        "kind": "step-on-slow-network",
+        "schema": 1,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(["paceline", "torch"]),
+        "settings": settings | {"model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
+        "rows": run(hosts, rate, {"names": names, "rounds": rounds, "steps": steps}),
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    show(StepResult.load(path))
+    print(path)
+
+
+def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Make the hosts, start the ranks, show how far they are, and return what rank 0 wrote."""
+    turns = (1 + job["rounds"]) * len(job["names"])
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
+        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
+        asked.write_text(json.dumps(job | {"out": str(found)}), encoding="utf-8")
+        started = lab.start_torchrun([str(HERE / "step_ranks.py"), str(asked)], ranks_per_host=1)
+        with TurnBar(f"steps, {hosts} hosts, {rate}", turns) as tick:
+            done = 0
+
+            def look() -> None:
+                nonlocal done
+                for host, line in started.lines():
+                    if line == "tick":
+                        tick()
+                        done += 1
+                    elif done < turns:  # torchrun may complain that another host's torchrun ended before it
+                        print(f"host{host} | {line}", file=sys.stderr)
+
+            try:
+                started.wait(look=look)
+            finally:
+                started.end()
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def show(result: StepResult) -> None:
+    """Print times, how many times faster than DDP at its best, and bytes beside what was expected."""
+    table = Table(title="a training step", title_justify="left", box=None, pad_edge=False)
+    table.add_column("contestant", no_wrap=True)
+    for title in ("seconds", "DDP's best ÷", "MB sent", "expected", "÷ expected"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in result.rows:
+        times = [f"{row.median:.3f}", str(result.speedup(row) or "")]
+        sent = [f"{row.sent / 1e6:.3f}", f"{row.expected_sent / 1e6:.3f}"]
+        table.add_row(row.name, *times, *sent, "" if row.name == NO_SYNC else f"{row.sent_ratio:.3f}")
+    console = Console(highlight=False)
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    Console(highlight=False, width=max(console.width, needed)).print(table)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))

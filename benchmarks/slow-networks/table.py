@@ -1,0 +1,46 @@
+"""Write what `step.py` found into the table of README.md.
+
+    python benchmarks/slow-networks/table.py
+
+Reads ``step-4x200Mbit.json`` beside this file. No figure there is typed by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from figures import NO_SYNC, StepResult
+
+from paceline.report.markdown import fill, table
+
+STEP_TITLES = ["", "s per step", "DDP's best ÷", "MB sent per step", "expected", "÷ expected"]
+
+
+def step_figures(result: StepResult) -> str:
+    """Return the table of steps: a row per contestant, torch DDP with its fastest bucket in bold."""
+    best, rows = result.best_ddp(), []
+    for row in result.rows:
+        name = f"**{row.name}**" if best is not None and row.name == best.name else row.name
+        sent = [f"{row.sent / 1e6:.4g}", f"{row.expected_sent / 1e6:.4g}"]
+        ratio = "" if row.name == NO_SYNC else f"{row.sent_ratio:.3f}"
+        rows.append([name, f"{row.median:.3g}", str(result.speedup(row) or ""), *sent, ratio])
+    return table(STEP_TITLES, rows)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = Path(
+        __file__
+    ).parent,
+) -> None:
+    """Fill the tables of a folder's README.md."""
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    text = fill(text, "steps", step_figures(StepResult.load(folder / "step-4x200Mbit.json")))
+    readme.write_text(text, encoding="utf-8")
+    print(readme)
+
+
+if __name__ == "__main__":
+    typer.run(main)
