@@ -123,12 +123,8 @@ def accumulated(rank, size, compression, uneven, call):
                 totals.append(torch.zeros_like(grads(model)))
             totals[total] += grads(model)
             model.zero_grad()
-    return totals, {
-        slot.name: part.double()
-        for bucket in squeezed.engine.buckets
-        if bucket.freight is not None
-        for slot, part in bucket.freight.left_out().items()
-    }
+    parts = squeezed.engine.leftovers.state()["parts"]
+    return totals, {name: kept["residual"].double() for name, kept in parts.items()}
 
 
 @pytest.mark.parametrize("call", ["samples", "share", "plain"])

@@ -4,18 +4,20 @@ manifest.weights   per model: its files, further names of weights
 manifest.states    per rank:
     optimizers     per optimizer: the options of each group (the same on all ranks), and this rank's pieces
     random         this rank's generators
+    compressed     per model: what compression of its gradients has left out on this rank
+    own            per object that has a `rank_state_dict`: this rank's, such as its local parameters
     others, extra, engines, epoch    of rank 0 only: states of all other objects; what of a model's state is no tensor;
                    what its engine has counted and learnt; epochs done
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoint.manifest import Manifest, state_file
 from paceline.checkpoint.pieces import check_optimizer, load_optimizer, optimizer_state
@@ -26,6 +28,7 @@ from paceline.checkpoint.tree import pack, unpack
 from paceline.checkpoint.weights import check_weights, load_weights, part_names, part_of
 from paceline.errors import CheckpointError, UsageError
 from paceline.sync.engine import DataParallel
+from paceline.sync.outer_loop import OuterLoop
 
 __all__ = ["Contents", "contents_of", "places_of", "take_up"]
 
@@ -55,7 +58,7 @@ def contents_of(subjects: Subjects, rank: int, ranks: int, *, epoch: int) -> Con
     weights: dict[str, dict[str, Any]] = {}
     extra: dict[str, Any] = {}
     for name, model in subjects.models.items():
-        part = part_of(model, rank, ranks)
+        part = part_of(model, rank, ranks, _shared(model, subjects))
         names = part_names(name, part.parts)
         weights[name], extra[name] = {"files": names, "aliases": part.aliases}, part.rest
         if rank < part.parts:
@@ -66,6 +69,16 @@ def contents_of(subjects: Subjects, rank: int, ranks: int, *, epoch: int) -> Con
             for name, optimizer in subjects.optimizers.items()
         },
         "random": random_state(),
+        "compressed": {
+            name: kept
+            for name, model in subjects.models.items()
+            if isinstance(model, DataParallel) and (kept := model.engine.leftovers.state())
+        },
+        "own": {
+            name: each.rank_state_dict()
+            for name, each in subjects.others.items()
+            if hasattr(each, "rank_state_dict")
+        },
     }
     if rank == 0:
         state["others"] = {name: each.state_dict() for name, each in subjects.others.items()}
@@ -81,7 +94,7 @@ def contents_of(subjects: Subjects, rank: int, ranks: int, *, epoch: int) -> Con
     return Contents(files, weights, packed)
 
 
-def take_up(path: Path, manifest: Manifest, reader: Reader, subjects: Subjects, rank: int) -> int:
+def take_up(path: Path, manifest: Manifest, reader: Reader, subjects: Subjects, rank: int, ranks: int) -> int:
     """Check that an intact checkpoint fits, then give everything its part of it; return the epochs done.
 
     Raises:
@@ -105,20 +118,40 @@ def take_up(path: Path, manifest: Manifest, reader: Reader, subjects: Subjects, 
         if isinstance(error, UsageError):
             raise
         raise CheckpointError(f"{str(path)!r} makes no sense: {error!r:.200}") from error
-    for name, other in subjects.others.items():
-        other.load_state_dict(first["others"][name])
     for name, model in subjects.models.items():
         load_weights(model, lambda weight, where=places[name]: reader.tensor(*where[weight]))
         if isinstance(model, DataParallel) and name in first["engines"]:
             told = first["engines"][name]
             model.engine.step, model.engine.weights.reference = told["step"], told["reference"]
+            kept = [state.get("compressed", {}).get(name, {}) for state in states]
+            model.engine.leftovers.load(kept)
         if first["extra"][name]:
             bare(model).load_state_dict(first["extra"][name], strict=False)
     for name, optimizer in subjects.optimizers.items():
         load_optimizer(optimizer, groups[name], pieces[name], subjects.name_of_param, rank)
+    for name, other in subjects.others.items():  # last: one may have more to say of model and optimizer
+        _give_back(name, other, states, rank, ranks)
     if rank < len(states):
         set_random_state(states[rank]["random"])
     return first["epoch"]
+
+
+def _give_back(name: str, other: Any, states: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> None:
+    """Load an object's state: rank 0's, and with it this rank's own where it has one and the ranks are the same."""
+    state = states[0]["others"][name]
+    if not hasattr(other, "rank_state_dict"):
+        other.load_state_dict(state)
+        return
+    same = len(states) == ranks
+    other.load_state_dict(state, states[rank].get("own", {}).get(name) if same else None)
+
+
+def _shared(model: nn.Module, subjects: Subjects) -> Mapping[str, Tensor]:
+    """Return the parameters of a model whose ranks train apart, as they share them; of others nothing."""
+    loops = [each for each in subjects.others.values() if isinstance(each, OuterLoop)]
+    return {
+        name: theta for loop in loops if loop.module is bare(model) for name, theta in loop.shared().items()
+    }
 
 
 def places_of(manifest: Manifest, model: str) -> dict[str, tuple[str, str]]:

@@ -63,7 +63,8 @@ class Checkpoint:
     All ranks make one, with the same arguments, and call its methods at the same places. It saves models, optimizers
     (sharded state too, re-dealt when the number of ranks changes), loaders, schedulers, anything with ``state_dict()``
     and ``load_state_dict()``, and the random numbers of every rank. Of things that are neither models nor optimizers,
-    rank 0's state is saved, and given to all.
+    rank 0's state is saved, and given to all; of `LocalSGD` and its kin, and of what compression has left out, every
+    rank's.
 
     Args:
         folder: where this run's checkpoints go; on a disk that all ranks share.
@@ -265,7 +266,7 @@ class Checkpoint:
                 self._folder.set_aside(one.path)
         manifest = found.manifest
         self._fresh = True
-        self.epoch = take_up(found.path, manifest, found.reader, self.subjects, self._rank)
+        self.epoch = take_up(found.path, manifest, found.reader, self.subjects, self._rank, self._ranks)
         self.step = self._saved_at = self._ticked = manifest.step
         self.resumed = Resumed(
             found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.passed_over)

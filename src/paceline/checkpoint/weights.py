@@ -72,8 +72,12 @@ def weights_of(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dic
     return tensors, aliases, rest
 
 
-def part_of(model: nn.Module, rank: int, ranks: int) -> WeightsPart:
+def part_of(
+    model: nn.Module, rank: int, ranks: int, instead: Mapping[str, Tensor] | None = None
+) -> WeightsPart:
     """Return the part of `rank`; gathers sharded weights, so all ranks must call.
+
+    `instead` has what to save for some parameters, in their shapes: what all ranks share where they train apart.
 
     Parameters are dealt in runs of about the same size to as many ranks as there is enough for. Buffers, which may
     differ between ranks (running statistics of BatchNorm), are rank 0's.
@@ -85,6 +89,8 @@ def part_of(model: nn.Module, rank: int, ranks: int) -> WeightsPart:
     mine = {}
     for (name, tensor), owner in zip(tensors.items(), deal(sizes, parts), strict=True):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if instead is not None and name in instead:
+            whole = instead[name].to(tensor.dtype)
         if rank == (0 if name in buffers else owner):
             mine[name] = whole
     return WeightsPart(parts, mine, aliases, rest)

@@ -30,6 +30,7 @@ lowrank.py     PowerSGD's arithmetic: a matrix as the product of two thin ones
 packets.py     a buffer summed over all ranks in packets of a codec
 factored.py    a bucket of matrices summed as products of thin ones (PowerSGD)
 freight.py     a bucket of gradients that travels compressed
+leftovers.py   what compression still owes, over a restart
 courier.py     a thread that does the second half of an exchange
 periodic.py    LocalSGD, DiLoCo, SlowMo: parameters synchronised every H steps
 outer_loop.py  counts local steps, sends and merges what is due

@@ -6,13 +6,14 @@ round's result is scaled afterwards (`weights`: the samples were not those of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
 from paceline.sync.bucket import Bucket, Slot
+from paceline.sync.codecs import Codec
 from paceline.sync.compress import Compression
 from paceline.sync.courier import Courier
 from paceline.sync.factored import TAGS, Factored
@@ -64,6 +65,8 @@ class Freight:
         self._phase: Hashable = None
         self._parcel: Parcel | None = None
         self.feedback: Feedback | None = None
+        self._codec: Codec | None = None
+        self._taken_up: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
         self._error, self._measured = float("nan"), -1
 
     def launch(self, step: int, *, mean: bool) -> Self:
@@ -71,6 +74,7 @@ class Freight:
         phase = self._compression.phase(step)
         if self._parcel is None or phase != self._phase:
             self._parcel, self._phase = self._pack(step), phase
+            self._resume()
         if mean:
             self._bucket.flat.mul_(1 / self._wire.size)
         measure = step % _MEASURED_EVERY == 0
@@ -88,7 +92,7 @@ class Freight:
 
     def _pack(self, step: int) -> Parcel:
         bucket, wire, compression = self._bucket, self._wire, self._compression
-        codec = compression.codec(rank=wire.rank, step=step)
+        codec = self._codec = compression.codec(rank=wire.rank, step=step)
         if self.feedback is not None:
             self.feedback.codec = codec
         elif compression.feedback:
@@ -152,12 +156,50 @@ class Freight:
 
     # ------------------------------------------------------------------ what it left out
 
-    def left_out(self) -> dict[Slot, Tensor]:
-        """Return what this rank has left out so far, by parameter, flattened; empty without error feedback."""
-        if self.feedback is None:
-            return {}
-        residual = self.feedback.residual
-        return {slot: residual[slot.start : slot.start + slot.numel] for slot in self._bucket.slots}
+    def left_out(self) -> dict[str, dict[str, Tensor]]:
+        """Return what this rank keeps from step to step, by parameter, flattened: residual, velocity, thin matrix."""
+        kept: dict[str, dict[str, Tensor]] = {}
+        for slot in self._bucket.slots:
+            part = slice(slot.start, slot.start + slot.numel)
+            if self.feedback is not None:
+                kept[slot.name] = {"residual": self.feedback.residual[part]}
+                if self.feedback.velocity is not None:
+                    kept[slot.name]["velocity"] = self.feedback.velocity[part]
+        if isinstance(self._parcel, Factored):
+            for slot, thin in zip(self._bucket.slots, self._parcel.low.thin_q(), strict=True):
+                kept.setdefault(slot.name, {})["q"] = thin
+        return kept
+
+    def codec_state(self) -> dict[str, Any]:
+        """Return what the next packets of this rank depend on beside the gradients."""
+        return {} if self._codec is None else self._codec.state_dict()
+
+    def take_up(self, kept: Sequence[Mapping[str, Mapping[str, Tensor]]], codec: Mapping[str, Any]) -> None:
+        """Go on from what ranks had left out: this one has all of it to send from now on.
+
+        Args:
+            kept: what `left_out` returned on some ranks. codec: what `codec_state` returned on this one; may be empty.
+        """
+        self._taken_up = [dict(each) for each in kept], dict(codec)
+
+    def _resume(self) -> None:
+        """Fill the memory, once it is there, with what was taken up."""
+        if self._taken_up is None:
+            return
+        (kept, codec), self._taken_up = self._taken_up, None
+        if self._codec is not None and codec:
+            self._codec.load_state_dict(codec)
+        for slot in self._bucket.slots:
+            part = slice(slot.start, slot.start + slot.numel)
+            for parts in (each[slot.name] for each in kept if slot.name in each):
+                if self.feedback is not None and "residual" in parts:
+                    self.feedback.residual[part] += parts["residual"].to(self.feedback.residual.device)
+                if self.feedback is not None and self.feedback.velocity is not None and "velocity" in parts:
+                    self.feedback.velocity[part] += parts["velocity"].to(self.feedback.velocity.device)
+        if isinstance(self._parcel, Factored):
+            for slot, thin in zip(self._bucket.slots, self._parcel.low.thin_q(), strict=True):
+                for parts in (each[slot.name] for each in kept[:1] if slot.name in each):
+                    thin.copy_(parts["q"])
 
     def rescale(self, factor: float) -> None:
         """Take note that the latest result was multiplied by `factor`."""

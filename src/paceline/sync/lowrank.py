@@ -160,6 +160,10 @@ class LowRank:
         for thin, p, q in self._views():
             torch.mm(p, q.t(), out=as_matrix(into[thin.index]))
 
+    def thin_q(self) -> list[Tensor]:
+        """Return each thin tensor's Q, flattened, in the order of `factors.thin`."""
+        return [q.view(-1) for _, _, q in self._views()]
+
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes to go on from here."""
         return {"q": self.q.clone()}

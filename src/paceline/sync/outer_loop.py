@@ -87,7 +87,7 @@ class OuterLoop:
         self._model, self._optimizer = model, optimizer
         self._wire = Wire(group)
         self._engine = _engine_to_part(model, self._wire)
-        self._module = model.module if isinstance(model, DataParallel) else model
+        self.module = model.module if isinstance(model, DataParallel) else model
         self._agree(group)
         self._fragments = self._make_fragments(piece_mib)
         self._samples = [0.0] * cadence.fragments  # of this rank, since each fragment was sent
@@ -103,15 +103,15 @@ class OuterLoop:
         told = [
             f"{type(self).__name__}: {self.cadence}, {self.outer}, warmup={self.warmup}, mix={self.mix}",
             f"compression: {self.compression}",
-            *describe(self._module, "its own"),
+            *describe(self.module, "its own"),
         ]
         verify_same(told, type(self).__name__, self._wire.group, remedy="pass the same on every rank")
         if not isinstance(self._model, DataParallel):
-            broadcast_tensors(self._wire, [*self._module.parameters(), *self._module.buffers()])
+            broadcast_tensors(self._wire, [*self.module.parameters(), *self.module.buffers()])
 
     def _make_fragments(self, piece_mib: float) -> list[Fragment]:
-        named = dict(self._module.named_parameters())
-        parts = strided(layers_of(self._module), self.cadence.fragments)
+        named = dict(self.module.named_parameters())
+        parts = strided(layers_of(self.module), self.cadence.fragments)
         compression = self.compression
         exempt: list[str] = []
         if compression is not None:
@@ -123,7 +123,7 @@ class OuterLoop:
             exempt = [name for name, param in named.items() if compression.exempts(name, param)]
             for name in (name for part in parts for name in part if name not in exempt):
                 compression.refuse_unfit(name, named[name])
-        buffers = [(name, each) for name, each in self._module.named_buffers() if each.is_floating_point()]
+        buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
         courier = Courier(device, on_stream=self._wire.orders_itself)
         return [
@@ -256,18 +256,19 @@ class OuterLoop:
 
         That is what to evaluate and to export: between two synchronisations each rank's own are different ones.
         """
-        before = {name: param.detach().clone() for name, param in self._module.named_parameters()}
+        before = {name: param.detach().clone() for name, param in self.module.named_parameters()}
         try:
             with torch.no_grad():
-                for name, theta in self._shared().items():
-                    dict(self._module.named_parameters())[name].copy_(theta)
+                for name, theta in self.shared().items():
+                    dict(self.module.named_parameters())[name].copy_(theta)
             yield
         finally:
             with torch.no_grad():
-                for name, param in self._module.named_parameters():
+                for name, param in self.module.named_parameters():
                     param.copy_(before[name])
 
-    def _shared(self) -> dict[str, Tensor]:
+    def shared(self) -> dict[str, Tensor]:
+        """Return the parameters that all ranks share, by name, in the precision in which they are kept."""
         return {name: part for fragment in self._fragments for name, part in fragment.shared().items()}
 
     # ------------------------------------------------------------------ state

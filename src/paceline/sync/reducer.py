@@ -35,6 +35,7 @@ from paceline.sync.bucket import Slot, storage_dtype
 from paceline.sync.gauge import bad_peaks, examine, surely_finite
 from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
+from paceline.sync.leftovers import Leftovers
 from paceline.sync.plan import Sync
 from paceline.sync.settle import agree_order, build_buckets
 from paceline.sync.weights import Weights, counted_filler
@@ -70,6 +71,7 @@ class Reducer(Gradients):
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
         self.sync_enabled = True
         """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
+        self.leftovers = Leftovers(self.flight)
         self.apart = False
         """Whether this rank trains as in a world of one; `train_apart` decides."""
 
@@ -302,6 +304,7 @@ class Reducer(Gradients):
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
         )
+        self.leftovers.resume()
 
     def _alone(self, failed: bool) -> ledger.Page:
         """Return the page of a world of one, where this rank's own gradients are the result."""
