@@ -67,7 +67,7 @@ def bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     largest = rows.amax(1, keepdim=True).expand_as(rows).reshape(-1)[: len(size)]
     if codec.name == "fp16":
         return torch.maximum(size * 2.0**-11, largest * 2.0**-39) + 2.0**-149
-    level = largest / (127 if codec.name == "int8" else 7)
+    level = largest / (127 if codec.bits == 8 else 7)
     return level * (0.5 + 1e-5) + 2.0**-121
 
 
@@ -127,7 +127,7 @@ def test_float64_stays_float64():
     assert torch.equal(there_and_back(codec, values), values)
 
 
-def test_bf16_is_torch_s_own_rounding():
+def test_bf16_rounds_as_torch_does():
     values = torch.randn(10_000)
     assert torch.equal(there_and_back(Half("bf16"), values), values.bfloat16().float())
 
@@ -226,10 +226,18 @@ def test_random_bits_depend_on_seed_and_rank_and_go_on_from_a_state(make):
 
 
 def test_a_state_before_the_first_bits_is_the_start_of_a_seed():
-    fresh, used = Dither(4, 1), Dither(9, 9)
-    used.bits(10, torch.device("cpu"))
+    cpu, fresh, used = torch.device("cpu"), Dither(4, 1), Dither(9, 9)
+    used.bits(10, cpu)
     used.load_state_dict(fresh.state_dict())
-    assert torch.equal(used.bits(50, torch.device("cpu")), fresh.bits(50, torch.device("cpu")))
+    assert torch.equal(used.bits(50, cpu), fresh.bits(50, cpu))
+
+
+def test_a_state_that_was_loaded_and_not_used_is_kept():
+    cpu, first, second, third = torch.device("cpu"), Dither(4, 1), Dither(), Dither()
+    first.bits(10, cpu)
+    second.load_state_dict(first.state_dict())
+    third.load_state_dict(second.state_dict())
+    assert torch.equal(third.bits(50, cpu), first.bits(50, cpu))
 
 
 def test_random_bits_are_even():
@@ -249,6 +257,11 @@ def test_packets_have_the_size_that_was_said(codec, least):
     for numel in (0, 1, 100, 1000, 65_537):
         assert codec.nbytes(numel) % 16 == 0
         assert len(packed(codec, torch.randn(numel))) == codec.nbytes(numel)
+
+
+def test_codecs_with_the_same_name_understand_one_another():
+    assert [codec.name for codec in (Blocks(8), Blocks(4, rounding="stochastic"))] == ["int8", "int4"]
+    assert Blocks(8, block=64).name == "int8 in blocks of 64"
 
 
 @pytest.mark.parametrize(

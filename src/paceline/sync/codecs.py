@@ -31,6 +31,9 @@ __all__ = ["Blocks", "Codec", "Half", "Raw", "ratio"]
 _LEAST_SCALE = 2.0**-120
 """Smaller scales have no reciprocal to trust: numbers of less than half of it come out as 0."""
 
+_BLOCK = 256
+"""Numbers that share a scale in int8 and int4, if nothing else is said."""
+
 _FP16_BLOCK = 1024
 """Numbers that share a scale in fp16: 4 bytes beside 2048."""
 
@@ -198,7 +201,7 @@ class Blocks(Blockwise):
     """
 
     def __init__(
-        self, bits: int = 8, block: int = 256, rounding: str = "nearest", seed: int = 0, rank: int = 0
+        self, bits: int = 8, block: int = _BLOCK, rounding: str = "nearest", seed: int = 0, rank: int = 0
     ) -> None:
         if bits not in (8, 4):
             raise UsageError(f"Blocks(bits={bits})", remedy="use 8 or 4")
@@ -206,7 +209,8 @@ class Blocks(Blockwise):
             raise UsageError(f"Blocks(block={block})", remedy="use an even number, such as 256")
         self.bits, self._most = bits, 2 ** (bits - 1) - 1
         layout = Layout(block, torch.int8, block * bits // 8)
-        super().__init__(f"int{bits}", layout, dither_of(rounding, seed, rank))
+        name = f"int{bits}" if block == _BLOCK else f"int{bits} in blocks of {block}"
+        super().__init__(name, layout, dither_of(rounding, seed, rank))
 
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
         _largest(rows, work, scales)

@@ -29,6 +29,7 @@ class Dither:
     def __init__(self, seed: int = 0, rank: int = 0) -> None:
         self.seed, self.rank = seed, rank
         self._generator: torch.Generator | None = None
+        self._loaded: dict[str, Any] = {}
 
     def bits(self, numel: int, device: torch.device) -> torch.Tensor:
         """Return `numel` random int16 numbers, each of the 65 536 as likely."""
@@ -38,20 +39,24 @@ class Dither:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes to go on from here."""
-        state = None if self._generator is None else self._generator.get_state()
-        device = "" if self._generator is None else self._generator.device.type
-        return {"seed": self.seed, "rank": self.rank, "device": device, "state": state}
+        state = {"seed": self.seed, "rank": self.rank}
+        if self._generator is None:
+            return self._loaded or state
+        return state | {"device": self._generator.device.type, "bits": self._generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where the state was taken; on another kind of device, from the start of its seed."""
-        self.seed, self.rank, self._generator = state["seed"], state["rank"], None
-        if state["state"] is not None and (state["device"] == "cpu" or torch.cuda.is_available()):
-            self._on(torch.device(state["device"])).set_state(state["state"].cpu())
+        self.seed, self.rank = state["seed"], state["rank"]
+        self._generator, self._loaded = None, dict(state)
 
     def _on(self, device: torch.device) -> torch.Generator:
-        if self._generator is None or self._generator.device.type != device.type:
+        """Return the generator, made when it is known where numbers are."""
+        if self._generator is None or self._generator.device != device:
             self._generator = torch.Generator(device=device)
             self._generator.manual_seed((self.seed * 1_000_003 + self.rank * 7_919 + 17) % 2**63)
+            if self._loaded.get("device") == device.type:
+                self._generator.set_state(self._loaded["bits"].cpu())
+            self._loaded = {}
         return self._generator
 
 

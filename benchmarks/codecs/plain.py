@@ -1,0 +1,97 @@
+"""The codecs of `paceline.sync` as one would write them first: whole tensors, one line after the other.
+
+They do the same work, but for details: packing neighbours, a uniform random number for each number, indices as int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.sync.codecs import Blocks, Codec, Half, Raw
+from paceline.sync.sparse import TopK
+
+__all__ = ["Plain", "plain_of"]
+
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a codec does, with whatever it likes as packet.
+
+    Attributes:
+        compress: from numbers to the packet and the error. decompress: back to numbers.
+    """
+
+    compress: Callable[[Tensor], tuple[Any, Tensor]]
+    decompress: Callable[[Any], Tensor]
+
+
+def plain_of(codec: Codec, numel: int) -> Plain:
+    """Return the plain formulation of a codec."""
+    if isinstance(codec, Raw):
+        return Plain(lambda values: (values.clone(), torch.zeros_like(values)), lambda packet: packet)
+    if isinstance(codec, Half):
+        return half(torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.dither is not None)
+    if isinstance(codec, Blocks):
+        return blocks(codec.bits, codec.dither is not None)
+    assert isinstance(codec, TopK)
+    return top(codec.count(numel), numel)
+
+
+def half(dtype: torch.dtype, dithered: bool) -> Plain:
+    """Return bfloat16 or (without scales) float16."""
+
+    def compress(values: Tensor) -> tuple[Tensor, Tensor]:
+        if dithered:
+            bits = values.view(torch.int32) + torch.randint(0, 1 << 16, values.shape, dtype=torch.int32)
+            packet = (bits >> 16).to(torch.int16).view(dtype)
+        else:
+            packet = values.to(dtype)
+        return packet, values - packet.float()
+
+    return Plain(compress, lambda packet: packet.float())
+
+
+def blocks(bits: int, dithered: bool) -> Plain:
+    """Return levels with a scale for each block; of 4 bits, neighbours share a byte."""
+    most = 127 if bits == 8 else 7
+
+    def compress(values: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        rows = values.view(-1, BLOCK)
+        scales = rows.abs().amax(1, keepdim=True) / most
+        exact = rows / scales
+        levels = torch.floor(exact + torch.rand_like(exact)) if dithered else exact.round()
+        levels = levels.clamp(-most, most).to(torch.int8)
+        error = values - (levels * scales).view(-1)
+        return (scales, levels if bits == 8 else (levels[:, ::2] & 15) | (levels[:, 1::2] << 4)), error
+
+    def decompress(packet: tuple[Tensor, Tensor]) -> Tensor:
+        scales, levels = packet
+        if bits == 4:
+            levels = torch.stack([(levels << 4) >> 4, levels >> 4], dim=2).view(-1, BLOCK)
+        return (levels * scales).view(-1)
+
+    return Plain(compress, decompress)
+
+
+def top(k: int, numel: int) -> Plain:
+    """Return the largest numbers, found by torch.topk."""
+
+    def compress(values: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        indices = values.abs().topk(k, sorted=False).indices
+        packet = values[indices].half()
+        error = values.clone()
+        error[indices] -= packet.float()
+        return (indices.int(), packet), error
+
+    def decompress(packet: tuple[Tensor, Tensor]) -> Tensor:
+        indices, values = packet
+        return torch.zeros(numel).index_put_((indices.long(),), values.float())
+
+    return Plain(compress, decompress)
