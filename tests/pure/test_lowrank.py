@@ -71,7 +71,12 @@ def mean_by_the_paper(
 def test_three_rounds_of_two_ranks_are_those_of_the_paper():
     lows = [LowRank(SHAPES, rank=2, seed=5) for _ in range(2)]
     queries = {
-        thin.index: lows[0].q[thin.q_start : thin.q_start + 2 * thin.columns].view(-1, 2).double().tolist()
+        thin.index: lows[0]
+        .q[thin.q_start : thin.q_start + 2 * thin.columns]
+        .view(2, -1)
+        .t()
+        .double()
+        .tolist()
         for thin in lows[0].factors.thin
     }
     for number in range(3):
