@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline as pl
+from paceline.errors import MismatchError, SyncError, UsageError
 
 BATCH, WIDTH = 4, 6
 
@@ -253,3 +254,261 @@ def test_every_parameter_is_the_same_on_all_ranks_after_a_synchronisation(
     same([variance for _, variance, *_ in results])
     assert results[0][2] == pytest.approx(exact[0][2], rel=0.1), "compression hardly changes what is learnt"
     assert {syncs for *_, syncs in results} == {10 // 4 + 1 if fragments == 1 else results[0][3]}
+
+
+# ---------------------------------------------------------------------- ranks that differ
+
+
+def uneven(rank, size, steps, options):
+    """Return parameters and counts of a rank that makes `steps[rank]` local steps."""
+    model = pl.DataParallel(network(), sync="bucketed")
+    optim = adamw(model)
+    with pl.DiLoCo(model, optim, **options) as loop:
+        for step in range(1, steps[rank] + 1):
+            take_step(model, optim, rank, step)
+    take_step(model, optim, rank, 99)  # gradients are synchronised again
+    return flat(model), loop.steps, loop.syncs
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 4}, {"every": 6, "fragments": 3, "delay": 2}, {"every": 5, "fragments": 2}]
+)
+def test_ranks_may_make_different_numbers_of_steps(pool, options):
+    results = pool(3).run(uneven, [7, 19, 0], {**options, "compression": None})
+    same([params for params, *_ in results[:2]])
+    assert [steps for _, steps, _ in results] == [7, 19, 0]
+    assert len({syncs for *_, syncs in results}) == 1, "all took part in all of them"
+
+
+def test_what_a_finished_rank_had_not_sent_still_counts(pool):
+    """Rank 0 makes 3 of 4 steps: its last three count as three steps beside rank 1's four."""
+    options = {"every": 4, "compression": None, "outer_lr": 1.0, "outer_momentum": 0.0}
+    results = pool(2).run(uneven_plain, [3, 4], options)
+    mine, workers = same(results), [network(), network()]
+    for rank, steps in enumerate([3, 4]):
+        optim = sgd(workers[rank])
+        for step in range(1, steps + 1):
+            take_step(workers[rank], optim, rank, step)
+    assert torch.allclose(mine, (3 * flat(workers[0]) + 4 * flat(workers[1])) / 7, rtol=0, atol=1e-10)
+
+
+def uneven_plain(rank, size, steps, options):
+    model = network()
+    optim = sgd(model)
+    with pl.DiLoCo(model, optim, **options):
+        for step in range(1, steps[rank] + 1):
+            take_step(model, optim, rank, step)
+    return flat(model)
+
+
+def poisoned(rank, size, victim):
+    model = pl.DataParallel(network(), sync="bucketed")
+    optim = adamw(model)
+    with pl.DiLoCo(model, optim, every=4, compression=None) as loop:
+        for step in range(1, 13):
+            take_step(model, optim, rank, step)
+            if rank == victim and step == 6:
+                with torch.no_grad():
+                    next(model.parameters())[0, 0] = float("nan")
+    return flat(model), loop.rejected
+
+
+def test_a_pseudo_gradient_that_is_not_finite_is_left_out_and_its_rank_named(pool):
+    results = pool(3).run(poisoned, 1)
+    assert bool(same([params for params, _ in results]).isfinite().all())
+    assert [rejected for _, rejected in results] == [{1: 1}] * 3
+
+
+def grouped(rank, size):
+    """Two hosts of two ranks: gradients inside a host every step, parameters between hosts every 3 steps."""
+    inner = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])][rank // 2]
+    outer = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])][rank % 2]
+    model = pl.DataParallel(network(), sync="sharded", group=inner)
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+    with pl.DiLoCo(model, optim, every=3, compression=None, group=outer):
+        for step in range(1, 10):
+            take_step(model, optim, rank, step)
+    return flat(model)
+
+
+def test_ranks_of_a_host_may_synchronise_gradients_while_hosts_synchronise_parameters(pool):
+    mine = same(pool(4).run(grouped))
+    theta, workers = network(), [network(), network()]
+    optims = [adamw(worker) for worker in workers]
+    outer = torch.optim.SGD(theta.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(1, 10):
+        for host, (worker, optim) in enumerate(zip(workers, optims, strict=True)):
+            losses = [
+                functional.mse_loss(worker(x), y)
+                for x, y in (batch_of(2 * host, step), batch_of(2 * host + 1, step))
+            ]
+            (sum(losses) / 2).backward()
+            optim.step()
+            optim.zero_grad()
+        if step % 3 == 0:
+            for shared, one, other in zip(
+                theta.parameters(), *(w.parameters() for w in workers), strict=True
+            ):
+                shared.grad = shared.detach() - (one.detach() + other.detach()) / 2
+            outer.step()
+            for worker in workers:
+                worker.load_state_dict(theta.state_dict())
+    assert torch.allclose(mine, flat(theta), rtol=0, atol=1e-10)
+
+
+def broken_off(rank, size):
+    """An exception in the block is not followed by a synchronisation; parameters differ then, and that is known."""
+    model = pl.DataParallel(network(), sync="bucketed")
+    optim = adamw(model)
+    try:
+        with pl.LocalSGD(model, optim, every=2, compression=None) as loop:
+            take_step(model, optim, rank, 1)
+            take_step(model, optim, rank, 2)
+            take_step(model, optim, rank, 3)
+            raise ValueError("a fault of the program")
+    except ValueError as error:
+        said = [str(error)]
+    for attempt in (lambda: take_step(model, optim, rank, 3), loop.__enter__):
+        try:
+            attempt()
+        except (SyncError, UsageError) as error:
+            said.append(str(error))
+    with pl.LocalSGD(model, optim, every=2, compression=None):  # a new one begins from rank 0's parameters
+        take_step(model, optim, rank, 4)
+    take_step(model, optim, rank, 5)
+    return said, flat(model)
+
+
+def test_an_exception_ends_the_block_without_more_messages(pool):
+    results = pool(2).run(broken_off)
+    for said, _ in results:
+        assert said[0] == "a fault of the program"
+        assert "parameters differ between ranks" in said[1]
+        assert "was left by an exception" in said[2]
+    same([params for _, params in results])
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def trained(rank, size, folder, total, options, broken_at):
+    """Train to step `total`, or up to `broken_at`; go on from the folder's checkpoint where there is one."""
+    model = pl.DataParallel(network(torch.float32), sync="bucketed")
+    optim = adamw(model)
+    loop = pl.DiLoCo(model, optim, **options)
+    keep = pl.Checkpoint(folder, model, optim, loop)
+    keep.load()
+    with loop:
+        while keep.step < (broken_at or total):
+            take_step(model, optim, rank, keep.step + 1, dtype=torch.float32)
+        if broken_at:
+            keep.save(wait=True)
+            saved = {name: each.clone() for name, each in loop.shared().items()}
+            keep.close()
+            return saved
+    keep.close()
+    return flat(model)
+
+
+@pytest.mark.parametrize("options", [{"every": 4}, {"every": 6, "fragments": 3, "delay": 2}])
+@pytest.mark.parametrize(
+    "compression", [None, "int4", pl.Compression("int8", rounding="stochastic")], ids=str
+)
+def test_a_run_that_is_resumed_between_synchronisations_is_the_same_to_the_bit(
+    pool, tmp_path, options, compression
+):
+    options = {**options, "compression": compression}
+    whole = same(pool(3).run(trained, str(tmp_path / "whole"), 20, options, None))
+    shared = pool(3).run(trained, str(tmp_path / "cut"), 20, options, 9)
+    assert all(torch.equal(shared[0][name], each[name]) for each in shared for name in each)
+    assert torch.equal(same(pool(3).run(trained, str(tmp_path / "cut"), 20, options, None)), whole)
+
+
+def test_with_other_ranks_all_begin_from_what_was_shared(pool, tmp_path):
+    options = {"every": 4, "fragments": 2, "delay": 1}
+    shared = pool(3).run(trained, str(tmp_path), 20, options, 9)[0]
+    results = pool(2).run(resumed, str(tmp_path), options)
+    for start, steps, end in results:
+        assert all(torch.equal(start[name], shared[name]) for name in shared)
+        assert steps == 9
+        assert torch.equal(end, results[0][2])
+    grown = pool(4).run(resumed, str(tmp_path), options)
+    same([end for *_, end in grown])
+
+
+def resumed(rank, size, folder, options):
+    model = pl.DataParallel(network(torch.float32), sync="bucketed")
+    optim = adamw(model)
+    loop = pl.DiLoCo(model, optim, **options)
+    keep = pl.Checkpoint(folder, model, optim, loop)
+    found = keep.load()
+    start = {name: param.detach().clone() for name, param in model.module.named_parameters()}
+    with loop:
+        for step in range(10, 16):
+            take_step(model, optim, rank, step, dtype=torch.float32)
+    keep.close()
+    return start, found.step, flat(model)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def refused(rank, size, kind, options):
+    options = options(rank) if callable(options) else options
+    model = pl.DataParallel(network(torch.float32), sync=options.pop("sync", "bucketed"))
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+    try:
+        getattr(pl, kind)(model, optim, **options)
+    except (UsageError, MismatchError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def other_on_rank_1(rank):
+    return {"every": 4 if rank == 0 else 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        ("DiLoCo", {"every": 0}, "every=0"),
+        ("LocalSGD", {"every": 2.5}, "every=2.5"),
+        ("DiLoCo", {"every": 9, "fragments": 5}, "fragments=5, but the model has 4 layers"),
+        ("DiLoCo", {"every": 3, "fragments": 4}, "at most as many fragments as steps"),
+        ("DiLoCo", {"every": 3, "delay": 3}, "delay=3 with every=3"),
+        ("DiLoCo", {"every": 3, "delay": -1}, "delay=-1"),
+        ("DiLoCo", {"every": 3, "mix": 1.0}, "mix=1.0"),
+        ("DiLoCo", {"every": 3, "outer_lr": 0.0}, "outer_lr=0.0"),
+        ("DiLoCo", {"every": 3, "outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ("SlowMo", {"every": 3, "slow_momentum": -0.1}, "slow_momentum=-0.1"),
+        ("DiLoCo", {"every": 3, "warmup": -1}, "warmup=-1"),
+        ("DiLoCo", {"every": 3, "piece_mib": 0}, "piece_mib=0"),
+        ("LocalSGD", {"every": 3, "compression": "int5"}, "unknown compression 'int5'"),
+        ("LocalSGD", {"every": 3, "compression": "powersgd"}, "powersgd"),
+        ("LocalSGD", {"every": 3, "sync": "sharded"}, "sync='sharded' leaves each rank a part"),
+        ("DiLoCo", other_on_rank_1, "[rank 1] DiLoCo differs between ranks"),
+    ],
+)
+def test_bad_input_is_refused_on_all_ranks_before_anything_begins(pool, kind, options, said):
+    for name, text in pool(2).run(refused, kind, options):
+        assert name == ("MismatchError" if callable(options) else "UsageError")
+        assert said in text
+
+
+def test_numbers_that_compression_is_unfit_for_are_named():
+    model = network(torch.float64)
+    model[0] = nn.Linear(WIDTH, 256).double()
+    with pytest.raises(UsageError, match=r"int4 is unfit for parameter '0\.weight' of float64"):
+        pl.DiLoCo(model, adamw(model), every=4)
+    wrapped = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="holds no parameter of this model"):
+        pl.LocalSGD(wrapped, adamw(network()), every=4)
+
+
+def test_a_world_of_one_takes_outer_steps_alone():
+    model = network()
+    optim = adamw(model)
+    with pl.DiLoCo(model, optim, every=5, compression=None):
+        for step in range(1, 11):
+            take_step(model, optim, 0, step)
+    assert torch.allclose(flat(model), transcript(1, 10, 5, 0.7, 0.9, adamw), rtol=0, atol=1e-10)

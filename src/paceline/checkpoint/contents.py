@@ -125,6 +125,7 @@ def take_up(path: Path, manifest: Manifest, reader: Reader, subjects: Subjects, 
             model.engine.step, model.engine.weights.reference = told["step"], told["reference"]
             kept = [state.get("compressed", {}).get(name, {}) for state in states]
             model.engine.leftovers.load(kept)
+            model.engine.parted = False
         if first["extra"][name]:
             bare(model).load_state_dict(first["extra"][name], strict=False)
     for name, optimizer in subjects.optimizers.items():

@@ -37,5 +37,6 @@ outer_loop.py  counts local steps, sends and merges what is due
 staggering.py  which parameters are synchronised together, and when
 fragment.py    one fragment: its shared parameters, and how they change
 outer.py       the outer optimizers
+level.py       one state of the inner optimizer for all ranks, after each had its own
 timings.py     what one synchronised step cost
 """

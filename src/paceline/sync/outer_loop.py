@@ -30,9 +30,10 @@ from paceline.sync.compress import Compression
 from paceline.sync.courier import Courier
 from paceline.sync.engine import DataParallel
 from paceline.sync.fragment import Arrival, Fragment
+from paceline.sync.level import level_before_next_step, level_no_more
 from paceline.sync.outer import Averaging, Outer
 from paceline.sync.owned import refuse_foreign
-from paceline.sync.reducer import Reducer, apart_and_sharded
+from paceline.sync.reducer import Reducer
 from paceline.sync.replica import broadcast_tensors, describe
 from paceline.sync.staggering import Cadence, layers_of, strided
 from paceline.sync.wire import Wire
@@ -94,7 +95,7 @@ class OuterLoop:
         self._next = 0  # the fragment that is sent next
         self._flying: deque[int] = deque()  # those that are under way, in the order in which they were sent
         self._hook: Any = None
-        self._resumed = False
+        self._resumed = self._broken = False
 
     # ------------------------------------------------------------------ setting up
 
@@ -106,7 +107,8 @@ class OuterLoop:
             *describe(self.module, "its own"),
         ]
         verify_same(told, type(self).__name__, self._wire.group, remedy="pass the same on every rank")
-        if not isinstance(self._model, DataParallel):
+        parted = self._engine is not None and self._engine.parted
+        if parted or not isinstance(self._model, DataParallel):
             broadcast_tensors(self._wire, [*self.module.parameters(), *self.module.buffers()])
 
     def _make_fragments(self, piece_mib: float) -> list[Fragment]:
@@ -146,8 +148,15 @@ class OuterLoop:
 
     def __enter__(self) -> Self:
         """Begin to train apart, from parameters that are the same on all ranks."""
+        name = type(self).__name__
         if self._hook is not None:
-            raise UsageError(f"this {type(self).__name__} is in use", remedy="leave its with-statement first")
+            raise UsageError(f"this {name} is in use", remedy="leave its with-statement first")
+        if self._broken and not self._resumed:
+            raise UsageError(
+                f"this {name} was left by an exception, so parameters differ between ranks",
+                remedy="load a checkpoint that has its state, or begin anew",
+            )
+        level_no_more(self._optimizer)
         if self._engine is not None:
             reference = self._engine.weights.reference if self._resumed else None
             self._engine.train_apart(True)
@@ -166,12 +175,17 @@ class OuterLoop:
         """Synchronise all parameters, unless an exception ends the block; from here on gradients are again."""
         self._hook.remove()
         self._hook = None
+        self._broken = True
         try:
             if kind is None:
                 self._finish()
+                self._broken = False
         finally:
             if self._engine is not None:
                 self._engine.train_apart(False)
+                self._engine.parted = self._broken
+        if self._engine is not None and not self._broken:
+            level_before_next_step(self._optimizer, self._wire)
 
     def step_taken(self) -> None:
         """Count a local step; merge and send what is due."""
@@ -352,7 +366,10 @@ def _engine_to_part(model: nn.Module, wire: Wire) -> Reducer | None:
             remedy="give the group of ranks that are in the same place of each of the model's groups",
         )
     if model.engine.splits_gradients:
-        raise apart_and_sharded(model.plan.name)
+        raise UsageError(
+            f"sync={model.plan.name!r} leaves each rank a part of the gradient, so no rank can train on its own",
+            remedy="use 'bucketed'; or shard within a group of ranks, and synchronise these groups: group=",
+        )
     return model.engine
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline import trace
-from paceline.errors import SyncError, UsageError
+from paceline.errors import SyncError
 from paceline.sync import ledger
 from paceline.sync.bucket import Slot, storage_dtype
 from paceline.sync.gauge import bad_peaks, examine, surely_finite
@@ -43,7 +43,7 @@ from paceline.sync.wire import Wire
 from paceline.tally import tally
 from paceline.whereabouts import here
 
-__all__ = ["Reducer", "apart_and_sharded"]
+__all__ = ["Reducer"]
 
 
 class Reducer(Gradients):
@@ -74,6 +74,8 @@ class Reducer(Gradients):
         self.leftovers = Leftovers(self.flight)
         self.apart = False
         """Whether this rank trains as in a world of one; `train_apart` decides."""
+        self.parted = False
+        """Whether parameters may differ between ranks: training apart was broken off."""
 
         self._open = False  # a backward is under way
         self._syncing = False  # ... and closes with a round
@@ -123,13 +125,8 @@ class Reducer(Gradients):
         return [param.detach().clone() for param in params]
 
     def train_apart(self, apart: bool) -> None:
-        """From now on keep every round to this rank, as in a world of one; or no longer.
-
-        Raises:
-            UsageError: ranks hold parts of gradients or parameters.
-        """
-        if self.splits_gradients:
-            raise apart_and_sharded(self.plan.name)
+        """From now on keep every round to this rank, as in a world of one; or no longer."""
+        assert not self.splits_gradients, "where ranks hold parts, none can train on its own"
         self.drop()
         self.apart = apart
         self.weights = Weights(self.wire.rank, 1 if apart else self.wire.size)
@@ -159,6 +156,13 @@ class Reducer(Gradients):
         self.recover()
         if self._open:
             return
+        if self.parted and not self.apart:
+            raise SyncError(
+                "parameters differ between ranks: a block in which they trained apart ended in an exception",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="load a checkpoint before training goes on",
+            )
         here.begin(self.step, "backward")
         self.wire.note_step(self.step)
         self.flight.arrive_all()  # the result of the last round, if nobody used it
@@ -368,14 +372,6 @@ class Reducer(Gradients):
             ranks = (self.wire.rank,)
         parts, split = self.parts_by_name(), self.splits_gradients
         self.broken = examine(parts, self.wire, self.step - 1, ranks, split=split)
-
-
-def apart_and_sharded(strategy: str) -> UsageError:
-    """Return the error for a model that is to train apart while ranks hold parts of it."""
-    return UsageError(
-        f"sync={strategy!r} leaves each rank a part of the gradient, so no rank can train on its own",
-        remedy="use 'bucketed'; or shard within a group of ranks, and synchronise these groups: group=",
-    )
 
 
 def _hook(
