@@ -1,0 +1,148 @@
+"""Time to the same held-out loss over a slow network: torch DDP beside parameters averaged every few steps.
+
+    python benchmarks/slow-networks/loss.py
+
+Trains the reference model `mini` on hosts that `paceline.lab` plays (as root, on Linux) and writes
+``loss-<hosts>x<rate>.json`` beside this file. What DDP learns in a step does not depend on the network: its curves are
+made on this machine, and its step is timed on the lab, in turns with the trainings that are timed whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from loss_figures import LossResult
+from ways import DDP, OURS, Way
+
+from paceline.bench.facts import machine_record, versions
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError
+from paceline.lab import Lab
+
+HERE = Path(__file__).parent
+BATCH, SIZE = 2, "mini"
+EVERY = 20
+"""Steps between two points of a curve."""
+
+BUCKETS = (1, 5, 25)
+
+
+class Stage:
+    """Runs jobs of `loss_ranks.py` on the hosts of a lab, or as many processes of one host.
+
+    Args:
+        ranks: how many. rate: of the links between hosts; None: one host with all ranks.
+        tick: called as a training goes on.
+    """
+
+    def __init__(self, ranks: int, rate: str | None, tick: Callable[[], None]) -> None:
+        self.ranks, self._tick = ranks, tick
+        self._lab = Lab(ranks, rate) if rate else Lab(1)
+        self._per_host = 1 if rate else ranks
+
+    def close(self) -> None:
+        """Remove the hosts."""
+        self._lab.close()
+
+    def run(self, way: Way, *, seed: int = 0, timed: int = 0) -> Any:
+        """Return what a job wrote: a curve, or seconds of steps."""
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+            job, found = Path(folder, "job.json"), Path(folder, "found.json")
+            told = {
+                "way": asdict(way),
+                "seed": seed,
+                "batch": BATCH,
+                "size": SIZE,
+                "every": EVERY,
+                "timed": timed,
+            }
+            job.write_text(json.dumps({**told, "out": str(found)}), encoding="utf-8")
+            started = self._lab.start_torchrun(
+                [str(HERE / "loss_ranks.py"), str(job)], ranks_per_host=self._per_host
+            )
+
+            def look() -> None:
+                for host, line in started.lines():
+                    if line == "tick":
+                        self._tick()
+                    else:
+                        print(f"host{host} | {line}", file=sys.stderr)
+
+            try:
+                started.wait(look=look)
+            finally:
+                started.end()
+            return json.loads(found.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def staged(ranks: int, rate: str | None, tick: Callable[[], None]):  # noqa: ANN201
+    """Give a `Stage` as long as a with-statement lasts."""
+    stage = Stage(ranks, rate, tick)
+    try:
+        yield stage
+    finally:
+        stage.close()
+
+
+def main(
+    hosts: Annotated[int, typer.Option(help="Hosts around the switch, a rank each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
+    seeds: Annotated[int, typer.Option(help="Trainings of each way.")] = 3,
+    timed: Annotated[int, typer.Option(help="Steps of DDP that are timed on the lab.")] = 100,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
+    ] = None,
+) -> None:
+    """Train by DDP and by ours until the same held-out loss, and compare the times."""
+    path = json_file or HERE / f"loss-{hosts}x{rate.removesuffix('/s')}.json"
+    check_writable(path, make_folder=True)
+    turns = seeds * (DDP.steps // EVERY + OURS.steps // EVERY)
+    with TurnBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
+        with staged(hosts, None, tick) as here:
+            ddp = [here.run(DDP, seed=seed) for seed in range(seeds)]
+        with staged(hosts, rate, tick) as lab:
+            buckets = {mib: lab.run(replace(DDP, bucket_mib=mib), timed=8) for mib in BUCKETS}
+            best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
+            seconds: list[float] = []
+            ours = []
+            for seed in range(seeds):
+                seconds += lab.run(replace(DDP, bucket_mib=best), timed=-(-timed // seeds))
+                ours.append(lab.run(OURS, seed=seed))
+    result = {
+        "kind": "time-to-loss",
+        "schema": 1,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(["paceline", "torch"]),
+        "settings": {"hosts": hosts, "rate": rate, "size": SIZE, "batch": BATCH, "threads": 1},
+        "ddp": {
+            "way": asdict(DDP),
+            "curves": ddp,
+            "buckets": buckets,
+            "bucket_mib": best,
+            "seconds": seconds,
+        },
+        "ours": {"way": asdict(OURS), "curves": ours},
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    for row in LossResult.from_json(result).rows():
+        print(row)
+    print(path)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))
