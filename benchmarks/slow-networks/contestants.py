@@ -7,7 +7,7 @@ expects to send, and how often it synchronises. To add one, write a function and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,7 +48,8 @@ class Contestant:
         model: whose parameters it trains.
         sent: bytes that a host is expected to send in one step, without headers; a round's bytes / `every`.
         every: steps after which the ranks are equal; it is timed over whole rounds of so many.
-        equal: whether the ranks' parameters are equal at all after a round.
+        equal: whether anything is equal on all ranks after a round.
+        agreed: returns what is; None: the model's parameters.
     """
 
     step: Callable[[], object]
@@ -56,6 +57,7 @@ class Contestant:
     sent: float
     every: int = 1
     equal: bool = True
+    agreed: Callable[[], Iterable[torch.Tensor]] | None = None
 
 
 def ring_nbytes(nbytes: float, ranks: int) -> float:

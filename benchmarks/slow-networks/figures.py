@@ -1,4 +1,4 @@
-"""The results that `step.py` wrote, and what is derived from them (pure).
+"""The results that `step.py` and `peers.py` wrote, and what is derived from them (pure).
 
 torch DDP at its best is the one of its bucket sizes with the least median step.
 """
@@ -13,11 +13,27 @@ from typing import Any
 
 from paceline.bench.paired import Ratio, ratio_of
 
-__all__ = ["DDP", "DDP_FP16", "NO_SYNC", "StepResult", "StepRow"]
+__all__ = [
+    "BY_HAND",
+    "DDP",
+    "DDP_FP16",
+    "HIVEMIND",
+    "NO_SYNC",
+    "TORCHFT",
+    "TORCHFT_STREAMING",
+    "PeerResult",
+    "PeerRow",
+    "StepResult",
+    "StepRow",
+]
 
 NO_SYNC = "no synchronisation"
 DDP = {mib: f"torch DDP, {mib} MiB" for mib in (1, 5, 25, 100)}
 DDP_FP16 = {mib: f"torch DDP, fp16 hook, {mib} MiB" for mib in (1, 25)}
+
+BY_HAND = "torch's all-reduce, by hand"
+TORCHFT, TORCHFT_STREAMING = "torchft DiLoCo", "torchft DiLoCo, 2 fragments, delay 5"
+HIVEMIND = "hivemind averager, 8 bits"
 
 
 @dataclass(frozen=True)
@@ -81,3 +97,80 @@ class StepResult:
         """Return the measurement that `step.py` wrote."""
         record = json.loads(path.read_text(encoding="utf-8"))
         return cls(record["settings"], [StepRow(name, **row) for name, row in record["rows"].items()])
+
+
+@dataclass(frozen=True)
+class PeerRow:
+    """What was measured of one library: seconds of the slowest rank, bytes of the host that sends most.
+
+    Attributes:
+        name: which one.
+        every: inner steps of a round.
+        turns: what each turn found, see `peer_turn.py`.
+    """
+
+    name: str
+    every: int
+    turns: list[dict[str, Any]]
+
+    def syncs(self) -> list[float]:
+        """Return the seconds of a synchronisation alone in each turn; none if it goes on beside inner steps."""
+        return [median(turn["syncs"]) for turn in self.turns if turn["syncs"]]
+
+    def rounds(self) -> list[float]:
+        """Return the seconds of a whole round in each turn: `every` inner steps, and the outer one."""
+        return [median(turn["rounds"]) for turn in self.turns]
+
+    @property
+    def sync(self) -> float | None:
+        """Seconds of a synchronisation alone: median over turns."""
+        return median(self.syncs()) if self.syncs() else None
+
+    @property
+    def inner(self) -> float:
+        """Seconds of a round per inner step: median over turns."""
+        return median(self.rounds()) / self.every
+
+    @property
+    def alone(self) -> float:
+        """Seconds of a step in the same processes that nobody synchronises: median over turns."""
+        return median(turn["alone"] for turn in self.turns)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that the host that sends most sends in a round: median over rounds."""
+        return median(max(sent for sent, _ in hosts) for turn in self.turns for hosts in turn["passed"])
+
+    @property
+    def expected_sent(self) -> float:
+        """Bytes that its formula says a host sends in a round, without headers."""
+        return self.turns[0]["expected_sent"]
+
+    @property
+    def apart(self) -> float:
+        """How far ranks are apart after all rounds of a turn, ‖a − b‖ / ‖b‖; 0: equal bit for bit."""
+        return max(turn["apart"] for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class PeerResult:
+    """What `peers.py` measured: its settings, what is installed where, and a row per contestant."""
+
+    settings: dict[str, Any]
+    versions: dict[str, dict[str, str]]
+    rows: list[PeerRow]
+
+    def speedup(self, row: PeerRow) -> Ratio | None:
+        """Return how many times faster than torchft's a synchronisation alone is; None: one of them has none."""
+        other = next((each for each in self.rows if each.name == TORCHFT), None)
+        if other is None or row.sync is None:
+            return None
+        return ratio_of(other.syncs(), row.syncs())
+
+    @classmethod
+    def load(cls, path: Path) -> PeerResult:
+        """Return the measurement that `peers.py` wrote."""
+        record = json.loads(path.read_text(encoding="utf-8"))
+        every = record["settings"]["every"]
+        rows = [PeerRow(name, every, row["turns"]) for name, row in record["rows"].items()]
+        return cls(record["settings"], record["versions"], rows)

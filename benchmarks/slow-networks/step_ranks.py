@@ -84,9 +84,10 @@ def measure(everybody: dict[str, Contestant], job: Job) -> dict[str, dict[str, A
 
 
 def check_equal(name: str, contestant: Contestant) -> None:
-    """Raise unless every rank has the same parameters, bit for bit."""
+    """Raise unless what shall be equal on all ranks is, bit for bit."""
+    agreed = contestant.model.parameters() if contestant.agreed is None else contestant.agreed()
     digests: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(digests, digest_of(contestant.model))
+    dist.all_gather_object(digests, digest_of(agreed))
     if contestant.equal != (len(set(digests)) == 1):
         told = "differ" if contestant.equal else "are equal, though nothing was exchanged"
         raise RuntimeError(f"{name}: after whole rounds the parameters of the ranks {told}")

@@ -6,7 +6,7 @@ of its own, so ranks that don't synchronise drift apart at once, and those that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,14 +53,14 @@ def trainer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Bat
 
 
 @torch.no_grad()
-def digest_of(model: torch.nn.Module) -> int:
-    """Return a number that two ranks share if every bit of their parameters is equal.
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a number that two ranks share if every bit of their float32 tensors is equal.
 
-    Each parameter counts with a weight of its own; sums of integers don't depend on their order.
+    Each place counts with a weight of its own; sums of integers don't depend on their order.
     """
     whole = 0
-    for place, parameter in enumerate(model.parameters()):
-        bits = parameter.detach().reshape(-1).view(torch.int32).to(torch.int64)
+    for place, tensor in enumerate(tensors):
+        bits = tensor.detach().reshape(-1).view(torch.int32).to(torch.int64)
         position = torch.arange(1, len(bits) + 1)
         whole += (place + 1) * int((bits * position).sum())
     return whole % 2**61

@@ -1,0 +1,190 @@
+"""What agreeing every so many steps costs on a slow network, by library: torchft, hivemind, and Paceline.
+
+    python benchmarks/peers/set_up.py
+    python benchmarks/slow-networks/peers.py
+
+Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each, and writes ``peers-4x200Mbit.json`` beside
+this file. Libraries can't share a process, so each turn starts its own, under the Python that the library was installed
+into; the turns alternate.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from figures import BY_HAND, HIVEMIND, TORCHFT, TORCHFT_STREAMING, PeerResult
+from rich.console import Console
+from rich.table import Table
+from workload import BATCH, EVERY, SIZE
+
+from paceline.bench.facts import machine_record, versions
+from paceline.bench.progress import TurnBar
+from paceline.bench.turns import turn_order
+from paceline.cli.writable import check_writable
+from paceline.errors import HostFailed, PacelineError, UsageError, unknown
+from paceline.lab import Lab
+
+HERE = Path(__file__).parent
+HOMES = Path.home() / ".cache" / "paceline-peers"
+TRIES, TURN_SECONDS = 3, 400.0
+_VERSIONS = (
+    "import json; from paceline.bench.facts import versions; print(json.dumps(versions({packages!r})))"
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who takes part.
+
+    Attributes:
+        script: what each rank runs, beside this file; it calls :func:`peer_turn.play`.
+        settings: what the script is told.
+        home: name of the virtual environment that it runs under; empty: that of this program.
+    """
+
+    script: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    home: str = ""
+
+    def python(self, homes: Path) -> Path:
+        """Return the interpreter that runs the script."""
+        return homes / self.home / "bin" / "python" if self.home else Path(sys.executable)
+
+
+CONTESTANTS = {
+    BY_HAND: Contestant("peer_plain.py"),
+    TORCHFT: Contestant("peer_torchft.py", {"fragments": 1, "delay": 0}, "torchft"),
+    TORCHFT_STREAMING: Contestant("peer_torchft.py", {"fragments": 2, "delay": 5}, "torchft"),
+    HIVEMIND: Contestant("peer_hivemind.py", {"compression": "Uniform8BitQuantization"}, "hivemind"),
+}
+"""Paceline's own go here, with a script of their own and no home."""
+
+
+def main(
+    hosts: Annotated[int, typer.Option(help="Hosts around the switch, a rank on each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
+    turns: Annotated[int, typer.Option(help="Turns of each contestant.")] = 3,
+    syncs: Annotated[int, typer.Option(help="Synchronisations alone in a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds of real inner steps in a turn.")] = 1,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="This contestant, and others so named; else all.")
+    ] = None,
+    peers: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Where set_up.py made the environments.")
+    ] = HOMES,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write there; else peers-<hosts>x<rate>.json."),
+    ] = None,
+) -> None:
+    """Time outer steps by library, the synchronisation alone and whole rounds, and count the bytes."""
+    for name in only or []:
+        if name not in CONTESTANTS:
+            raise unknown("contestant", name, CONTESTANTS)
+    if hosts < 2 or min(turns, syncs, rounds) < 1:
+        raise UsageError(
+            f"--hosts {hosts} --turns {turns} --syncs {syncs} --rounds {rounds}: nothing to measure",
+            remedy="give 2 hosts or more, and 1 or more of the others",
+        )
+    chosen = {name: one for name, one in CONTESTANTS.items() if not only or name in only}
+    for name, one in chosen.items():
+        if not one.python(peers).exists():
+            raise UsageError(f"{name}: no environment in {peers}", remedy="run benchmarks/peers/set_up.py")
+    path = json_file or HERE / f"peers-{hosts}x{rate.removesuffix('/s')}.json"
+    check_writable(path, make_folder=True)
+    asked = {"hosts": hosts, "rate": rate, "turns": turns, "syncs": syncs, "rounds": rounds, "threads": 1}
+    result = {
+        "kind": "outer-steps-by-library",
+        "schema": 1,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": {"": versions(["paceline", "torch"])} | versions_of_homes(chosen, peers),
+        "settings": asked
+        | {"batch": BATCH, "model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
+        "rows": run(chosen, peers, asked),
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    show(PeerResult.load(path))
+    print(path)
+
+
+def versions_of_homes(chosen: dict[str, Contestant], peers: Path) -> dict[str, dict[str, str]]:
+    """Return what is installed in the environments that take part."""
+    found = {}
+    for one in chosen.values():
+        if one.home and one.home not in found:
+            program = _VERSIONS.format(packages=[one.home, "torch", "numpy"])
+            said = subprocess.run([one.python(peers), "-c", program], capture_output=True, check=True)
+            found[one.home] = json.loads(said.stdout)
+    return found
+
+
+def run(chosen: dict[str, Contestant], peers: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Make the hosts, let the contestants take turns, and return what each wrote."""
+    rows: dict[str, Any] = {
+        name: {"settings": one.settings, "turns": [], "failures": []} for name, one in chosen.items()
+    }
+    names, hosts, rate = list(chosen), asked["hosts"], asked["rate"]
+    port = 20_000  # below those that the kernel gives away by itself
+    with (
+        Lab(hosts, rate) as lab,
+        TurnBar(f"outer steps, {hosts} hosts, {rate}", asked["turns"] * len(names)) as tick,
+    ):
+        for number in range(asked["turns"]):
+            for index in turn_order(len(names), number):
+                name = names[index]
+                for attempt in range(TRIES):
+                    port += 100
+                    try:
+                        rows[name]["turns"].append(take_turn(lab, chosen[name], peers, asked, port))
+                        break
+                    except HostFailed as error:
+                        rows[name]["failures"].append(str(error).partition("\n")[0])
+                        if attempt == TRIES - 1:
+                            raise
+                tick()
+    return rows
+
+
+def take_turn(lab: Lab, one: Contestant, peers: Path, asked: dict[str, Any], port: int) -> dict[str, Any]:
+    """Run one contestant's ranks on all hosts, and return what rank 0 wrote."""
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        out, job = Path(folder, "found.json"), Path(folder, "job.json")
+        told = {"ranks": lab.hosts, "port": port, "folder": folder, "settings": one.settings, "out": str(out)}
+        told |= {"syncs": asked["syncs"], "rounds": asked["rounds"]}
+        job.write_text(json.dumps(told), encoding="utf-8")
+        command = [str(one.python(peers)), str(HERE / one.script), str(job)]
+        lab.run(command, env={"OMP_NUM_THREADS": "1"}, timeout=TURN_SECONDS)
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def show(result: PeerResult) -> None:
+    """Print seconds and bytes of an outer step."""
+    table = Table(title="an outer step", title_justify="left", box=None, pad_edge=False)
+    table.add_column("contestant", no_wrap=True)
+    for title in ("alone, s", "torchft ÷", "per inner step, s", "MB sent", "÷ expected", "apart"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in result.rows:
+        sync = "" if row.sync is None else f"{row.sync:.3f}"
+        sent = [f"{row.sent / 1e6:.3f}", f"{row.sent / row.expected_sent:.3f}"]
+        table.add_row(
+            row.name, sync, str(result.speedup(row) or ""), f"{row.inner:.3f}", *sent, f"{row.apart:.0e}"
+        )
+    console = Console(highlight=False)
+    needed = console.measure(table, options=console.options.update(width=1000)).maximum
+    Console(highlight=False, width=max(console.width, needed)).print(table)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))
