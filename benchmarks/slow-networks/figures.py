@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from paceline.bench.paired import Ratio, ratio_of
@@ -18,6 +18,8 @@ __all__ = [
     "DDP",
     "DDP_FP16",
     "HIVEMIND",
+    "HIVEMIND_FP16",
+    "HIVEMIND_FP32",
     "NO_SYNC",
     "TORCHFT",
     "TORCHFT_STREAMING",
@@ -34,6 +36,7 @@ DDP_FP16 = {mib: f"torch DDP, fp16 hook, {mib} MiB" for mib in (1, 25)}
 BY_HAND = "torch's all-reduce, by hand"
 TORCHFT, TORCHFT_STREAMING = "torchft DiLoCo", "torchft DiLoCo, 2 fragments, delay 5"
 HIVEMIND = "hivemind averager, 8 bits"
+HIVEMIND_FP16, HIVEMIND_FP32 = "hivemind averager, fp16", "hivemind averager, float32"
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,7 @@ class StepRow:
     @property
     def sent_ratio(self) -> float:
         """What a host sent beside what was expected: mean over hosts."""
-        every = self.sent_by_host()
-        return sum(every) / len(every) / self.expected_sent
+        return fmean(self.sent_by_host()) / self.expected_sent
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,12 @@ class PeerRow:
     def sent(self) -> float:
         """Bytes that the host that sends most sends in a round: median over rounds."""
         return median(max(sent for sent, _ in hosts) for turn in self.turns for hosts in turn["passed"])
+
+    @property
+    def sent_ratio(self) -> float:
+        """What hosts send in a round beside what is expected: mean over hosts, median over rounds."""
+        means = [fmean(sent for sent, _ in hosts) for turn in self.turns for hosts in turn["passed"]]
+        return median(means) / self.expected_sent
 
     @property
     def expected_sent(self) -> float:

@@ -34,7 +34,7 @@ __all__ = ["OUTER_LR", "OUTER_MOMENTUM", "Peer", "Place", "play", "ring_nbytes"]
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 """Of the outer Nesterov step (DiLoCo, arXiv 2311.08105, section 3)."""
 
-_ALONE_STEPS = 4
+_ALONE_STEPS = 3
 _FARTHEST = 1e-2
 
 

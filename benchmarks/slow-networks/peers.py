@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from figures import BY_HAND, HIVEMIND, TORCHFT, TORCHFT_STREAMING, PeerResult
+from figures import (
+    BY_HAND,
+    HIVEMIND,
+    HIVEMIND_FP16,
+    HIVEMIND_FP32,
+    TORCHFT,
+    TORCHFT_STREAMING,
+    PeerResult,
+)
 from rich.console import Console
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
@@ -67,6 +75,12 @@ CONTESTANTS = {
 }
 """Paceline's own go here, with a script of their own and no home."""
 
+ON_REQUEST = {
+    HIVEMIND_FP16: Contestant("peer_hivemind.py", {"compression": "Float16Compression"}, "hivemind"),
+    HIVEMIND_FP32: Contestant("peer_hivemind.py", {"compression": "NoCompression"}, "hivemind"),
+}
+"""Who takes part only when named."""
+
 
 def main(
     hosts: Annotated[int, typer.Option(help="Hosts around the switch, a rank on each.")] = 4,
@@ -86,18 +100,12 @@ def main(
     ] = None,
 ) -> None:
     """Time outer steps by library, the synchronisation alone and whole rounds, and count the bytes."""
-    for name in only or []:
-        if name not in CONTESTANTS:
-            raise unknown("contestant", name, CONTESTANTS)
+    chosen = choose(only or [], peers)
     if hosts < 2 or min(turns, syncs, rounds) < 1:
         raise UsageError(
             f"--hosts {hosts} --turns {turns} --syncs {syncs} --rounds {rounds}: nothing to measure",
             remedy="give 2 hosts or more, and 1 or more of the others",
         )
-    chosen = {name: one for name, one in CONTESTANTS.items() if not only or name in only}
-    for name, one in chosen.items():
-        if not one.python(peers).exists():
-            raise UsageError(f"{name}: no environment in {peers}", remedy="run benchmarks/peers/set_up.py")
     path = json_file or HERE / f"peers-{hosts}x{rate.removesuffix('/s')}.json"
     check_writable(path, make_folder=True)
     asked = {"hosts": hosts, "rate": rate, "turns": turns, "syncs": syncs, "rounds": rounds, "threads": 1}
@@ -114,6 +122,23 @@ def main(
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     show(PeerResult.load(path))
     print(path)
+
+
+def choose(names: list[str], peers: Path) -> dict[str, Contestant]:
+    """Return those that are named, or all that take part unasked.
+
+    Raises:
+        UsageError: nobody has such a name, or what it needs isn't installed.
+    """
+    every = CONTESTANTS | ON_REQUEST
+    for name in names:
+        if name not in every:
+            raise unknown("contestant", name, every)
+    chosen = {name: one for name, one in every.items() if name in (names or CONTESTANTS)}
+    for name, one in chosen.items():
+        if not one.python(peers).exists():
+            raise UsageError(f"{name}: no environment in {peers}", remedy="run benchmarks/peers/set_up.py")
+    return chosen
 
 
 def versions_of_homes(chosen: dict[str, Contestant], peers: Path) -> dict[str, dict[str, str]]:
@@ -174,7 +199,7 @@ def show(result: PeerResult) -> None:
         table.add_column(title, justify="right", no_wrap=True)
     for row in result.rows:
         sync = "" if row.sync is None else f"{row.sync:.3f}"
-        sent = [f"{row.sent / 1e6:.3f}", f"{row.sent / row.expected_sent:.3f}"]
+        sent = [f"{row.sent / 1e6:.3f}", f"{row.sent_ratio:.3f}"]
         table.add_row(
             row.name, sync, str(result.speedup(row) or ""), f"{row.inner:.3f}", *sent, f"{row.apart:.0e}"
         )

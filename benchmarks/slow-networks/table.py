@@ -1,8 +1,8 @@
-"""Write what `step.py` found into the table of README.md.
+"""Write what `step.py` and `peers.py` found into the tables of README.md.
 
     python benchmarks/slow-networks/table.py
 
-Reads ``step-4x200Mbit.json`` beside this file. No figure there is typed by hand.
+Reads ``step-4x200Mbit.json`` and ``peers-4x200Mbit.json`` beside this file. No figure there is typed by hand.
 """
 
 from __future__ import annotations
@@ -11,11 +11,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from figures import NO_SYNC, StepResult
+from figures import NO_SYNC, PeerResult, StepResult
 
 from paceline.report.markdown import fill, table
 
 STEP_TITLES = ["", "s per step", "DDP's best ÷", "MB sent per step", "expected", "÷ expected"]
+
+PEER_TITLES = [
+    "",
+    "s alone",
+    "torchft ÷",
+    "s per inner step",
+    "a step alone",
+    "MB sent",
+    "÷ expected",
+    "apart",
+]
 
 
 def step_figures(result: StepResult) -> str:
@@ -29,6 +40,17 @@ def step_figures(result: StepResult) -> str:
     return table(STEP_TITLES, rows)
 
 
+def peer_figures(result: PeerResult) -> str:
+    """Return the table of outer steps: a row per library."""
+    rows = []
+    for row in result.rows:
+        sync = "hidden" if row.sync is None else f"{row.sync:.3g}"
+        times = [sync, str(result.speedup(row) or ""), f"{row.inner:.3g}", f"{row.alone:.3g}"]
+        sent = [f"{row.sent / 1e6:.4g}", f"{row.sent_ratio:.3f}"]
+        rows.append([row.name, *times, *sent, f"{row.apart:.1g}"])
+    return table(PEER_TITLES, rows)
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = Path(
         __file__
@@ -38,6 +60,7 @@ def main(
     readme = folder / "README.md"
     text = readme.read_text(encoding="utf-8")
     text = fill(text, "steps", step_figures(StepResult.load(folder / "step-4x200Mbit.json")))
+    text = fill(text, "peers", peer_figures(PeerResult.load(folder / "peers-4x200Mbit.json")))
     readme.write_text(text, encoding="utf-8")
     print(readme)
 
