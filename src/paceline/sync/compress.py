@@ -12,28 +12,29 @@
 What a rank leaves out it remembers and adds to what it gives next (error feedback), except for the first two, where
 so little is left out that remembering costs more than it brings. Some parameters are exempt, since they are few and
 matter much: those with fewer than two dimensions (norms, biases), small ones, and any that are named.
+
+What computes is imported where it is used: a command refuses bad names and values before it loads torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from paceline.errors import UsageError, unknown
-from paceline.sync.codecs import Blocks, Codec, Half, Raw
-from paceline.sync.feedback import density_at
-from paceline.sync.lowrank import factors_of
-from paceline.sync.sparse import TopK
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.sync.codecs import Codec
 
 __all__ = ["COMPRESSIONS", "Compression"]
 
 COMPRESSIONS = ("bf16", "fp16", "int8", "int4", "topk", "powersgd")
 
 _FEEDBACK = {"bf16": False, "fp16": False, "int8": True, "int4": True, "topk": True, "powersgd": True}
-_WIDE = (torch.float32, torch.bfloat16, torch.float16)
+_WIDE = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,11 @@ class Compression:
         """Tell whether a parameter is sent as it is."""
         if param.dim() < 2 or param.numel() < self.exempt_below:
             return True
-        if self.name == "powersgd" and not factors_of([param.shape], self.rank).thin:
-            return True
+        if self.name == "powersgd":
+            from paceline.sync.lowrank import factors_of
+
+            if not factors_of([param.shape], self.rank).thin:
+                return True
         return any(fnmatchcase(name, pattern) for pattern in self.exempt)
 
     def refuse_unfit(self, name: str, param: torch.Tensor) -> None:
@@ -136,8 +140,8 @@ class Compression:
         Raises:
             UsageError: naming the parameter.
         """
-        if param.dtype not in _WIDE or (self.name in ("bf16", "fp16") and param.dtype != torch.float32):
-            dtype = str(param.dtype).removeprefix("torch.")
+        dtype = str(param.dtype).removeprefix("torch.")
+        if dtype not in _WIDE or (self.name in ("bf16", "fp16") and dtype != "float32"):
             raise UsageError(
                 f"{self.name} is unfit for parameter {name!r} of {dtype}",
                 remedy="compress float32 (int8, int4, topk and powersgd also bfloat16 and float16), exempt the "
@@ -157,11 +161,18 @@ class Compression:
     def phase(self, step: int) -> float:
         """Return what changes with the step: as long as it stays, so do the packets."""
         if self.name == "topk":
+            from paceline.sync.feedback import density_at
+
             return density_at(step, self.keep, self.warmup)
         return float(self.factors(step))
 
     def codec(self, *, rank: int, step: int = 0) -> Codec:
         """Return what makes the packets of `rank` at optimizer step `step`."""
+        import torch
+
+        from paceline.sync.codecs import Blocks, Half, Raw
+        from paceline.sync.sparse import TopK
+
         if self.name in ("bf16", "fp16"):
             return Half(self.name, self.rounding, self.seed, rank)
         if self.name in ("int8", "int4"):

@@ -7,11 +7,12 @@ gradient of the parameters θ that all ranks share.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Averaging", "Nesterov", "Outer", "SlowMomentum"]
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Cadence", "layers_of", "strided"]
 
@@ -76,6 +78,8 @@ def layers_of(module: nn.Module) -> list[list[str]]:
     A layer is a member of a ``ModuleList`` or ``Sequential`` (the outermost one) or, outside of them, a child of the
     module, or a parameter of its own.
     """
+    from torch import nn
+
     listed = [
         name for name, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.Sequential)
     ]
