@@ -64,6 +64,7 @@ class OuterLoop:
         steps: local steps of this rank so far. syncs: fragments merged so far.
         rejected: how often which rank's pseudo-gradient was not finite.
         sent_nbytes: what this rank has sent so far, headers of the network aside.
+        exposed_seconds: time in which this rank did nothing but wait for exchanges or complete them, so far.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class OuterLoop:
         self.cadence, self.outer, self.warmup, self.mix = cadence, outer, warmup, mix
         self.compression = compression
         self.steps, self.syncs, self.sent_nbytes = 0, 0, 0
+        self.exposed_seconds = 0.0
         self.rejected: dict[int, int] = {}
         self._model, self._optimizer = model, optimizer
         self._wire = Wire(group)
@@ -192,7 +194,9 @@ class OuterLoop:
         self.steps += 1
         samples = self._samples_of_step()
         self._samples = [before + samples for before in self._samples]
-        if self.cadence.delay and self.cadence.merged_at(self.steps) is not None and self._flying:
+        if self._flying and self._flying[0] == self.cadence.merged_at(
+            self.steps
+        ):  # a block's end merges early
             self._merge()
         due = self.cadence.sent_at(self.steps)
         if due is not None:
@@ -224,6 +228,7 @@ class OuterLoop:
         here.enter("exchange")
         with here.awaited():
             self._fragments[number].arrive()
+        self.exposed_seconds += time.perf_counter() - started
         outer = self.outer if self.steps >= self.warmup else Averaging()
         mix = 0.0 if finished else self.mix
         arrival = self._fragments[number].merge(outer, float(self._optimizer.param_groups[0]["lr"]), mix)

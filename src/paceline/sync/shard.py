@@ -78,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if self._reducer is None:
             self._whole = optimizer(self.param_groups, **options)
             self._whole.param_groups = self.param_groups  # one list: schedulers change what the update reads
+            self.state = self._whole.state
         elif not _is_elementwise(optimizer, options):
             raise UsageError(
                 f"{optimizer.__name__} is not elementwise, so it can't update parts of parameters",
@@ -143,7 +144,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         trace.add("gather", started, seconds, step=reducer.step, calls=len(flats))
         timings = reducer.timings
         timings.calls += len(flats)
-        timings.nbytes += sum(flat.nbytes for flat in flats)
+        nbytes = sum(flat.nbytes for flat in flats)
+        timings.nbytes += nbytes
+        timings.sent_nbytes += nbytes * (reducer.wire.size - 1) / reducer.wire.size
         reducer.note_waiting(exposed + seconds)
         timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
         reducer.drop()
@@ -212,7 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """
         if self._whole is not None:
             self._whole.load_state_dict(state_dict)
-            self.param_groups = self._whole.param_groups
+            self.param_groups, self.state = self._whole.param_groups, self._whole.state
             return
         options = state_dict["param_groups"]
         if len(options) != len(self.param_groups):
