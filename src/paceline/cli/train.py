@@ -9,7 +9,9 @@ import typer
 
 from paceline.errors import UsageError
 from paceline.lm.sizes import SIZES
+from paceline.sync.compress import COMPRESSIONS
 from paceline.sync.plan import STRATEGIES
+from paceline.train.apart import OUTERS
 from paceline.train.settings import Existing, Settings
 from paceline.train.start import start
 
@@ -40,8 +42,36 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = DEFAULT.steps,
     lr: Annotated[float, typer.Option(help="Largest learning rate.")] = DEFAULT.lr,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0: any.")] = DEFAULT.clip,
-    sync: Annotated[str, typer.Option(help=f"Strategy: {', '.join(STRATEGIES)}.")] = DEFAULT.sync,
+    sync: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Strategy: {', '.join(STRATEGIES)}, or auto: what fits the measured network. "
+            "Else sharded; with --every or --compression bucketed."
+        ),
+    ] = None,
     bucket_mib: Annotated[float | None, typer.Option(help="Bucket size in MiB; else the strategy's.")] = None,
+    compression: Annotated[
+        str | None, typer.Option(help=f"Of what is sent: {', '.join(COMPRESSIONS)}, none.")
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(metavar="H", help="Synchronise parameters every H steps; else gradients every step."),
+    ] = None,
+    outer: Annotated[
+        str | None,
+        typer.Option(help=f"Of --every, what becomes of the mean: {', '.join(OUTERS)}; else average."),
+    ] = None,
+    outer_lr: Annotated[float | None, typer.Option(help="Of --outer diloco (0.7) and slowmo (1).")] = None,
+    outer_momentum: Annotated[float | None, typer.Option(help="Of diloco (0.9) and slowmo (0.5).")] = None,
+    fragments: Annotated[
+        int | None, typer.Option(help="Of --every: parts of the model that are sent in turn; else 1.")
+    ] = None,
+    delay: Annotated[
+        int | None, typer.Option(help="Of --every: steps from sending a part to merging it; else 0.")
+    ] = None,
+    warmup_outer: Annotated[
+        int | None, typer.Option(help="Of --outer: steps before its momentum starts; else 0.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides initial weights and order of data.")] = DEFAULT.seed,
     eval_every: Annotated[
         int, typer.Option(help="Steps between held-out losses; 0: first and last.")
@@ -75,6 +105,14 @@ def train(
         clip=clip,
         sync=sync,
         bucket_mib=bucket_mib,
+        compression=compression,
+        every=every,
+        outer=outer,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        fragments=fragments,
+        delay=delay,
+        warmup_outer=warmup_outer,
         seed=seed,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,

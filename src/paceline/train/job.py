@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from paceline.lm.corpus import Corpus
 from paceline.lm.model import GPT
 from paceline.lm.sizes import Size
 from paceline.sync.engine import DataParallel
+from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.shard import ShardedOptimizer
 from paceline.train.evaluate import held_out_loss
 from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
 from paceline.train.snapshot import check_facts, facts_of
+from paceline.train.traffic import Traffic, interface_nbytes, would_be_nbytes
 from paceline.world import World
 from paceline.world.agree import verify_same
 
@@ -40,6 +43,8 @@ class Job:
         keep: its checkpoints, which count the steps.
         batches: what this rank trains on.
         held_out: what this rank measures the held-out loss on.
+        loop: the block to train in, where parameters are synchronised every so many steps.
+        traffic: what this rank has sent.
     """
 
     settings: Settings
@@ -52,14 +57,29 @@ class Job:
     keep: Checkpoint
     batches: Batches
     held_out: HeldOut
+    loop: OuterLoop | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+    _counted: float = 0.0
 
     def evaluate(self) -> float:
-        """Return the held-out loss of the model as it is; every rank must call this."""
-        return held_out_loss(self.model, self.held_out, self.world)
+        """Return the held-out loss of the parameters that all ranks share; every rank must call this."""
+        with self.loop.shared_parameters() if self.loop is not None else nullcontext():
+            return held_out_loss(self.model, self.held_out, self.world)
 
     def save(self, *, wait: bool = False) -> None:
         """Begin a checkpoint, or write one and `wait` for it; every rank must call this."""
+        self.keep.facts["traffic"] = self.traffic.state()
         self.keep.save(wait=wait)
+
+    def count_bytes(self, *, step: bool = True) -> None:
+        """Add up what this rank has sent since the last time, and what it would have, if a `step` lies between."""
+        if self.loop is not None:
+            sent, self._counted = self.loop.sent_nbytes - self._counted, self.loop.sent_nbytes
+        elif self.model.plan.shard == "parameters" and self.world.size > 1:
+            sent = None
+        else:
+            sent = self.model.timings.sent_nbytes if step else 0.0
+        self.traffic.add(sent, would_be_nbytes(self.parameters, self.world.size) if step else 0.0)
 
     @property
     def step(self) -> int:
@@ -100,12 +120,17 @@ def build(settings: Settings, world: World) -> Job:
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, **_options(settings))
     folder = RunFolder(settings.out)
     windows = settings.batch_size * settings.accumulate * (settings.ranks or world.size)
+    apart = settings.apart
+    loop = None if apart is None else apart.loop(model, optimizer)
     facts = facts_of(settings, size, corpus, windows)
-    keep = Checkpoint(folder.checkpoint, model, optimizer, facts=facts)
+    named: dict[str, Any] = {} if loop is None else {"loop": loop}
+    keep = Checkpoint(folder.checkpoint, model, optimizer, facts=facts, **named)
+    traffic = Traffic(interface_start=interface_nbytes())
     if settings.existing == "resume" and (found := keep.load()):
-        check_facts(found.path, found.facts, size, corpus)
+        check_facts(found.path, found.facts, settings, size, corpus)
         keep.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
         windows = keep.facts["windows"]
+        traffic.add(**found.facts.get("traffic", {"sent_nbytes": None, "would_be_nbytes": 0.0}))
     where: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
     batch = min(settings.batch_size, -(-windows // world.size))
     return Job(
@@ -119,6 +144,8 @@ def build(settings: Settings, world: World) -> Job:
         keep,
         Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where),
         HeldOut(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
+        loop,
+        traffic,
     )
 
 

@@ -2,13 +2,17 @@
 
 Each step: set the learning rate; for each micro-batch get data, run forward and backward (gradients are
 synchronised in the last one); clip; update. Around it: held-out loss, log, checkpoint.
+
+Where ranks train apart (`--every`), all of this runs inside of the outer loop's block, which synchronises in the
+update. The block is left after the last step: held-out loss and checkpoint that follow are of the final parameters. A
+run that goes on from there enters a block again, with the outer loop's momentum and what compression still owes.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +42,7 @@ class Taken:
         lr: learning rate of the update.
         grad_norm: norm of the global gradient before clipping, None where nothing is clipped.
         seconds: wall time.
+        exposed_seconds: in which this rank stood still for communication.
     """
 
     loss_sum: torch.Tensor
@@ -45,6 +50,7 @@ class Taken:
     lr: float
     grad_norm: torch.Tensor | None
     seconds: float
+    exposed_seconds: float
 
 
 def train(job: Job, progress: Progress, watch: Watch | None = None) -> float:
@@ -59,21 +65,34 @@ def train(job: Job, progress: Progress, watch: Watch | None = None) -> float:
     if job.first_val_loss is None:
         job.first_val_loss = _evaluate(job, progress)
     val_loss = job.first_val_loss
-    while job.step < job.settings.steps:
-        taken = take_step(job)
-        last = job.step == job.settings.steps
-        record: dict[str, Any] = {"step": job.step}
-        if job.step == 1:
-            record["val_loss"] = job.first_val_loss
-        if last or _is_due(job.step, job.settings.eval_every):
-            record["val_loss"] = val_loss = _evaluate(job, progress)
-        if "val_loss" in record or _is_due(job.step, job.settings.log_every):
-            record |= _measured(job, taken)
-            _log(job, record)
-        progress.step(record, watch.slowest() if watch is not None and progress.live else None)
-        if last or _is_due(job.step, job.settings.checkpoint_every):
-            _refuse_diverged(job)
-            job.save(wait=last)
+    with ExitStack() as block:
+        if job.loop is not None:
+            block.enter_context(job.loop)
+        while job.step < job.settings.steps:
+            taken = take_step(job)
+            if last := job.step == job.settings.steps:
+                block.close()
+                job.count_bytes(step=False)
+            val_loss = _after_step(job, taken, val_loss, progress, watch, last=last)
+    return val_loss
+
+
+def _after_step(
+    job: Job, taken: Taken, val_loss: float, progress: Progress, watch: Watch | None, *, last: bool
+) -> float:
+    """Evaluate, log, show and save what is due after a step; return the latest held-out loss."""
+    record: dict[str, Any] = {"step": job.step}
+    if job.step == 1:
+        record["val_loss"] = job.first_val_loss
+    if last or _is_due(job.step, job.settings.eval_every):
+        record["val_loss"] = val_loss = _evaluate(job, progress)
+    if "val_loss" in record or _is_due(job.step, job.settings.log_every):
+        record |= _measured(job, taken)
+        _log(job, record)
+    progress.step(record, watch.slowest() if watch is not None and progress.live else None)
+    if last or _is_due(job.step, job.settings.checkpoint_every):
+        _refuse_diverged(job)
+        job.save(wait=last)
     return val_loss
 
 
@@ -102,12 +121,21 @@ def take_step(job: Job) -> Taken:
             samples += batch.samples
 
         in_backward = model.timings.exposed_seconds
+        in_loop = -_exposed_in_loop(job)
         with trace.span("optimizer"):
             norm = model.clip_grad_norm_(settings.clip) if settings.clip else None
             optimizer.step()
-            _trace_exposed(job, model.timings.exposed_seconds - in_backward, whole_step=True)
+            in_loop += _exposed_in_loop(job)
+            exposed = model.timings.exposed_seconds + in_loop
+            _trace_exposed(job, exposed - in_backward, whole_step=True)
             optimizer.zero_grad()
-    return Taken(loss_sum, samples, lr, norm, time.perf_counter() - started)
+    job.count_bytes()
+    return Taken(loss_sum, samples, lr, norm, time.perf_counter() - started, exposed)
+
+
+def _exposed_in_loop(job: Job) -> float:
+    """Return for how long this rank has waited for parameters so far."""
+    return 0.0 if job.loop is None else job.loop.exposed_seconds
 
 
 def _is_due(step: int, every: int) -> bool:
@@ -124,7 +152,8 @@ def _evaluate(job: Job, progress: Progress) -> float:
 def _trace_exposed(job: Job, seconds: float, *, whole_step: bool = False) -> None:
     """Write that this rank stood still for communication for `seconds` until now, once with the step's totals."""
     timings = job.model.timings
-    totals = {"calls": timings.calls, "nbytes": timings.nbytes} if whole_step else {}
+    counted = whole_step and job.loop is None
+    totals = {"calls": timings.calls, "nbytes": timings.nbytes} if counted else {}
     trace.add("exposed", time.perf_counter() - seconds, seconds, **totals)
 
 
@@ -146,7 +175,8 @@ def _measured(job: Job, taken: Taken) -> dict[str, Any]:
         "samples": round(samples),
         "step_seconds": taken.seconds,
         "tokens_per_second": samples * job.size.context / taken.seconds,
-        "exposed_share": min(1.0, job.model.timings.exposed_seconds / taken.seconds),
+        "exposed_share": min(1.0, taken.exposed_seconds / taken.seconds),
+        **job.traffic.state(),
     }
 
 

@@ -9,7 +9,9 @@ from typing import Any, Literal, get_args
 
 from paceline.errors import UsageError, unknown
 from paceline.lm.sizes import Size, size_of
+from paceline.sync.compress import COMPRESSIONS
 from paceline.sync.plan import Sync
+from paceline.train.apart import NO_COMPRESSION, Apart, named
 
 __all__ = ["Existing", "Settings"]
 
@@ -19,6 +21,9 @@ AT_LEAST_ONE = ("batch_size", "steps", "accumulate", "log_every")
 AT_LEAST_ZERO = ("seed", "eval_every", "eval_windows", "checkpoint_every", "sample_tokens", "max_restarts")
 OPTIONAL = ("ranks", "min_ranks", "context", "threads", "vocabulary")
 WITH_BUCKETS = ("bucketed", "sharded")
+WITH_EVERY = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "warmup_outer")
+AUTO = "auto"
+CHOSEN_BY_AUTO = ("compression", "bucket_mib", "every", *WITH_EVERY)
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,16 @@ class Settings:
         lr: largest learning rate.
         weight_decay: of AdamW.
         clip: largest norm of the gradient, 0 for any.
-        sync: name of the strategy.
+        sync: name of the strategy; ``"auto"``: what fits the network, measured at the start; None: ``"sharded"``, or
+            ``"bucketed"`` with `every`, since then ranks need whole gradients, and with `compression`, since parameters
+            that a sharded optimizer gathers are not compressed.
         bucket_mib: bucket size in MiB, None for the strategy's own.
+        compression: of gradients, or with `every` of pseudo-gradients; ``"none"``: as they are; None: none for
+            gradients, the usual one for pseudo-gradients.
+        every: local steps between two synchronisations of parameters; None: gradients are synchronised every step.
+        outer: what becomes of the mean then, ``"average"``, ``"diloco"`` or ``"slowmo"``; None: ``"average"``.
+        outer_lr, outer_momentum: of that step; None: the usual ones.
+        fragments, delay, warmup_outer: see `Apart`; None: 1, 0, 0.
         seed: decides initial weights and the order of the data.
         log_every: steps between two lines of the log.
         eval_every: steps between two held-out losses; 0 for the first and the last only.
@@ -71,8 +84,16 @@ class Settings:
     lr: float = 2e-3
     weight_decay: float = 0.1
     clip: float = 1.0
-    sync: str = "sharded"
+    sync: str | None = None
     bucket_mib: float | None = None
+    compression: str | None = None
+    every: int | None = None
+    outer: str | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    fragments: int | None = None
+    delay: int | None = None
+    warmup_outer: int | None = None
     seed: int = 0
     log_every: int = 5
     eval_every: int = 100
@@ -98,12 +119,81 @@ class Settings:
             raise unknown("device", self.device, ["cpu", "cuda"])
         if not self.out:
             raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
-        _ = self.plan, self.model_size(self.vocabulary or 256)  # each refuses what it can't be made of
+        size = self.model_size(self.vocabulary or 256)  # this and the rest refuse what they can't be made of
+        self._check_auto()
+        self._check_compression()
+        if (apart := self.apart) is not None:
+            apart.check_layers(size.layers)
+        _ = self.plan
+
+    def _check_auto(self) -> None:
+        """Refuse what contradicts a strategy that is chosen by measuring."""
+        for name in CHOSEN_BY_AUTO if self.is_auto else ():
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} with sync='auto', which chooses that itself",
+                    remedy=f"leave --{name.replace('_', '-')} out, or name a strategy",
+                )
+
+    def _check_compression(self) -> None:
+        if self.compression not in (None, NO_COMPRESSION, *COMPRESSIONS):
+            raise unknown("compression", str(self.compression), [*COMPRESSIONS, NO_COMPRESSION])
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the strategy is still to be chosen, by measuring."""
+        return self.sync == AUTO
+
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy: the one that was asked for, or the usual one."""
+        if self.sync is None or self.is_auto:
+            plain = self.every is None and named(self.compression) is None
+            return "sharded" if plain else "bucketed"
+        return self.sync
+
+    @property
+    def apart(self) -> Apart | None:
+        """How parameters are synchronised every so many steps; None: gradients are, every step."""
+        if self.every is None:
+            for name in WITH_EVERY:
+                if getattr(self, name) is not None:
+                    raise UsageError(
+                        f"{name}={getattr(self, name)!r} without every",
+                        remedy=f"add --every H, or leave --{name.replace('_', '-')} out: gradients are synchronised "
+                        "every step",
+                    )
+            return None
+        if Sync.of(self.strategy).shard != "none":
+            raise UsageError(
+                f"every={self.every!r} with sync={self.sync!r}, where no rank has whole gradients for steps of its own",
+                remedy="leave --sync out, or use bucketed",
+            )
+        return Apart(
+            self.every,
+            "average" if self.outer is None else self.outer,
+            self.outer_lr,
+            self.outer_momentum,
+            1 if self.fragments is None else self.fragments,
+            0 if self.delay is None else self.delay,
+            0 if self.warmup_outer is None else self.warmup_outer,
+            self.compression,
+        )
+
+    @property
+    def told(self) -> str:
+        """How ranks are synchronised, in a few words."""
+        if (apart := self.apart) is not None:
+            return apart.told
+        squeezed = named(self.compression)
+        return self.strategy + (f", {squeezed}" if squeezed else "")
 
     @property
     def plan(self) -> Sync:
-        """How gradients are synchronised."""
-        plan = Sync.of(self.sync)
+        """How gradients are synchronised, where they are."""
+        plan = Sync.of(self.strategy)
+        if self.every is None and named(self.compression) is not None:
+            plan = replace(plan, compression=self.compression)
         if self.bucket_mib is None:
             return plan
         if not isinstance(self.bucket_mib, int | float) or not self.bucket_mib > 0:
@@ -111,9 +201,9 @@ class Settings:
                 f"bucket_mib={self.bucket_mib!r}, must be above 0",
                 remedy="one bucket per parameter is called 'naive' (after backward) or 'overlap' (during it)",
             )
-        if self.sync not in WITH_BUCKETS:
+        if self.strategy not in WITH_BUCKETS:
             raise UsageError(
-                f"bucket_mib={self.bucket_mib!r} with sync={self.sync!r}, which has no bucket size",
+                f"bucket_mib={self.bucket_mib!r} with sync={self.strategy!r}, which has no bucket size",
                 remedy=f"leave it out, or use {' or '.join(WITH_BUCKETS)}",
             )
         return replace(plan, bucket_mib=float(self.bucket_mib))

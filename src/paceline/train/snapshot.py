@@ -43,7 +43,7 @@ def to_resume(settings: Settings, size: Size, corpus: Corpus) -> int | None:
     if settings.existing != "resume":
         return None
     path, manifest = _newest(RunFolder(settings.out).checkpoint)
-    check_facts(path, manifest.facts, size, corpus)
+    check_facts(path, manifest.facts, settings, size, corpus)
     if manifest.step >= settings.steps:
         raise UsageError(
             f"nothing left to do: the checkpoint is at step {manifest.step} of {settings.steps}",
@@ -62,8 +62,8 @@ def _newest(folder: Path) -> tuple[Path, Manifest]:
     raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew")
 
 
-def check_facts(path: Path, facts: Mapping[str, Any], size: Size, corpus: Corpus) -> None:
-    """Raise unless a checkpoint is of a model of `size`, trained on `corpus`.
+def check_facts(path: Path, facts: Mapping[str, Any], settings: Settings, size: Size, corpus: Corpus) -> None:
+    """Raise unless a checkpoint is of a model of `size`, trained on `corpus`, and of the same kind of loop.
 
     Raises:
         UsageError: naming what differs.
@@ -84,3 +84,25 @@ def check_facts(path: Path, facts: Mapping[str, Any], size: Size, corpus: Corpus
             "the checkpoint was trained on other data",
             remedy="resume with the --data that the run began with, or start anew with --overwrite",
         )
+    if not settings.is_auto:
+        _check_apart(settings, facts.get("settings"))
+
+
+def _check_apart(settings: Settings, saved: Any) -> None:
+    """Raise unless the run that wrote the checkpoint trained apart as this one will, or neither does."""
+    saved = saved if isinstance(saved, dict) else {}
+    begun_apart = saved.get("every") is not None
+    if begun_apart != (settings.every is not None):
+        told = f"every={saved['every']}" if begun_apart else "gradients synchronised every step"
+        asked = f"every={settings.every}" if settings.every is not None else "no --every"
+        raise UsageError(
+            f"the checkpoint is of a run with {told}, asked for is {asked}",
+            remedy="resume with the options that the run began with, or start anew with --overwrite",
+        )
+    for name, usual in (("outer", "average"), ("fragments", 1)) if begun_apart else ():
+        was, asked = saved.get(name) or usual, getattr(settings, name) or usual
+        if was != asked:
+            raise UsageError(
+                f"the checkpoint is of a run with {name}={was!r}, asked for is {asked!r}",
+                remedy="resume with the options that the run began with, or start anew with --overwrite",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import signal
@@ -135,7 +136,7 @@ def _begin(job: Job, progress: Progress) -> None:
     )
     progress.say(
         f"{ranks} on {world.device.partition(':')[0]} ({world.backend}), {threads} each; "
-        f"{settings.sync}; {job.batches.batch} x {size.context} tokens a rank"
+        f"{settings.told}; {job.batches.batch} x {size.context} tokens a rank"
         + (f" x {job.batches.rounds}" if job.batches.rounds > 1 else "")
     )
     _tell_resumed(job, progress)
@@ -197,15 +198,40 @@ def _end(job: Job, progress: Progress, val_loss: float, seconds: float) -> None:
         return
     job.folder.sample.write_text(text + "\n", encoding="utf-8")
     result = {"first held-out loss": job.first_val_loss, "last held-out loss": val_loss, "seconds": seconds}
-    job.folder.add_facts(result=result)
+    job.folder.add_facts(result=result, sent=_sent(job))
     checkpoint = sum(path.stat().st_size for path in job.folder.checkpoint.rglob("*") if path.is_file())
     progress.say(
         f"\nheld-out loss {job.first_val_loss:.4f} → {val_loss:.4f} after {job.step} steps "
         f"({format_seconds(seconds)})"
     )
+    if told := job.traffic.told():
+        progress.say(told)
     if text:
         progress.say(f"\na sample of what the model writes:\n\n{text}\n")
     progress.say(f"checkpoint: {job.folder.checkpoint} ({format_bytes(checkpoint)})")
+
+
+def _sent(job: Job) -> dict[str, object]:
+    """Return what rank 0 has sent, and what compression left out of it."""
+    told: dict[str, object] = job.traffic.facts()
+    if loads := job.model.loads():
+        told["buckets"] = [
+            {
+                "first parameter": load.names[0],
+                "parameters": len(load.names),
+                "nbytes": load.nbytes,
+                "sent_nbytes": load.sent_nbytes,
+                "uncompressed_nbytes": load.uncompressed_nbytes,
+                "error": load.error if math.isfinite(load.error) else None,
+                "step": load.step,
+            }
+            for load in loads
+        ]
+    if job.loop is not None:
+        told |= {"synchronisations": job.loop.syncs}
+    if job.loop is not None and job.loop.rejected:
+        told["rejected"] = {f"rank {rank}": count for rank, count in job.loop.rejected.items()}
+    return told
 
 
 def _sample(job: Job) -> str:
