@@ -133,7 +133,6 @@ def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
         min_matchmaking_time=_MATCHMAKING_SECONDS,
         request_timeout=_REQUEST_SECONDS,
         compression=getattr(hivemind.compression, name)(),
-        part_size_bytes=place.settings.get("part_nbytes", 2**19),
         allow_state_sharing=False,
     )
     running = ExitStack()

@@ -1,8 +1,9 @@
-"""Write what `step.py` and `peers.py` found into the tables of README.md.
+"""Write what `step.py` and `peers.py` found into the tables of README.md, here and in benchmarks/peers.
 
     python benchmarks/slow-networks/table.py
 
-Reads ``step-4x200Mbit.json`` and ``peers-4x200Mbit.json`` beside this file. No figure there is typed by hand.
+Reads ``step-4x200Mbit.json``, ``peers-4x200Mbit.json`` and ``hivemind-compression.json`` beside this file. No figure
+there is typed by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from figures import NO_SYNC, PeerResult, StepResult
 
 from paceline.report.markdown import fill, table
 
+HERE = Path(__file__).parent
 STEP_TITLES = ["", "s per step", "DDP's best ÷", "MB sent per step", "expected", "÷ expected"]
 
 PEER_TITLES = [
@@ -51,16 +53,35 @@ def peer_figures(result: PeerResult) -> str:
     return table(PEER_TITLES, rows)
 
 
+def compression_figures(result: PeerResult) -> str:
+    """Return the table of one library's ways to compress."""
+    rows = [
+        [row.name, f"{row.sync or 0.0:.3g}", f"{row.sent / 1e6:.4g}", f"{row.apart:.1g}"]
+        for row in result.rows
+    ]
+    return table(["", "s alone", "MB sent", "apart"], rows)
+
+
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = Path(
-        __file__
-    ).parent,
+    folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = HERE,
+    peers: Annotated[Path, typer.Argument(help="Where the README.md of the libraries lies.")] = HERE.parent
+    / "peers",
 ) -> None:
-    """Fill the tables of a folder's README.md."""
-    readme = folder / "README.md"
+    """Fill the tables of both README.md."""
+    blocks = {
+        "steps": step_figures(StepResult.load(folder / "step-4x200Mbit.json")),
+        "peers": peer_figures(PeerResult.load(folder / "peers-4x200Mbit.json")),
+    }
+    fill_all(folder / "README.md", blocks)
+    compression = compression_figures(PeerResult.load(folder / "hivemind-compression.json"))
+    fill_all(peers / "README.md", {"compression": compression})
+
+
+def fill_all(readme: Path, blocks: dict[str, str]) -> None:
+    """Put each block into its place."""
     text = readme.read_text(encoding="utf-8")
-    text = fill(text, "steps", step_figures(StepResult.load(folder / "step-4x200Mbit.json")))
-    text = fill(text, "peers", peer_figures(PeerResult.load(folder / "peers-4x200Mbit.json")))
+    for name, block in blocks.items():
+        text = fill(text, name, block)
     readme.write_text(text, encoding="utf-8")
     print(readme)
 
