@@ -7,62 +7,17 @@ expects to send, and how often it synchronises. To add one, write a function and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
-import torch
-import torch.distributed as dist
-from figures import DDP, DDP_FP16, NO_SYNC
+from figures import DDP, DDP_FP16, NO_SYNC, OURS, OURS_STREAMING, SQUEEZED
+from ours import compressed, diloco
+from stage import Contestant, Stage, ring_nbytes
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from workload import model_and_optimizer, trainer
 
-from paceline.lm.batches import Batch
-
-__all__ = ["CONTESTANTS", "Contestant", "Stage", "ring_nbytes"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a contestant is built from.
-
-    Attributes:
-        rank, ranks: which rank this is, of how many; one a host.
-        batch: what it trains on.
-        gloo: a process group of torch's own, for torch's contestants; the world's group is the "paceline" backend.
-    """
-
-    rank: int
-    ranks: int
-    batch: Batch
-    gloo: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """How one contestant trains on this rank.
-
-    Attributes:
-        step: one training step.
-        model: whose parameters it trains.
-        sent: bytes that a host is expected to send in one step, without headers; a round's bytes / `every`.
-        every: steps after which the ranks are equal; it is timed over whole rounds of so many.
-        equal: whether anything is equal on all ranks after a round.
-        agreed: returns what is; None: the model's parameters.
-    """
-
-    step: Callable[[], object]
-    model: torch.nn.Module
-    sent: float
-    every: int = 1
-    equal: bool = True
-    agreed: Callable[[], Iterable[torch.Tensor]] | None = None
-
-
-def ring_nbytes(nbytes: float, ranks: int) -> float:
-    """Return what each rank of a ring sends to all-reduce a buffer: a share to the next one, 2 (N - 1) times."""
-    return 2 * (ranks - 1) / ranks * nbytes
+__all__ = ["CONTESTANTS"]
 
 
 def no_sync(stage: Stage) -> Contestant:
@@ -99,4 +54,7 @@ CONTESTANTS: dict[str, Callable[[Stage], Contestant]] = {
     NO_SYNC: no_sync,
     **{name: partial(ddp, mib=mib) for mib, name in DDP.items()},
     **{name: partial(ddp, mib=mib, fp16=True) for mib, name in DDP_FP16.items()},
+    **{name: partial(compressed, compression=how) for how, name in SQUEEZED.items()},
+    OURS: partial(diloco, fragments=1, delay=0),
+    OURS_STREAMING: partial(diloco, fragments=2, delay=5),
 }

@@ -21,6 +21,9 @@ __all__ = [
     "HIVEMIND_FP16",
     "HIVEMIND_FP32",
     "NO_SYNC",
+    "OURS",
+    "OURS_STREAMING",
+    "SQUEEZED",
     "TORCHFT",
     "TORCHFT_STREAMING",
     "PeerResult",
@@ -31,11 +34,13 @@ __all__ = [
 
 NO_SYNC = "no synchronisation"
 DDP = {mib: f"torch DDP, {mib} MiB" for mib in (1, 5, 25, 100)}
+SQUEEZED = {name: f"Paceline, {name}" for name in ("bf16", "int8", "int4", "powersgd")}
 DDP_FP16 = {mib: f"torch DDP, fp16 hook, {mib} MiB" for mib in (1, 25)}
 
 BY_HAND = "torch's all-reduce, by hand"
 TORCHFT, TORCHFT_STREAMING = "torchft DiLoCo", "torchft DiLoCo, 2 fragments, delay 5"
 HIVEMIND = "hivemind averager, 8 bits"
+OURS, OURS_STREAMING = "Paceline DiLoCo, int4", "Paceline DiLoCo, int4, 2 fragments, delay 5"
 HIVEMIND_FP16, HIVEMIND_FP32 = "hivemind averager, fp16", "hivemind averager, float32"
 
 

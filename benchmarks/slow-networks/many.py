@@ -49,7 +49,7 @@ def until(folder: Path, host: int, reached: Any, job: Job) -> float:
                 return told["at"]
         for number, line in job.lines():
             print(f"host{number} | {line}", file=sys.stderr)
-        if time.monotonic() > deadline or 0 not in job.running():
+        if time.monotonic() > deadline or not job.running():
             raise TimeoutError("the run did not get so far")
         time.sleep(0.2)
 
@@ -65,12 +65,12 @@ def run(lab: Lab, hosts: int, steps: int, folder: Path) -> dict[str, Any]:
     job = lab.start(command, on=range(hosts), env=env)
     first = until(folder, 0, lambda told: True, job)
     print(f"all {hosts} hosts train after {first - began:.0f} s")
-    until(folder, 0, lambda told: told["step"] >= steps // 3, job)
+    until(folder, 0, lambda told: told["step"] >= steps // 4, job)
     killed = time.time()
     lab.kill(VICTIM)
     without = until(folder, 0, lambda told: told["at"] > killed and told["size"] == hosts - 1, job)
     print(f"host{VICTIM} killed; {hosts - 1} hosts go on after {without - killed:.1f} s")
-    until(folder, 0, lambda told: told["size"] == hosts - 1 and told["step"] >= steps * 2 // 3, job)
+    until(folder, 0, lambda told: told["size"] == hosts - 1 and told["step"] >= steps // 2, job)
     back = time.time()
     again = lab.start(command, on=VICTIM, env=env)
     rejoined = until(folder, VICTIM, lambda told: told["at"] > back and told["size"] == hosts, again)
@@ -98,7 +98,7 @@ def run(lab: Lab, hosts: int, steps: int, folder: Path) -> dict[str, Any]:
 def main(
     hosts: Annotated[int, typer.Option(help="Hosts around the switch.")] = 16,
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
-    steps: Annotated[int, typer.Option(help="Local steps of a rank.")] = 180,
+    steps: Annotated[int, typer.Option(help="Local steps of a rank.")] = 400,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
     ] = None,

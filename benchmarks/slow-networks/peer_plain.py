@@ -1,7 +1,7 @@
 """DiLoCo by hand, as one contestant of `peers.py`: what a single all-reduce of torch costs, without any library.
 
-It needs no installation of its own, so it is also the pattern for a contestant of Paceline's: build what
-synchronises, and return a :class:`peer_turn.Peer`.
+It needs no installation of its own, so it is also the pattern for one contestant more: build what synchronises, and
+return a :class:`peer_turn.Peer`.
 """
 
 from __future__ import annotations

@@ -180,10 +180,10 @@ def play(build: Build) -> None:
     place = Place(rank, job["ranks"], job["port"] + 1, Path(job["folder"]), job["settings"])
     torch.set_num_threads(1)
     model, optimizer = model_and_optimizer()
-    peer = build(place, model, optimizer)
     dist.init_process_group(
         "gloo", init_method=f"tcp://host0:{job['port']}", rank=rank, world_size=place.ranks
     )
+    peer = build(place, model, optimizer)
     turn = _Turn(place, model, peer, batch_of(rank))
     mine: dict[str, Any] = {"alone": _alone(model, optimizer, batch_of(rank))}
     with peer.running:

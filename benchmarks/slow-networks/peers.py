@@ -25,6 +25,8 @@ from figures import (
     HIVEMIND,
     HIVEMIND_FP16,
     HIVEMIND_FP32,
+    OURS,
+    OURS_STREAMING,
     TORCHFT,
     TORCHFT_STREAMING,
     PeerResult,
@@ -72,8 +74,9 @@ CONTESTANTS = {
     TORCHFT: Contestant("peer_torchft.py", {"fragments": 1, "delay": 0}, "torchft"),
     TORCHFT_STREAMING: Contestant("peer_torchft.py", {"fragments": 2, "delay": 5}, "torchft"),
     HIVEMIND: Contestant("peer_hivemind.py", {"compression": "Uniform8BitQuantization"}, "hivemind"),
+    OURS: Contestant("peer_paceline.py", {"fragments": 1, "delay": 0, "compression": "int4"}),
+    OURS_STREAMING: Contestant("peer_paceline.py", {"fragments": 2, "delay": 5, "compression": "int4"}),
 }
-"""Paceline's own go here, with a script of their own and no home."""
 
 ON_REQUEST = {
     HIVEMIND_FP16: Contestant("peer_hivemind.py", {"compression": "Float16Compression"}, "hivemind"),

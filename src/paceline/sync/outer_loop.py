@@ -194,9 +194,8 @@ class OuterLoop:
         self.steps += 1
         samples = self._samples_of_step()
         self._samples = [before + samples for before in self._samples]
-        if self._flying and self._flying[0] == self.cadence.merged_at(
-            self.steps
-        ):  # a block's end merges early
+        merged = self.cadence.merged_at(self.steps)
+        if merged is not None and self._flying and self._flying[0] == merged:  # a block's end merges early
             self._merge()
         due = self.cadence.sent_at(self.steps)
         if due is not None:
@@ -266,6 +265,11 @@ class OuterLoop:
         while agreed < self.cadence.fragments:
             self._send(self._next, finished=True)
             agreed = agreed + 1 if self._merge(finished=True).finished else 0
+
+    @property
+    def round_nbytes(self) -> int:
+        """What this rank sends while every fragment is synchronised once, headers of the network aside."""
+        return sum(fragment.sent_nbytes for fragment in self._fragments)
 
     # ------------------------------------------------------------------ what all ranks share
 
