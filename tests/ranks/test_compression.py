@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline as pl
+from paceline.errors import BackwardFailed, MismatchError, UsageError
 
 NAMES = ["bf16", "fp16", "int8", "int4"]
 BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
@@ -143,3 +144,159 @@ def test_what_was_sent_and_what_is_left_out_make_up_what_was_given(pool, compres
         assert left.norm() > 0
         assert torch.allclose(sent + left, given, rtol=0, atol=2e-6 * float(given.abs().max()) * 12)
         assert not torch.allclose(sent, given, rtol=0, atol=0.1 * float(left.abs().max()))
+
+
+# ---------------------------------------------------------------------- when something goes wrong
+
+
+def poisoned(rank, size, compression):
+    """One gradient of rank 1 is not a number, and one backward of rank 0 fails; training goes on."""
+    model = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    finite = pl.Finite(model, optim, "skip")
+    failed = []
+    for step in range(8):
+        loss = loss_of(model, rank, step)
+        if rank == 1 and step == 3:
+            loss = loss * float("nan")
+        if rank == 0 and step == 5:
+            loss.register_hook(lambda grad: 1 / 0)
+        try:
+            model.backward(loss, samples=8)
+        except (BackwardFailed, ZeroDivisionError) as error:
+            failed.append((step, type(error).__name__))
+            optim.zero_grad()
+            continue
+        optim.step()
+        optim.zero_grad()
+    kept = model.engine.leftovers.state()["parts"]
+    clean = all(bool(each.isfinite().all()) for parts in kept.values() for each in parts.values())
+    return flat(model.parameters()), finite.skipped, finite.latest.ranks, failed, clean
+
+
+@pytest.mark.parametrize("compression", ["int8", SPARSE, THIN], ids=str)
+def test_a_gradient_that_is_not_finite_is_found_and_leaves_nothing_behind(pool, compression):
+    results = pool(3).run(poisoned, compression)
+    for rank, (params, skipped, ranks, failed, clean) in enumerate(results):
+        assert torch.equal(params, results[0][0])
+        assert bool(params.isfinite().all())
+        assert (skipped, ranks) == (1, (1,))
+        assert failed == [(5, "ZeroDivisionError" if rank == 0 else "BackwardFailed")]
+        assert clean
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def resumed(rank, size, folder, compression, steps, total):
+    """Train up to step `steps` from wherever the checkpoint is; return parameters and what is still owed."""
+    torch.manual_seed(rank)
+    model = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    keep = pl.Checkpoint(folder, model, optim)
+    keep.load()
+    while keep.step < steps:
+        model.backward(loss_of(model, rank, keep.step), samples=8)
+        optim.step()
+        optim.zero_grad()
+    if steps < total:
+        keep.save(wait=True)
+    keep.close()
+    kept = model.engine.leftovers.state()["parts"]
+    owed = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
+    return flat(model.parameters()), owed
+
+
+@pytest.mark.parametrize(
+    "compression",
+    ["int8", pl.Compression("int4", rounding="stochastic"), DEEP, pl.Compression("powersgd")],
+    ids=str,
+)
+def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, compression):
+    whole = pool(2).run(resumed, str(tmp_path / "whole"), compression, 10, 10)
+    pool(2).run(resumed, str(tmp_path / "cut"), compression, 6, 10)
+    cut = pool(2).run(resumed, str(tmp_path / "cut"), compression, 10, 10)
+    assert all(torch.equal(params, whole[0][0]) for params, _ in whole + cut)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_other_ranks_owe_what_the_old_ones_had_left_out(pool, tmp_path, ranks):
+    before = [owed for _, owed in pool(3).run(resumed, str(tmp_path), "int4", 5, 10)]
+    after = pool(ranks).run(owed_after_loading, str(tmp_path), "int4")
+    for name in before[0]:
+        total = sum(owed[name] for owed in before)
+        assert total.norm() > 0
+        assert torch.allclose(sum(owed[name] for owed in after), total, rtol=0, atol=1e-7)
+
+
+def owed_after_loading(rank, size, folder, compression):
+    model = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
+    optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    keep = pl.Checkpoint(folder, model, optim)
+    keep.load()
+    keep.close()
+    owed = [state["parts"] for state in model.engine.leftovers._kept]
+    return (
+        {name: sum(parts[name]["residual"].double() for parts in owed) for name in owed[0]}
+        if owed
+        else Zeros()
+    )
+
+
+class Zeros(dict):
+    """What a rank owes that had no place in the world before."""
+
+    def __missing__(self, name):
+        return 0.0
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "int7"}, "unknown compression 'int7'"),
+        ({"name": "topk", "keep": 0}, "keep=0"),
+        ({"name": "topk", "keep": 1.5}, "keep=1.5"),
+        ({"name": "topk", "momentum": 1.0}, "momentum=1.0"),
+        ({"name": "int8", "momentum": 0.9}, "momentum correction is topk's"),
+        ({"name": "topk", "momentum": 0.9, "feedback": False}, "with feedback"),
+        ({"name": "powersgd", "rank": 0}, "rank=0"),
+        ({"name": "int8", "block": 100}, "multiple of 32"),
+        ({"name": "fp16", "rounding": "stochastic"}, "no stochastic rounding"),
+        ({"name": "int8", "rounding": "up"}, "unknown rounding 'up'"),
+        ({"name": "topk", "warmup": -1}, "warmup=-1"),
+    ],
+)
+def test_a_compression_that_makes_no_sense_is_refused(options, said):
+    with pytest.raises(UsageError) as refused:
+        pl.Compression(**options)
+    assert said in str(refused.value)
+
+
+def test_what_compression_is_unfit_for_is_named():
+    with pytest.raises(UsageError, match=r"int8 is unfit for parameter '0\.weight' of float64"):
+        pl.DataParallel(network(torch.float64), sync=pl.Sync(compression="int8"))
+    with pytest.raises(UsageError, match=r"bf16 is unfit for parameter '0\.weight' of bfloat16"):
+        pl.DataParallel(network(torch.bfloat16), sync=pl.Sync(compression="bf16"))
+    with pytest.raises(UsageError, match="PyTorch's FSDP2 reduces gradients itself"):
+        pl.Sync(shard="parameters", compression="int8")
+    spared = pl.Compression("int8", exempt=("*",))
+    assert (
+        pl.DataParallel(network(torch.float64), sync=pl.Sync(compression=spared)).plan.compression == spared
+    )
+
+
+def differing(rank, size):
+    compression = pl.Compression("int8", block=256 if rank == 0 else 128)
+    try:
+        pl.DataParallel(network(), sync=pl.Sync(compression=compression))
+    except MismatchError as error:
+        return str(error)
+
+
+def test_a_rank_with_another_compression_is_named_at_the_start(pool):
+    for said in pool(3).run(differing):
+        assert "[rank 1] the model differs between ranks" in said
+        assert "block=128" in said

@@ -26,7 +26,7 @@ class Leftovers:
         """Return what compression keeps on this rank from step to step, with parameters by name; often empty."""
         freights = self._freights()
         if not freights:
-            return self._kept[0] if len(self._kept) == 1 else {}
+            return _together(self._kept)
         parts = {name: kept for freight in freights for name, kept in freight.left_out().items()}
         return {"parts": parts, "codecs": [freight.codec_state() for freight in freights]}
 
@@ -57,3 +57,16 @@ class Leftovers:
 
     def _freights(self) -> list[Freight]:
         return [bucket.freight for bucket in self._flight.buckets if bucket.freight is not None]
+
+
+def _together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state that owes what several do."""
+    if len(states) < 2:
+        return dict(states[0]) if states else {}
+    parts: dict[str, dict[str, Any]] = {}
+    for state in states:
+        for name, kept in state["parts"].items():
+            held = parts.setdefault(name, {})
+            for key, value in kept.items():
+                held[key] = held[key] + value if key in held and key != "q" else value
+    return {"parts": parts, "codecs": []}
