@@ -16,8 +16,10 @@ __all__ = [
     "format_count",
     "format_seconds",
     "parse_bytes",
+    "parse_count",
     "parse_rate",
     "parse_seconds",
+    "parse_share",
 ]
 
 MIB = 1024 * 1024
@@ -102,6 +104,49 @@ def parse_seconds(text: str | float) -> float:
     if unit not in _SECONDS:
         raise UsageError(f"{text!r} is no time: unknown unit {unit!r}", remedy=f"valid: {' '.join(_SECONDS)}")
     return number * _SECONDS[unit]
+
+
+def parse_count(text: str | int) -> int:
+    """Return a count.
+
+    Args:
+        text: a number, alone or with ``k``, ``M``, ``G`` (or ``B``), ``T``: thousands, millions …
+
+    Raises:
+        UsageError: `text` is no count.
+
+    Example:
+        >>> parse_count("20M"), parse_count("1.5B"), parse_count("4_000")
+        (20000000, 1500000000, 4000)
+    """
+    if isinstance(text, int):
+        return text
+    number, unit = _split(text, "count", "20M or 1.5B")
+    prefix = "g" if unit == "b" else unit
+    if prefix not in ("", "k", "m", "g", "t"):
+        raise UsageError(f"{text!r} is no count: unknown unit {unit!r}", remedy="valid: k M G B T")
+    return round(number * _PREFIX[prefix])
+
+
+def parse_share(text: str | float) -> float:
+    """Return a share, 0 to 1 where it is one of a whole.
+
+    Args:
+        text: a number, or one with ``%``.
+
+    Raises:
+        UsageError: `text` is no share.
+
+    Example:
+        >>> parse_share("10%"), parse_share("0.25")
+        (0.1, 0.25)
+    """
+    if isinstance(text, int | float):
+        return float(text)
+    number, unit = _split(text.replace("%", "/"), "share", "10% or 0.1")
+    if unit not in ("", "/"):
+        raise UsageError(f"{text!r} is no share: unknown unit {unit!r}", remedy="write 10% or 0.1")
+    return number / 100 if unit else number
 
 
 def format_bytes(nbytes: float) -> str:

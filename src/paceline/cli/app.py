@@ -31,6 +31,7 @@ COMMANDS = {
         "Prove, price, tell, draw and run a collective algorithm.",
     ),
     "dispatch": ("paceline.cli.dispatch", "dispatch", "Tell who gets which data, who starves, what is safe."),
+    "plan": ("paceline.cli.plan", "app", "Plan a training from measured numbers, before anything runs."),
     "exchange": (
         "paceline.cli.exchange",
         "exchange",
