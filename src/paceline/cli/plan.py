@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,23 +61,9 @@ def network(
     typer.echo(f"{FOOTER}\n")
     typer.echo("\n".join(advice.sentences))
     if json_file is not None:
-        told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **facts_of(advice)}
+        told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **advice.facts()}
         json_file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
         typer.echo(json_file)
-
-
-def facts_of(advice: Advice) -> dict[str, object]:
-    """Return the advice as JSON can say it."""
-    options = [
-        {"name": option.name, "flags": option.flags, **asdict(option), "chosen": option is advice.chosen}
-        for option in advice.options
-    ]
-    asked = ("parameters", "ranks", "bytes_per_second", "step_seconds", "share", "enough")
-    return {
-        **{name: getattr(advice, name) for name in asked},
-        "options": options,
-        "advice": list(advice.sentences),
-    }
 
 
 def _table(advice: Advice) -> Table:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from paceline.errors import UsageError
 from paceline.units import format_seconds
@@ -146,6 +146,19 @@ class Advice:
     chosen: Option
     enough: bool
     further: Option | None
+
+    def facts(self) -> dict[str, object]:
+        """Return the advice as JSON can say it."""
+        options = [
+            {"name": option.name, "flags": option.flags, **asdict(option), "chosen": option is self.chosen}
+            for option in self.options
+        ]
+        asked = ("parameters", "ranks", "bytes_per_second", "step_seconds", "share", "enough")
+        return {
+            **{name: getattr(self, name) for name in asked},
+            "options": options,
+            "advice": list(self.sentences),
+        }
 
     @property
     def sentences(self) -> tuple[str, ...]:

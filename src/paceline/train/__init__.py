@@ -6,11 +6,11 @@ start.py        start the ranks, or take part where a launcher started this proc
 worker.py       the program that each rank runs
 job.py          what a rank holds: data, model, optimizer
 loop.py         the loop
+apart.py        local steps, and parameters synchronised every so many of them
+auto.py         what fits the network, measured and chosen at the start
+traffic.py      what was sent, beside what it would have been
 schedule.py     learning rate by step
 evaluate.py     held-out loss, exact over all ranks
 progress.py     what rank 0 prints meanwhile
 snapshot.py     which checkpoint there is, and whether it fits
-state.py        checkpoints, written and read
-pieces.py       the optimizer's state in pieces, dealt to any number of ranks
-tensor_file.py  tensors in a safetensors file
 """

@@ -17,6 +17,7 @@ from paceline.lm.sizes import Size
 from paceline.sync.engine import DataParallel
 from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.shard import ShardedOptimizer
+from paceline.train.auto import Choice, choose
 from paceline.train.evaluate import held_out_loss
 from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
@@ -45,6 +46,7 @@ class Job:
         held_out: what this rank measures the held-out loss on.
         loop: the block to train in, where parameters are synchronised every so many steps.
         traffic: what this rank has sent.
+        choice: what ``--sync auto`` has chosen, and why.
     """
 
     settings: Settings
@@ -59,6 +61,7 @@ class Job:
     held_out: HeldOut
     loop: OuterLoop | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    choice: Choice | None = None
     _counted: float = 0.0
 
     def evaluate(self) -> float:
@@ -115,11 +118,19 @@ def build(settings: Settings, world: World) -> Job:
     corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=world.size)
     verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
 
+    windows = settings.batch_size * settings.accumulate * (settings.ranks or world.size)
+    where: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
+    choice = None
+    if settings.is_auto:
+        batch = min(settings.batch_size, -(-windows // world.size))
+        probe = Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where)
+        choice = choose(settings, size, probe, world)
+        settings = choice.settings
+
     torch.manual_seed(settings.seed)
     model = DataParallel(GPT(size).to(world.device), sync=settings.plan)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, **_options(settings))
     folder = RunFolder(settings.out)
-    windows = settings.batch_size * settings.accumulate * (settings.ranks or world.size)
     apart = settings.apart
     loop = None if apart is None else apart.loop(model, optimizer)
     facts = facts_of(settings, size, corpus, windows)
@@ -131,7 +142,6 @@ def build(settings: Settings, world: World) -> Job:
         keep.facts |= {name: found.facts[name] for name in ("windows", "first_val_loss")}
         windows = keep.facts["windows"]
         traffic.add(**found.facts.get("traffic", {"sent_nbytes": None, "would_be_nbytes": 0.0}))
-    where: dict[str, Any] = {"context": size.context, "rank": world.rank, "size": world.size}
     batch = min(settings.batch_size, -(-windows // world.size))
     return Job(
         settings,
@@ -146,6 +156,7 @@ def build(settings: Settings, world: World) -> Job:
         HeldOut(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
         loop,
         traffic,
+        choice,
     )
 
 

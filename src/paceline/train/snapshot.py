@@ -15,7 +15,7 @@ from paceline.lm.sizes import Size
 from paceline.train.folder import RunFolder
 from paceline.train.settings import Settings
 
-__all__ = ["check_facts", "facts_of", "to_resume"]
+__all__ = ["begun_with", "check_facts", "facts_of", "to_resume"]
 
 
 def facts_of(settings: Settings, size: Size, corpus: Corpus, windows: int) -> dict[str, Any]:
@@ -50,6 +50,14 @@ def to_resume(settings: Settings, size: Size, corpus: Corpus) -> int | None:
             remedy="ask for more --steps, or start anew with --overwrite",
         )
     return manifest.step
+
+
+def begun_with(settings: Settings) -> dict[str, Any] | None:
+    """Return the settings of the run that is resumed, as its newest checkpoint tells; None: there is none."""
+    if settings.existing != "resume" or not Folder(RunFolder(settings.out).checkpoint).complete():
+        return None
+    saved = _newest(RunFolder(settings.out).checkpoint)[1].facts.get("settings")
+    return saved if isinstance(saved, dict) else None
 
 
 def _newest(folder: Path) -> tuple[Path, Manifest]:

@@ -139,6 +139,8 @@ def _begin(job: Job, progress: Progress) -> None:
         f"{settings.told}; {job.batches.batch} x {size.context} tokens a rank"
         + (f" x {job.batches.rounds}" if job.batches.rounds > 1 else "")
     )
+    for sentence in job.choice.sentences if job.choice is not None else ():
+        progress.say(sentence)
     _tell_resumed(job, progress)
     if world.rank == 0:
         job.folder.forget_steps_after(job.step)
@@ -154,6 +156,7 @@ def _begin(job: Job, progress: Progress) -> None:
                 "held out": len(corpus.held_out),
             },
             machine=_machine(),
+            **({"chosen": dict(job.choice.facts)} if job.choice and job.choice.facts else {}),
             versions={
                 "paceline": __version__,
                 "torch": torch.__version__,
