@@ -16,6 +16,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.report.charts import COLOUR_OF_PHASE, Bar, Chart, Line, breakdown, curve
 from paceline.report.records import Restart, Run, read_run
+from paceline.report.sent import what_was_sent
 from paceline.report.summary import PHASES, RankTime, Summary, summarize
 from paceline.report.words import headline
 from paceline.units import format_bytes, format_count, format_seconds
@@ -23,6 +24,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 __all__ = ["render", "write_report"]
 
 _RANKS_SHOWN = 16
+_OWN_SECTION = ("sent",)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def render(run: Run) -> str:
         sentences=headline(summary),
         tiles=_tiles(summary),
         charts=_figures(run, summary),
+        sent=what_was_sent(run.facts),
         restarts=[_restart_row(restart) for restart in run.restarts],
         sample=run.sample.strip("\n"),
         groups=_groups(run.facts),
@@ -216,7 +219,9 @@ def _groups(facts: Mapping[str, object]) -> dict[str, dict[str, str]]:
         key: value for key, value in facts.items() if not isinstance(value, Mapping) and key not in on_top
     }
     groups: dict[str, Mapping[Any, object]] = {"run": single}
-    groups |= {key: value for key, value in facts.items() if isinstance(value, Mapping)}
+    groups |= {
+        key: value for key, value in facts.items() if isinstance(value, Mapping) and key not in _OWN_SECTION
+    }
     return {
         _plain(title): {_plain(key): _shown(value) for key, value in group.items()}
         for title, group in groups.items()

@@ -116,7 +116,7 @@ class Apart:
         ways = {"average": "averaged", "diloco": "DiLoCo", "slowmo": "SlowMo"}
         parts = [f"{ways[self.outer]} every {self.every} steps"]
         parts += [f"{self.fragments} fragments"] if self.fragments > 1 else []
-        parts += [f"{self.delay} steps late"] if self.delay else []
+        parts += [f"{self.delay} step{'s' * (self.delay > 1)} late"] if self.delay else []
         return ", ".join([*parts, self.squeezed or "not compressed"])
 
     def loop(self, model: DataParallel, optimizer: torch.optim.Optimizer) -> OuterLoop:

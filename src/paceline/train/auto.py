@@ -38,6 +38,7 @@ _FIRST_NBYTES, _MOST_NBYTES, _FACTOR = 256 << 10, 16 << 20, 4
 _LONG_ENOUGH = 0.1  # seconds of a swap: the start of a message and a queue's burst no longer count
 _PATIENCE = 2.0  # seconds for either measurement, about
 _TURNS = 3
+_FEW_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,14 @@ def _choice(advice: Advice, settings: Settings) -> Choice:
         "step predicted, seconds": advice.chosen.step_seconds,
         "why": " ".join(advice.sentences),
     }
-    return Choice(chosen, (measured, *advice.sentences), facts)
+    sentences = [measured, *advice.sentences]
+    rounds = settings.steps // advice.chosen.every
+    if rounds < _FEW_ROUNDS:
+        sentences.append(
+            f"In {settings.steps} steps every parameter is synchronised {rounds + 1} times, which is little: train "
+            "longer, with larger batches, or name an --every of your own"
+        )
+    return Choice(chosen, tuple(sentences), facts)
 
 
 def settings_for(option: Option | None, settings: Settings) -> Settings:
@@ -146,7 +154,7 @@ def measure_step(settings: Settings, size: Size, batches: Batches, device: torch
     net = GPT(size).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=settings.lr, fused=True)
     times: list[float] = []
-    while len(times) <= _TURNS and (len(times) < 2 or sum(times) < _PATIENCE):
+    while len(times) < 2 or (sum(times) < _PATIENCE and (len(times) <= _TURNS or sum(times) < _PATIENCE / 4)):
         started = time.perf_counter()
         for micro in range(batches.rounds):
             batch = batches.at(0, micro).to(device)

@@ -147,6 +147,7 @@ def _begin(job: Job, progress: Progress) -> None:
         job.folder.forget_ranks_from(world.size)
         job.folder.add_facts(
             parameters=job.parameters,
+            synchronised=settings.told,
             settings=asdict(settings),
             world=asdict(world),
             model=asdict(size),
