@@ -54,7 +54,7 @@ class Stage:
         """Remove the hosts."""
         self._lab.close()
 
-    def run(self, way: Way, *, seed: int = 0, timed: int = 0) -> Any:
+    def run(self, way: Way, *, seed: int = 0, timed: int = 0, every: int = EVERY) -> Any:
         """Return what a job wrote: a curve, or seconds of steps."""
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             job, found = Path(folder, "job.json"), Path(folder, "found.json")
@@ -63,7 +63,7 @@ class Stage:
                 "seed": seed,
                 "batch": BATCH,
                 "size": SIZE,
-                "every": EVERY,
+                "every": every,
                 "timed": timed,
             }
             job.write_text(json.dumps({**told, "out": str(found)}), encoding="utf-8")

@@ -9,9 +9,11 @@ measuring takes no time of the training. Rank 0 writes what came out.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -58,27 +60,36 @@ class Training:
         self.clip = clip
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=way.lr, **ADAMW)
         self.loop = self._loop()
+        self._gradients_nbytes = 0.0  # sent so far for gradients, headers aside
 
     def _wrap(self) -> tuple[nn.Module, Callable[[], object]]:
         way = self.way
         if way.kind == "ddp":
-            model = DistributedDataParallel(
-                self.net,
-                bucket_cap_mb=way.bucket_mib,
-                gradient_as_bucket_view=True,
-                broadcast_buffers=False,
-                static_graph=True,
-                init_sync=False,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", ".*broadcast_buffers", FutureWarning
+                )  # its successor is too young
+                model = DistributedDataParallel(
+                    self.net,
+                    bucket_cap_mb=way.bucket_mib,
+                    gradient_as_bucket_view=True,
+                    broadcast_buffers=False,
+                    static_graph=True,
+                    init_sync=False,
+                )
             return model, lambda: nn.utils.clip_grad_norm_(self.net.parameters(), CLIP)
-        model = pl.DataParallel(self.net, sync=pl.Sync(bucket_mib=way.bucket_mib, compression=way.gradients))
+        model = pl.DataParallel(
+            self.net, sync=pl.Sync(bucket_mib=way.bucket_mib, compression=_compression(way.gradients))
+        )
         return model, lambda: model.clip_grad_norm_(CLIP)
 
     def _loop(self) -> OuterLoop | None:
         if self.way.kind in ("ddp", "gradients"):
             return None
         kind = {"local": pl.LocalSGD, "diloco": pl.DiLoCo}[self.way.kind]
-        return kind(self.model, self.optimizer, **self.way.options)
+        options = dict(self.way.options)
+        options["compression"] = _compression(options.get("compression", "int4"))
+        return kind(self.model, self.optimizer, **options)
 
     def step(self, number: int, steps: int) -> None:
         """Take step `number`, counted from 0, of `steps` in all."""
@@ -88,7 +99,21 @@ class Training:
         loss_of(self.model(batch.inputs), batch.targets).backward()
         self.clip()
         self.optimizer.step()
+        self._count()
         self.optimizer.zero_grad()
+
+    def _count(self) -> None:
+        """Add what a step sends for gradients."""
+        ranks, nbytes = dist.get_world_size(), sum(param.nbytes for param in self.net.parameters())
+        if isinstance(self.model, pl.DataParallel):
+            self._gradients_nbytes += self.model.timings.sent_nbytes
+        else:
+            self._gradients_nbytes += 2 * (ranks - 1) / ranks * nbytes
+
+    @property
+    def foretold(self) -> float:
+        """Bytes that a host should have sent so far, headers aside."""
+        return float(self.loop.sent_nbytes) if self.loop is not None else self._gradients_nbytes
 
     def shared(self) -> dict[str, Tensor]:
         """Return copies of the parameters that all ranks share."""
@@ -107,6 +132,10 @@ class Training:
         return total / count
 
 
+def _compression(told: str | dict[str, Any] | None) -> pl.Compression | str | None:
+    return pl.Compression(**told) if isinstance(told, dict) else told
+
+
 def _sent() -> int:
     """Return what this host has sent over its network so far."""
     return read_traffic(Path("/proc/net/dev").read_text()).sent
@@ -120,7 +149,8 @@ def train(training: Training, steps: int, every: int) -> list[dict[str, Any]]:
 
     def keep(step: int) -> None:
         seconds, sent = time.perf_counter() - started, _sent() - before
-        points.append({"step": step, "seconds": seconds, "sent": sent, "parameters": training.shared()})
+        told = {"step": step, "seconds": seconds, "sent": sent, "foretold": training.foretold}
+        points.append({**told, "parameters": training.shared()})
 
     with training.loop or nullcontext():
         for number in range(steps):
@@ -147,7 +177,7 @@ def measured(training: Training, points: list[dict[str, Any]]) -> list[dict[str,
     dist.all_reduce(losses)
     rows = zip(points, table.tolist(), losses.tolist(), strict=True)
     return [
-        {"step": point["step"], "seconds": seconds, "sent": sent, "loss": loss}
+        {"step": point["step"], "seconds": seconds, "sent": sent, "foretold": point["foretold"], "loss": loss}
         for point, (seconds, sent), loss in rows
     ]
 
@@ -178,6 +208,8 @@ def main(job_file: str) -> None:
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
+    del training
+    gc.collect()  # torch's DDP must be gone before its process group
     dist.destroy_process_group()
 
 

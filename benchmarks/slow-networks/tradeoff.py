@@ -1,0 +1,68 @@
+"""Loss against bytes: many ways to synchronise, each at the same number of steps.
+
+    python benchmarks/slow-networks/tradeoff.py
+
+Trains the reference model `mini` in four processes of this machine, once for each of `ways.TRADEOFF`, and writes
+``tradeoff.json`` beside this file. What is learnt does not depend on the network, and what is sent is told by the
+library; `step.py` and the tests hold that against interfaces.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from loss import BATCH, SIZE, staged
+from ways import TRADEOFF
+
+from paceline.bench.facts import machine_record, versions
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError
+
+HERE = Path(__file__).parent
+RANKS, EVERY = 4, 100
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Names of ways; else all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of parameters and data.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
+    ] = None,
+) -> None:
+    """Train in many ways, and tell what each reached and sent."""
+    path = json_file or HERE / "tradeoff.json"
+    check_writable(path, make_folder=True)
+    ways = [way for way in TRADEOFF if not only or way.name in only]
+    rows = []
+    turns = sum(way.steps // EVERY for way in ways)
+    with TurnBar("loss against bytes", turns) as tick, staged(RANKS, None, tick) as here:
+        for way in ways:
+            curve = here.run(way, seed=seed, every=EVERY)
+            rows.append({"way": asdict(way), "curve": curve})
+            last = curve[-1]
+            print(f"{way.name}: loss {last['loss']:.4f}, {last['foretold'] / 1e6:.0f} MB", flush=True)
+    result = {
+        "kind": "loss-against-bytes",
+        "schema": 1,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(["paceline", "torch"]),
+        "settings": {"ranks": RANKS, "size": SIZE, "batch": BATCH, "threads": 1, "seed": seed},
+        "rows": rows,
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))
