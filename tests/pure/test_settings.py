@@ -7,7 +7,11 @@ import math
 import pytest
 
 from paceline.errors import UsageError
+from paceline.lm.model import GPT
+from paceline.lm.sizes import SIZES, size_of
 from paceline.sync.plan import Sync
+from paceline.sync.staggering import layers_of
+from paceline.train.apart import Apart, layers_of_gpt
 from paceline.train.settings import Settings
 
 
@@ -22,6 +26,8 @@ def test_every_field_survives_json():
         out="a", existing="resume", ranks=3, size="mini", data="text", vocabulary=300, context=7, batch_size=2,
         accumulate=4, steps=9, lr=0.1, weight_decay=0.0, clip=0.0, sync="bucketed", bucket_mib=1.5, seed=8,
         log_every=2, eval_every=0, eval_windows=0, checkpoint_every=0, sample_tokens=0, threads=2, device="cpu",
+        compression="int4", every=12, outer="diloco", outer_lr=0.5, outer_momentum=0.8, fragments=3, delay=2,
+        warmup_outer=4,
     )  # fmt: skip
     assert Settings.from_json(settings.to_json()) == settings
 
@@ -112,3 +118,67 @@ def test_vocabulary_is_what_the_data_need_unless_asked_for():
 def test_settings_that_are_none(text, message):
     with pytest.raises(UsageError, match=message):
         Settings.from_json(text)
+
+
+def test_what_is_synchronised_unless_asked_for():
+    assert Settings(out="a").strategy == "sharded"
+    assert Settings(out="a", compression="none").strategy == "sharded"
+    assert Settings(out="a", compression="int8").plan == Sync(compression="int8")
+    assert Settings(out="a", sync="sharded", compression="int8").plan == Sync(
+        shard="optimizer", compression="int8"
+    )
+    settings = Settings(out="a", every=4)
+    assert (settings.plan, settings.apart) == (Sync(), Apart(every=4))
+    assert settings.told == "averaged every 4 steps, int8"
+    assert Settings(out="a", every=4, sync="naive", compression="none").plan == Sync.of("naive")
+
+
+def test_compression_with_every_is_of_what_is_sent_then():
+    settings = Settings(out="a", every=8, outer="diloco", fragments=2, delay=1)
+    assert settings.plan.compression is None
+    assert settings.told == "DiLoCo every 8 steps, 2 fragments, 1 step late, int4"
+    assert Settings(out="a", every=8, compression="none").told == "averaged every 8 steps, not compressed"
+    assert Settings(out="a", every=8, compression="bf16").told == "averaged every 8 steps, bf16"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": 2.5}, "every=2.5"),
+        ({"every": 4, "sync": "sharded"}, "every=4 with sync='sharded', where no rank has whole gradients"),
+        ({"every": 4, "sync": "full-shard"}, "every=4 with sync='full-shard'"),
+        ({"outer_lr": 0.5}, "(?s)outer_lr=0.5 without every.*--outer-lr"),
+        ({"outer": "diloco"}, "outer='diloco' without every"),
+        ({"fragments": 2}, "fragments=2 without every"),
+        ({"delay": 0}, "delay=0 without every"),
+        ({"warmup_outer": 3}, "warmup_outer=3 without every"),
+        ({"every": 4, "outer": "dilocco"}, "did you mean 'diloco'"),
+        ({"every": 4, "outer_lr": 0.5}, "outer_lr=0.5 with outer='average', which has none"),
+        ({"every": 4, "outer_momentum": 0.0}, "outer_momentum=0.0 with outer='average'"),
+        ({"every": 4, "warmup_outer": 5}, "warmup_outer=5 with outer='average'"),
+        ({"every": 4, "outer": "slowmo", "fragments": 2}, "fragments=2 with outer='slowmo'"),
+        ({"every": 4, "outer": "slowmo", "delay": 1}, "delay=1 with outer='slowmo'"),
+        ({"every": 4, "outer": "diloco", "outer_lr": 0.0}, "outer_lr=0.0"),
+        ({"every": 4, "outer": "diloco", "outer_momentum": 1.0}, "outer_momentum=1.0"),
+        ({"every": 4, "outer": "slowmo", "outer_momentum": 1.0}, "slow_momentum=1.0"),
+        ({"every": 4, "outer": "diloco", "warmup_outer": -1}, "warmup_outer=-1"),
+        ({"every": 4, "fragments": 5}, "fragments=5 with every=4"),
+        ({"every": 20, "fragments": 8}, "fragments=8, but the model has 7 layers"),
+        ({"every": 4, "delay": 4}, "delay=4 with every=4"),
+        ({"every": 4, "compression": "powersgd"}, "compression='powersgd' with every=4"),
+        ({"compression": "int5"}, "unknown compression 'int5'.*none"),
+        ({"compression": "int8", "sync": "full-shard"}, "compression with shard='parameters'"),
+        ({"sync": "auto", "every": 4}, "every=4 with sync='auto', which chooses that itself"),
+        ({"sync": "auto", "compression": "int8"}, "compression='int8' with sync='auto'"),
+        ({"sync": "auto", "bucket_mib": 4.0}, "bucket_mib=4.0 with sync='auto'"),
+    ],
+)
+def test_what_does_not_fit_together(values, said):
+    with pytest.raises(UsageError, match=said):
+        Settings(out="a", **values)
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini"])
+def test_layers_are_counted_without_a_model(name):
+    assert len(layers_of(GPT(size_of(name)))) == layers_of_gpt(SIZES[name].layers)

@@ -14,6 +14,7 @@ from paceline.report.records import read_run
 from paceline.train.folder import RunFolder
 from paceline.train.progress import Progress, describe
 from paceline.train.schedule import cosine
+from paceline.train.traffic import Traffic, interface_nbytes, would_be_nbytes
 
 
 def test_rate_rises_then_falls_to_a_tenth():
@@ -166,3 +167,34 @@ def test_the_slowest_rank_is_shown_where_there_is_room(width, shown):
     with Progress(3, console=console) as progress:
         progress.step({"step": 1} | RECORD, Straggler(1, "pc1", 1.3, 0.1))
     assert ("slowest rank 1: 1.30×" in text.getvalue()) == shown
+
+
+DEV = """Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls
+    lo: 999999 11 0 0 0 0 0 0 888888 11 0 0 0 0 0 0
+  eth0:  5000 12 0 0 0 0 0 0 7000 13 0 0 0 0 0 0
+ wlan0:   100 12 0 0 0 0 0 0 20 13 0 0 0 0 0 0
+"""
+
+
+def test_bytes_of_all_interfaces_but_the_loopback():
+    assert interface_nbytes(DEV) == (7020, 5100)
+
+
+def test_what_was_sent_is_told_beside_what_it_would_have_been():
+    traffic = Traffic()
+    assert traffic.told() == ""
+    for _ in range(10):
+        traffic.add(100_000.0, would_be_nbytes(1_000_000, ranks=4))
+    assert traffic.state() == {"sent_nbytes": 1e6, "would_be_nbytes": 6e7}
+    assert (
+        traffic.told()
+        == "sent 1 MB a rank; float32 gradients every step would have been 60 MB (60 times as much)"
+    )
+    traffic.add(None, 1.0)
+    assert traffic.state()["sent_nbytes"] is None
+    assert traffic.told() == ""
+
+
+def test_float32_gradients_are_not_compared_with_themselves():
+    assert Traffic(6e6, 6e6).told() == "sent 6 MB a rank"

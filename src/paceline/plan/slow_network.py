@@ -316,7 +316,11 @@ def _check(
     share: float,
     layers: int | None,
 ) -> None:
-    for name, value in (("parameters", parameters), ("ranks", ranks), ("layers", layers or 1)):
+    for name, value in (
+        ("parameters", parameters),
+        ("ranks", ranks),
+        ("layers", 1 if layers is None else layers),
+    ):
         if type(value) is not int or value < 1:
             raise UsageError(f"{name}={value!r}", remedy="give a whole number of 1 or more")
     for name, value in (("bytes_per_second", bytes_per_second), ("step_seconds", step_seconds)):

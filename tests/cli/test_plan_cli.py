@@ -1,0 +1,81 @@
+"""`paceline plan network` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from paceline.cli.app import main
+
+ASKED = "--parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "plan", "network", *arguments.split()])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def test_options_advice_and_json(call, tmp_path):
+    code, told, _ = call(f"{ASKED} --json {tmp_path}/advice.json")
+    assert code == 0
+    for words in (
+        "float32 gradients every step",
+        "120 MB",
+        "4.8 s",
+        "int4 parameters every 2 steps in 2 fragments",
+    ):
+        assert words in told
+    assert "Use int4 parameters every 2 steps" in told
+    written = json.loads((tmp_path / "advice.json").read_text())
+    assert written["command"].startswith("paceline plan network --parameters 20M")
+    assert written["bytes_per_second"] == 25e6
+    assert [option["flags"] for option in written["options"] if option["chosen"]] == [
+        "--every 2 --outer average --compression int4 --fragments 2 --delay 1"
+    ]
+
+
+def test_a_fast_network_needs_no_remedy(call):
+    code, told, _ = call("--parameters 20M --ranks 4 --rate 10Gbit/s --step 0.97s")
+    assert code == 0
+    assert "no remedy is needed" in told
+
+
+def test_a_larger_share_may_be_waited_for(call):
+    assert "Use int4 gradients every step (--compression int4)" in call(f"{ASKED} --share 15%")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--parameters 20Q --ranks 4 --rate 200Mbit/s --step 1s", "unknown unit 'q'"),
+        ("--parameters 20M --ranks 0 --rate 200Mbit/s --step 1s", "ranks=0"),
+        ("--parameters 20M --ranks 4 --rate 200 --step 1s", "no rate"),
+        ("--parameters 20M --ranks 4 --rate 200Mbit/s --step 0s", "step_seconds=0.0"),
+        (f"{ASKED} --share 0", "share=0.0"),
+        (f"{ASKED} --share ten", "no share"),
+        (f"{ASKED} --layers 0", "layers=0"),
+        (f"{ASKED} --json /nowhere/a.json", "no such folder"),
+        ("--ranks 4", "Missing option"),
+    ],
+)
+def test_bad_input_is_one_clear_message(call, arguments, said):
+    code, told, error = call(arguments)
+    assert code == 2
+    assert said in error
+    assert told == ""
+    assert "Traceback" not in error

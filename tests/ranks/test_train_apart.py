@@ -1,0 +1,172 @@
+"""Training with compressed gradients, and with parameters synchronised every H steps, for real on warm ranks."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import clean, curve, run, run_to, weights
+
+import paceline
+from paceline.train import auto
+from paceline.train.job import build
+from paceline.train.loop import take_step, train
+from paceline.train.progress import Progress
+from paceline.train.settings import Settings
+
+
+@pytest.fixture
+def settings(tmp_path):
+    text = tmp_path / "text.py"
+    text.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:60_000])
+    return Settings(
+        out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=11, lr=3e-3, log_every=1,
+        eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
+    )  # fmt: skip
+
+
+def same(results):
+    """Return what all ranks have, having checked that it is the same to the bit."""
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+    return results[0]
+
+
+def equal(one, two):
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, two, strict=True))
+
+
+APART = [
+    {"every": 4, "compression": "int4"},
+    {"every": 6, "outer": "diloco", "fragments": 3, "delay": 2, "warmup_outer": 2},
+    {"every": 3, "outer": "slowmo"},
+]
+
+
+def run_apart_to(rank, size, settings, step):
+    """Train `step` steps inside of the block, write a checkpoint and stop, as if interrupted."""
+    job = build(settings, paceline.init())
+    job.first_val_loss = job.evaluate()
+    with job.loop:
+        for _ in range(step):
+            take_step(job)
+        shared = job.evaluate()
+        job.save(wait=True)
+        job.keep.close()
+        return shared
+
+
+@pytest.mark.parametrize("asked", APART, ids=lambda asked: asked.get("outer", "average"))
+def test_resumed_between_synchronisations_it_is_the_same_to_the_bit(pool, settings, asked):
+    settings = replace(settings, **asked)
+    whole, halved = clean(settings, "whole"), clean(settings, "halved")
+    told = pool(2).run(run, whole, timeout=120)
+    expected = same([params for _, params in told])
+    shared = pool(2).run(run_apart_to, halved, 7, timeout=120)
+    assert shared[0] == shared[1]  # of the parameters that all ranks share
+    resumed = pool(2).run(run, replace(halved, existing="resume"), timeout=120)
+    assert equal(same([params for _, params in resumed]), expected)
+    assert resumed[0][0] == told[0][0] < curve(whole)[0]["val_loss"] - 0.5
+    for key in ("sent_nbytes", "would_be_nbytes"):
+        assert curve(halved)[-1][key] == curve(whole)[-1][key]
+
+
+def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
+    settings = clean(replace(settings, every=4, batch_size=6), "a")
+    (shared, _) = pool(2).run(run_apart_to, settings, 6)
+    found = pool(3).run(evaluated, replace(settings, batch_size=4, existing="resume"))
+    assert found == [pytest.approx(shared, abs=1e-6)] * 3
+    results = pool(3).run(run, replace(settings, batch_size=4, existing="resume"))
+    same([params for _, params in results])
+
+
+def evaluated(rank, size, settings):
+    job = build(settings, paceline.init())
+    job.keep.close()
+    return job.evaluate()
+
+
+def run_in_two_blocks(rank, size, settings, cut):
+    """Train with the block left after step `cut`, saved, and entered again by a new job."""
+    job = build(settings, paceline.init())
+    job.first_val_loss = job.evaluate()
+    with job.loop:
+        for _ in range(cut):
+            take_step(job)
+    job.save(wait=True)
+    job.keep.close()
+    job = build(replace(settings, existing="resume"), paceline.init())
+    with Progress(settings.steps, shown=False) as progress:
+        train(job, progress)
+    return weights(job), job.loop.steps
+
+
+@pytest.mark.parametrize("asked", APART[:2], ids=lambda asked: asked.get("outer", "average"))
+def test_a_run_whose_block_was_left_goes_on(pool, settings, asked):
+    """Its last checkpoint is written outside of the block; --steps may then ask for more."""
+    results = pool(2).run(run_in_two_blocks, clean(replace(settings, **asked), "a"), 7, timeout=120)
+    same([params for params, _ in results])
+    assert all(steps == 11 for _, steps in results)
+
+
+def test_a_block_that_is_left_where_nothing_is_to_be_exchanged_changes_nothing(pool, settings):
+    """After a synchronisation all ranks are one: what is left to do sends no numbers, and pays back no leftovers."""
+    settings = replace(settings, every=4, compression="int4")
+    expected = same([params for _, params in pool(2).run(run, clean(settings, "whole"), timeout=120)])
+    left = pool(2).run(run_in_two_blocks, clean(settings, "left"), 8, timeout=120)
+    assert equal(same([params for params, _ in left]), expected)
+
+
+@pytest.mark.parametrize("compression", ["int8", "powersgd"])
+def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compression):
+    settings = replace(settings, compression=compression)
+    whole, halved = clean(settings, "whole"), clean(settings, "halved")
+    told = pool(2).run(run, whole, timeout=120)
+    last = curve(whole)[-1]
+    assert last["val_loss"] < curve(whole)[0]["val_loss"] - 0.5
+    assert last["sent_nbytes"] < 0.35 * last["would_be_nbytes"]
+    pool(2).run(run_to, halved, 5, timeout=120)
+    resumed = pool(2).run(run, replace(halved, existing="resume"), timeout=120)
+    assert equal(resumed[0][1], told[0][1])
+
+
+def slow(rank, size, settings, seconds):
+    """Train with --sync auto where a swap of any size takes so long."""
+    real = auto._swap
+    auto._swap = lambda wire, nbytes, device, tag: real(wire, nbytes, device, tag) + seconds
+    try:
+        job = build(settings, paceline.init())
+    finally:
+        auto._swap = real
+    with Progress(settings.steps, shown=False) as progress:
+        train(job, progress)
+    job.keep.close()
+    return weights(job), job.settings, job.choice.sentences
+
+
+def test_auto_chooses_an_ordinary_strategy_where_the_network_is_fast(pool, settings):
+    settings = replace(settings, batch_size=32, context=64, steps=3)
+    named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
+    measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 0.0, timeout=120)
+    assert measured[0][1] == measured[1][1]
+    chosen = measured[0][1]
+    if chosen.strategy == "sharded":  # a busy machine may be slow indeed
+        assert equal(measured[0][0], named[0][1])  # measuring has changed nothing
+    assert chosen.every is None
+
+
+def test_auto_finds_a_remedy_where_it_is_slow_and_stays_with_it(pool, settings):
+    settings = clean(replace(settings, sync="auto"), "a")
+    results = pool(2).run(slow, settings, 30.0, timeout=120)
+    same([params for params, *_ in results])
+    chosen, said = results[0][1:]
+    assert (chosen.every, chosen.compression, chosen.strategy) > (1, "int4", "")
+    assert "--sync auto measured" in said[0]
+    assert f"--every {chosen.every}" in " ".join(said)
+    more = replace(settings, existing="resume", steps=13)
+    again = pool(2).run(slow, more, 0.0, timeout=120)
+    assert again[0][1] == replace(chosen, existing="resume", steps=13)
+    assert "as the run began" in again[0][2][0]
