@@ -143,10 +143,11 @@ def parse_share(text: str | float) -> float:
     """
     if isinstance(text, int | float):
         return float(text)
-    number, unit = _split(text.replace("%", "/"), "share", "10% or 0.1")
-    if unit not in ("", "/"):
+    plain = text.strip().removesuffix("%")
+    number, unit = _split(plain, "share", "10% or 0.1")
+    if unit:
         raise UsageError(f"{text!r} is no share: unknown unit {unit!r}", remedy="write 10% or 0.1")
-    return number / 100 if unit else number
+    return number if plain == text.strip() else number / 100
 
 
 def format_bytes(nbytes: float) -> str:

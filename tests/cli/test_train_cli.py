@@ -143,6 +143,32 @@ def test_under_torchrun_it_takes_part(tmp_path, text, here, monkeypatch):
     assert "ranks=3, but torchrun started 2" in more.stderr
 
 
+def test_parameters_every_few_steps(tmp_path, text, here):
+    """Two ranks with pseudo-gradients in int4; what goes on from there must do so in the same way."""
+    out, small = tmp_path / "run", ["--data", text, *SMALL]
+    told = run(*small, "--out", out, "--steps", 6, "--every", 4, "--compression", "int4")
+    assert told.returncode == 0, told.stderr
+    assert "; averaged every 4 steps, int4; " in told.stdout
+    assert "a rank; float32 gradients every step would have been" in told.stdout
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["synchronised"] == "averaged every 4 steps, int4"
+    assert facts["sent"]["would_be_nbytes"] == 6 * 4 * size_of("tiny").parameters()
+    assert 0 < facts["sent"]["sent_nbytes"] < facts["sent"]["would_be_nbytes"] / 8
+    assert "What was sent" in (out / "report.html").read_text()
+    small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]
+    for other, message in (
+        ([], "of a run with every=4, asked for is no --every"),
+        (["--every", 4, "--outer", "diloco"], "of a run with outer='average', asked for is 'diloco'"),
+        (["--every", 4, "--fragments", 2], "of a run with fragments=1, asked for is 2"),
+    ):
+        refused = here(*small, *other)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+    resumed = here(*small, "--every", 4)
+    assert resumed.returncode == 0, resumed.stderr
+    assert sorted(losses(out)) == [1, 3, 6, 9]
+
+
 def test_token_file(tmp_path, here):
     np.tile(np.arange(300, dtype="<u2"), 20).tofile(tmp_path / "words.bin")
     told = here(

@@ -161,3 +161,37 @@ def test_without_jinja2_the_remedy_is_named(folder, monkeypatch):
     with pytest.raises(UsageError, match=r"(?s)jinja2.*pip install 'paceline\[report\]'"):
         write_report(folder)
     assert not (folder / "report.html").exists()
+
+
+def with_facts(folder, **facts):
+    path = folder / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    return write_report(folder).read_text()
+
+
+def test_what_was_sent_stands_beside_what_it_would_have_been(folder):
+    buckets = [
+        {"first parameter": "head.weight", "parameters": 18, "nbytes": 3_407_872, "sent_nbytes": 865_000,
+         "uncompressed_nbytes": 3_407_872.0, "error": 0.008, "step": 0},
+        {"first parameter": "<b>", "parameters": 1, "error": None},
+    ]  # fmt: skip
+    counted = {"at begin": {"sent": 100, "received": 50}, "at end": {"sent": 13_000_100, "received": 2050}}
+    sent = {"sent_nbytes": 12.3e6, "would_be_nbytes": 1.2e9, "interface bytes": counted, "buckets": buckets}
+    page = with_facts(folder, sent=sent)
+    parse(page)
+    assert "Rank 0 sent 12.3 MB, 98 times less than float32 gradients every step." in page
+    for cell in ("1.2 GB", "13 MB", "2 kB", "head.weight … (18)", "0.8\u00a0%", "&lt;b&gt; … (1)", "–"):
+        assert f"<td>{cell}</td>" in page
+    assert "<h3>sent</h3>" not in page
+
+
+@pytest.mark.parametrize(
+    "sent", [{}, [], {"sent_nbytes": 5.0, "would_be_nbytes": 0}, {"would_be_nbytes": "x", "buckets": 3}]
+)
+def test_a_run_that_tells_nothing_of_bytes_shows_nothing(folder, sent):
+    assert "What was sent" not in with_facts(folder, sent=sent)
+
+
+def test_bytes_that_are_not_counted_are_called_so(folder):
+    page = with_facts(folder, sent={"sent_nbytes": None, "would_be_nbytes": 1e6, "interface bytes": {}})
+    assert "What this strategy sends is not counted." in page

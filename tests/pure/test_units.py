@@ -16,8 +16,10 @@ from paceline.units import (
     format_count,
     format_seconds,
     parse_bytes,
+    parse_count,
     parse_rate,
     parse_seconds,
+    parse_share,
 )
 
 DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -184,3 +186,28 @@ def test_counts_for_people(count, text):
 
 def test_no_reading_of_a_word_is_infinite():
     assert math.isfinite(parse_seconds("1e300s"))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("20M", 20_000_000), ("1.5B", 1_500_000_000), ("2 G", 2 * 10**9), ("4_000", 4000), (7, 7)],
+)
+def test_counts(text, count):
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize(("text", "share"), [("10%", 0.1), ("0.25", 0.25), ("5 %", 0.05), (0.5, 0.5)])
+def test_shares(text, share):
+    assert parse_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["", "many", "20MiB", "-3", "3Q", "10%"])
+def test_what_is_no_count(text):
+    with pytest.raises(UsageError, match="is no count"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize("text", ["", "half", "10 MB", "-3%", "1/2", "10/"])
+def test_what_is_no_share(text):
+    with pytest.raises(UsageError, match="is no share"):
+        parse_share(text)
