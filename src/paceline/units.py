@@ -14,6 +14,7 @@ __all__ = [
     "MIB",
     "format_bytes",
     "format_count",
+    "format_decimal",
     "format_seconds",
     "parse_bytes",
     "parse_count",
@@ -173,6 +174,16 @@ def format_size(nbytes: float) -> str:
     """
     if nbytes % 1024 == 0 and nbytes % 1000:
         return format_bytes(nbytes)
+    return format_decimal(nbytes)
+
+
+def format_decimal(nbytes: float) -> str:
+    """Return a number of bytes in decimal units, as networks count them.
+
+    Example:
+        >>> format_decimal(81_899_520), format_decimal(17)
+        ('81.9 MB', '17 B')
+    """
     return f"{format_count(nbytes)}{'' if nbytes >= 999.5 else ' '}B"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.writable import check_writable
-from paceline.units import format_seconds, format_size, parse_count, parse_rate, parse_seconds, parse_share
+from paceline.units import format_decimal, format_seconds, parse_count, parse_rate, parse_seconds, parse_share
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,7 @@ def _table(advice: Advice) -> Table:
         table.add_row(
             "→" if option is advice.chosen else "",
             option.name,
-            format_size(round(option.nbytes)),
+            format_decimal(option.nbytes),
             *map(format_seconds, seconds),
             f"{option.speedup:.3g}",
             option.effect,

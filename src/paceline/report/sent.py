@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.units import format_count
+from paceline.units import format_decimal
 
 __all__ = ["Sent", "what_was_sent"]
 
@@ -37,8 +37,8 @@ def what_was_sent(facts: Mapping[str, object]) -> Sent | None:
     sent, would_be = _number(told, "sent_nbytes"), _number(told, "would_be_nbytes")
     if not would_be:
         return None
-    rows = [["rank 0's exchanges", _nbytes(sent) if sent is not None else "not counted"]]
-    rows += [["float32 gradients every step would have been", _nbytes(would_be)]]
+    rows = [["rank 0's exchanges", format_decimal(sent) if sent is not None else "not counted"]]
+    rows += [["float32 gradients every step would have been", format_decimal(would_be)]]
     rows += _interface_rows(told.get("interface bytes"))
     return Sent(_sentence(sent, would_be), [["", "bytes"], *rows], _bucket_rows(told.get("buckets")))
 
@@ -46,7 +46,7 @@ def what_was_sent(facts: Mapping[str, object]) -> Sent | None:
 def _sentence(sent: float | None, would_be: float) -> str:
     if sent is None:
         return "What this strategy sends is not counted."
-    text = f"Rank 0 sent {_nbytes(sent)}"
+    text = f"Rank 0 sent {format_decimal(sent)}"
     if sent and would_be > 1.05 * sent:
         text += f", {_times(would_be / sent)} less than float32 gradients every step"
     return text + "."
@@ -63,7 +63,7 @@ def _interface_rows(told: object) -> list[list[str]]:
     for way in ("sent", "received"):
         first, last = _number(begin, way), _number(end, way)
         if first is not None and last is not None:
-            rows.append([f"the interfaces of rank 0's host, {way}", _nbytes(last - first)])
+            rows.append([f"the interfaces of rank 0's host, {way}", format_decimal(last - first)])
     return rows
 
 
@@ -78,7 +78,7 @@ def _bucket_rows(buckets: object) -> list[list[str]]:
             [
                 f"{bucket.get('first parameter')} … ({bucket.get('parameters')})",
                 *(
-                    _nbytes(_number(bucket, key) or 0.0)
+                    format_decimal(_number(bucket, key) or 0.0)
                     for key in ("nbytes", "sent_nbytes", "uncompressed_nbytes")
                 ),
                 "–" if error is None else f"{100 * error:.2g}\u00a0%",
@@ -92,10 +92,6 @@ def _bucket_rows(buckets: object) -> list[list[str]]:
 def _number(told: Mapping[object, object], key: str) -> float | None:
     value = told.get(key)
     return float(value) if isinstance(value, int | float) else None
-
-
-def _nbytes(nbytes: float) -> str:
-    return f"{format_count(nbytes)}{'' if nbytes >= 999.5 else ' '}B"
 
 
 def _times(ratio: float) -> str:

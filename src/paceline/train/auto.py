@@ -28,7 +28,7 @@ from paceline.sync.wire import Wire
 from paceline.train.apart import layers_of_gpt
 from paceline.train.settings import CHOSEN_BY_AUTO, Settings
 from paceline.train.snapshot import begun_with
-from paceline.units import format_seconds, format_size
+from paceline.units import format_decimal, format_seconds
 from paceline.world import World
 from paceline.world.agree import barrier, gather_texts
 
@@ -76,7 +76,7 @@ def choose(settings: Settings, size: Size, batches: Batches, world: World) -> Ch
 def _choice(advice: Advice, settings: Settings) -> Choice:
     chosen = settings_for(advice.chosen, settings)
     measured = (
-        f"--sync auto measured {format_size(round(advice.bytes_per_second))}/s from each rank to the others together, "
+        f"--sync auto measured {format_decimal(advice.bytes_per_second)}/s from each rank to the others together, "
         f"and {format_seconds(advice.step_seconds)} for a step by itself"
     )
     facts = {

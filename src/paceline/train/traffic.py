@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.units import format_count
+from paceline.units import format_decimal
 
 __all__ = ["Traffic", "interface_nbytes", "would_be_nbytes"]
 
@@ -66,8 +66,8 @@ class Traffic:
         """
         if not self.would_be_nbytes or self.sent_nbytes is None:
             return ""
-        text = f"sent {format_count(self.sent_nbytes)}B a rank"
-        would_be = f"float32 gradients every step would have been {format_count(self.would_be_nbytes)}B"
+        text = f"sent {format_decimal(self.sent_nbytes)} a rank"
+        would_be = f"float32 gradients every step would have been {format_decimal(self.would_be_nbytes)}"
         if not self.sent_nbytes or self.would_be_nbytes < 1.05 * self.sent_nbytes:
             return text
         return f"{text}; {would_be} ({self.would_be_nbytes / self.sent_nbytes:.3g} times as much)"
