@@ -31,8 +31,8 @@ BACKWARD_SHARE = 0.5
 
 _BUSY = 0.9
 _FRAGMENTS = 4
-_AVERAGED_UP_TO = 8
-"""With larger H than this, an outer momentum makes up for what averaging loses; with smaller ones it lags behind."""
+_AVERAGED_UP_TO = 10
+"""Up to this H plain averaging was better in short trainings, where an outer momentum lags behind; see `EFFECTS`."""
 
 _EVERY = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 60, 80, 100, 125, 150, 200, 250, 300, 400, 500)
 
@@ -45,8 +45,8 @@ EFFECTS: dict[tuple[str, int], str] = {
     ("int8", 1): "none visible",
     ("int4", 1): "little: what is left out is sent later; watch the held-out loss",
     ("int4", 2): "a little higher after equal steps; try up to twice the learning rate",
-    ("int4", 6): "higher after equal steps, clearly so in a training of some hundred steps",
-    ("int4", 10): "much higher in a short training; little is reported of trainings of 10,000 steps and more",
+    ("int4", 6): "some percent higher in a training of some hundred steps; try up to twice the learning rate",
+    ("int4", 15): "much higher in a short training; little is reported of trainings of 10,000 steps and more",
 }
 
 
