@@ -28,6 +28,7 @@ from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError
 from paceline.lab import Lab
+from paceline.lm.sizes import size_of
 
 HERE = Path(__file__).parent
 BATCH, SIZE = 2, "mini"
@@ -125,7 +126,14 @@ def main(
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine_record(),
         "versions": versions(["paceline", "torch"]),
-        "settings": {"hosts": hosts, "rate": rate, "size": SIZE, "batch": BATCH, "threads": 1},
+        "settings": {
+            "hosts": hosts,
+            "rate": rate,
+            "size": SIZE,
+            "batch": BATCH,
+            "threads": 1,
+            "parameters": size_of(SIZE).parameters(),
+        },
         "ddp": {
             "way": asdict(DDP),
             "curves": ddp,

@@ -11,7 +11,10 @@ __all__ = ["Curve", "LossResult", "Pair"]
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out loss over one training: by step, seconds, and bytes that a host has sent."""
+    """Held-out loss over one training: by step, seconds, and bytes that a host has sent.
+
+    Bytes are those of its interface, or where there is no network between ranks those that were foretold.
+    """
 
     steps: list[int]
     seconds: list[float]
@@ -21,7 +24,8 @@ class Curve:
     @classmethod
     def from_json(cls, points: list[dict[str, Any]]) -> Curve:
         """Return a curve from the points of a training."""
-        columns = ("step", "seconds", "sent", "loss")
+        on_network = points[-1]["sent"] > points[-1]["foretold"] / 2
+        columns = ("step", "seconds", "sent" if on_network else "foretold", "loss")
         return cls(*([point[name] for point in points] for name in columns))
 
     def reaches(self, target: float) -> int | None:

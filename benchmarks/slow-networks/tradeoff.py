@@ -24,6 +24,7 @@ from paceline.bench.facts import machine_record, versions
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError
+from paceline.lm.sizes import size_of
 
 HERE = Path(__file__).parent
 RANKS, EVERY = 4, 100
@@ -54,7 +55,14 @@ def main(
         "command": shlex.join(["python", *sys.argv]),
         "machine": machine_record(),
         "versions": versions(["paceline", "torch"]),
-        "settings": {"ranks": RANKS, "size": SIZE, "batch": BATCH, "threads": 1, "seed": seed},
+        "settings": {
+            "ranks": RANKS,
+            "size": SIZE,
+            "batch": BATCH,
+            "threads": 1,
+            "seed": seed,
+            "parameters": size_of(SIZE).parameters(),
+        },
         "rows": rows,
     }
     path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")

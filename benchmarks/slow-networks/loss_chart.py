@@ -1,0 +1,91 @@
+"""Draw what `loss.py` and `tradeoff.py` found: loss over time, and loss against bytes.
+
+    python benchmarks/slow-networks/loss_chart.py
+
+Reads ``loss-4x100Mbit.json`` and ``tradeoff.json`` beside this file and writes a PNG of the same name for each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from loss_figures import Curve, LossResult
+
+from paceline.report.canvas import COLOURS, INK, Chart, drawn, log_ticks, stacked_panels
+
+if TYPE_CHECKING:
+    pass
+
+KINDS = {"ddp": INK, "gradients": COLOURS[0], "local": COLOURS[1], "diloco": COLOURS[2]}
+
+
+@drawn
+def draw_time(result: dict[str, Any]) -> Chart:
+    """Return held-out loss over wall time: every seed, and when ours had reached what DDP ends with."""
+    figure, (over_time, over_bytes) = stacked_panels(width=10, height=8.4, heights=(1.0, 1.0))
+    found = LossResult.from_json(result)
+    parameters = result["settings"]["parameters"]
+    for index, (ddp, ours) in enumerate(zip(found.ddp, found.ours, strict=True)):
+        label = {"label": "torch DDP"} if index == 0 else {}
+        seconds = [step * found.ddp_step for step in ddp.steps]
+        over_time.plot(seconds, ddp.loss, color=INK, linewidth=1.4, **label)
+        over_bytes.plot([step * 6e-6 * parameters for step in ddp.steps], ddp.loss, color=INK, linewidth=1.4)
+        label = {"label": result["ours"]["way"]["name"]} if index == 0 else {}
+        over_time.plot(ours.seconds, ours.loss, color=COLOURS[1], linewidth=1.4, **label)
+        over_bytes.plot([sent / 1e6 for sent in ours.sent], ours.loss, color=COLOURS[1], linewidth=1.4)
+        over_time.axhline(ddp.loss[-1], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
+    settings = result["settings"]
+    over_time.set_title(
+        f"Held-out loss of `{settings['size']}`, {settings['hosts']} hosts, links of {settings['rate']}",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+    )
+    over_time.set_xlabel("seconds (dotted: what DDP ends with)")
+    over_bytes.set_xlabel("MB that a host has sent")
+    over_bytes.set_xscale("log")
+    for axes in (over_time, over_bytes):
+        axes.set_ylabel("nats per token")
+        axes.set_ylim(None, min(3.0, max(found.ddp[0].loss)))
+    over_time.legend(frameon=False, fontsize=10)
+    return Chart(figure)
+
+
+@drawn
+def draw_tradeoff(result: dict[str, Any]) -> Chart:
+    """Return the last loss of each way against the bytes that it sends for a parameter and step."""
+    figure, (axes,) = stacked_panels(width=10, height=7.5)
+    for row in result["rows"]:
+        way, last = row["way"], Curve.from_json(row["curve"])
+        nbytes = last.sent[-1] / last.steps[-1] / result["settings"]["parameters"]
+        axes.plot([nbytes], [last.loss[-1]], "o", color=KINDS[way["kind"]], markersize=7)
+        axes.annotate(
+            way["name"], (nbytes, last.loss[-1]), (8, 0), textcoords="offset points", va="center", fontsize=9
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    log_ticks(axes, (1.0, 1.5, 2.0, 2.5, 3.0, 4.0))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlim(None, 40)
+    axes.set_xlabel("bytes that a rank sends for each parameter and step")
+    axes.set_ylabel(f"held-out loss after {result['rows'][0]['way']['steps']} steps, nats per token")
+    axes.set_title(
+        "Less sent, less learnt: all at the same number of steps", loc="left", fontsize=11, fontweight="bold"
+    )
+    return Chart(figure)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where the results lie.")] = Path(__file__).parent,
+) -> None:
+    """Draw the results in a folder."""
+    for name, draw in (("loss-4x100Mbit.json", draw_time), ("tradeoff.json", draw_tradeoff)):
+        path = folder / name
+        print(draw(json.loads(path.read_text(encoding="utf-8"))).save(path.with_suffix(".png")))
+
+
+if __name__ == "__main__":
+    typer.run(main)
