@@ -99,10 +99,13 @@ class _Packer:
         if self.wide is not self.flat:
             self.flat.copy_(self.wide)
 
-    def pack(self, start: int, stop: int, packet: Tensor) -> None:
-        """Write the packet of elements `start` to `stop`."""
+    def pack(self, start: int, stop: int, packet: Tensor, *, counts: bool = True) -> None:
+        """Write the packet of elements `start` to `stop`; one that nobody counts is of zeros, and pays back nothing."""
         values = self.wide[start:stop]
         with _on(values.device, packet) as own:
+            if not counts:
+                self.codec.compress(torch.zeros_like(values), own, None)
+                return
             if self.feedback is not None:
                 self.feedback.compress(values, own, start)
                 left = self.feedback.residual[start:stop]
@@ -190,7 +193,7 @@ class Swapped:
         expected = [] if self._scatter else self._wire.expect_rows(self._sums, self._tag + 1)
 
         def fill(rank: int) -> None:
-            self._packer.pack(*self._span(rank), self._outgoing[rank, : self._body])
+            self._packer.pack(*self._span(rank), self._outgoing[rank, : self._body], counts=weight != 0.0)
             self._outgoing[rank, self._body :].view(torch.float64).copy_(label)
 
         swapping = self._wire.swap_rows(self._outgoing, self._incoming, fill, self._tag)
@@ -218,7 +221,7 @@ class Swapped:
         if self._mean and total not in (0.0, 1.0):
             own.div_(total)
         if not self._scatter:
-            packer.pack(start, stop, self._sums[rank])
+            packer.pack(start, stop, self._sums[rank], counts=total != 0.0)
             self._gathering = self._wire.give_row(self._sums, expected, self._tag + 1)
 
     def wait(self) -> None:
