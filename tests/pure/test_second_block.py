@@ -35,4 +35,4 @@ def test_fragments_keep_their_delay_in_a_second_block(monkeypatch):
                 optim.zero_grad()
     assert delays[:1] == [3]
     assert delays[1] == 1  # sent at step 4, merged at the end of the first block
-    assert delays[2:] == [3] * 6
+    assert delays[2:] == [3] * 5

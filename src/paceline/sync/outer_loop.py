@@ -6,7 +6,8 @@ told in `staggering`, what one exchange does in `fragment`, and what becomes of 
 [Note: unequal numbers of steps] A rank that makes fewer steps than others comes to the end of the block earlier. It
 then takes part in the synchronisations of those that still train, with the weight of what it had not sent yet and with
 none after that, until all ranks have said that they are finished. Then each fragment is exchanged once more. So no
-rank waits for one that has left, and the order of exchanges is the same on all ranks.
+rank waits for one that has left, and the order of exchanges is the same on all ranks. What must be the same on all
+depends on exchanges, not on a rank's own steps: the end of the warm-up; and in another block the cadence begins anew.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class OuterLoop:
         self._agree(group)
         self._fragments = self._make_fragments(piece_mib)
         self._samples = [0.0] * cadence.fragments  # of this rank, since each fragment was sent
+        self._lap = 0  # local steps in this block, and in those before it that were resumed
         self._next = 0  # the fragment that is sent next
         self._flying: deque[int] = deque()  # those that are under way, in the order in which they were sent
         self._hook: Any = None
@@ -194,10 +196,10 @@ class OuterLoop:
         self.steps += 1
         samples = self._samples_of_step()
         self._samples = [before + samples for before in self._samples]
-        merged = self.cadence.merged_at(self.steps)
-        if merged is not None and self._flying and self._flying[0] == merged:  # a block's end merges early
+        self._lap += 1
+        if self._flying and self._flying[0] == self.cadence.merged_at(self._lap):
             self._merge()
-        due = self.cadence.sent_at(self.steps)
+        due = self.cadence.sent_at(self._lap)
         if due is not None:
             self._send(due)
             if not self.cadence.delay:
@@ -226,9 +228,10 @@ class OuterLoop:
         started = time.perf_counter()
         here.enter("exchange")
         with here.awaited():
-            self._fragments[number].arrive()
+            last = self._fragments[number].arrive().finished
         self.exposed_seconds += time.perf_counter() - started
-        outer = self.outer if self.steps >= self.warmup else Averaging()
+        turn = self.syncs - (self.cadence.fragments if last else 0)  # at the end: as the time before
+        outer = self.outer if self.cadence.step_of(turn) + self.cadence.delay >= self.warmup else Averaging()
         mix = 0.0 if finished else self.mix
         arrival = self._fragments[number].merge(outer, float(self._optimizer.param_groups[0]["lr"]), mix)
         here.enter("outside")
@@ -265,6 +268,7 @@ class OuterLoop:
         while agreed < self.cadence.fragments:
             self._send(self._next, finished=True)
             agreed = agreed + 1 if self._merge(finished=True).finished else 0
+        self._lap = self._next = 0
 
     @property
     def round_nbytes(self) -> int:
@@ -300,6 +304,7 @@ class OuterLoop:
         """Return what is the same on all ranks: θ, the outer momentum, where the cycle stands."""
         return {
             "steps": self.steps,
+            "lap": self._lap,
             "syncs": self.syncs,
             "next": self._next,
             "flying": list(self._flying),
@@ -310,6 +315,7 @@ class OuterLoop:
         """Return what this rank alone has: its own parameters and its inner optimizer's state, among others."""
         return {
             "steps": self.steps,
+            "lap": self._lap,
             "samples": list(self._samples),
             "reference": self._engine.weights.reference if self._engine is not None else 1.0,
             "optimizer": self._optimizer.state_dict(),
@@ -338,7 +344,8 @@ class OuterLoop:
             fragment.load(state["fragments"][number], None if own is None else own["fragments"][number])
         self.syncs, self._next = state["syncs"], state["next"]
         self._flying = deque(state["flying"])
-        self.steps = state["steps"] if own is None else own["steps"]
+        counts = state if own is None else own
+        self.steps, self._lap = counts["steps"], counts["lap"]
         self._samples = [0.0] * self.cadence.fragments if own is None else list(own["samples"])
         if own is not None:
             self._optimizer.load_state_dict(own["optimizer"])

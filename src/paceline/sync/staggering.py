@@ -66,6 +66,11 @@ class Cadence:
                 return fragment
         return None
 
+    def step_of(self, number: int) -> int:
+        """Return the local step after which the sending of this number is due, counted from 0."""
+        cycle, fragment = divmod(number, self.fragments)
+        return cycle * self.every + (fragment + 1) * self.every // self.fragments
+
     def merged_at(self, step: int) -> int | None:
         """Return the fragment that is merged after local step `step`, before one is sent."""
         sent = step - self.delay
