@@ -31,8 +31,11 @@ def diloco(stage: Stage, *, fragments: int, delay: int) -> Contestant:
     net, optimizer = model_and_optimizer()
     loop = pl.DiLoCo(net, optimizer, EVERY, fragments=fragments, delay=delay, group=stage.gloo)
     loop.__enter__()  # as long as the process lives
+    step = trainer(net, optimizer, stage.batch)
+    for _ in range(delay):  # so that at the end of a turn nothing is under way
+        step()
     return Contestant(
-        trainer(net, optimizer, stage.batch),
+        step,
         net,
         loop.round_nbytes / EVERY,
         every=EVERY,
