@@ -512,3 +512,31 @@ def test_a_world_of_one_takes_outer_steps_alone():
         for step in range(1, 11):
             take_step(model, optim, 0, step)
     assert torch.allclose(flat(model), transcript(1, 10, 5, 0.7, 0.9, adamw), rtol=0, atol=1e-10)
+
+
+def other_rates(rank, size):
+    """SlowMo divides by the inner learning rate: where ranks have other ones, all take the same mean of them."""
+    model = network()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+    with pl.SlowMo(model, optim, every=2, compression=None):
+        for step in range(1, 9):
+            take_step(model, optim, rank, step)
+    return flat(model)
+
+
+def test_ranks_with_other_learning_rates_take_the_same_slow_step(pool):
+    assert bool(same(pool(3).run(other_rates)).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"), [("complex", "is complex64"), ("frozen", "no parameter that is trained")]
+)
+def test_models_whose_parameters_cannot_be_averaged_are_refused(spoil, said):
+    model = nn.Linear(3, 3)
+    if spoil == "complex":
+        model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    else:
+        model.requires_grad_(False)
+    with pytest.raises(UsageError) as refused:
+        pl.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    assert said in str(refused.value)

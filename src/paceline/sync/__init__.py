@@ -34,6 +34,7 @@ leftovers.py   what compression still owes, over a restart
 courier.py     a thread that does the second half of an exchange
 periodic.py    LocalSGD, DiLoCo, SlowMo: parameters synchronised every H steps
 outer_loop.py  counts local steps, sends and merges what is due
+parting.py     may the ranks of a model part
 staggering.py  which parameters are synchronised together, and when
 fragment.py    one fragment: its shared parameters, and how they change
 outer.py       the outer optimizers

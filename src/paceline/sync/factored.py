@@ -20,13 +20,15 @@ from torch import Tensor
 from paceline.sync.codecs import Raw
 from paceline.sync.courier import Courier, Ticket
 from paceline.sync.lowrank import LowRank
-from paceline.sync.packets import Error, Swapped
+from paceline.sync.packets import Error, Label, Swapped
 from paceline.sync.wire import Wire
 
 __all__ = ["TAGS", "Factored"]
 
 TAGS = 5
 """How many a `Factored` needs."""
+
+_COUNTS = Label()
 
 
 class Factored:
@@ -68,10 +70,9 @@ class Factored:
         gathered = (wire.size - 1) * self._p.nbytes // wire.size
         self.sent_nbytes = self._sum_p.sent_nbytes + gathered + self._sum_q.sent_nbytes
         self.error = Error()
-        self.weights: list[float] = []
-        self.notes: list[float] = []
+        self.labels: list[Label] = []
 
-    def launch(self, weight: float = 1.0, note: float = 0.0, *, measure: bool = False) -> None:
+    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
         """Start summing; see `packets.Parcel`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._measure = measure
@@ -79,16 +80,16 @@ class Factored:
             self._given.copy_(self._flat)
         else:
             self._residual.add_(self._flat)
-        if weight != 1.0:
-            self._given.mul_(weight)
+        if label.weight != 1.0:
+            self._given.mul_(label.weight)
         self._p[: self.low.p.numel()].copy_(self.low.project(self._views(self._given)))
-        self._sum_p.launch(weight, note)
+        self._sum_p.launch(Label(1.0, label.note, label.rate))
         self._ticket = self._courier.give(self._second)
 
     def _second(self) -> None:
         """Go on from the summed P to the sum of Q."""
         self._sum_p.wait()
-        self.weights, self.notes = self._sum_p.weights, self._sum_p.notes
+        self.labels = self._sum_p.labels
         low, matrices = self.low, self._views(self._given)
         low.p.copy_(self._p[: low.p.numel()])
         low.orthogonalise()

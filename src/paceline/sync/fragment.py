@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from paceline.sync.codecs import Codec, Raw
 from paceline.sync.courier import Courier
 from paceline.sync.feedback import Feedback
 from paceline.sync.outer import Outer
-from paceline.sync.packets import Swapped
+from paceline.sync.packets import Label, Swapped
 from paceline.sync.wire import Wire
 
 __all__ = ["Arrival", "Fragment", "Note"]
@@ -44,13 +44,26 @@ class Arrival:
     """What all ranks know of one synchronisation.
 
     Attributes:
-        weights: of each rank. rejected: ranks whose pseudo-gradient was not finite.
+        counts: whether any rank had something to give. rejected: ranks whose pseudo-gradient was not finite.
         finished: whether every rank has made its last local step.
+        inner_lr: learning rate of the local optimizers: mean over ranks, by their weights.
     """
 
-    weights: tuple[float, ...]
+    counts: bool
     rejected: tuple[int, ...]
     finished: bool
+    inner_lr: float
+
+    @classmethod
+    def of(cls, labels: Sequence[Label]) -> Arrival:
+        """Return what the labels of all ranks say."""
+        notes, total = [int(label.note) for label in labels], sum(label.weight for label in labels)
+        return cls(
+            total > 0,
+            tuple(rank for rank, note in enumerate(notes) if note & Note.REJECTED),
+            all(note & Note.FINISHED for note in notes),
+            sum(label.weight * label.rate for label in labels) / total if total else 0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Fragment:
             if wire.size > 1
             else []
         )
-        self._alone: tuple[list[float], list[float]] = ([], [])
+        self._label = Label()
         self._arrival: Arrival | None = None
         self.under_way = False
         self.adopt()
@@ -178,11 +191,11 @@ class Fragment:
     # ------------------------------------------------------------------ send and merge
 
     @torch.no_grad()
-    def send(self, weight: float, *, finished: bool = False) -> bool:
+    def send(self, weight: float, inner_lr: float, *, finished: bool = False) -> bool:
         """Start the exchange of what was learnt since the last one; tell whether it is finite.
 
         Args:
-            weight: how much this rank counts: its samples, or steps.
+            weight: how much this rank counts: its samples, or steps. inner_lr: its optimizer's learning rate.
             finished: this rank makes no more local steps.
         """
         for place in self._places:
@@ -194,26 +207,26 @@ class Fragment:
             weight = 0.0
             self._flat.zero_()  # or error feedback would remember it
         note = (0 if good else Note.REJECTED) | (Note.FINISHED if finished else 0)
+        self._label = Label(weight, float(note), inner_lr)
         for parcel in self._parcels:
-            parcel.launch(weight, float(note))
-        self._alone = ([weight], [float(note)])
+            parcel.launch(self._label)
         self._arrival = None
         self.under_way = True
         return good
 
     @torch.no_grad()
-    def merge(self, outer: Outer, inner_lr: float, mix: float = 0.0) -> Arrival:
+    def merge(self, outer: Outer, mix: float = 0.0) -> Arrival:
         """Wait for the mean and take it in.
 
         Args:
-            outer: what becomes of it. inner_lr: for `outer`. mix: α, the share of local parameters that stays.
+            outer: what becomes of it. mix: α, the share of local parameters that stays.
         """
         arrival = self.arrive()
         self.under_way, self._arrival = False, None
-        if any(arrival.weights):
+        if arrival.counts:
             split, momentum = self._split, self.momentum if outer.remembers else None
             part = None if momentum is None else momentum[:split]
-            outer.update(self.theta[:split], self._flat[:split], part, inner_lr)
+            outer.update(self.theta[:split], self._flat[:split], part, arrival.inner_lr)
             self.theta[split:].sub_(self._flat[split:])
         rejected = self._wire.rank in arrival.rejected
         for place in self._places:
@@ -232,13 +245,7 @@ class Fragment:
         if self._arrival is None:
             for parcel in self._parcels:
                 parcel.wait()
-            labels = (self._parcels[0].weights, self._parcels[0].notes) if self._parcels else self._alone
-            weights, notes = labels[0], [int(note) for note in labels[1]]
-            self._arrival = Arrival(
-                tuple(weights),
-                tuple(rank for rank, note in enumerate(notes) if note & Note.REJECTED),
-                all(note & Note.FINISHED for note in notes),
-            )
+            self._arrival = Arrival.of(self._parcels[0].labels if self._parcels else [self._label])
         return self._arrival
 
     # ------------------------------------------------------------------ state
@@ -251,7 +258,7 @@ class Fragment:
         if self.under_way:
             arrival = self.arrive()
             state["mean"] = self.by_name(self._flat)
-            state["arrival"] = {"weights": list(arrival.weights), "rejected": list(arrival.rejected)}
+            state["arrival"] = asdict(arrival)
         return state
 
     def rank_state(self) -> dict[str, Any]:
@@ -287,10 +294,8 @@ class Fragment:
         self._arrival = None
         if self.under_way:
             _fill(self.by_name(self._flat), state["mean"])
-            told = state["arrival"]
-            self._arrival = Arrival(
-                tuple(told["weights"]), tuple(told["rejected"]) if own else (), finished=False
-            )
+            rejected = tuple(state["arrival"]["rejected"]) if own is not None else ()
+            self._arrival = Arrival(**{**state["arrival"], "rejected": rejected})
             if self._sent is not None:
                 _fill(self.by_name(self._sent), state["theta"] if own is None else own["sent"])
         if own is not None and "left out" in own:

@@ -34,8 +34,9 @@ from paceline.sync.fragment import Arrival, Fragment
 from paceline.sync.level import level_before_next_step, level_no_more
 from paceline.sync.outer import Averaging, Outer
 from paceline.sync.owned import refuse_foreign
-from paceline.sync.reducer import Reducer
+from paceline.sync.parting import check_numbers, engine_to_part, refuse_unfit
 from paceline.sync.replica import broadcast_tensors, describe
+from paceline.sync.shard import ShardedOptimizer
 from paceline.sync.staggering import Cadence, layers_of, strided
 from paceline.sync.wire import Wire
 from paceline.whereabouts import here
@@ -81,7 +82,7 @@ class OuterLoop:
         piece_mib: float = 8.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check(warmup, mix, piece_mib)
+        check_numbers(warmup, mix, piece_mib)
         refuse_foreign(type(self).__name__, model, optimizer, wrapped=False)
         self.cadence, self.outer, self.warmup, self.mix = cadence, outer, warmup, mix
         self.compression = compression
@@ -90,7 +91,7 @@ class OuterLoop:
         self.rejected: dict[int, int] = {}
         self._model, self._optimizer = model, optimizer
         self._wire = Wire(group)
-        self._engine = _engine_to_part(model, self._wire)
+        self._engine = engine_to_part(model, self._wire)
         self.module = model.module if isinstance(model, DataParallel) else model
         self._agree(group)
         self._fragments = self._make_fragments(piece_mib)
@@ -117,18 +118,9 @@ class OuterLoop:
 
     def _make_fragments(self, piece_mib: float) -> list[Fragment]:
         named = dict(self.module.named_parameters())
-        parts = strided(layers_of(self.module), self.cadence.fragments)
         compression = self.compression
-        exempt: list[str] = []
-        if compression is not None:
-            if compression.name == "powersgd":
-                raise UsageError(
-                    f"{type(self).__name__} with powersgd, which follows a gradient from step to step",
-                    remedy="use int4 or int8: pseudo-gradients are sent rarely",
-                )
-            exempt = [name for name, param in named.items() if compression.exempts(name, param)]
-            for name in (name for part in parts for name in part if name not in exempt):
-                compression.refuse_unfit(name, named[name])
+        exempt = refuse_unfit(type(self).__name__, named, compression)
+        parts = strided(layers_of(self.module), self.cadence.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
         courier = Courier(device, on_stream=self._wire.orders_itself)
@@ -215,7 +207,7 @@ class OuterLoop:
         fragment = self._fragments[number]
         weight, self._samples[number] = self._samples[number], 0.0
         started = time.perf_counter()
-        if not fragment.send(weight, finished=finished):
+        if not fragment.send(weight, float(self._optimizer.param_groups[0]["lr"]), finished=finished):
             self._recover(fragment)
         self.sent_nbytes += fragment.sent_nbytes
         self._next = (number + 1) % self.cadence.fragments
@@ -233,7 +225,7 @@ class OuterLoop:
         turn = self.syncs - (self.cadence.fragments if last else 0)  # at the end: as the time before
         outer = self.outer if self.cadence.step_of(turn) + self.cadence.delay >= self.warmup else Averaging()
         mix = 0.0 if finished else self.mix
-        arrival = self._fragments[number].merge(outer, float(self._optimizer.param_groups[0]["lr"]), mix)
+        arrival = self._fragments[number].merge(outer, mix)
         here.enter("outside")
         trace.add("merge", started, time.perf_counter() - started, step=self.steps, fragment=number)
         self.syncs += 1
@@ -257,6 +249,8 @@ class OuterLoop:
             self.steps,
             ", ".join(map(repr, bad[:3])) + (", …" if len(bad) > 3 else ""),
         )
+        if isinstance(self._optimizer, ShardedOptimizer):
+            self._optimizer.forget_state()
         for _, param in fragment.params:
             self._optimizer.state.pop(param, None)
 
@@ -352,41 +346,6 @@ class OuterLoop:
             if self._engine is not None:
                 self._engine.weights.reference = own["reference"]
         self._resumed = True
-
-
-def _check(warmup: object, mix: object, piece_mib: object) -> None:
-    if type(warmup) is not int or warmup < 0:
-        raise UsageError(f"warmup={warmup!r}", remedy="give a whole number of local steps, 0 or more")
-    if not isinstance(mix, int | float) or not 0 <= mix < 1:
-        raise UsageError(
-            f"mix={mix!r}", remedy="give the share of local parameters that stays, from 0 to below 1"
-        )
-    if not isinstance(piece_mib, int | float) or not piece_mib > 0:
-        raise UsageError(f"piece_mib={piece_mib!r}", remedy="give MiB above 0, such as 8")
-
-
-def _engine_to_part(model: nn.Module, wire: Wire) -> Reducer | None:
-    """Return the engine that must keep gradients to each rank; None where it has other ranks, or there is none.
-
-    Raises:
-        UsageError: it shares some ranks beside this one with `wire`, but not all; or it shards.
-    """
-    if not isinstance(model, DataParallel) or model.wire.size == 1:
-        return None
-    inner, outer = model.wire.ranks, wire.ranks
-    if len(inner & outer) == 1:
-        return None
-    if inner != outer:
-        raise UsageError(
-            f"the model synchronises gradients among ranks {sorted(inner)}, this {sorted(outer)}",
-            remedy="give the group of ranks that are in the same place of each of the model's groups",
-        )
-    if model.engine.splits_gradients:
-        raise UsageError(
-            f"sync={model.plan.name!r} leaves each rank a part of the gradient, so no rank can train on its own",
-            remedy="use 'bucketed'; or shard within a group of ranks, and synchronise these groups: group=",
-        )
-    return model.engine
 
 
 def _counting(loop: weakref.ref[OuterLoop]) -> Any:

@@ -31,10 +31,37 @@ from paceline.sync.courier import Courier, Ticket
 from paceline.sync.feedback import Feedback
 from paceline.sync.wire import Pending, Wire
 
-__all__ = ["Error", "Gathered", "Parcel", "Swapped"]
+__all__ = ["Error", "Gathered", "Label", "Parcel", "Swapped"]
 
-_LABEL_NBYTES = 16
-"""Behind each packet of a swap: the sender's weight and its note, float64 both."""
+_LABEL_NBYTES = 32
+"""Behind each packet: its sender's label, four float64."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a rank says beside its numbers.
+
+    Attributes:
+        weight: how much they count. note: of the caller's own. rate: another one.
+    """
+
+    weight: float = 1.0
+    note: float = 0.0
+    rate: float = 0.0
+
+    def write(self, place: Tensor) -> None:
+        """Put it into bytes."""
+        place.view(torch.float64).copy_(
+            torch.tensor([self.weight, self.note, self.rate, 0.0], dtype=torch.float64)
+        )
+
+    @classmethod
+    def read(cls, rows: Tensor) -> list[Label]:
+        """Return the labels that rows of bytes hold."""
+        return [cls(*numbers[:3]) for numbers in rows.contiguous().view(torch.float64).tolist()]
+
+
+_COUNTS = Label()
 
 
 @dataclass
@@ -61,16 +88,15 @@ class Parcel(Protocol):
     Attributes:
         sent_nbytes: what one sum has this rank send, headers of the network aside.
         error: of the latest sum that was launched with ``measure=True``.
-        weights, notes: of each rank, in the latest sum.
+        labels: of each rank, in the latest sum.
     """
 
     sent_nbytes: int
     error: Error
-    weights: list[float]
-    notes: list[float]
+    labels: list[Label]
 
-    def launch(self, weight: float = 1.0, note: float = 0.0, *, measure: bool = False) -> None:
-        """Start summing the buffer times `weight` over all ranks; until `wait`, nobody may write to it."""
+    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
+        """Start summing the buffer times its weight over all ranks; until `wait`, nobody may write to it."""
         ...
 
     def wait(self) -> None:
@@ -181,20 +207,20 @@ class Swapped:
         self._gathering: Pending | None = None
         self.sent_nbytes = (wire.size - 1) * (rows[1] + (0 if scatter else self._body))
         self.error = Error()
-        self.weights: list[float] = []
-        self.notes: list[float] = []
+        self.labels: list[Label] = []
 
-    def launch(self, weight: float = 1.0, note: float = 0.0, *, measure: bool = False) -> None:
+    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
         """Start summing; see `Parcel`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._packer.begin(measure)
-        label = torch.tensor([weight, note], dtype=torch.float64)
-        self._incoming[self._wire.rank, self._body :].view(torch.float64).copy_(label)
+        label.write(self._incoming[self._wire.rank, self._body :])
         expected = [] if self._scatter else self._wire.expect_rows(self._sums, self._tag + 1)
 
         def fill(rank: int) -> None:
-            self._packer.pack(*self._span(rank), self._outgoing[rank, : self._body], counts=weight != 0.0)
-            self._outgoing[rank, self._body :].view(torch.float64).copy_(label)
+            self._packer.pack(
+                *self._span(rank), self._outgoing[rank, : self._body], counts=label.weight != 0.0
+            )
+            label.write(self._outgoing[rank, self._body :])
 
         swapping = self._wire.swap_rows(self._outgoing, self._incoming, fill, self._tag)
         self._ticket = self._courier.give(lambda: self._sum_up(swapping, expected))
@@ -206,18 +232,18 @@ class Swapped:
         """Sum this rank's part of all ranks, and send it on."""
         swapping.wait()
         rank, packer = self._wire.rank, self._packer
-        labels = self._incoming[:, self._body :].contiguous().view(torch.float64).tolist()
-        self.weights, self.notes = [row[0] for row in labels], [row[1] for row in labels]
+        self.labels = Label.read(self._incoming[:, self._body :])
+        weights = [label.weight for label in self.labels]
         start, stop = self._span(rank)
         own = packer.wide[start:stop]
-        if self.weights[rank] == 0.0:
+        if weights[rank] == 0.0:
             own.zero_()  # whatever it is, a NaN too
-        elif self.weights[rank] != 1.0:
-            own.mul_(self.weights[rank])
+        elif weights[rank] != 1.0:
+            own.mul_(weights[rank])
         for peer in self._wire.peers:
-            if self.weights[peer] != 0.0:
-                packer.add(self._incoming[peer, : self._body], start, stop, self.weights[peer])
-        total = sum(self.weights)
+            if weights[peer] != 0.0:
+                packer.add(self._incoming[peer, : self._body], start, stop, weights[peer])
+        total = sum(weights)
         if self._mean and total not in (0.0, 1.0):
             own.div_(total)
         if not self._scatter:
@@ -260,17 +286,16 @@ class Gathered:
         self._gathering: Pending | None = None
         self.sent_nbytes = (wire.size - 1) * (body + _LABEL_NBYTES)
         self.error = Error()
-        self.weights: list[float] = []
-        self.notes: list[float] = []
+        self.labels: list[Label] = []
 
-    def launch(self, weight: float = 1.0, note: float = 0.0, *, measure: bool = False) -> None:
+    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
         """Start summing; see `Parcel`."""
         assert self._gathering is None, "the sum before it was waited for"
         self._packer.begin(measure)
         expected = self._wire.expect_rows(self._rows, self._tag)
         mine = self._rows[self._wire.rank]
         self._packer.pack(0, self._packer.flat.numel(), mine[: self._body])
-        mine[self._body :].view(torch.float64).copy_(torch.tensor([weight, note], dtype=torch.float64))
+        label.write(mine[self._body :])
         self._gathering = self._wire.give_row(self._rows, expected, self._tag)
 
     def wait(self) -> None:
@@ -280,12 +305,11 @@ class Gathered:
         self._gathering.wait()
         self._gathering = None
         packer = self._packer
-        labels = self._rows[:, self._body :].contiguous().view(torch.float64).tolist()
-        self.weights, self.notes = [row[0] for row in labels], [row[1] for row in labels]
+        self.labels = Label.read(self._rows[:, self._body :])
         packer.wide.zero_()
-        for row, weight in zip(self._rows, self.weights, strict=True):
-            if weight != 0.0:
-                packer.add(row[: self._body], 0, packer.flat.numel(), weight)
+        for row, label in zip(self._rows, self.labels, strict=True):
+            if label.weight != 0.0:
+                packer.add(row[: self._body], 0, packer.flat.numel(), label.weight)
         packer.end()
         if packer.error is not None:
             self.error = packer.error

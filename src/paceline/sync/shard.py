@@ -207,6 +207,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 shards.setdefault(piece.slot.name, []).append(held)
         return shards
 
+    def forget_state(self) -> None:
+        """Begin with a fresh state."""
+        if self._whole is not None:
+            self._whole.state.clear()
+        self._parts, self._loaded = [], {}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state: shards of one or of all ranks, cut to fit however many ranks there are now.
 
