@@ -32,7 +32,7 @@ from paceline.lm.sizes import size_of
 
 HERE = Path(__file__).parent
 BATCH, SIZE = 2, "mini"
-EVERY = 20
+EVERY = 10
 """Steps between two points of a curve."""
 
 BUCKETS = (1, 5, 25)

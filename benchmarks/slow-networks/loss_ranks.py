@@ -142,7 +142,10 @@ def _sent() -> int:
 
 
 def train(training: Training, steps: int, every: int) -> list[dict[str, Any]]:
-    """Train, and return a point every so many steps: step, seconds and bytes until then, and the parameters."""
+    """Train, and return a point every so many steps: step, seconds and bytes until then, and the parameters.
+
+    Each rank keeps the parameters of those points whose loss it will measure.
+    """
     points: list[dict[str, Any]] = []
     dist.barrier()
     before, started = _sent(), time.perf_counter()
@@ -150,7 +153,8 @@ def train(training: Training, steps: int, every: int) -> list[dict[str, Any]]:
     def keep(step: int) -> None:
         seconds, sent = time.perf_counter() - started, _sent() - before
         told = {"step": step, "seconds": seconds, "sent": sent, "foretold": training.foretold}
-        points.append({**told, "parameters": training.shared()})
+        mine = len(points) % dist.get_world_size() == dist.get_rank()
+        points.append({**told, "parameters": training.shared() if mine else None})
 
     with training.loop or nullcontext():
         for number in range(steps):
@@ -167,12 +171,11 @@ def train(training: Training, steps: int, every: int) -> list[dict[str, Any]]:
 
 def measured(training: Training, points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the points of the slowest rank and the host that sent most, with their losses; ranks share the work."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     table = torch.tensor([[point["seconds"], point["sent"]] for point in points], dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     losses = torch.zeros(len(points), dtype=torch.float64)
     for index, point in enumerate(points):
-        if index % ranks == rank:
+        if point["parameters"] is not None:
             losses[index] = training.loss(point["parameters"])
     dist.all_reduce(losses)
     rows = zip(points, table.tolist(), losses.tolist(), strict=True)
@@ -185,10 +188,11 @@ def measured(training: Training, points: list[dict[str, Any]]) -> list[dict[str,
 def timed(training: Training, steps: int) -> list[float]:
     """Return what each of so many steps takes on the slowest rank."""
     seconds = []
-    for number in range(steps + 2):
-        started = time.perf_counter()
-        training.step(number, training.way.steps)
-        seconds.append(time.perf_counter() - started)
+    with training.loop or nullcontext():
+        for number in range(steps + 2):
+            started = time.perf_counter()
+            training.step(number, training.way.steps)
+            seconds.append(time.perf_counter() - started)
     table = torch.tensor(seconds[2:], dtype=torch.float64)  # DDP lays out its buckets anew in the second
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return table.tolist()
