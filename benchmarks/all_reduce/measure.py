@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,12 +23,12 @@ import mpich
 import psutil
 import typer
 from figures import ARENA, BEST, COPY, MPICH, ORDINARY, contestants_at
-from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.paired import Times
 from paceline.bench.progress import TurnBar
+from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError, UsageError
 from paceline.machine.cores import usable_cores
@@ -76,12 +75,7 @@ def main(
     tried = try_settings(ranks, crowded, env) if settings else []
     variables = tried[0]["variables"] if tried else {}
     rows = run(ranks, plan, {**env, **variables}, threads)
-    result = {
-        "kind": "all-reduce",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch", "mpi4py", "mpich", "numpy"]),
+    result = head("all-reduce", ["paceline", "torch", "mpi4py", "mpich", "numpy"]) | {
         "settings": {
             "ranks": ranks,
             "dtype": "float32",
@@ -95,7 +89,7 @@ def main(
         "mpich_settings_tried": tried,
         "rows": rows,
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     show(ranks, [Times(**row) for row in rows])
     print(path)
 
@@ -168,9 +162,7 @@ def show(ranks: int, rows: list[Times]) -> None:
         times = [format_seconds(row.seconds[name]) for name in SHOWN]
         factors = [f"{row.ratio(own, other).median:.2f}" for own, other in ratios]
         table.add_row(f"{format_count(row.nbytes)}B", *times, *factors)
-    console = Console(highlight=False)
-    needed = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)
+    print_wide(table)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ in turns too. Writes ``speed.json`` beside this file.
 from __future__ import annotations
 
 import gc
-import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +21,7 @@ import torch
 import typer
 from plain import plain_of
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
 from paceline.sync import blockwise
@@ -73,12 +70,7 @@ def main(
                 for kind, contestants in work_of(codec, values).items()
             ]
         chunks = turns_of(in_chunks(values), rounds, tick)
-    result = {
-        "kind": "codec-speed",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch", "numpy"]),
+    result = head("codec-speed", ["paceline", "torch", "numpy"]) | {
         "settings": {
             "numel": numel,
             "rounds": rounds,
@@ -90,7 +82,7 @@ def main(
         "chunks": {"name": "int8", "work": "compress", "seconds": chunks}
         | {"gb_per_s": rates(chunks, values.nbytes)},
     }
-    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(out, result)
 
 
 def work_of(codec: Codec, values: torch.Tensor) -> dict[str, dict[str, Work]]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +26,7 @@ import typer
 
 import paceline as pl
 from paceline.bench.contestants import random_batch
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
 from paceline.checkpoint.digest import digest_of
@@ -59,16 +57,11 @@ def main(
         arguments = [__file__, "--rounds", str(rounds), "--told", str(file)]
         run_ranks(arguments, RANKS, env={"OMP_NUM_THREADS": "1"}, timeout=1800)
         rows = json.loads(file.read_text(encoding="utf-8"))
-    result = {
-        "kind": "drift-cost",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch", "xxhash"]),
+    result = head("drift-cost", ["paceline", "torch", "xxhash"]) | {
         "settings": {"ranks": RANKS, "size": SIZE, "batch_size": BATCH, "context": CONTEXT, "steps": STEPS},
         "rows": rows,
     }
-    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(out, result)
     print(json.dumps([{**row, "seconds": "…"} for row in rows], indent=1))
 
 

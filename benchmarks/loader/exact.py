@@ -10,7 +10,6 @@ true gradient itself: that of the mean over all samples that all ranks have in t
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.data.dispatch import deal
 from paceline.data.epoch import Row
 from paceline.data.position import Position, Recipe
@@ -194,12 +193,7 @@ def main() -> None:
         found = Path(folder, "rows.json")
         run_ranks([__file__, str(found)], len(SHARES), timeout=600)
         rows = json.loads(found.read_text(encoding="utf-8"))
-    result = {
-        "kind": "uneven-gradients",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("uneven-gradients") | {
         "settings": {
             "shares": SHARES,
             "samples": SAMPLES,
@@ -209,7 +203,7 @@ def main() -> None:
         },
         "rows": rows,
     }
-    (HERE / "exact.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(HERE / "exact.json", result)
     for row in rows:
         print(f"{row['error']:.2e}  {row['steps']:3d} steps  {row['name']}")
 

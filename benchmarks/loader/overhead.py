@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shlex
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -27,7 +25,7 @@ import typer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline as pl
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
 
@@ -59,17 +57,12 @@ def main(
     / "overhead.json",
 ) -> None:
     """Time epochs of both loaders, with 0 and 2 workers, and the start of an epoch over 10^9 samples."""
-    result = {
-        "kind": "loader-overhead",
-        "schema": 2,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch", "numpy"]),
+    result = head("loader-overhead", ["paceline", "torch", "numpy"], schema=2) | {
         "settings": {"item": f"{WIDTH} float32 and a label", "batch_size": BATCH},
         "rows": [beside_torch(workers, rounds) for workers in PLANS],
         "start": start_of_a_huge_epoch(),
     }
-    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(out, result)
     print(json.dumps({**result["start"], "rows": [row["ratio"] for row in result["rows"]]}, indent=1))
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import shlex
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.paired import ratio_of
 from paceline.launch.local import run_ranks
 
@@ -144,12 +143,7 @@ def main() -> None:
         ratio = ratio_of(equal[1:], row["seconds"][1:])
         row["times_faster"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
         row["first_epoch_times_faster"] = median(equal) / row["seconds"][0]
-    result = {
-        "kind": "measured-shares",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("measured-shares") | {
         "settings": {
             "ranks": 2,
             "samples": SAMPLES,
@@ -160,7 +154,7 @@ def main() -> None:
         },
         "rows": rows,
     }
-    (HERE / "shares.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(HERE / "shares.json", result)
     for name, row in rows.items():
         print(name, row["times_faster"], row["first_epoch_times_faster"], row["error"], row["shares"][-1])
 

@@ -9,7 +9,6 @@ live in the same processes and take turns ([Note: turns] in `paceline.bench.pair
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Annotated, Any
 
 import typer
 from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
-from rich.console import Console
 from rich.table import Table
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.progress import TurnBar
+from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import Lab
@@ -60,12 +59,7 @@ def main(
     check_writable(path, make_folder=True)
     plan = [(nbytes, *rounds_and_calls(nbytes, rounds)) for nbytes in chosen]
     rows = run(hosts, ranks, rate, plan)
-    result = {
-        "kind": "all-reduce-between-hosts",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("all-reduce-between-hosts") | {
         "settings": {
             "hosts": hosts,
             "ranks_per_host": ranks,
@@ -76,7 +70,7 @@ def main(
         },
         "rows": rows,
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     show([Row.from_json(row) for row in rows])
     print(path)
 
@@ -98,18 +92,7 @@ def run(hosts: int, ranks: int, rate: str, plan: list[tuple[int, int, int]]) -> 
         job.write_text(json.dumps({"sizes": plan, "out": str(found)}), encoding="utf-8")
         started = lab.start_torchrun([str(HERE / "ranks.py"), str(job)], ranks_per_host=ranks)
         with TurnBar(f"all-reduce, {hosts} hosts × {ranks} ranks, {rate}", turns) as tick:
-
-            def look() -> None:
-                for host, line in started.lines():
-                    if line == "tick":
-                        tick()
-                    else:
-                        print(f"host{host} | {line}", file=sys.stderr)
-
-            try:
-                started.wait(look=look)
-            finally:
-                started.end()
+            started.follow(tick, turns)
         return json.loads(found.read_text(encoding="utf-8"))
 
 
@@ -124,9 +107,7 @@ def show(rows: list[Row]) -> None:
         ratios = [f"{row.times.ratio(BEST, name).median:.2f}" for name in (ORDINARY, ARENA)]
         passed = [f"{row.buffers(name):.3f}" for name in (GLOO, ORDINARY, ARENA)]
         table.add_row(f"{format_count(row.times.nbytes)}B", *times, *ratios, *passed)
-    console = Console(highlight=False)
-    needed = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)
+    print_wide(table)
 
 
 if __name__ == "__main__":

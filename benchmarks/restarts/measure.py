@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.cli.writable import check_writable
 from paceline.lab import Lab
 
@@ -67,12 +66,7 @@ def main(
                     f"{value:.2f} s" if isinstance(value, float) else str(value) for value in row.values()
                 )
             )
-    result = {
-        "kind": "restarts",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("restarts") | {
         "settings": {
             "repeats": repeats,
             "threads": 1,
@@ -83,7 +77,7 @@ def main(
         },
         "rows": rows,
     }
-    json_file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(json_file, result)
     print(json_file)
 
 

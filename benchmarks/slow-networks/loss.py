@@ -10,7 +10,6 @@ made on this machine, and its step is timed on the lab, in turns with the traini
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import typer
 from loss_figures import LossResult
 from ways import DDP, OURS, Way
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError
@@ -59,30 +58,12 @@ class Stage:
         """Return what a job wrote: a curve, or seconds of steps."""
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
             job, found = Path(folder, "job.json"), Path(folder, "found.json")
-            told = {
-                "way": asdict(way),
-                "seed": seed,
-                "batch": BATCH,
-                "size": SIZE,
-                "every": every,
-                "timed": timed,
-            }
-            job.write_text(json.dumps({**told, "out": str(found)}), encoding="utf-8")
+            told = {"way": asdict(way), "seed": seed, "batch": BATCH, "size": SIZE, "every": every}
+            job.write_text(json.dumps({**told, "timed": timed, "out": str(found)}), encoding="utf-8")
             started = self._lab.start_torchrun(
                 [str(HERE / "loss_ranks.py"), str(job)], ranks_per_host=self._per_host
             )
-
-            def look() -> None:
-                for host, line in started.lines():
-                    if line == "tick":
-                        self._tick()
-                    else:
-                        print(f"host{host} | {line}", file=sys.stderr)
-
-            try:
-                started.wait(look=look)
-            finally:
-                started.end()
+            started.follow(self._tick)
             return json.loads(found.read_text(encoding="utf-8"))
 
 
@@ -120,12 +101,7 @@ def main(
             for seed in range(seeds):
                 seconds += lab.run(replace(DDP, bucket_mib=best), timed=-(-timed // seeds))
                 ours.append(lab.run(OURS, seed=seed))
-    result = {
-        "kind": "time-to-loss",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("time-to-loss") | {
         "settings": {
             "hosts": hosts,
             "rate": rate,
@@ -143,7 +119,7 @@ def main(
         },
         "ours": {"way": asdict(OURS), "curves": ours},
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     for row in LossResult.from_json(result).rows():
         print(row)
     print(path)

@@ -10,7 +10,6 @@ failure and the return, who trained how long, the losses, and whether all hosts 
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError
 from paceline.lab import Job, Lab
@@ -108,12 +107,7 @@ def main(
     check_writable(path, make_folder=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place, Lab(hosts + 1, rate) as lab:
         told = run(lab, hosts, steps, Path(place))
-    result = {
-        "kind": "many-hosts",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("many-hosts") | {
         "settings": {
             "hosts": hosts,
             "rate": rate,
@@ -124,7 +118,7 @@ def main(
         },
         **told,
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     print(path)
 
 

@@ -11,7 +11,6 @@ into; the turns alternate.
 from __future__ import annotations
 
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,13 +30,13 @@ from figures import (
     TORCHFT_STREAMING,
     PeerResult,
 )
-from rich.console import Console
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.progress import TurnBar
 from paceline.bench.turns import turn_order
+from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.errors import HostFailed, PacelineError, UsageError, unknown
 from paceline.lab import Lab
@@ -112,17 +111,14 @@ def main(
     path = json_file or HERE / f"peers-{hosts}x{rate.removesuffix('/s')}.json"
     check_writable(path, make_folder=True)
     asked = {"hosts": hosts, "rate": rate, "turns": turns, "syncs": syncs, "rounds": rounds, "threads": 1}
-    result = {
-        "kind": "outer-steps-by-library",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": {"": versions(["paceline", "torch"])} | versions_of_homes(chosen, peers),
+    result = head("outer-steps-by-library")
+    result["versions"] = {"": result["versions"]} | versions_of_homes(chosen, peers)
+    result |= {
         "settings": asked
         | {"batch": BATCH, "model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
         "rows": run(chosen, peers, asked),
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     show(PeerResult.load(path))
     print(path)
 
@@ -206,9 +202,7 @@ def show(result: PeerResult) -> None:
         table.add_row(
             row.name, sync, str(result.speedup(row) or ""), f"{row.inner:.3f}", *sent, f"{row.apart:.0e}"
         )
-    console = Console(highlight=False)
-    needed = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)
+    print_wide(table)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ this file. All contestants live in the same processes and take turns ([Note: tur
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -18,12 +17,12 @@ from typing import Annotated, Any
 import typer
 from contestants import CONTESTANTS
 from figures import NO_SYNC, StepResult
-from rich.console import Console
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.progress import TurnBar
+from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.lab import Lab
@@ -57,16 +56,11 @@ def main(
     check_writable(path, make_folder=True)
     names = [name for name in CONTESTANTS if not only or name in only]
     settings = {"hosts": hosts, "rate": rate, "rounds": rounds, "steps": steps, "threads": 1, "batch": BATCH}
-    result = {
-        "kind": "step-on-slow-network",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("step-on-slow-network") | {
         "settings": settings | {"model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
         "rows": run(hosts, rate, {"names": names, "rounds": rounds, "steps": steps}),
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     show(StepResult.load(path))
     print(path)
 
@@ -79,21 +73,7 @@ def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
         asked.write_text(json.dumps(job | {"out": str(found)}), encoding="utf-8")
         started = lab.start_torchrun([str(HERE / "step_ranks.py"), str(asked)], ranks_per_host=1)
         with TurnBar(f"steps, {hosts} hosts, {rate}", turns) as tick:
-            done = 0
-
-            def look() -> None:
-                nonlocal done
-                for host, line in started.lines():
-                    if line == "tick":
-                        tick()
-                        done += 1
-                    elif done < turns:  # torchrun may complain that another host's torchrun ended before it
-                        print(f"host{host} | {line}", file=sys.stderr)
-
-            try:
-                started.wait(look=look)
-            finally:
-                started.end()
+            started.follow(tick, turns)
         return json.loads(found.read_text(encoding="utf-8"))
 
 
@@ -107,9 +87,7 @@ def show(result: StepResult) -> None:
         times = [f"{row.median:.3f}", str(result.speedup(row) or "")]
         sent = [f"{row.sent / 1e6:.3f}", f"{row.expected_sent / 1e6:.3f}"]
         table.add_row(row.name, *times, *sent, "" if row.name == NO_SYNC else f"{row.sent_ratio:.3f}")
-    console = Console(highlight=False)
-    needed = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(highlight=False, width=max(console.width, needed)).print(table)
+    print_wide(table)
 
 
 if __name__ == "__main__":

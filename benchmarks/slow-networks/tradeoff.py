@@ -9,8 +9,6 @@ library; `step.py` and the tests hold that against interfaces.
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +18,7 @@ import typer
 from loss import BATCH, SIZE, staged
 from ways import TRADEOFF
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError
@@ -49,12 +47,7 @@ def main(
             rows.append({"way": asdict(way), "curve": curve})
             last = curve[-1]
             print(f"{way.name}: loss {last['loss']:.4f}, {last['foretold'] / 1e6:.0f} MB", flush=True)
-    result = {
-        "kind": "loss-against-bytes",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("loss-against-bytes") | {
         "settings": {
             "ranks": RANKS,
             "size": SIZE,
@@ -65,7 +58,7 @@ def main(
         },
         "rows": rows,
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(path, result)
     print(path)
 
 

@@ -9,7 +9,6 @@ the fault to the moment at which a rank's loop raised PeerFailed, on each rank o
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.progress import TurnBar
 from paceline.lab import Job, Lab
 
@@ -70,16 +69,11 @@ def main(
             for number, (name, backend) in enumerate(cases):
                 rows.setdefault((name, backend), []).append(one(lab, Path(folder), number, name, jobs))
                 tick()
-    result = {
-        "kind": "watch-naming",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("watch-naming") | {
         "settings": {"hosts": HOSTS, "ranks_per_host": RANKS, "stall": STALL, "lost": LOST},
         "rows": [{"fault": name, "backend": b, "runs": runs} for (name, b), runs in rows.items()],
     }
-    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(out, result)
 
 
 def one(lab: Lab, folder: Path, number: int, name: str, jobs: Sequence[Job]) -> dict[str, Any]:

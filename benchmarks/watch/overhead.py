@@ -9,8 +9,6 @@ Two ranks of the mini GPT of ``paceline train`` take blocks of steps with and wi
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 import tempfile
 import timeit
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from steps import BATCH, CONTEXT, STEPS
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head, write_result
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
 from paceline.launch.local import run_ranks
@@ -48,12 +46,7 @@ def main(
     all_of = {kind: [each for one in found for each in one["seconds"][kind]] for kind in ("with", "without")}
     ratio = ratio_of(all_of["with"], all_of["without"])
     here = Whereabouts()
-    result = {
-        "kind": "watch-overhead",
-        "schema": 1,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
+    result = head("watch-overhead") | {
         "settings": {"ranks": RANKS, "model": "mini", "batch": BATCH, "context": CONTEXT, "steps": STEPS},
         "step_seconds": {kind: median(each) for kind, each in all_of.items()},
         "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},
@@ -61,7 +54,7 @@ def main(
         "begin_seconds": min(timeit.repeat(lambda: here.begin(1, "forward"), number=1000, repeat=50)) / 1000,
         "pairs": found,
     }
-    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_result(out, result)
     print(json.dumps({key: result[key] for key in ("step_seconds", "ratio", "core_share", "begin_seconds")}))
 
 

@@ -96,6 +96,20 @@ def test_lines_come_while_it_runs(lab):
     lab.run("rm /dev/shm/go", on=[0, 1])
 
 
+def test_follow_counts_ticks_and_shows_the_rest(lab, capsys):
+    ticks = []
+    lab.start("echo tick; echo between; echo tick; echo behind", on=1).follow(lambda: ticks.append(1), 2)
+    assert (len(ticks), capsys.readouterr().err) == (2, "host1 | between\n")
+
+
+def test_follow_shows_what_came_last_if_the_job_fails(lab, capsys):
+    job = lab.start("echo tick; echo behind; exit 3", on=0)
+    with pytest.raises(HostFailed):
+        job.follow(lambda: None, 1)
+    assert "host0 | behind\n" in capsys.readouterr().err
+    assert not job.running()
+
+
 def test_a_failure_names_the_host_and_ends_the_others(lab):
     line = f"echo started; [ $(hostname) = host1 ] && {{ echo 'no such luck' >&2; exit 7; }}; {FOREVER}"
     with pytest.raises(HostFailed) as caught:

@@ -65,7 +65,7 @@ def train(rank, size, compression, shard, bucket_mib, steps, dtype=torch.float32
         optim.step()
         optim.zero_grad()
     held_out = sum(float(loss_of(model.module, 50, 5000 + step)) for step in range(4)) / 4
-    return flat(model.parameters()), held_out, model.loads()
+    return flat(model.parameters()), held_out, model.compressed_buckets()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
@@ -77,13 +77,13 @@ def test_all_ranks_get_the_same_and_nearly_the_exact_one(pool, backend, shard, c
     assert all(torch.equal(ours[0][0], other) for other, *_ in ours)
     assert ours[0][1] == pytest.approx(exact[0][1], rel=0.05)
     assert not exact[0][2]
-    loads = ours[0][2]
-    assert len(loads) > 1, "several buckets, the exempt ones beside them"
-    assert not any(name.startswith("3.") or name.endswith("bias") for load in loads for name in load.names)
-    for load in loads:
-        if load.nbytes > 50_000:
-            assert load.sent_nbytes < 1.08 * load.uncompressed_nbytes * BITS[compression] / 32
-        assert 0 < load.error < ERRORS[compression]
+    buckets = ours[0][2]
+    assert len(buckets) > 1, "several buckets, the exempt ones beside them"
+    assert not any(name.startswith("3.") or name.endswith("bias") for each in buckets for name in each.names)
+    for each in buckets:
+        if each.nbytes > 50_000:
+            assert each.sent_nbytes < 1.08 * each.uncompressed_nbytes * BITS[compression] / 32
+        assert 0 < each.error < ERRORS[compression]
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])

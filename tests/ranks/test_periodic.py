@@ -142,15 +142,6 @@ def test_slowmo_is_its_formula(pool):
     assert torch.allclose(mine, flat(theta), rtol=0, atol=1e-10)
 
 
-def test_fragments_with_all_due_at_once_and_no_delay_are_diloco(pool):
-    """One fragment and no delay is DiLoCo; so is, of each fragment, what is sent when all are due."""
-    whole = same(pool(2).run(run, "DiLoCo", 20, {"every": 5, "compression": None}))
-    streamed = same(
-        pool(2).run(run, "DiLoCo", 20, {"every": 5, "compression": None, "fragments": 1, "delay": 0})
-    )
-    assert torch.equal(whole, streamed)
-
-
 def streaming_transcript(ranks, steps, every, fragments, delay, mix, layers):
     """The delta rule, fragment by fragment, in one process: w ← θ' + (w − w_sent), then a share `mix` of w stays."""
     theta = [p.detach().clone() for p in network().parameters()]
@@ -201,6 +192,15 @@ def streaming_transcript(ranks, steps, every, fragments, delay, mix, layers):
 
 
 LAYERS = [[0, 1], [2, 3], [4, 5], [6, 7]]  # parameters of `network` by layer
+
+
+def test_streaming_of_one_fragment_without_delay_is_diloco(pool):
+    """The delta rule then is Algorithm 1 of DiLoCo, and that is what the ranks compute."""
+    expected = transcript(2, 20, 5, 0.7, 0.9, adamw)
+    assert torch.allclose(streaming_transcript(2, 20, 5, 1, 0, 0.0, LAYERS), expected, rtol=0, atol=1e-12)
+    options = {"every": 5, "fragments": 1, "delay": 0, "compression": None}
+    mine = same(pool(2).run(run, "DiLoCo", 20, options))
+    assert torch.allclose(mine, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
+from paceline.durable import write_text
 from paceline.machine import machine
 
-__all__ = ["machine_record", "versions"]
+__all__ = ["head", "machine_record", "versions", "write_result"]
+
+
+def head(kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int = 1) -> dict[str, Any]:
+    """Return what a program's result begins with: what it is, the command that makes it, the machine, versions.
+
+    Args:
+        kind: of the measurement. packages: whose versions bear on it. schema: of what follows.
+    """
+    return {
+        "kind": kind,
+        "schema": schema,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(packages),
+    }
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result, whole or not at all.
+
+    Raises:
+        ValueError: a number of it is NaN or infinite.
+    """
+    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def machine_record() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -146,6 +147,38 @@ class Job:
         if look is not None:
             look()
         return [one.result() for one in self._programs]
+
+    def follow(self, tick: Callable[[], object], ticks: int | None = None) -> None:
+        """Wait until it ends, and show meanwhile what it writes; however that goes, no program is left.
+
+        Args:
+            tick: called for each line ``tick``; all others go to standard error, behind their host's name.
+            ticks: how many come. What is written after the last (torchrun complains where another host's ends first)
+                is shown only if the job fails.
+
+        Raises:
+            HostFailed: it failed on a host.
+        """
+        seen, late = 0, list[str]()
+
+        def look() -> None:
+            nonlocal seen
+            for host, line in self.lines():
+                if line == "tick":
+                    seen += 1
+                    tick()
+                elif ticks is None or seen < ticks:
+                    print(f"{name_of(host)} | {line}", file=sys.stderr)
+                else:
+                    late.append(f"{name_of(host)} | {line}\n")
+
+        try:
+            self.wait(look=look)
+        except HostFailed:
+            print(*late, sep="", end="", file=sys.stderr)
+            raise
+        finally:
+            self.end()
 
     def settle(self) -> None:
         """Keep the results of a job that has ended on all hosts, and close its files."""

@@ -10,6 +10,7 @@ is one chunk.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +83,7 @@ class Layout:
         return min(blocks, max(1, CHUNK // self.block)) if device.type == "cpu" else blocks
 
 
-class Blockwise:
+class Blockwise(ABC):
     """A codec of blocks, but for how blocks become scales and levels, and levels numbers.
 
     Args:
@@ -138,17 +139,17 @@ class Blockwise:
         if self.dither is not None and state:
             self.dither.load_state_dict(state)
 
+    @abstractmethod
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
         """Fill the scales (a column) and levels of some blocks, and leave in `work` the levels as float32."""
-        raise NotImplementedError
 
     def decode(self, levels: Tensor, work: Tensor) -> None:
         """Write levels as float32."""
         work.copy_(levels)
 
+    @abstractmethod
     def surely_finite(self, scales: Tensor, error: Tensor) -> bool:
         """Tell whether no error of some blocks can be NaN or infinite."""
-        raise NotImplementedError
 
     def _compress(self, values: Tensor, scales: Tensor, levels: Tensor, error: Tensor | None) -> None:
         """Compress whole blocks."""

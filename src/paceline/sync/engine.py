@@ -17,7 +17,7 @@ from paceline.errors import SyncError, UsageError
 from paceline.sync import gate
 from paceline.sync.clip import clip_global_norm_
 from paceline.sync.compress import Compression
-from paceline.sync.freight import Load
+from paceline.sync.freight import CompressedBucket
 from paceline.sync.full_shard import FullShard
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
@@ -246,9 +246,9 @@ class DataParallel(torch.nn.Module):
         """Samples of all ranks behind the latest gradient (0 where backward got none)."""
         return self.engine.weights.total
 
-    def loads(self) -> list[Load]:
+    def compressed_buckets(self) -> list[CompressedBucket]:
         """Return what compression does to each bucket it is used on: bytes and error; none before the first step."""
-        return [bucket.freight.load() for bucket in self.engine.buckets if bucket.freight is not None]
+        return [bucket.freight.told() for bucket in self.engine.buckets if bucket.freight is not None]
 
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).

@@ -21,14 +21,14 @@ from paceline.sync.feedback import Feedback
 from paceline.sync.packets import Gathered, Parcel, Swapped
 from paceline.sync.wire import Wire
 
-__all__ = ["Freight", "Load"]
+__all__ = ["CompressedBucket", "Freight"]
 
 _MEASURED_EVERY = 100
 """Rounds between two in which the error of compression is measured, which costs passes over the memory."""
 
 
 @dataclass(frozen=True)
-class Load:
+class CompressedBucket:
     """What compression does to one bucket.
 
     Attributes:
@@ -61,7 +61,7 @@ class Freight:
     ) -> None:
         self._bucket, self._compression, self._wire, self._courier = bucket, compression, wire, courier
         self._sharded = sharded
-        self._tag = wire.reserve_tags(max(2, TAGS))
+        self._tag = wire.reserve_tags(TAGS)  # no parcel needs more
         self._phase: Hashable = None
         self._parcel: Parcel | None = None
         self.feedback: Feedback | None = None
@@ -140,11 +140,11 @@ class Freight:
         """The payload of these collectives, by the rule of `SyncTimings.nbytes`."""
         return self.sent_nbytes * self._wire.size / (self._wire.size - 1)
 
-    def load(self) -> Load:
+    def told(self) -> CompressedBucket:
         """Return what compression does to the bucket."""
         ways = 1 if self._sharded else 2
         whole = self._bucket.grads.nbytes
-        return Load(
+        return CompressedBucket(
             self._bucket.index,
             tuple(slot.name for slot in self._bucket.slots),
             whole,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.interfaces import counted
 from paceline.units import format_decimal
 
 __all__ = ["Traffic", "interface_nbytes", "would_be_nbytes"]
@@ -87,18 +88,12 @@ def interface_nbytes(table: str | None = None) -> tuple[int, int] | None:
     """Return bytes that this host's interfaces, without the loopback, have sent and received; None: not known.
 
     Args:
-        table: the text of ``/proc/net/dev`` (proc_net(5): received bytes are column 1, sent ones column 9); None: read
-            it.
+        table: the text of ``/proc/net/dev``; None: read it.
     """
     if table is None:
         try:
             table = _TABLE.read_text(encoding="ascii")
         except OSError:
             return None
-    sent = received = 0
-    for line in table.splitlines():
-        name, colon, numbers = line.partition(":")
-        if colon and name.strip() != _LOOPBACK:
-            columns = numbers.split()
-            sent, received = sent + int(columns[8]), received + int(columns[0])
-    return sent, received
+    found = [traffic for name, traffic in counted(table).items() if name != _LOOPBACK]
+    return sum(each.sent for each in found), sum(each.received for each in found)

@@ -218,18 +218,18 @@ def _end(job: Job, progress: Progress, val_loss: float, seconds: float) -> None:
 def _sent(job: Job) -> dict[str, object]:
     """Return what rank 0 has sent, and what compression left out of it."""
     told: dict[str, object] = job.traffic.facts()
-    if loads := job.model.loads():
+    if buckets := job.model.compressed_buckets():
         told["buckets"] = [
             {
-                "first parameter": load.names[0],
-                "parameters": len(load.names),
-                "nbytes": load.nbytes,
-                "sent_nbytes": load.sent_nbytes,
-                "uncompressed_nbytes": load.uncompressed_nbytes,
-                "error": load.error if math.isfinite(load.error) else None,
-                "step": load.step,
+                "first parameter": each.names[0],
+                "parameters": len(each.names),
+                "nbytes": each.nbytes,
+                "sent_nbytes": each.sent_nbytes,
+                "uncompressed_nbytes": each.uncompressed_nbytes,
+                "error": each.error if math.isfinite(each.error) else None,
+                "step": each.step,
             }
-            for load in loads
+            for each in buckets
         ]
     if job.loop is not None:
         told |= {"synchronisations": job.loop.syncs}
