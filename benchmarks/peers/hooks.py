@@ -67,9 +67,7 @@ def outcome(name: str) -> str:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         command = [sys.executable, __file__, name, f"file://{folder}/rendezvous"]
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(RANKS)
         ]
         try:

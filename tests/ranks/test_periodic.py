@@ -356,6 +356,32 @@ def test_ranks_of_a_host_may_synchronise_gradients_while_hosts_synchronise_param
     assert torch.allclose(mine, flat(theta), rtol=0, atol=1e-10)
 
 
+def begun_apart(rank, size, kind):
+    """Train before the block; return what all ranks share when it has begun, and what they have at its end."""
+    torch.manual_seed(rank)  # other parameters on each rank
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+    if kind == "synchronised":
+        model = pl.DataParallel(model, sync="bucketed")
+    elif kind == "in groups of one":
+        groups = [torch.distributed.new_group([each]) for each in range(size)]
+        model = pl.DataParallel(model, sync="bucketed", group=groups[rank])
+    optim = sgd(model)
+    loop = pl.LocalSGD(model, optim, every=3, compression=None)
+    for step in range(rank + 1 if kind == "bare" else 2):
+        take_step(model, optim, rank, step)
+    with loop:
+        shared = torch.cat([each.reshape(-1).clone() for each in loop.shared().values()])
+        for step in range(4):
+            take_step(model, optim, rank, step)
+    return shared, flat(model), loop.module[1].running_var.clone()
+
+
+@pytest.mark.parametrize("kind", ["bare", "synchronised", "in groups of one"])
+def test_ranks_that_differ_when_the_block_begins_are_made_equal(pool, kind):
+    for each in zip(*pool(3).run(begun_apart, kind), strict=True):
+        same(each)
+
+
 def broken_off(rank, size):
     """An exception in the block is not followed by a synchronisation; parameters differ then, and that is known."""
     model = pl.DataParallel(network(), sync="bucketed")

@@ -105,16 +105,13 @@ class OuterLoop:
     # ------------------------------------------------------------------ setting up
 
     def _agree(self, group: dist.ProcessGroup | None) -> None:
-        """Check that all ranks ask for the same, and give a bare module rank 0's parameters."""
+        """Check that all ranks ask for the same."""
         told = [
             f"{type(self).__name__}: {self.cadence}, {self.outer}, warmup={self.warmup}, mix={self.mix}",
             f"compression: {self.compression}",
             *describe(self.module, "its own"),
         ]
         verify_same(told, type(self).__name__, self._wire.group, remedy="pass the same on every rank")
-        parted = self._engine is not None and self._engine.parted
-        if parted or not isinstance(self._model, DataParallel):
-            broadcast_tensors(self._wire, [*self.module.parameters(), *self.module.buffers()])
 
     def _make_fragments(self, piece_mib: float) -> list[Fragment]:
         named = dict(self.module.named_parameters())
@@ -159,8 +156,7 @@ class OuterLoop:
             if reference is not None:
                 self._engine.weights.reference = reference
         if not self._resumed:
-            for fragment in self._fragments:
-                fragment.adopt()
+            self._begin_alike()
         self._resumed = False
         self._hook = self._optimizer.register_step_post_hook(_counting(weakref.ref(self)))
         return self
@@ -182,6 +178,14 @@ class OuterLoop:
                 self._engine.parted = self._broken
         if self._engine is not None and not self._broken:
             level_before_next_step(self._optimizer, self._wire)
+
+    def _begin_alike(self) -> None:
+        """Give all ranks rank 0's parameters, where gradients have not kept them the same, and buffers; these are θ."""
+        may_differ = self._engine is None or self._engine.parted
+        params = self.module.parameters() if may_differ else ()
+        broadcast_tensors(self._wire, [*params, *self.module.buffers()])
+        for fragment in self._fragments:
+            fragment.adopt()
 
     def step_taken(self) -> None:
         """Count a local step; merge and send what is due."""
