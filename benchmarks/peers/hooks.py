@@ -2,13 +2,14 @@
 
     python benchmarks/peers/hooks.py
 
-Trains a small model with DistributedDataParallel on two processes, once for each hook, and writes what became of it
+Trains a small model with DistributedDataParallel on two processes, with each hook, and writes what became of it
 into the table of README.md.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.report.markdown import fill
+from paceline.report.markdown import fill, table
 
 README = Path(__file__).with_name("README.md")
-RANKS, STEPS, PATIENCE_SECONDS = 2, 12, 120
+RANKS, STEPS, PATIENCE_SECONDS = 2, 12, 60
+BUCKETS = {"several buckets": 0.3, "one bucket": 25.0}
 HOOKS = {
     "fp16_compress_hook": default_hooks.fp16_compress_hook,
     "bf16_compress_hook": default_hooks.bf16_compress_hook,
@@ -36,14 +38,16 @@ HOOKS = {
 }
 
 
-def train(name: str, rendezvous: str, rank: int) -> None:
+def train(name: str, bucket_mib: float, rendezvous: str, rank: int) -> None:
     """Train on this rank with a hook; say what happens."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU())]
-    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.3, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        nn.Sequential(*layers), bucket_cap_mb=bucket_mib, gradient_as_bucket_view=True
+    )
     state = dist.group.WORLD
     if "powerSGD" in name:
         state = powerSGD_hook.PowerSGDState(state, matrix_approximation_rank=2, start_powerSGD_iter=3)
@@ -55,17 +59,18 @@ def train(name: str, rendezvous: str, rank: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     except Exception as error:  # noqa: BLE001 — whatever it is, it is the result
-        said = str(error).strip().splitlines()
-        print(f"raises {type(error).__name__}: {said[0] if said else ''}", flush=True)
+        said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        root = re.split(r"(?:RuntimeError: Got the following error [^:]+: )+", said)[-1]  # behind callbacks
+        print("raises " + re.split(r"\. |:\s*$", root)[0], flush=True)
         os._exit(0)  # the other rank may hang in a collective
     print("works", flush=True)
     dist.destroy_process_group()
 
 
-def outcome(name: str) -> str:
-    """Return what became of a training with a hook."""
+def outcome(name: str, bucket_mib: float) -> str:
+    """Return what became of a training with a hook, on rank 0."""
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        command = [sys.executable, __file__, name, f"file://{folder}/rendezvous"]
+        command = [sys.executable, __file__, name, str(bucket_mib), f"file://{folder}/rendezvous"]
         ranks = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(RANKS)
@@ -89,14 +94,14 @@ def main() -> None:
     """Try all hooks, and fill the table."""
     rows = []
     for name in HOOKS:
-        rows.append(f"| `{name}` | {outcome(name)} |")
-        print(rows[-1], flush=True)
-    table = "\n".join(["|  | over gloo, on CPUs |", "|---|---|", *rows])
-    README.write_text(fill(README.read_text(encoding="utf-8"), "hooks", table), encoding="utf-8")
+        rows.append([f"`{name}`", *(outcome(name, mib) for mib in BUCKETS.values())])
+        print(*rows[-1], sep=" | ", flush=True)
+    block = table(["", *BUCKETS], rows, words=3)
+    README.write_text(fill(README.read_text(encoding="utf-8"), "hooks", block), encoding="utf-8")
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+        train(sys.argv[1], float(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     else:
         main()
