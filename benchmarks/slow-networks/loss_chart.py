@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from loss_figures import Curve, LossResult
 
 from paceline.report.canvas import COLOURS, INK, Chart, drawn, log_ticks, stacked_panels
-
-if TYPE_CHECKING:
-    pass
 
 KINDS = {"ddp": INK, "gradients": COLOURS[0], "local": COLOURS[1], "diloco": COLOURS[2]}
 
@@ -27,19 +24,18 @@ def draw_time(result: dict[str, Any]) -> Chart:
     """Return held-out loss over wall time: every seed, and when ours had reached what DDP ends with."""
     figure, (over_time, over_bytes) = stacked_panels(width=10, height=8.4, heights=(1.0, 1.0))
     found = LossResult.from_json(result)
-    parameters = result["settings"]["parameters"]
     for index, (ddp, ours) in enumerate(zip(found.ddp, found.ours, strict=True)):
         label = {"label": "torch DDP"} if index == 0 else {}
         seconds = [step * found.ddp_step for step in ddp.steps]
         over_time.plot(seconds, ddp.loss, color=INK, linewidth=1.4, **label)
-        over_bytes.plot([step * 6e-6 * parameters for step in ddp.steps], ddp.loss, color=INK, linewidth=1.4)
+        over_bytes.plot([sent / 1e6 for sent in ddp.sent], ddp.loss, color=INK, linewidth=1.4)
         label = {"label": result["ours"]["way"]["name"]} if index == 0 else {}
         over_time.plot(ours.seconds, ours.loss, color=COLOURS[1], linewidth=1.4, **label)
         over_bytes.plot([sent / 1e6 for sent in ours.sent], ours.loss, color=COLOURS[1], linewidth=1.4)
         over_time.axhline(ddp.loss[-1], color=INK, linewidth=0.6, linestyle=(0, (2, 3)))
     settings = result["settings"]
     over_time.set_title(
-        f"Held-out loss of `{settings['size']}`, {settings['hosts']} hosts, links of {settings['rate']}",
+        f"Held-out loss of {settings['size']}, {settings['hosts']} hosts, links of {settings['rate']}",
         loc="left",
         fontsize=11,
         fontweight="bold",
@@ -47,6 +43,8 @@ def draw_time(result: dict[str, Any]) -> Chart:
     over_time.set_xlabel("seconds (dotted: what DDP ends with)")
     over_bytes.set_xlabel("MB that a host has sent")
     over_bytes.set_xscale("log")
+    over_bytes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    over_time.set_xlim(0, None)
     for axes in (over_time, over_bytes):
         axes.set_ylabel("nats per token")
         axes.set_ylim(None, min(3.0, max(found.ddp[0].loss)))
