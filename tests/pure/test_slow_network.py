@@ -126,7 +126,7 @@ def test_one_rank_sends_nothing():
     assert advice.chosen.flags == ""
 
 
-def test_what_hurts_more_is_not_said_to_hurt_less():
+def test_every_compression_has_words_from_every_step_on():
     assert {kind for kind, _ in EFFECTS} == {"none", "bf16", "int8", "int4"}
     assert all((kind, 1) in EFFECTS for kind, _ in EFFECTS)
 
