@@ -255,6 +255,14 @@ def test_ranks_that_wait_for_different_things():
     assert judge(0, seen, [], LIMITS).kind == "elsewhere"
 
 
+def test_what_a_rank_waited_for_before_it_fell_silent_speaks_against_nobody():
+    """Others wait for it in a later step, so it has moved on since; what it does shows when it is silent for longer."""
+    limits = replace(LIMITS, stall=1.75, lost=1.5)
+    rows = [waiting(0, 1.8), row(1, age=0.01, step=4), waiting(2, 1.8)]
+    assert found(world(*rows, r1={"silent": 1.9}), limits=limits) is None
+    assert found(world(*rows, r1={"silent": 2.1, "dumped": True}), limits=limits) == ("held", 1)
+
+
 @pytest.mark.parametrize("how", ["stopped", "silent", "stalled"])
 def test_after_a_connection_failed_less_speaks_against_a_rank(how):
     fields = {"stopped": {}, "silent": {}, "stalled": {"still": 2.0}}[how]

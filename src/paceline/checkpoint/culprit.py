@@ -303,6 +303,8 @@ def _behind(
     first = min(rows, key=lambda rank: (_place(rows[rank]), rank))
     if all(_place(row) == _place(rows[first]) for row in rows.values()):
         return None
+    if any(each.silent > limits.beat for each in seen):
+        return None  # it may have moved on since it was heard, and be silent for another reason: a moment will show
     ahead = max(rows, key=lambda rank: (_place(rows[rank]), -rank))
     return Verdict("elsewhere", first, seconds, (), ahead)
 
