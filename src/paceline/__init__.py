@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
+    from paceline.star.star import Star as Star
     from paceline.sync.compress import Compression as Compression
     from paceline.sync.engine import DataParallel as DataParallel
     from paceline.sync.finite import Finite as Finite
@@ -50,6 +51,7 @@ _HOME = {
     "PacelineError": "paceline.errors",
     "ShardedOptimizer": "paceline.sync.shard",
     "SlowMo": "paceline.sync.periodic",
+    "Star": "paceline.star.star",
     "Sync": "paceline.sync.plan",
     "Watch": "paceline.checkpoint.watch",
     "World": "paceline.world",
@@ -72,6 +74,7 @@ __all__ = [
     "PacelineError",
     "ShardedOptimizer",
     "SlowMo",
+    "Star",
     "Sync",
     "Watch",
     "World",

@@ -28,9 +28,13 @@ def mixed(numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return z
 
 
-def key_of(*parts: int) -> int:
-    """Return a 64-bit key that depends on all `parts`, in their order."""
-    key = 0
+def key_of(*parts: int, after: int = 0) -> int:
+    """Return a 64-bit key that depends on all `parts`, in their order.
+
+    Args:
+        parts: any numbers. after: key of the parts before: ``key_of(3, after=key_of(1, 2))`` is ``key_of(1, 2, 3)``.
+    """
+    key = after
     for part in parts:
         key = _mixed_one(part, key ^ 0x5851F42D4C957F2D)
     return key

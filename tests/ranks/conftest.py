@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from nursery import Nursery
@@ -23,3 +24,17 @@ def nursery() -> Iterator[Nursery]:
     warm = Nursery()
     yield warm
     warm.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Callable[..., Any]]:
+    """`ends(HubExchange, …)` makes an end of a star that is closed afterwards; see star_ends.py."""
+    made = []
+
+    def make(kind: Callable[..., Any], *arguments: object, **options: object) -> Any:
+        made.append(kind(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for end in made:
+        end.close()

@@ -319,6 +319,27 @@ def test_a_pseudo_gradient_that_is_not_finite_is_left_out_and_its_rank_named(poo
     assert [rejected for _, rejected in results] == [{1: 1}] * 3
 
 
+def poisoned_host(rank, size, sync):
+    """Hosts of two ranks, whose optimizer may be sharded; the first host's parameters become NaN."""
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    model = pl.DataParallel(network(), sync=sync, group=groups[rank // 2])
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+    with pl.DiLoCo(model, optim, every=3, compression=None, group=groups[2 + rank % 2]) as loop:
+        for step in range(1, 10):
+            take_step(model, optim, rank, step)
+            if rank < 2 and step == 4:
+                with torch.no_grad():
+                    next(model.parameters())[0, 0] = float("nan")
+    return flat(model), loop.rejected
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded"])
+def test_a_host_whose_parameters_became_nan_begins_its_optimizer_anew(pool, sync):
+    results = pool(4).run(poisoned_host, sync)
+    assert bool(same([params for params, _ in results]).isfinite().all())
+    assert [rejected for _, rejected in results] == [{0: 1}] * 4
+
+
 def grouped(rank, size):
     """Two hosts of two ranks: gradients inside a host every step, parameters between hosts every 3 steps."""
     inner = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])][rank // 2]

@@ -9,7 +9,7 @@ Evidence, from certain to weak:
     held          one of its threads holds Python's lock, so that it can't answer, and others wait for it
     finished      it left its loop, and others wait for it
     stalled       it is behind, stands still, and others wait for it
-    elsewhere     all wait, but not for the same thing: the one that is least advanced
+    elsewhere     all were heard of just now and wait, but not for the same thing: the one that is least advanced
 
 A connection error is none of them: it is what the others see of one. And silence of a rank for which nobody waits is no
 fault: a long call may hold Python's lock.

@@ -39,18 +39,21 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> TensorFile:
     """Write `tensors` to a new file, wait until they are on the disk, and return what a manifest says of it.
 
     Args:
         path: the file; it must not exist.
         tensors: on the CPU, contiguous.
+        metadata: texts that the file's header is to hold as well.
 
     Raises:
         OSError: it can't be written.
     """
     order = sorted(tensors, key=lambda label: -tensors[label].element_size())  # so that each is aligned
-    header = _header({label: tensors[label] for label in order})
+    header = _header({label: tensors[label] for label in order}, metadata or {})
     at, stored = len(header), {}
     with open(path, "xb", buffering=0) as file:
         stream = FlushedEarly(file.fileno())
@@ -68,14 +71,16 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> TensorFile:
     return TensorFile(at, len(header), xxh3_64_hexdigest(header), stored)
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     at, entries = 0, {}
     for label, tensor in tensors.items():
         code = _CODES[dtype_name(tensor)]
         shape = [tensor.nbytes] if tensor.dtype is torch.complex128 else list(tensor.shape)
         entries[label] = {"dtype": code, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text = json.dumps(
+        {"__metadata__": {"format": "pt", **metadata}, **entries}, separators=(",", ":")
+    ).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

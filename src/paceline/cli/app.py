@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "dispatch": ("paceline.cli.dispatch", "dispatch", "Tell who gets which data, who starves, what is safe."),
     "plan": ("paceline.cli.plan", "app", "Plan a training from measured numbers, before anything runs."),
+    "hub": ("paceline.cli.hub", "app", "Serve asynchronous training: the switch node of a star."),
     "exchange": (
         "paceline.cli.exchange",
         "exchange",

@@ -22,6 +22,8 @@ class Tag(IntEnum):
     """A whole envelope that ends what a rank sends to another in a round."""
     VERDICT = 15
     """What a rank found in a round, to all others."""
+    ENVELOPE = 16
+    """A whole envelope, of no round."""
 
 
 class Flight(Protocol):

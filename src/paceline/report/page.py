@@ -1,22 +1,15 @@
-"""One HTML page about a run: what ran, where the time went, what limits. The only file that needs jinja2.
-
-The page holds everything it shows, loads nothing, follows the reader's choice of light or dark and can be read
-on a phone: each chart is in it twice, drawn wide and narrow.
-"""
+"""One HTML page about a run: what ran, where the time went, what limits."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
-from paceline.report.charts import COLOUR_OF_PHASE, Bar, Chart, Line, breakdown, curve
+from paceline.report.charts import Bar, Line, breakdown, curve
 from paceline.report.records import Restart, Run, read_run
 from paceline.report.sent import what_was_sent
+from paceline.report.sheet import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
 from paceline.report.summary import PHASES, RankTime, Summary, summarize
 from paceline.report.words import headline
 from paceline.units import format_bytes, format_count, format_seconds
@@ -27,41 +20,13 @@ _RANKS_SHOWN = 16
 _OWN_SECTION = ("sent",)
 
 
-@dataclass(frozen=True)
-class _Tile:
-    name: str
-    value: str
-    note: str
-
-
-@dataclass(frozen=True)
-class _Figure:
-    """A chart as the page shows it: two drawings, what it tells in words, and perhaps a table (head first)."""
-
-    title: str
-    told: str
-    desk: str
-    phone: str
-    table: Sequence[Sequence[str]] = ()
-
-
 def write_report(run_dir: Path) -> Path:
     """Write ``report.html`` into the run folder and return its path; the file is whole or not there at all.
 
     Raises:
         UsageError: `run_dir` is no run folder or can't be written, or the ``report`` extra is not installed.
     """
-    path, growing = run_dir / "report.html", run_dir / f".report-{os.getpid()}.tmp"
-    page = render(read_run(run_dir))
-    try:
-        growing.write_text(page, encoding="utf-8")
-        os.replace(growing, path)
-    except OSError as error:
-        growing.unlink(missing_ok=True)
-        raise UsageError(
-            f"can't write {path}: {error.strerror}", remedy="make the folder writable"
-        ) from error
-    return path
+    return write_sheet(run_dir, render(read_run(run_dir)))
 
 
 def render(run: Run) -> str:
@@ -71,32 +36,19 @@ def render(run: Run) -> str:
         UsageError: the ``report`` extra is not installed.
     """
     summary = summarize(run)
-    return _template().render(
+    return Sheet(
         title=f"Run {run.folder.resolve().name}",
         subtitle=_subtitle(run, summary),
         command=str(run.facts.get("command", "")),
         notes=run.notes,
         sentences=headline(summary),
         tiles=_tiles(summary),
-        charts=_figures(run, summary),
+        figures=_figures(run, summary),
         sent=what_was_sent(run.facts),
-        restarts=[_restart_row(restart) for restart in run.restarts],
+        listings=_restarts(run.restarts),
         sample=run.sample.strip("\n"),
         groups=_groups(run.facts),
-        colour_of_phase=COLOUR_OF_PHASE,
-    )
-
-
-def _template() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise UsageError(
-            "the report needs jinja2, which is not installed", remedy="pip install 'paceline[report]'"
-        ) from error
-    source = files("paceline.report").joinpath("page.html.j2").read_text(encoding="utf-8")
-    room = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    return room.from_string(source)
+    ).html()
 
 
 def _subtitle(run: Run, summary: Summary) -> str:
@@ -113,33 +65,33 @@ def _subtitle(run: Run, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def _tiles(summary: Summary) -> list[_Tile]:
+def _tiles(summary: Summary) -> list[Tile]:
     """Return the numbers that stand on top, those that the run recorded."""
     tiles = []
     if summary.tokens_per_second is not None:
         tiles.append(
-            _Tile("speed", f"{format_count(summary.tokens_per_second)}/s", "tokens, all ranks, median")
+            Tile("speed", f"{format_count(summary.tokens_per_second)}/s", "tokens, all ranks, median")
         )
     if summary.step_seconds is not None:
-        tiles.append(_Tile("step", format_seconds(summary.step_seconds), "median"))
+        tiles.append(Tile("step", format_seconds(summary.step_seconds), "median"))
     if summary.exposed_share is not None:
         note = "for communication, " + ("mean of ranks" if summary.ranks else "rank 0")
-        tiles.append(_Tile("waiting", _percent(summary.exposed_share), note))
+        tiles.append(Tile("waiting", _percent(summary.exposed_share), note))
     if summary.nbytes is not None:
         calls = (
             f"in {summary.calls:.0f} collectives" if summary.calls is not None else "handed to collectives"
         )
-        tiles.append(_Tile("traffic a step", format_bytes(summary.nbytes), calls))
+        tiles.append(Tile("traffic a step", format_bytes(summary.nbytes), calls))
     if summary.val_loss_last is not None:
         tiles.append(
-            _Tile("held-out loss", f"{summary.val_loss_last:.3f}", f"from {summary.val_loss_first:.3f}")
+            Tile("held-out loss", f"{summary.val_loss_last:.3f}", f"from {summary.val_loss_first:.3f}")
         )
     elif summary.loss_last is not None:
-        tiles.append(_Tile("training loss", f"{summary.loss_last:.3f}", f"from {summary.loss_first:.3f}"))
+        tiles.append(Tile("training loss", f"{summary.loss_last:.3f}", f"from {summary.loss_first:.3f}"))
     return tiles
 
 
-def _figures(run: Run, summary: Summary) -> list[_Figure]:
+def _figures(run: Run, summary: Summary) -> list[Figure]:
     figures = []
     if summary.ranks:
         figures.append(_where_time_goes(summary.ranks))
@@ -158,6 +110,12 @@ def _figures(run: Run, summary: Summary) -> list[_Figure]:
     return figures
 
 
+def _restarts(restarts: Sequence[Restart]) -> list[Listing]:
+    """Return the table of failures; none where there were none."""
+    head = ["restart", "when", "what failed first", "ranks"]
+    return [Listing("Restarts", [head, *map(_restart_row, restarts)])] if restarts else []
+
+
 def _restart_row(restart: Restart) -> list[str]:
     """Return the cells of a restart: number, when, why, world size."""
     after = str(restart.ranks_after) if restart.ranks_after else "ended"
@@ -165,7 +123,7 @@ def _restart_row(restart: Restart) -> list[str]:
     return [str(restart.number), when, restart.reason, f"{restart.ranks_before} → {after}"]
 
 
-def _where_time_goes(ranks: Sequence[RankTime]) -> _Figure:
+def _where_time_goes(ranks: Sequence[RankTime]) -> Figure:
     shown = ranks[:_RANKS_SHOWN]
     bars = [
         Bar(f"rank {rank.rank}", {phase: 1e3 * rank.seconds[phase] / max(1, rank.steps) for phase in PHASES})
@@ -178,15 +136,17 @@ def _where_time_goes(ranks: Sequence[RankTime]) -> _Figure:
     told = "Mean time of a step on each rank. Exposed: the rank stands still for communication."
     if len(ranks) > len(shown):
         told += f" The first {len(shown)} of {len(ranks)} ranks."
-    return _both("Where the time goes", told, "time", lambda wide: breakdown({"": bars}, wide=wide), table)
+    return drawn_twice(
+        "Where the time goes", told, "time", lambda wide: breakdown({"": bars}, wide=wide), table
+    )
 
 
-def _loss(run: Run) -> _Figure:
+def _loss(run: Run) -> Figure:
     lines = [Line("training", [(step.step, step.loss) for step in run.steps])]
     held_out = [(step.step, step.val_loss) for step in run.steps if step.val_loss is not None]
     lines += [Line("held out", held_out)] if held_out else []
     told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
-    return _both(
+    return drawn_twice(
         "Loss",
         told,
         "loss",
@@ -194,22 +154,14 @@ def _loss(run: Run) -> _Figure:
     )
 
 
-def _over_steps(title: str, told: str, unit: str, points: Sequence[tuple[float, float]]) -> _Figure:
+def _over_steps(title: str, told: str, unit: str, points: Sequence[tuple[float, float]]) -> Figure:
     lines = [Line("", points)]
-    return _both(
+    return drawn_twice(
         title,
         told,
         title.split()[0].lower(),
         lambda wide: curve(lines, x="optimizer step", y=unit, wide=wide, from_zero=True),
     )
-
-
-def _both(
-    title: str, told: str, name: str, draw: Callable[[bool], Chart], table: Sequence[Sequence[str]] = ()
-) -> _Figure:
-    """Return a figure drawn twice, for a desk and for a phone."""
-    desk, phone = draw(True).inline_svg(f"{name}-desk"), draw(False).inline_svg(f"{name}-phone")
-    return _Figure(title, told, desk, phone, table)
 
 
 def _groups(facts: Mapping[str, object]) -> dict[str, dict[str, str]]:

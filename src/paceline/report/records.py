@@ -130,12 +130,13 @@ def _read_facts(folder: Path) -> dict[str, object]:
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is no folder",
-            remedy="give the folder that `paceline train --out` wrote, such as runs/train",
+            remedy="give the folder that `paceline train --out` wrote, or that `paceline hub --folder` keeps",
         )
     path = folder / "run.json"
     if not path.is_file():
         runs = sorted(found.parent for found in folder.glob("*/run.json"))
-        remedy = f"did you mean {runs[0]}?" if runs else "give the folder that `paceline train --out` wrote"
+        wrote = "give the folder that `paceline train --out` wrote, or that `paceline hub --folder` keeps"
+        remedy = f"did you mean {runs[0]}?" if runs else wrote
         raise UsageError(f"{folder} is no run: it has no run.json", remedy=remedy)
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

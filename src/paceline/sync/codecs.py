@@ -120,7 +120,8 @@ class Raw:
 
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
         part(packet, 0, len(values), self.dtype).copy_(values)
-        packet[values.nbytes :].zero_()
+        if len(packet) > values.nbytes:
+            packet[values.nbytes :].zero_()
         if error is not None:
             error.zero_()
 

@@ -20,15 +20,13 @@ from torch import Tensor
 from paceline.sync.codecs import Raw
 from paceline.sync.courier import Courier, Ticket
 from paceline.sync.lowrank import LowRank
-from paceline.sync.packets import Error, Label, Swapped
+from paceline.sync.packets import COUNTS_ONCE, Error, Label, Swapped
 from paceline.sync.wire import Wire
 
 __all__ = ["TAGS", "Factored"]
 
 TAGS = 5
 """How many a `Factored` needs."""
-
-_COUNTS = Label()
 
 
 class Factored:
@@ -72,7 +70,7 @@ class Factored:
         self.error = Error()
         self.labels: list[Label] = []
 
-    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
+    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
         """Start summing; see `packets.Parcel`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._measure = measure

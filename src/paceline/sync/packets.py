@@ -31,7 +31,7 @@ from paceline.sync.courier import Courier, Ticket
 from paceline.sync.feedback import Feedback
 from paceline.sync.wire import Pending, Wire
 
-__all__ = ["Error", "Gathered", "Label", "Parcel", "Swapped"]
+__all__ = ["COUNTS_ONCE", "Error", "Gathered", "Label", "Parcel", "Swapped"]
 
 _LABEL_NBYTES = 32
 """Behind each packet: its sender's label, four float64."""
@@ -61,7 +61,8 @@ class Label:
         return [cls(*numbers[:3]) for numbers in rows.contiguous().view(torch.float64).tolist()]
 
 
-_COUNTS = Label()
+COUNTS_ONCE = Label()
+"""Of a sum whose ranks all count alike."""
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Parcel(Protocol):
     error: Error
     labels: list[Label]
 
-    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
+    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
         """Start summing the buffer times its weight over all ranks; until `wait`, nobody may write to it."""
         ...
 
@@ -209,7 +210,7 @@ class Swapped:
         self.error = Error()
         self.labels: list[Label] = []
 
-    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
+    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
         """Start summing; see `Parcel`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._packer.begin(measure)
@@ -288,7 +289,7 @@ class Gathered:
         self.error = Error()
         self.labels: list[Label] = []
 
-    def launch(self, label: Label = _COUNTS, *, measure: bool = False) -> None:
+    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
         """Start summing; see `Parcel`."""
         assert self._gathering is None, "the sum before it was waited for"
         self._packer.begin(measure)

@@ -28,7 +28,8 @@ class LocalSGD(OuterLoop):
     """Averages parameters every H local steps (local SGD, Stich, arXiv 1805.09767).
 
     Args:
-        model: a `DataParallel`, or a bare module. See `OuterLoop` for models that synchronise in groups.
+        model: a `DataParallel`, or a bare module; as the block begins, a bare one gets rank 0's parameters, and either
+            rank 0's buffers. See `OuterLoop` for models that synchronise in groups.
         optimizer: the local one; each of its steps counts.
         every: H, local steps between two synchronisations.
         fragments: parts of the model that are synchronised in turn, one every H / fragments steps.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
@@ -61,10 +62,21 @@ class Cadence:
 
     def sent_at(self, step: int) -> int | None:
         """Return the fragment that is sent after local step `step`, counted from 1."""
-        for fragment in range(self.fragments):
-            if (step - (fragment + 1) * self.every // self.fragments) % self.every == 0 and step > 0:
-                return fragment
-        return None
+        return self._fragment_at.get(step % self.every) if step > 0 else None
+
+    def steps_to_sending(self, step: int) -> int:
+        """Return how many steps after local step `step` a fragment is sent next, 1 or more."""
+        if self.fragments == 1:
+            return self.every - step % self.every
+        return 1 + min((place - step - 1) % self.every for place in self._fragment_at)
+
+    @cached_property
+    def _fragment_at(self) -> dict[int, int]:
+        """Fragments, by the place in the cycle of `every` steps at which they are sent."""
+        return {
+            (fragment + 1) * self.every // self.fragments % self.every: fragment
+            for fragment in range(self.fragments)
+        }
 
     def step_of(self, number: int) -> int:
         """Return the local step after which the sending of this number is due, counted from 0."""

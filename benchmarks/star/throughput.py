@@ -1,0 +1,67 @@
+"""What a star costs its workers: steps a second beside it ÷ alone, in turns.
+
+    python benchmarks/star/throughput.py
+
+The machines, speeds, links and model of `loss.py`; every turn is the four workers without a hub, then with one, for the
+same time. Writes ``throughput.json`` beside this file.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from loss import Stage, StarSettings
+from loss_figures import alone_share
+from training import SPEEDS
+
+from paceline.bench.facts import head, write_result
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError
+from paceline.lab import Lab
+
+HERE = Path(__file__).parent
+
+
+def main(
+    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
+    fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
+    turns: Annotated[int, typer.Option(help="Alone, then with the star.")] = 3,
+    seconds: Annotated[float, typer.Option(help="Of each.")] = 60.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
+    ] = None,
+) -> None:
+    """Compare the workers' speeds."""
+    path = json_file or HERE / "throughput.json"
+    check_writable(path, make_folder=True)
+    settings, found = StarSettings(seconds=seconds), []
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
+        Lab(len(SPEEDS), rate) as lab,
+        TurnBar("throughput", 2 * turns) as tick,
+    ):
+        stage = Stage(lab, Path(folder), fastest)
+        for _ in range(turns):
+            alone = stage.workers(settings, 0, alone=True)
+            tick()
+            found.append({"alone": alone, "star": stage.workers(settings, 0)})
+            tick()
+    result = head("asynchronous-throughput") | {
+        "settings": {"rate": rate, "fastest_step": fastest, "seconds": seconds, "speeds": list(SPEEDS)},
+        "turns": found,
+    }
+    write_result(path, result)
+    print([round(each, 3) for each in alone_share(found)])
+    print(path)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))

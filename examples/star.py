@@ -1,0 +1,49 @@
+"""A worker of asynchronous training: start `paceline hub` first, then this program on as many machines as you like.
+
+paceline hub &
+python examples/star.py tcp://127.0.0.1:7077
+"""
+
+import sys
+
+import torch
+
+import paceline as pl
+from paceline.lm import corpus as corpora
+from paceline.lm.batches import Batches, HeldOut
+from paceline.lm.model import GPT, loss
+from paceline.lm.sizes import size_of
+
+STEPS, BATCH = 300, 8
+
+
+def main(hub: str, key: str | None = None) -> None:
+    """Train beside a star."""
+    size, corpus = size_of("tiny"), corpora.load(None)
+    model = GPT(size)
+    optim = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    batches = Batches(corpus.train, BATCH, size.context, seed=torch.seed() % 2**31)
+    held_out = HeldOut(corpus.held_out, 16, size.context, limit=64)
+
+    def score() -> float:
+        losses = [loss(model(batch.inputs), batch.targets).item() for batch in held_out.rounds()]
+        return sum(losses) / len(losses)
+
+    with pl.Star(model, optim, hub, every=20, delay=5, score=score, key=key) as star:
+        for step in range(STEPS):
+            batch = batches.at(step)
+            value = loss(model(batch.inputs), batch.targets)
+            value.backward()
+            optim.step()
+            optim.zero_grad()
+            star.loss = value.item()
+            if step % 20 == 19:
+                print(f"step {step + 1}: loss {value.item():.3f}, centres taken in {star.counts.taken}")
+    with torch.no_grad():
+        print(f"held-out loss of the centre: {score():.3f}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: star.py HUB_ADDRESS [KEY_FILE]")
+    main(*sys.argv[1:3])

@@ -1,0 +1,210 @@
+"""``paceline hub``: the switch node of asynchronous training."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.errors import UsageError
+from paceline.units import parse_seconds
+
+if TYPE_CHECKING:
+    from paceline.star.rules import HubRules
+
+__all__ = ["app"]
+
+_PORT = 7077
+app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
+
+
+@app.callback()
+def hub(
+    context: typer.Context,
+    bind: Annotated[
+        str, typer.Option(help="Where workers connect: tcp://HOST:PORT, tcp://*:PORT for all interfaces.")
+    ] = f"tcp://127.0.0.1:{_PORT}",
+    folder: Annotated[
+        Path, typer.Option(help="Journal, snapshots and ledger; a run that is there goes on.")
+    ] = Path("runs/hub"),
+    run: Annotated[str, typer.Option(help="Name of the run; else drawn, or the one in the folder.")] = "",
+    new: Annotated[bool, typer.Option("--new", help="Begin a run; refuse a folder that holds one.")] = False,
+    keys: Annotated[
+        Path | None, typer.Option(help="Folder that keygen made; needed beyond this machine.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let everybody in who can reach the address.")
+    ] = False,
+    outer: Annotated[
+        str, typer.Option(help="What becomes of updates: averaging, delayed-nesterov, nesterov.")
+    ] = "averaging",
+    outer_lr: Annotated[
+        float | None, typer.Option(help="Of the outer optimizer: 1 for averaging, else 0.7.")
+    ] = None,
+    outer_momentum: Annotated[float, typer.Option(help="Of the outer optimizer.")] = 0.9,
+    outer_warmup: Annotated[
+        int, typer.Option(help="Rounds that are only averaged before momentum starts.")
+    ] = 1,
+    unstable: Annotated[
+        bool, typer.Option("--unstable", help="Allow Nesterov at every arrival, which diverges.")
+    ] = False,
+    staleness: Annotated[
+        str, typer.Option(help="What becomes of old updates: accept, down-weight, drop, wait.")
+    ] = "accept",
+    bound: Annotated[float, typer.Option(help="Rounds beyond which an update is too old.")] = 16.0,
+    exploding: Annotated[
+        float, typer.Option(help="Refuse updates of so many times the usual norm; 0: none.")
+    ] = 10.0,
+    worse: Annotated[float, typer.Option(help="Refuse updates whose score got worse by so much.")] = 0.05,
+    strikes: Annotated[int, typer.Option(help="Refusals of ten after which a worker is in quarantine.")] = 3,
+    quarantine: Annotated[str, typer.Option(help="How long, the first time.")] = "60s",
+    down: Annotated[
+        str, typer.Option(help="How the centre is packed for workers: bf16, fp16, fp32, int8.")
+    ] = "bf16",
+    population: Annotated[
+        int | None,
+        typer.Option(metavar="STEPS", help="Train apart for so many steps; the best are adopted."),
+    ] = None,
+    margin: Annotated[
+        float, typer.Option(help="Of a population: share behind the best at which the worst is replaced.")
+    ] = 0.05,
+    perturb: Annotated[
+        float, typer.Option(help="Of a population: factor on the learning rate of who is replaced.")
+    ] = 1.0,
+    gap: Annotated[
+        float | None, typer.Option(help="Of a population: share ahead at which all join the best early.")
+    ] = None,
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Which of several hubs this is.")] = "0/1",
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Most to send and to receive: 40MB/s, 30% of 1Gbit/s.")
+    ] = None,
+    silent_after: Annotated[str, typer.Option(help="Silence after which a worker does not count.")] = "15s",
+    snapshot_every: Annotated[int, typer.Option(help="Updates between snapshots.")] = 500,
+    until: Annotated[str | None, typer.Option(help="Stop after so long, such as 8h.")] = None,
+) -> None:
+    """Serve asynchronous training: take in what workers send, in the order in which it comes.
+
+    Workers are programs with pl.Star(model, optim, hub=...). The hub needs no model and no GPU. Killed and started
+    again with the same folder it goes on where it was, and workers connect again by themselves.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from paceline.star.merge import Outer
+    from paceline.star.population import PopulationRules
+    from paceline.star.rules import HubRules, Shard
+    from paceline.star.screen import ScreenRules
+    from paceline.star.share import share_of_link
+    from paceline.star.stale import Staleness
+
+    lr = outer_lr if outer_lr is not None else 1.0 if outer == "averaging" else 0.7
+    rules = HubRules(
+        outer=Outer(outer, lr, outer_momentum, outer_warmup, unstable),  # type: ignore[arg-type]
+        staleness=Staleness(staleness, bound),
+        screen=ScreenRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
+        population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
+        down=down,
+        shard=Shard(*_shard(shard)),
+        bandwidth=share_of_link(bandwidth, None),
+        silent_after=parse_seconds(silent_after),
+        snapshot_every=snapshot_every,
+    )
+    seconds = None if until is None else parse_seconds(until)
+    _serve(bind, folder, run, new, keys, insecure, rules, seconds)
+
+
+@app.command("keygen")
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Where keys are kept.")],
+    worker: Annotated[str, typer.Option(help="Make a key for a worker of this name.")] = "worker",
+) -> None:
+    """Make the keys of a hub, and one for workers; again with another --worker for one more.
+
+    Give each worker its file (key=), and the hub the folder (--keys). Whoever has none gets nowhere.
+    """
+    from paceline.exchange.keys import make_keys
+
+    made = make_keys(folder, worker)
+    typer.echo(f"hub:    paceline hub --bind 'tcp://*:{_PORT}' --keys {folder}")
+    typer.echo(f"worker: pl.Star(..., key={str(made)!r})   (copy the file there; it is a secret)")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, of = text.partition("/")
+    if not index.isdecimal() or not of.isdecimal():
+        raise UsageError(f"--shard {text!r}", remedy="write which of how many, such as 0/2")
+    return int(index), int(of)
+
+
+def _serve(
+    bind: str,
+    folder: Path,
+    run: str,
+    new: bool,
+    keys: Path | None,
+    insecure: bool,
+    rules: HubRules,
+    seconds: float | None,
+) -> None:
+    """Serve until it is interrupted, or the time is up."""
+    from paceline.cli.hub_table import HubTable
+    from paceline.exchange.keys import HubKeys
+    from paceline.exchange.zeromq import HubExchange, Settings
+    from paceline.star.hub import Hub
+    from paceline.star.keeping.journal import Journal
+    from paceline.star.serve import Server
+
+    exchange = HubExchange(
+        bind,
+        "",
+        keys=None if keys is None else HubKeys.read(keys),
+        insecure=insecure,
+        settings=Settings(rate=rules.bandwidth),
+    )
+    try:
+        with Journal.open(folder, resume=not new) as journal:
+            name = _name_of_run(run, journal)
+            hub_ = Hub(name, rules, journal, time.time)
+            server, ended = Server(hub_, exchange), _Ended(seconds)
+            with HubTable(hub_, exchange, folder) as table:
+                server.run(ended, table.look)
+    finally:
+        exchange.close()
+
+
+def _name_of_run(run: str, journal: object) -> str:
+    from paceline.star.keeping.journal import Journal
+
+    assert isinstance(journal, Journal)
+    known = str(journal.run_facts.get("run", ""))
+    if known and run and run != known:
+        raise UsageError(
+            f"the folder holds run {known!r}, --run says {run!r}",
+            remedy="choose another folder, or leave --run out",
+        )
+    name = known or run or f"run-{secrets.token_hex(4)}"
+    if not known:
+        journal.describe({"run": name})
+    return name
+
+
+class _Ended:
+    """Tells whether to stop: after SIGINT or SIGTERM, or when the time is up."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self._asked:
+            sys.exit(130)
+        self._asked = True
+
+    def __call__(self) -> bool:
+        return self._asked or (self._deadline is not None and time.monotonic() >= self._deadline)

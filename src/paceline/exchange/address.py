@@ -1,0 +1,107 @@
+"""Where a hub is to be found: ``tcp://host:port`` and ``ipc://path`` (pure)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from ipaddress import IPv6Address, ip_address
+
+from paceline.errors import UsageError
+
+__all__ = ["Address", "parse_address"]
+
+_NAME = re.compile(r"[0-9A-Za-z]([0-9A-Za-z_.-]*[0-9A-Za-z])?")
+_PATH_LIMIT = 100  # the kernel takes 107 bytes, sun_path in <sys/un.h>
+_REMEDY = "write tcp://HOST:PORT such as tcp://192.168.1.5:7000, or ipc://PATH"
+_BIND_REMEDY = f"{_REMEDY}; tcp://*:7000 is every interface, and port * any free one"
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place that a hub binds and its workers connect to.
+
+    Attributes:
+        host: name or number without brackets, ``"*"``: every interface; of ``ipc``: the path.
+        port: None: any free one; of ``ipc``: 0.
+    """
+
+    transport: str
+    host: str
+    port: int | None
+
+    def __str__(self) -> str:
+        """Return it as it is written."""
+        if self.transport == "ipc":
+            return f"ipc://{self.host}"
+        host = f"[{self.host}]" if self.is_ipv6 else self.host
+        return f"tcp://{host}:{'*' if self.port is None else self.port}"
+
+    @property
+    def is_ipv6(self) -> bool:
+        """Whether the host is a number of IPv6."""
+        return self.transport == "tcp" and ":" in self.host
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody outside this machine reaches it, as far as the text tells."""
+        if self.transport == "ipc" or self.host.lower() == "localhost":
+            return True
+        try:
+            number = ip_address(self.host)
+        except ValueError:
+            return False  # another name, or every interface
+        if isinstance(number, IPv6Address) and number.ipv4_mapped is not None:
+            return number.ipv4_mapped.is_loopback
+        return number.is_loopback
+
+
+def parse_address(text: str, *, bind: bool) -> Address:
+    """Return the parts of an address.
+
+    Args:
+        text: ``tcp://host:port`` or ``ipc://path``.
+        bind: it is for a hub, which may leave its interface and its port open: ``tcp://*:*``.
+
+    Raises:
+        UsageError: it is none.
+
+    Example:
+        >>> parse_address("tcp://[::1]:7000", bind=False)
+        Address(transport='tcp', host='::1', port=7000)
+    """
+    remedy = _BIND_REMEDY if bind else _REMEDY
+    transport, mark, rest = text.partition("://")
+    if mark and transport == "ipc":
+        if not 0 < len(rest.encode()) <= _PATH_LIMIT or "\0" in rest or rest == "*":
+            raise UsageError(f"{text!r} has no path of 1 to {_PATH_LIMIT} bytes", remedy=remedy)
+        return Address("ipc", rest, 0)
+    host, colon, port = rest.rpartition(":")
+    if not mark or transport != "tcp" or not colon:
+        raise UsageError(f"{text!r} is no address", remedy=remedy)
+    return Address("tcp", _host(text, host, bind, remedy), _port(text, port, bind, remedy))
+
+
+def _host(text: str, host: str, bind: bool, remedy: str) -> str:
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        number = ip_address(bare)
+    except ValueError:
+        number = None
+    if host != bare and not isinstance(number, IPv6Address):
+        raise UsageError(f"{text!r}: there is no number of IPv6 in the brackets", remedy=remedy)
+    if host == bare and isinstance(number, IPv6Address):
+        raise UsageError(f"{text!r}: a number of IPv6 stands in brackets", remedy=f"write tcp://[{host}]:…")
+    every = bare == "*" or (number is not None and number.is_unspecified)
+    if every and not bind:
+        raise UsageError(f"{text!r} is every interface of a hub: nobody can connect to that", remedy=remedy)
+    if not every and number is None and not _NAME.fullmatch(bare):
+        raise UsageError(f"{text!r}: {bare!r} is no host", remedy=remedy)
+    return bare
+
+
+def _port(text: str, port: str, bind: bool, remedy: str) -> int | None:
+    if port in ("*", "0") and bind:
+        return None
+    if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535 and len(port) <= 5):
+        raise UsageError(f"{text!r}: {port!r} is no port from 1 to 65535", remedy=remedy)
+    return int(port)

@@ -1,0 +1,70 @@
+"""Rows of float32 numbers: few of them as a numpy array, many as a torch tensor, of the same memory either way.
+
+A call of torch takes several times as long as one of numpy, which is all that counts for a few numbers; from some
+thousands on torch is as quick, and then quicker, since it uses all cores. What both understand, such as ``a -= b`` and
+``a[...] = b``, is written so; what they don't is here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["FEW", "Numbers", "add_times", "array_of", "handy", "norm_of", "put", "subtract", "tensor_of"]
+
+Numbers = Tensor | NDArray[np.float32]
+
+FEW = 1 << 13
+"""As many as are handled by numpy."""
+
+
+def handy(tensor: Tensor) -> Numbers:
+    """Return the same numbers as an array, if they are few float32 ones in the memory of the CPU."""
+    few = tensor.numel() <= FEW and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
+    return tensor.detach().numpy() if few else tensor.detach()
+
+
+def tensor_of(numbers: Numbers) -> Tensor:
+    """Return the same numbers as a tensor."""
+    return torch.from_numpy(numbers) if type(numbers) is np.ndarray else cast(Tensor, numbers)
+
+
+def array_of(numbers: Numbers) -> NDArray[np.float32]:
+    """Return the same numbers as an array."""
+    return numbers if type(numbers) is np.ndarray else cast(Tensor, numbers).numpy()
+
+
+def put(numbers: Numbers, into: Numbers) -> None:
+    """Copy numbers."""
+    if type(into) is np.ndarray:
+        into[...] = array_of(numbers)
+    else:
+        tensor_of(into).copy_(tensor_of(numbers))
+
+
+def subtract(numbers: Numbers, other: Numbers, into: Numbers) -> None:
+    """Write numbers − other."""
+    if type(into) is np.ndarray:
+        np.subtract(array_of(numbers), array_of(other), into)
+    else:
+        torch.sub(tensor_of(numbers), tensor_of(other), out=tensor_of(into))
+
+
+def add_times(numbers: Numbers, factor: float, other: Numbers) -> None:
+    """Do numbers += factor · other."""
+    if type(numbers) is np.ndarray:
+        numbers += np.float32(factor) * array_of(other)
+    else:
+        tensor_of(numbers).add_(tensor_of(other), alpha=factor)
+
+
+def norm_of(numbers: Numbers) -> float:
+    """Return the square root of the sum of their squares; NaN or infinite if one of them is."""
+    if type(numbers) is np.ndarray:
+        return math.sqrt(numbers.dot(numbers))
+    return float(torch.linalg.vector_norm(tensor_of(numbers)))

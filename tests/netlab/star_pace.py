@@ -1,0 +1,59 @@
+"""Sends through a star as fast as a share allows: run on a host of the lab as `python star_pace.py ROLE …`.
+
+hub ADDRESS SECONDS SHARE LINK       a hub that sends to every worker it hears of, for so long
+worker ADDRESS SECONDS SHARE LINK    a worker that sends to the hub, for so long
+
+Both take whatever comes. SHARE is "-" for who sends only beats. Prints the bytes of payloads that came.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from paceline.exchange.header import Header
+from paceline.exchange.pace import bucket_of, frame_nbytes, parse_share
+from paceline.exchange.paced import Paced
+from paceline.exchange.seam import Envelope
+from paceline.exchange.zeromq import HubExchange, Settings, WorkerExchange
+
+BEAT_SECONDS = 0.2
+
+
+def main():
+    role, address, seconds, share, link = sys.argv[1:]
+    rate = None if share == "-" else parse_share(share, float(link))
+    settings = Settings(rate=rate)
+    if role == "hub":
+        end = HubExchange(address, "run", insecure=True, settings=settings)
+    else:
+        end = WorkerExchange(address, 7, "run", settings=settings)
+    paced = Paced(most_nbytes=4 << 20)
+    if rate is not None and role == "hub":
+        paced.limit(7, bucket_of(rate, time.monotonic()))  # as worker 7 has asked for
+    elif rate is not None:
+        paced.bucket = bucket_of(rate, time.monotonic())
+    print(flow(end, paced, None if rate is None else os.urandom(frame_nbytes(rate)), float(seconds)))
+    end.close()
+
+
+def flow(end, paced, frame, seconds):
+    """Send frames, or beats, for so long, and return the bytes that came."""
+    sequence, received, beat_at, deadline = 0, 0, 0.0, time.monotonic() + seconds
+    while (now := time.monotonic()) < deadline:
+        for target in end.peers():
+            if now >= beat_at:
+                paced.put(Envelope(Header("run", "beat", end.me, target, sequence)))
+                sequence, beat_at = sequence + 1, now + BEAT_SECONDS
+            while frame is not None and paced.waiting_nbytes < 4 * len(frame):
+                paced.put(Envelope(Header("run", "frame", end.me, target, sequence), frame))
+                sequence += 1
+        wait = paced.pump(time.monotonic(), end.send)
+        received += sum(len(each.payload) for each in end.poll(min(wait, 0.05)))
+    assert not end.refused, end.refused
+    return received
+
+
+if __name__ == "__main__":
+    main()

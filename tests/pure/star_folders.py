@@ -1,0 +1,78 @@
+"""A hub's folder with a small run in it, and what is found there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from paceline.star.keeping.folder import LEDGER
+from paceline.star.keeping.journal import Journal
+from paceline.star.keeping.records import HEAD_NBYTES, START_NBYTES, head_of
+
+__all__ = ["copied", "ends_of", "found_in", "numbers_in", "payload_of", "small_run", "write"]
+
+
+def payload_of(k):
+    """Return the payload of the k-th record: other bytes and another length for each."""
+    return bytes((k * 37 + place) % 256 for place in range(k % 5 * 7))
+
+
+def write(journal, numbers):
+    """Append a record for each number."""
+    for k in numbers:
+        assert journal.append({"k": k, "text": "ä" * (k % 3)}, payload_of(k)) == k
+
+
+def small_run(folder, groups, *, acknowledged):
+    """Write groups of records, of which only the first ones were acknowledged when the hub died.
+
+    Returns:
+        the journal's file.
+    """
+    count, ledger = 0, b""
+    with Journal.open(folder, resume=True) as journal:
+        for number, size in enumerate(groups):
+            if number == acknowledged:
+                ledger = (folder / LEDGER).read_bytes()
+            write(journal, range(count, count + size))
+            journal.commit()
+            count += size
+    if acknowledged < len(groups):
+        (folder / LEDGER).write_bytes(ledger)
+    return folder / "journal-000000000000.log"
+
+
+def ends_of(path):
+    """Return where each record of a journal ends, its beginning first."""
+    data, ends = path.read_bytes(), [START_NBYTES]
+    while ends[-1] < len(data):
+        ends.append(ends[-1] + head_of(data[ends[-1] : ends[-1] + HEAD_NBYTES]).total_nbytes)
+    return ends
+
+
+def numbers_in(journal):
+    """Return the numbers of all records of a run, those in the snapshot too; what they hold is checked."""
+    found = journal.recovered()
+    numbers = list(found.facts.get("seen", []))
+    if found.tensors is not None:
+        assert found.tensors["state"].tolist() == [len(numbers)] * 3
+    for values, payload in found.records:
+        numbers.append(values["k"])
+        assert payload == payload_of(values["k"])
+    return numbers
+
+
+def found_in(folder):
+    """Open a folder as a hub does that was killed, and return the numbers of its records; the ledger has the same."""
+    with Journal.open(folder, resume=True) as journal:
+        numbers = numbers_in(journal)
+    lines = (folder / LEDGER).read_bytes().decode().splitlines(keepends=True)
+    assert [json.loads(line)["n"] for line in lines] == numbers
+    assert all(line.endswith("\n") and json.loads(line)["k"] == json.loads(line)["n"] for line in lines)
+    return numbers
+
+
+def copied(folder, to):
+    """Return a copy of a folder."""
+    shutil.rmtree(to, ignore_errors=True)
+    return shutil.copytree(folder, to)

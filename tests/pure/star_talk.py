@@ -1,0 +1,97 @@
+"""Says things to a hub as workers would, without a network; virtual time is `now`."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.exchange.seam import Envelope
+from paceline.star.hub import Hub
+from paceline.star.keeping.memory import MemoryJournal
+from paceline.star.layout import Layout
+from paceline.star.mail import cut
+from paceline.star.packing import Packing
+from paceline.star.rules import HubRules
+from paceline.star.words import VERSION, Message
+
+RUN = "a run"
+
+
+def net(width: int = 3) -> nn.Module:
+    return nn.Linear(4, width)
+
+
+LAYOUT = Layout.of(net())
+NUMEL = LAYOUT.numel
+PACKING = Packing(LAYOUT.fragments[0], "fp32")
+
+
+class Talk:
+    """A hub, and what is said to it."""
+
+    def __init__(self, rules: HubRules | None = None, journal: Any = None) -> None:
+        self.journal = MemoryJournal() if journal is None else journal
+        self.rules = rules or HubRules()
+        self.now = 0.0
+        self.sessions: dict[int, int] = {}
+        self._sequence = 0
+        self.hub = self.started()
+
+    def started(self) -> Hub:
+        return Hub(RUN, self.rules, self.journal, lambda: self.now)
+
+    def envelopes(self, message: Message, run: str = RUN, frame_nbytes: int = 1 << 20) -> list[Envelope]:
+        session = self.sessions.get(message.source, 0)
+        made = list(cut(message, run, self._sequence, session, frame_nbytes))
+        self._sequence += len(made)
+        return made
+
+    def give(self, *envelopes: Envelope) -> list[Message]:
+        for envelope in envelopes:
+            self.hub.receive(envelope, self.now)
+        return self.hub.settle(self.now)
+
+    def say(self, kind: str, worker: int, payload: Any = b"", **told: Any) -> list[Message]:
+        """Say something, and return the answers."""
+        run = told.pop("run", RUN)
+        round, dtype = told.pop("round", 0), told.pop("dtype", "")
+        return self.give(*self.envelopes(Message(kind, worker, 0, round, 0, told, payload, dtype), run))
+
+    def hello(
+        self, worker: int, layout: Layout = LAYOUT, session: int | None = None, **told: Any
+    ) -> list[Message]:
+        self.sessions[worker] = session or self.sessions.get(worker, 100 * worker) + 1
+        told = {"version": VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **told}
+        return self.say("hello", worker, layout.packed(), **told)
+
+    def begin(self, *workers: int, numbers: torch.Tensor | None = None) -> None:
+        """Have workers join, and the first one give the parameters that all share."""
+        for worker in workers:
+            self.hello(worker)
+        start = torch.zeros(NUMEL) if numbers is None else numbers
+        self.say("parameters", workers[0], bytes(PACKING.pack(start)), dtype="fp32")
+
+    def update(
+        self, worker: int, round: int, delta: torch.Tensor, base: int = 0, **told: Any
+    ) -> list[Message]:
+        told = {"samples": 1.0, "steps": 1, **told}
+        packet = bytes(PACKING.pack(delta))
+        return self.say("update", worker, packet, round=round, dtype="fp32", base=base, **told)
+
+    @property
+    def theta(self) -> torch.Tensor:
+        assert self.hub.centres is not None
+        return self.hub.centres.of_fragment[0].theta
+
+    def kinds(self) -> list[str]:
+        return [each["kind"] for each in self.journal.ledger()]
+
+
+def kinds(messages: list[Message]) -> list[str]:
+    return [message.kind for message in messages]
+
+
+def damaged(envelope: Envelope) -> Envelope:
+    """Return an envelope of another run."""
+    return Envelope(replace(envelope.header, run="another"), envelope.payload)

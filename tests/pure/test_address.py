@@ -1,0 +1,74 @@
+"""Addresses of hubs: what is one, what is within reach of others, and what else is said."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.exchange.address import Address, parse_address
+from paceline.exchange.keys import needs_keys
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tcp://127.0.0.1:7000", Address("tcp", "127.0.0.1", 7000)),
+        ("tcp://*:7000", Address("tcp", "*", 7000)),
+        ("tcp://10.0.0.1:*", Address("tcp", "10.0.0.1", None)),
+        ("tcp://[::1]:7000", Address("tcp", "::1", 7000)),
+        ("tcp://hub.example:65535", Address("tcp", "hub.example", 65535)),
+        ("ipc:///tmp/hub", Address("ipc", "/tmp/hub", 0)),
+    ],
+)
+def test_an_address_is_read_and_written_alike(text, told):
+    assert parse_address(text, bind=True) == told
+    assert str(told) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "7000", "tcp://", "tcp://host", "tcp://host:", "tcp://:7000", "udp://host:7000", "host:7000",
+        "tcp://host:0x10", "tcp://host:65536", "tcp://host:-1", "tcp://host:٣", "tcp://ho st:7000",
+        "tcp://::1:7000", "tcp://[10.0.0.1]:7000", "tcp://host:7000/", "ipc://", "ipc://*", "tcp://-:7000",
+        "tcp://host:999999999999999999999", "ipc://" + "x" * 200,
+    ],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_with_an_example(text):
+    for bind in (False, True):
+        with pytest.raises(UsageError, match="tcp://"):
+            parse_address(text, bind=bind)
+
+
+@pytest.mark.parametrize("text", ["tcp://*:7000", "tcp://0.0.0.0:7000", "tcp://[::]:7000", "tcp://host:*"])
+def test_what_only_a_hub_can_be_at_is_nothing_to_connect_to(text):
+    parse_address(text, bind=True)
+    with pytest.raises(UsageError):
+        parse_address(text, bind=False)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40), st.sampled_from(["", "tcp://", "ipc://"]), st.booleans())
+def test_any_text_is_an_address_or_a_usage_error(text, begin, bind):
+    try:
+        parse_address(begin + text, bind=bind)
+    except UsageError:
+        return
+
+
+@pytest.mark.parametrize(
+    "local",
+    ["tcp://127.0.0.1:1", "tcp://127.9.9.9:1", "tcp://localhost:*", "tcp://[::1]:1", "tcp://[::ffff:127.0.0.1]:1", "ipc://x"],
+)  # fmt: skip
+def test_a_hub_that_only_this_machine_reaches_needs_no_keys(local):
+    assert not needs_keys(local)
+
+
+@pytest.mark.parametrize(
+    "open_to_others",
+    ["tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://128.0.0.1:1", "tcp://localhost.org:1", "tcp://127.1:1"],
+)  # fmt: skip
+def test_a_hub_that_others_may_reach_needs_keys(open_to_others):
+    assert needs_keys(open_to_others)

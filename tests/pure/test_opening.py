@@ -1,0 +1,137 @@
+"""Envelopes that a carrier brought in parts: what was sent, or an error; nothing else, whatever was done to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import DamagedEnvelope, EnvelopeError, ForeignEnvelope, TruncatedEnvelope
+from paceline.exchange.envelope import encode, encode_sealed, seal
+from paceline.exchange.header import Header
+from paceline.exchange.opening import check_place, open_parts, open_whole
+
+PLAIN = Header("run", "frame", source=7, target=0, sequence=3, meta={"base": 5, "score": 0.5})
+LIMIT = 10_000
+
+
+def parts_of(header, payload):
+    return [bytes(part) for part in encode(header, payload)]
+
+
+def turned(data, at, bit):
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=9000))
+def test_what_was_sent_is_opened(payload):
+    parts = parts_of(PLAIN, payload)
+    for came in (open_parts(parts, limit=LIMIT), open_whole(b"".join(parts), limit=LIMIT)):
+        assert bytes(came.payload) == payload
+        assert came.header == seal(PLAIN, payload)
+
+
+@st.composite
+def mutations(draw):
+    """Return parts that were sent, and what became of them on a way that does everything but keep them."""
+    payload = draw(st.binary(max_size=200))
+    sent = parts_of(replace(PLAIN, sequence=draw(st.integers(0, 3))), payload)
+    other = parts_of(replace(PLAIN, sequence=draw(st.integers(0, 3))), draw(st.binary(max_size=200)))
+    came = list(sent)
+    for _ in range(draw(st.integers(1, 3))):
+        if not came:
+            break
+        at = draw(st.integers(0, len(came) - 1))
+        part = came[at]
+        way = draw(
+            st.sampled_from(
+                ["flip", "cut", "longer", "drop", "twice", "swap", "other", "noise", "empty", "join"]
+            )
+        )
+        if way == "flip" and part:
+            came[at] = turned(part, draw(st.integers(0, len(part) - 1)), draw(st.integers(0, 7)))
+        elif way == "cut":
+            came[at] = part[: draw(st.integers(0, len(part)))]
+        elif way == "longer":
+            came[at] = part + draw(st.binary(max_size=20))
+        elif way == "drop":
+            del came[at]
+        elif way == "twice":
+            came.insert(at, part)
+        elif way == "swap":
+            came.append(came.pop(at))
+        elif way == "other":
+            came[at] = other[min(at, 2)]
+        elif way == "noise":
+            came[at] = draw(st.binary(max_size=300))
+        elif way == "empty":
+            came[at] = b""
+        elif way == "join" and at:
+            came[at - 1 : at + 1] = [came[at - 1] + part]
+    return sent, came, other
+
+
+@settings(deadline=None)
+@given(mutations())
+def test_whatever_is_done_to_an_envelope_it_is_refused_or_it_is_what_was_sent(made):
+    sent, came, other = made
+    try:
+        opened = open_parts(came, limit=LIMIT)
+    except EnvelopeError:
+        return
+    again = [bytes(part) for part in encode_sealed(opened.header, opened.payload)]
+    assert again == came
+    assert again in (sent, other)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 5])
+def test_too_few_and_too_many_parts_are_none(count):
+    parts = (parts_of(PLAIN, b"hello") * 2)[:count]
+    with pytest.raises(TruncatedEnvelope if count < 3 else DamagedEnvelope, match="parts"):
+        open_parts(parts, limit=LIMIT)
+
+
+def test_a_payload_may_be_as_long_as_the_limit_and_no_longer():
+    open_parts(parts_of(PLAIN, bytes(LIMIT)), limit=LIMIT)
+    with pytest.raises(DamagedEnvelope, match=f"at most {LIMIT} are taken"):
+        open_parts(parts_of(PLAIN, bytes(LIMIT + 1)), limit=LIMIT)
+
+
+def test_what_follows_the_head_is_no_part_of_it():
+    head, payload, tail = parts_of(PLAIN, b"hello")
+    with pytest.raises(DamagedEnvelope, match="the head of envelope 3"):
+        open_parts([head + b"x", payload, tail], limit=LIMIT)
+
+
+def test_a_long_payload_is_not_copied_and_a_short_one_holds_nothing_else():
+    parts = parts_of(PLAIN, bytes(8000))
+    assert open_parts(parts, limit=LIMIT).payload.obj is parts[1]
+    big = memoryview(bytearray(1 << 20))
+    head, payload, tail = parts_of(PLAIN, b"short")
+    big[: len(payload)] = payload
+    came = open_parts([head, big[: len(payload)], tail], limit=LIMIT)
+    assert came.payload == b"short"
+    assert isinstance(came.payload, bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "carried_from", "what"),
+    [
+        ({}, 8, "was carried from 8"),
+        ({}, None, "was carried from nobody known"),
+        ({"source": 0}, 7, "was carried from 7"),
+        ({"run": "other"}, 7, "is of run 'other', this is run 'run'"),
+        ({"target": 5}, 7, "came to 0"),
+    ],
+)
+def test_what_is_for_others_or_of_others_is_foreign(changes, carried_from, what):
+    check_place(PLAIN, me=0, run="run", carried_from=7)
+    with pytest.raises(ForeignEnvelope, match=what):
+        check_place(replace(PLAIN, **changes), me=0, run="run", carried_from=carried_from)
+
+
+def test_without_a_run_envelopes_of_any_are_taken():
+    check_place(PLAIN, me=0, run="", carried_from=7)

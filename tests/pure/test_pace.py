@@ -1,0 +1,241 @@
+"""Pace: no second has more than was promised, whatever the clock does, and a share of a link is a rate."""
+
+from __future__ import annotations
+
+import math
+import random
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.exchange.kernel_pacing import kernel_pacing
+from paceline.exchange.pace import (
+    ENVELOPE_NBYTES,
+    TokenBucket,
+    bucket_of,
+    frame_nbytes,
+    parse_share,
+)
+
+PACKET, CARRIED = 1514, 1448
+
+
+def most_in_any(seconds, left):
+    """Return the most bytes in a window, of pairs of time and bytes in the order of time."""
+    most, first, nbytes = 0, 0, 0
+    for time, size in left:
+        nbytes += size
+        while left[first][0] < time - seconds:
+            nbytes -= left[first][1]
+            first += 1
+        most = max(most, nbytes)
+    return most
+
+
+@settings(deadline=None)
+@given(
+    st.floats(1e3, 1e9),
+    st.floats(0.01, 2.0),
+    st.lists(st.tuples(st.floats(0, 0.5), st.floats(0.001, 1.0)), min_size=1, max_size=60),
+)
+def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, asked):
+    burst = rate * burst_seconds
+    bucket, now, left = TokenBucket(rate, burst, 0.0), 0.0, []
+    for pause, part in asked:
+        now += pause
+        nbytes = part * burst
+        now += bucket.wait(nbytes, now)
+        assert bucket.wait(nbytes, now) == 0.0
+        bucket.take(nbytes, now)
+        left.append((now, nbytes))
+    assert most_in_any(1.0, left) <= (rate + burst) * (1 + 1e-6) + 1
+
+
+def test_what_may_leave_is_what_came_in_since():
+    bucket = TokenBucket(1000, 100, now=5.0)
+    assert (bucket.room(5.0), bucket.wait(100, 5.0)) == (100, 0.0)
+    bucket.take(100, 5.0)
+    assert bucket.room(5.0) == 0
+    assert bucket.wait(1, 5.0) == pytest.approx(0.001)
+    assert bucket.room(5.05) == 50
+    assert bucket.wait(100, 5.05) == pytest.approx(0.05)
+    assert bucket.room(99.0) == 100
+
+
+def test_what_does_not_fit_leaves_when_the_bucket_is_full_and_is_paid_back():
+    bucket = TokenBucket(1000, 100, now=0.0)
+    assert bucket.wait(350, 0.0) == 0.0
+    bucket.take(350, 0.0)
+    assert bucket.wait(350, 0.0) == pytest.approx(0.35)
+    assert (bucket.room(0.25), bucket.room(0.3)) == (0, 50)
+
+
+def test_the_waits_that_are_told_lead_there():
+    bucket, now = TokenBucket(1e9 / 3, 1e5, 0.0), 1e6
+    for _ in range(1000):
+        bucket.take(77_777, now)
+        for _ in range(3):
+            now += bucket.wait(77_777, now)
+        assert bucket.wait(77_777, now) == 0.0
+
+
+def test_a_clock_that_is_put_back_neither_stops_the_bucket_nor_fills_it():
+    bucket = TokenBucket(1000, 100, now=1000.0)
+    bucket.take(100, 1000.0)
+    assert bucket.room(3.0) == 0
+    assert bucket.wait(100, 3.0) == pytest.approx(0.1)
+    assert bucket.room(3.05) == 50
+
+
+def test_a_clock_that_leaps_ahead_fills_the_bucket_and_no_more():
+    bucket = TokenBucket(1000, 100, now=0.0)
+    bucket.take(1_000, 0.0)
+    assert bucket.room(1e12) == 100
+    assert bucket.room(0.0) == 100
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
+def test_a_bucket_without_rate_or_end_is_refused(value):
+    for rate, burst in ((value, 1.0), (1.0, value)):
+        with pytest.raises(UsageError, match="a bucket needs more than nothing"):
+            TokenBucket(rate, burst, 0.0)
+    with pytest.raises(UsageError):
+        bucket_of(value, 0.0)
+
+
+@pytest.mark.parametrize("rate", [40e3, 375e3, 7.5e6, 125e6])
+def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
+    draw = random.Random(5)
+    bucket, now, left = bucket_of(rate, 0.0), 0.0, []
+    size = frame_nbytes(rate)
+    while now < 4.0:
+        if draw.random() < 0.05:
+            now += draw.random()  # nothing to send for a while, or a thread that is late
+        nbytes = size if draw.random() < 0.7 else draw.randrange(1, size)
+        now += bucket.wait(nbytes + ENVELOPE_NBYTES, now)
+        bucket.take(nbytes + ENVELOPE_NBYTES, now)
+        wire = (nbytes + 300) * PACKET / CARRIED + PACKET - CARRIED  # 300: of an envelope's own, measured
+        left.append((now, wire))
+    assert most_in_any(1.0, left) <= 1.1 * rate
+
+
+def test_a_sender_that_is_called_late_loses_little():
+    rate, now, sent = 7.5e6, 0.0, 0
+    bucket, size = bucket_of(rate, 0.0), frame_nbytes(rate)
+    while now < 10.0:
+        while bucket.wait(size + ENVELOPE_NBYTES, now) == 0:
+            bucket.take(size + ENVELOPE_NBYTES, now)
+            sent += size
+        now += 0.03
+    assert sent * PACKET / CARRIED > 0.9 * 10 * rate
+
+
+def test_a_frame_fits_into_the_bucket_of_its_rate():
+    for rate in (40e3, 1e5, 1e6, 7.5e6, 1e9):
+        assert frame_nbytes(rate) + ENVELOPE_NBYTES <= bucket_of(rate, 0.0).burst
+    assert frame_nbytes(None) == frame_nbytes(1e9) == 256 << 10
+    assert frame_nbytes(1.0) > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "rate"),
+    [
+        ("40MB/s", None, 40e6),
+        ("300Mbit/s", None, 37.5e6),
+        ("300Mbit/s", 125e6, 37.5e6),
+        ("30%", 125e6, 37.5e6),
+        (" 30 % ", 100.0, 30.0),
+        ("0.5%", 1e6, 5e3),
+        ("100%", 125e6, 125e6),
+        ("30% of 200Mbit/s", None, 7.5e6),
+        ("30% of 200Mbit/s", 125e6, 7.5e6),
+        ("125MB/s", 125e6, 125e6),
+    ],
+)
+def test_a_share_is_a_rate(text, link, rate):
+    assert parse_share(text, link) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "message"),
+    [
+        ("30%", None, "whose rate is not known\n.*30% of 200Mbit/s"),
+        ("0%", 1e6, "more than 0 %"),
+        ("-5%", 1e6, "more than 0 %"),
+        ("100.1%", 1e6, "at most 100 %"),
+        ("nan%", 1e6, "more than 0 %"),
+        ("inf%", 1e6, "more than 0 %"),
+        ("%", 1e6, "is no share"),
+        ("a third", 1e6, "is no rate"),
+        ("", 1e6, "is no rate"),
+        ("30", 1e6, "unknown unit"),
+        ("0MB/s", None, "nothing goes at"),
+        ("1e400MB/s", None, "nothing goes at"),
+        ("2MB/s", 1e6, "more than the link's 1 MB/s"),
+        ("30% of 2MB/s of 3", None, "unknown unit|is no rate"),
+        ("30% of", None, "."),
+        ("30% of 200MB/s", 1e6, "more than the link's"),
+        ("5MB/s of 200MB/s", None, "'5MB/s' is no share"),
+        ("30% of 30%", 1e6, "is no rate|unknown unit"),
+    ],
+)
+def test_a_share_that_cannot_be_is_a_usage_error(text, link, message):
+    with pytest.raises(UsageError, match=message):
+        parse_share(text, link)
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="0123456789.%e -+ofMBits/knainf", max_size=24), st.none() | st.floats(1.0, 1e12))
+def test_any_text_is_a_rate_or_a_usage_error(text, link):
+    try:
+        rate = parse_share(text, link)
+    except UsageError:
+        return
+    assert 0 < rate < math.inf
+    assert link is None or rate <= link * 1.001
+
+
+def connected():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    return one, other
+
+
+def told(connection):
+    return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, 47, 4), "little")
+
+
+def test_the_kernel_holds_a_connection_to_a_rate():
+    one, other = connected()
+    with one, other:
+        assert kernel_pacing(one.fileno(), 5e6)
+        assert told(one) == 5_000_000
+        assert kernel_pacing(one.fileno(), 6e6, port=other.getsockname()[1])
+        assert told(one) == 6_000_000
+        assert kernel_pacing(one.fileno(), 1e12), "as fast as can be told"
+        assert one.send(b"still open")
+
+
+def test_the_kernel_holds_nothing_that_is_not_that_connection():
+    one, other = connected()
+    with one, other:
+        before = told(one)
+        ports = {one.getsockname()[1], other.getsockname()[1]}
+        assert not kernel_pacing(
+            one.fileno(), 5e6, port=next(port for port in range(1, 9) if port not in ports)
+        )
+        assert told(one) == before
+        number = one.fileno()
+    assert not kernel_pacing(number, 5e6)
+    assert not kernel_pacing(-1, 5e6)
+    with open("/dev/null") as file:
+        assert not kernel_pacing(file.fileno(), 5e6)
+    left, right = socket.socketpair()
+    with left, right:
+        assert not kernel_pacing(left.fileno(), 5e6)
+    with pytest.raises(UsageError):
+        kernel_pacing(0, 0.0)

@@ -1,0 +1,129 @@
+"""The layout that hub and workers agree on, and a fragment's numbers as bytes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from paceline.errors import DamagedEnvelope, UsageError
+from paceline.star.layout import Layout
+from paceline.star.packing import CODECS, Packing
+from paceline.sync.compress import Compression
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, 3, bias=False)
+
+
+INT4 = Compression.of("int4")
+
+
+def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
+    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    assert [(place.name, place.kind) for place in fragment.places] == [
+        ("first.weight", "compressed"),
+        ("first.bias", "plain"),
+        ("norm.weight", "plain"),
+        ("norm.bias", "plain"),
+        ("last.weight", "plain"),
+        ("norm.running_mean", "averaged"),
+        ("norm.running_var", "averaged"),
+    ]
+    assert (fragment.compressed, fragment.trained) == (40 * 64, 40 * 64 + 3 * 64 + 3 * 64)
+    assert fragment.numel == fragment.trained + 2 * 64
+
+
+def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None:
+    layout = Layout.of(Net(), 3, INT4)
+    names = [place.name for fragment in layout.fragments for place in fragment.places]
+    assert sorted(names) == sorted(
+        ["first.weight", "first.bias", "norm.weight", "norm.bias", "last.weight", "norm.running_mean"]
+        + ["norm.running_var"]
+    )
+    assert [place.kind for place in layout.fragments[2].places].count("averaged") == 2
+    with pytest.raises(UsageError, match="the model has 3 layers"):
+        Layout.of(Net(), 4, INT4)
+
+
+def test_a_layout_survives_being_packed() -> None:
+    layout = Layout.of(Net(), 2, INT4)
+    again = Layout.unpacked(layout.packed())
+    assert again == layout
+    assert again.hash == layout.hash
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (Layout.of(Net(65), 1, INT4), r"parameter 'first.weight' has shape \[65, 40\], expected \[64, 40\]"),
+        (Layout.of(Net(), 2, INT4), "it has 2 fragments, expected 1"),
+        (Layout.of(Net(), 1, None), "parameter 'first.bias' is compressed, expected plain"),
+        (Layout.of(nn.Sequential(nn.Linear(40, 64)), 1, INT4), "parameter 'first.weight' is missing"),
+    ],
+)
+def test_the_first_difference_is_named(other: Layout, told: str) -> None:
+    import re
+
+    assert re.search(told, Layout.of(Net(), 1, INT4).difference(other))
+    assert Layout.of(Net(), 1, INT4).difference(Layout.of(Net(), 1, INT4)) == ""
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_bytes_that_are_no_layout_are_refused(data: bytes) -> None:
+    try:
+        Layout.unpacked(data)
+    except DamagedEnvelope:
+        return
+    assert Layout.unpacked(data).packed()
+
+
+def test_a_layout_of_impossible_sizes_is_refused() -> None:
+    import msgpack
+
+    for rows in ([], [[]], [[["a", [-1], 0]]], [[["a", [1 << 50], 0]]], [[["a", [2], 1], ["b", [2], 0]]]):
+        with pytest.raises(DamagedEnvelope):
+            Layout.unpacked(msgpack.packb(rows))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_back(codec: str) -> None:
+    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    numbers = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
+    packing, back = Packing(fragment, codec), torch.empty(fragment.numel)
+    packet = packing.pack(numbers)
+    assert memoryview(packet).nbytes == packing.nbytes
+    packing.unpack(packet, back)
+    torch.testing.assert_close(back[fragment.compressed :], numbers[fragment.compressed :], rtol=0, atol=0)
+    most = {"fp32": 0.0, "bf16": 2e-2, "fp16": 3e-3, "int8": 2e-2, "int4": 0.4}[codec]
+    assert (back - numbers).abs().max() <= most
+
+
+def test_what_packing_leaves_out_is_sent_later_by_another_codec_too() -> None:
+    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    packing = Packing(fragment, "int4", feedback=True)
+    numbers, back = torch.linspace(-1, 1, fragment.numel), torch.empty(fragment.numel)
+    total = torch.zeros(fragment.numel)
+    for turn in range(20):
+        if turn == 10:
+            packing = packing.with_codec(fragment, "int8")
+        packing.unpack(packing.pack(numbers), back)
+        total += back
+    assert packing.feedback is not None
+    split = fragment.compressed
+    torch.testing.assert_close(
+        total[:split] + packing.feedback.residual, 20 * numbers[:split], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_compression_that_a_hub_can_not_unpack_is_refused() -> None:
+    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    with pytest.raises(UsageError, match="can't be sent to a hub"):
+        Packing.with_compression(fragment, Compression.of("topk"))
+    with pytest.raises(UsageError, match="can't be sent to a hub"):
+        Packing.with_compression(fragment, Compression("int4", block=64))

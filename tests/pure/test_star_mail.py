@@ -1,0 +1,124 @@
+"""Messages as frames and back, whatever order and company they come in."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.exchange.envelope import decode, encode
+from paceline.exchange.seam import Envelope
+from paceline.star.mail import Assembler, Window, cut
+from paceline.star.words import Message, number, text
+
+
+def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:
+    message = Message("update", source, 0, round, 0, {"base": 7}, payload, "int4")
+    return list(cut(message, "run", 10, session=5, frame_nbytes=frame_nbytes))
+
+
+@given(
+    st.binary(min_size=0, max_size=40_000),
+    st.randoms(use_true_random=False),
+    st.integers(min_value=4096, max_value=16_384),
+)
+@settings(max_examples=60, deadline=None)
+def test_frames_in_any_order_with_repeats_make_the_message(payload: bytes, drawn, frame_nbytes: int) -> None:
+    cuts = frames(payload, frame_nbytes=frame_nbytes)
+    dealt = cuts + [drawn.choice(cuts) for _ in range(3)]
+    drawn.shuffle(dealt)
+    assembler, whole = Assembler(lambda header: 1 << 20), []
+    for envelope in dealt:
+        header, body = decode(b"".join(bytes(each) for each in encode(envelope.header, envelope.payload)))
+        message = assembler.take(Envelope(header, body))
+        if message is not None:
+            whole.append(message)
+    assert whole
+    assert all(bytes(each.payload) == payload for each in whole)
+    assert whole[0].meta["base"] == 7
+    assert (whole[0].round, whole[0].dtype, whole[0].source) == (0, "int4", 3)
+
+
+def test_sequence_numbers_follow_one_another_over_frames() -> None:
+    assert [each.header.sequence for each in frames(bytes(10_000))] == [10, 11, 12]
+    assert {each.header.meta["session"] for each in frames(bytes(10_000))} == {5}
+
+
+def test_a_message_that_is_not_expected_or_too_long_takes_no_memory() -> None:
+    assembler = Assembler(lambda header: 5000 if header.kind == "update" else None)
+    for envelope in frames(bytes(10_000)):
+        assert assembler.take(envelope) is None
+    other = next(iter(cut(Message("strange", 3, 0, payload=b"x"), "run", 0)))
+    assert assembler.take(other) is None
+    assert assembler.refused == {"too long": 3, "unexpected": 1}
+    assert assembler.held_nbytes == 0
+
+
+def test_of_one_source_only_a_few_messages_may_be_unfinished() -> None:
+    assembler = Assembler(lambda header: 1 << 20, unfinished=3)
+    for round in range(50):
+        assembler.take(frames(bytes(10_000), round=round)[0])
+    assert assembler.held_nbytes == 3 * 10_000
+
+
+def test_all_unfinished_messages_together_are_bounded() -> None:
+    assembler = Assembler(lambda header: 1 << 20, most_nbytes=35_000)
+    for source in range(200):
+        assembler.take(frames(bytes(10_000), source=source)[0])
+    assert assembler.held_nbytes <= 35_000
+    for envelope in frames(bytes(10_000), source=199)[1:]:
+        message = assembler.take(envelope)
+    assert message is not None
+
+
+def test_a_message_in_absurdly_many_frames_is_refused() -> None:
+    envelope = frames(bytes(10_000))[0]
+    from dataclasses import replace
+
+    header = replace(envelope.header, frames=10**9)
+    assembler = Assembler(lambda header: 1 << 20)
+    assert assembler.take(Envelope(header, envelope.payload)) is None
+    assert assembler.refused == {"too many frames": 1}
+
+
+def test_what_is_forgotten_takes_no_memory() -> None:
+    assembler = Assembler(lambda header: 1 << 20)
+    assembler.take(frames(bytes(10_000))[0])
+    assembler.forget(3)
+    assembler.forget(4)
+    assert assembler.held_nbytes == 0
+
+
+@given(st.lists(st.integers(min_value=0, max_value=6000), max_size=200))
+@settings(max_examples=200, deadline=None)
+def test_the_window_admits_every_number_once(numbers: list[int]) -> None:
+    window, seen, highest = Window(), set[int](), -1
+    for each in numbers:
+        old = each <= highest - Window.SIZE
+        assert window.admit(each) is (each not in seen and not old)
+        seen.add(each)
+        highest = max(highest, each)
+
+
+def test_what_a_stranger_tells_is_taken_for_what_it_is() -> None:
+    meta = {"steps": True, "lr": "fast", "score": 2, "name": "a\x1b[31m\nb" + "c" * 300}
+    assert number(meta, "steps") is None
+    assert number(meta, "lr") is None
+    assert number(meta, "score") == 2
+    assert text(meta, "name").startswith("a[31mb")
+    assert len(text(meta, "name")) <= 200
+    assert text(meta, "missing") == ""
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 4097])
+def test_a_short_message_is_one_envelope(nbytes: int) -> None:
+    assert len(frames(bytes(nbytes))) == (1 if nbytes <= 4096 else 2)
+
+
+def test_frames_of_the_slowest_pace_are_taken() -> None:
+    from paceline.exchange.pace import frame_nbytes
+
+    nbytes = frame_nbytes(1000.0)
+    cuts = frames(bytes(100_000), frame_nbytes=nbytes)
+    assembler = Assembler(lambda header: 1 << 20)
+    whole = [message for message in map(assembler.take, cuts) if message is not None]
+    assert len(whole) == 1
+    assert assembler.refused == {}

@@ -1,0 +1,42 @@
+"""A population on real text: different beginnings, one bad learning rate; the worst is replaced, and all gain by it."""
+
+import math
+
+from paceline.lm.sizes import Size
+from paceline.simulate.asynchrony import AsyncPlan, AsyncResult, Machine, simulate
+from paceline.simulate.tasks import GPTTask
+from paceline.star.population import PopulationRules
+from paceline.star.rules import HubRules
+from paceline.sync.staggering import Cadence
+
+ROUND = 10  # steps from one score to the next
+
+
+def trained(rules: PopulationRules) -> AsyncResult:
+    """Four workers from different parameters, the last with a learning rate that ruins it."""
+    task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=4, lr=1e-2, held_out=32)
+    machines = [Machine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
+    plan = AsyncPlan(
+        machines,
+        steps=160,
+        cadence=Cadence(ROUND, 1, 3),
+        rules=HubRules(population=rules),
+        alike=False,
+    )
+    return simulate(plan, task)
+
+
+def test_a_worker_with_a_bad_learning_rate_is_replaced_within_three_rounds_and_the_best_gains() -> None:
+    led = trained(PopulationRules(steps=60, margin=0.05))
+    apart = trained(PopulationRules(steps=10**6, margin=math.inf))
+    replaced = [each for each in led.decisions if each["kind"] == "replace"]
+    assert replaced[0]["worker"] == 4
+    assert replaced[0]["t"] <= 3 * ROUND + 1.0
+    assert replaced[0]["lr"] == 1e-2
+    assert "behind the best" in replaced[0]["why"]
+    assert [each["kind"] for each in led.decisions if each["kind"] in ("together", "begin")] == [
+        "together",
+        "begin",
+    ]
+    assert min(led.best, led.loss) < apart.best
+    assert not any(each["kind"] == "replace" for each in apart.decisions)

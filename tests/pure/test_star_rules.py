@@ -1,0 +1,250 @@
+"""Screening, staleness, policies, populations and tuning: decisions over plain numbers."""
+
+import math
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.star.policy import Policy
+from paceline.star.population import Population, PopulationRules, Replace, Together
+from paceline.star.rules import HubRules, Shard
+from paceline.star.screen import Screen, ScreenRules
+from paceline.star.stale import Histogram, Staleness
+from paceline.star.tune import choose, fragments_for
+
+
+def judged(screen: Screen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:
+    return screen.judge(worker, 0, norm, told.get("steps", 1), told.get("score"), told.get("before"), now)
+
+
+def test_an_update_that_is_not_finite_is_refused() -> None:
+    screen = Screen()
+    assert judged(screen, math.nan).startswith("not finite")
+    assert judged(screen, math.inf).startswith("not finite")
+    assert judged(screen, 1.0, score=math.nan, before=1.0).startswith("not finite")
+
+
+def test_an_exploding_update_is_refused_once_the_usual_size_is_known() -> None:
+    screen = Screen()
+    assert judged(screen, 500.0) == ""
+    screen = Screen()
+    for _ in range(8):
+        assert judged(screen, 1.0) == ""
+    assert judged(screen, 11.0).startswith("exploding: 11.0 times")
+    assert judged(screen, 9.0) == ""
+
+
+def test_the_size_of_an_update_is_seen_beside_its_steps() -> None:
+    screen = Screen()
+    for _ in range(8):
+        judged(screen, 1.0, steps=1)
+    assert judged(screen, 50.0, steps=100) == ""
+
+
+def test_one_exploding_update_does_not_become_the_usual() -> None:
+    screen = Screen(ScreenRules(strikes=10))
+    for _ in range(8):
+        judged(screen, 1.0)
+    assert all(judged(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
+
+
+def test_workers_that_hardly_move_do_not_make_an_ordinary_one_explode() -> None:
+    screen = Screen()
+    assert judged(screen, 1.0, worker=2) == ""
+    for _ in range(50):
+        assert judged(screen, 1e-6) == ""
+    assert judged(screen, 2.0, worker=2) == ""
+    assert judged(screen, 2.0, worker=3, score=1.0, before=2.0) == "", "its score speaks for it"
+    assert judged(screen, 2.0, worker=4).startswith("exploding")
+
+
+def test_an_update_that_makes_the_score_worse_is_refused() -> None:
+    screen = Screen()
+    assert judged(screen, 1.0, score=2.04, before=2.0) == ""
+    assert judged(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
+    assert judged(Screen(ScreenRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
+
+
+def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:
+    screen = Screen(ScreenRules(seconds=10))
+    for _ in range(3):
+        judged(screen, math.nan, now=0.0)
+    assert screen.quarantined(1, 4.0) == 6.0
+    assert judged(screen, 1.0, now=4.0).startswith("in quarantine: for 6 s")
+    assert judged(screen, 1.0, now=4.0, worker=2) == ""
+    assert judged(screen, 1.0, now=11.0) == ""
+    for _ in range(3):
+        judged(screen, math.nan, now=20.0)
+    assert screen.quarantined(1, 20.0) == 20.0
+
+
+def test_old_strikes_are_forgotten() -> None:
+    screen = Screen()
+    for number in range(40):
+        judged(screen, math.nan if number % 5 == 0 else 1.0)
+    assert screen.quarantined(1, 0.0) == 0.0
+
+
+def test_policies_for_stale_updates() -> None:
+    assert Staleness().weight(1e9) == 1.0
+    assert Staleness("down-weight").weight(3.0) == 0.5
+    assert Staleness("down-weight", power=1.0).weight(3.0) == 0.25
+    assert Staleness("drop", bound=4).weight(4.0) == 1.0
+    assert Staleness("drop", bound=4).weight(4.1) == 0.0
+
+
+def test_waiting_holds_who_is_ahead_and_never_the_last() -> None:
+    wait = Staleness("wait", bound=2)
+    assert wait.holds(mine=20, others=[3, 18], revision=20, workers=4)
+    assert not wait.holds(mine=3, others=[20, 18], revision=20, workers=4)
+    assert not wait.holds(mine=20, others=[14, 18], revision=20, workers=4)
+    assert not wait.holds(mine=20, others=[], revision=20, workers=1)
+    assert not Staleness("accept").holds(20, [0], 1000, 2)
+
+
+def test_the_histogram_counts_every_staleness_once() -> None:
+    counts = Histogram()
+    for value in (0.0, 0.49, 0.5, 1.9, 2.0, 100.0, 1e9):
+        counts.add(value)
+    assert sum(counts.counts) == 7
+    assert counts.rows()[0] == (0.0, 0.5, 2)
+    assert counts.rows()[-1] == (64.0, math.inf, 2)
+
+
+@pytest.mark.parametrize(
+    ("send", "mine", "before", "best", "offered"),
+    [
+        ("all", 9.0, 1.0, 1.0, True),
+        ("better", 1.9, 2.0, 1.0, True),
+        ("better", 2.1, 2.0, 1.0, False),
+        ("better", 2.1, None, 1.0, True),
+        ("best", 1.5, 2.0, 1.5, True),
+        ("best", 1.6, 2.0, 1.5, False),
+    ],
+)
+def test_what_is_sent(send: str, mine: float, before: float | None, best: float, offered: bool) -> None:
+    assert Policy(send=send).sends(mine, before, best) is offered
+
+
+@pytest.mark.parametrize(
+    ("receive", "mine", "theirs", "best", "taken"),
+    [
+        ("all", 1.0, 9.0, 1.0, True),
+        ("better", 2.0, 1.9, 1.0, True),
+        ("better", 2.0, 2.0, 1.0, False),
+        ("better", 2.0, math.nan, 1.0, False),
+        ("best", 2.0, 1.5, 1.5, True),
+        ("best", 2.0, 1.6, 1.5, False),
+    ],
+)
+def test_what_is_taken_in(receive: str, mine: float, theirs: float, best: float, taken: bool) -> None:
+    assert Policy(receive=receive).receives(mine, theirs, best) is taken
+
+
+def test_policies_need_a_score_and_a_whole_model() -> None:
+    with pytest.raises(UsageError, match="without a score"):
+        Policy(receive="better").check(has_score=False, fragments=1)
+    with pytest.raises(UsageError, match="2 fragments"):
+        Policy(send="best").check(has_score=True, fragments=2)
+    Policy().check(has_score=False, fragments=3)
+    with pytest.raises(UsageError, match="did you mean 'better'"):
+        Policy(send="beter")
+
+
+def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_rate() -> None:
+    population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=1)), {1, 2, 3}
+    for worker, score in ((1, 2.0), (2, 2.1), (3, 5.0)):
+        assert population.tell(worker, score, 10, 0.01 * worker, alive) is None
+    assert population.tell(1, 1.9, 20, 0.01, alive) is None
+    assert population.tell(2, 2.0, 20, 0.02, alive) is None
+    decision = population.tell(3, 4.9, 20, 0.3, alive)
+    assert isinstance(decision, Replace)
+    assert (decision.worker, decision.by, decision.lr) == (3, 1, 0.01)
+    assert "158% behind" in decision.reason
+    assert population.tell(3, 4.0, 30, 0.01, alive) is None, "it has its grace again"
+
+
+def test_nobody_is_replaced_who_is_hardly_worse_or_not_the_worst() -> None:
+    population, alive = Population(PopulationRules(steps=1000, margin=0.1, grace=0)), {1, 2, 3}
+    population.tell(1, 2.0, 10, 0.1, alive)
+    assert population.tell(2, 2.15, 10, 0.1, alive) is None
+    assert isinstance(population.tell(3, 9.0, 10, 0.1, alive), Replace)
+    assert population.tell(2, 4.0, 20, 0.1, alive) is None
+
+
+def test_a_score_that_is_no_number_is_the_worst() -> None:
+    population = Population(PopulationRules(steps=1000, grace=0))
+    population.tell(1, 2.0, 10, 0.1, {1, 2})
+    assert isinstance(population.tell(2, math.nan, 10, 0.1, {1, 2}), Replace)
+
+
+def test_the_learning_rate_of_who_is_replaced_is_perturbed_both_ways() -> None:
+    population = Population(PopulationRules(steps=1000, grace=0, perturb=1.2))
+    rates = set()
+    for _ in range(40):
+        population.tell(1, 2.0, 10, 0.1, {1, 2})
+        decision = population.tell(2, 9.0, 10, 0.1, {1, 2})
+        if isinstance(decision, Replace):
+            rates.add(round(decision.lr, 6))
+    assert rates == {0.12, round(0.1 / 1.2, 6)}
+
+
+def test_all_join_the_best_when_most_have_made_their_steps() -> None:
+    population, alive = Population(PopulationRules(steps=100, margin=math.inf)), {1, 2, 3}
+    assert population.tell(1, 2.0, 100, 0.1, alive) == Together(
+        1, "1 of 1 workers made 100 steps; best score 2.0000"
+    )
+    population = Population(PopulationRules(steps=100, margin=math.inf))
+    for worker in (1, 2, 3):
+        assert population.tell(worker, 2.0 + worker, 50, 0.1, alive) is None
+    assert population.tell(1, 3.0, 100, 0.1, alive) is None
+    decision = population.tell(3, 2.5, 100, 0.1, alive)
+    assert isinstance(decision, Together)
+    assert decision.best == 3
+
+
+def test_all_join_a_best_that_is_far_ahead() -> None:
+    population, alive = Population(PopulationRules(steps=1000, margin=math.inf, grace=0, gap=0.2)), {1, 2}
+    assert population.tell(1, 1.0, 10, 0.1, alive) is None
+    decision = population.tell(2, 1.5, 10, 0.1, alive)
+    assert isinstance(decision, Together)
+    assert "50% ahead" in decision.reason
+
+
+def test_who_left_does_not_count_any_more() -> None:
+    population = Population(PopulationRules(steps=1000, grace=0))
+    population.tell(1, 0.1, 10, 0.1, {1, 2})
+    assert population.tell(2, 2.0, 10, 0.1, {2}) is None
+
+
+@pytest.mark.parametrize(
+    "given", [{"steps": 0}, {"margin": 0.0}, {"grace": -1}, {"perturb": 0.5}, {"gap": 0.0}]
+)
+def test_rules_of_populations_that_can_not_be_are_refused(given: dict) -> None:
+    with pytest.raises(UsageError):
+        PopulationRules(**given)
+
+
+def test_a_population_has_one_hub() -> None:
+    with pytest.raises(UsageError, match="several hubs"):
+        HubRules(population=PopulationRules(), shard=Shard(0, 2))
+    with pytest.raises(UsageError, match="shard 2 of 2"):
+        Shard(2, 2)
+
+
+def test_settings_follow_what_is_measured() -> None:
+    slow, fast = choose(0.1, 1.0, 2.0, "int4"), choose(0.1, 0.1, 0.2, "int4")
+    assert slow.every > fast.every
+    assert slow.delay == 30
+    assert choose(10.0, 0.1, 0.2, "int4") == choose(10.0, 0.2, 0.2, "int8")
+    assert choose(1e-9, 1e9, 1e9, "int4").every == 500
+    for seconds in (0.001, 0.1, 10.0):
+        for up in (0.001, 0.3, 20.0):
+            found = choose(seconds, up, 2 * up, "int4")
+            assert 0 < found.delay < found.every
+
+
+def test_fragments_depend_on_the_model_alone() -> None:
+    assert fragments_for(100, 10) == 1
+    assert fragments_for(10**9, 100) == 8
+    assert fragments_for(10**9, 3) == 3

@@ -1,0 +1,538 @@
+"""Snapshots of a hub: whole, checked, and nothing is lost wherever one is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from functools import partial
+
+import pytest
+import torch
+from failing_disk import FailingDisk, die, refuse
+from forks import ended
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from star_folders import copied, ends_of, found_in, numbers_in, write
+
+from paceline import faults
+from paceline.errors import CheckpointError, DamagedCheckpoint, PacelineError, UsageError
+from paceline.star.keeping import ledger
+from paceline.star.keeping.journal import Journal
+from paceline.star.keeping.ledger import read_ledger
+from paceline.star.keeping.memory import MemoryJournal
+from paceline.star.keeping.snapshot import Snapshot, read_snapshot, write_snapshot
+
+TENSORS = {
+    "model.weight": torch.arange(12.0).view(3, 4), "half": torch.arange(5, dtype=torch.bfloat16),
+    "flag": torch.tensor(True), "none": torch.empty(0, 3), "long": torch.arange(3),
+    "8 bits": torch.ones(3, dtype=torch.uint8), "few bits": torch.ones(7).to(torch.float8_e4m3fn),
+    "wave": torch.tensor([1 + 2j]), "ä/\n\0": torch.tensor(3.25),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Nobody pulls a plug here, so nobody waits for the disk."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda handle: None)
+    yield
+    faults.disarm()
+
+
+def snap(journal, revision, count):
+    """Take a snapshot of a state that `count` records have gone into."""
+    journal.snapshot(revision, {"state": torch.full((3,), float(count))}, {"seen": list(range(count))})
+
+
+def names_in(folder, begin):
+    """Return the revisions of the files whose names begin so."""
+    return sorted(
+        int(path.name.split("-")[1][:12]) for path in folder.glob(f"{begin}-*") if path.suffix != ".damaged"
+    )
+
+
+# ------------------------------------------------------------------ one file
+
+
+def same(a, b):
+    return a.dtype is b.dtype and a.shape == b.shape and a.reshape(-1).tolist() == b.reshape(-1).tolist()
+
+
+def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
+    path = tmp_path / "one.safetensors"
+    write_snapshot(path, Snapshot(7, 30, {"samples": 12, "loss": [1.5, None]}), TENSORS)
+    snapshot, tensors = read_snapshot(path)
+    assert snapshot == Snapshot(7, 30, {"samples": 12, "loss": [1.5, None]})
+    assert tensors.keys() == TENSORS.keys()
+    assert all(same(tensors[label], TENSORS[label]) for label in TENSORS)
+    with safe_open(path, framework="pt") as theirs:
+        assert json.loads(theirs.metadata()["facts"])["samples"] == 12
+        assert same(theirs.get_tensor("model.weight"), TENSORS["model.weight"])
+
+
+def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
+    path, whole = tmp_path / "one.safetensors", torch.arange(12.0).view(3, 4)
+    write_snapshot(
+        path, Snapshot(0, 0, {}), {"t": whole.t(), "p": torch.nn.Parameter(whole), "row": whole[1]}
+    )
+    _, tensors = read_snapshot(path)
+    assert same(tensors["t"], whole.t())
+    assert same(tensors["p"], whole)
+    assert same(tensors["row"], whole[1])
+    tensors["p"].zero_()
+    assert same(read_snapshot(path)[1]["p"], whole)
+
+
+def test_any_flipped_bit_is_seen(tmp_path):
+    path = tmp_path / "one.safetensors"
+    write_snapshot(
+        path, Snapshot(1, 2, {"a": 1}), {"x": torch.arange(4.0), "y": torch.ones(3, dtype=torch.int8)}
+    )
+    data = path.read_bytes()
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(DamagedCheckpoint, match=r"^one\.safetensors "):
+            read_snapshot(path)
+
+
+def test_any_cut_is_seen(tmp_path):
+    path = tmp_path / "one.safetensors"
+    write_snapshot(path, Snapshot(1, 2, {}), {"x": torch.arange(4.0)})
+    data = path.read_bytes()
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        with pytest.raises(DamagedCheckpoint):
+            read_snapshot(path)
+    path.write_bytes(data + b"\0")
+    with pytest.raises(DamagedCheckpoint):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "facts", "message"),
+    [
+        ({"w": torch.zeros(2, dtype=torch.complex128)}, {}, "tensor 'w' is complex128"),
+        ({"w": torch.zeros(2, 2).to_sparse()}, {}, r"tensor 'w' is float32, torch\.sparse_coo"),
+        ({}, {"a": b"x"}, r"facts of a snapshot can't hold a bytes \(in 'a'\)"),
+    ],
+)
+def test_what_can_not_be_stored_is_refused_and_all_stays_as_it_was(tmp_path, tensors, facts, message):
+    with Journal.open(tmp_path, resume=False) as journal:
+        write(journal, [0, 1])
+        with pytest.raises(UsageError, match=message):
+            journal.snapshot(1, tensors, facts)
+        write(journal, [2])
+    assert found_in(tmp_path) == [0, 1, 2]
+
+
+# ------------------------------------------------------------------ snapshots and records
+
+
+def test_the_last_two_snapshots_stay_and_the_journals_since_the_older(tmp_path):
+    with Journal.open(tmp_path, resume=False) as journal:
+        for count in range(5):
+            write(journal, [count])
+            snap(journal, 10 * count + 5, count + 1)
+            assert numbers_in(journal) == list(range(count + 1))
+    assert names_in(tmp_path, "snapshot") == [35, 45]
+    assert names_in(tmp_path, "journal") == [35, 45]
+    assert found_in(tmp_path) == list(range(5))
+
+
+@pytest.mark.parametrize("kind", [Journal.open, lambda folder, resume: MemoryJournal()])
+def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
+    with kind(tmp_path, resume=False) as journal:
+        assert journal.recovered().tensors is None
+        write(journal, [0, 1])
+        snap(journal, 7, 2)
+        write(journal, [2])
+        journal.commit()
+        found = journal.recovered()
+        assert (found.revision, found.facts) == (7, {"seen": [0, 1]})
+        assert found.tensors["state"].tolist() == [2.0] * 3
+        assert [values["k"] for values, _ in found.records] == [2]
+        assert numbers_in(journal) == [0, 1, 2]
+        with pytest.raises(UsageError, match="revision 6 after that of 7"):
+            journal.snapshot(6, {}, {})
+
+
+def test_the_same_revision_can_be_taken_again(tmp_path):
+    with Journal.open(tmp_path, resume=False) as journal:
+        snap(journal, 0, 0)
+        for count in (2, 3):
+            write(journal, range(count - 1 if count > 2 else 0, count))
+            snap(journal, 4, count)
+        write(journal, [3])
+    assert names_in(tmp_path, "snapshot") == [0, 4]
+    assert found_in(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
+    with Journal.open(tmp_path, resume=False) as journal:
+        for count in range(3):
+            write(journal, [count])
+            snap(journal, count + 1, count + 1)
+        write(journal, [3])
+    path = tmp_path / "snapshot-000000000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with Journal.open(tmp_path, resume=True) as journal:
+        assert "snapshot-000000000003.safetensors, which is not intact" in caplog.text
+        assert journal.recovered().revision == 2
+        assert numbers_in(journal) == [0, 1, 2, 3]
+        write(journal, [4])
+        with pytest.raises(UsageError, match="revision 2 after that of 3"):
+            journal.snapshot(2, {}, {})
+        snap(journal, 5, 5)
+        assert names_in(tmp_path, "snapshot") == [2, 5]
+        assert names_in(tmp_path, "journal") == [2, 3, 5]
+        assert path.with_name(f"{path.name}.damaged").exists()
+        snap(journal, 6, 5)
+        assert not path.with_name(f"{path.name}.damaged").exists()
+        assert names_in(tmp_path, "journal") == [5, 6]
+    assert found_in(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
+    with Journal.open(tmp_path, resume=False) as journal:
+        for revision in (1, 2, 3):
+            snap(journal, revision, 0)
+    for path in tmp_path.glob("snapshot-*"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        DamagedCheckpoint, match=r"none of the 2 snapshots .*-000000000003.*-000000000002.*\n.*a copy"
+    ):
+        Journal.open(tmp_path, resume=True)
+
+
+def test_journals_that_are_missing_are_missed(tmp_path):
+    with Journal.open(tmp_path / "whole", resume=False) as journal:
+        for count in range(3):
+            snap(journal, count + 1, count)
+            write(journal, [count])
+    for missing, message in (
+        (["journal-000000000003.log"], "it ends there, and the ledger has records up to 2"),
+        (["journal-000000000002.log", "journal-000000000003.log"], "no journal with record 2"),
+        (
+            ["snapshot-000000000003.safetensors", "journal-000000000002.log"],
+            "no journal with record 1: .* record 2",
+        ),
+        (
+            ["snapshot-000000000003.safetensors", "snapshot-000000000002.safetensors"],
+            "no journal with record 0",
+        ),
+    ):
+        folder = copied(tmp_path / "whole", tmp_path / "less")
+        for name in missing:
+            (folder / name).unlink()
+        with pytest.raises(DamagedCheckpoint, match=message):
+            Journal.open(folder, resume=True)
+
+
+def test_damage_in_an_earlier_journal_is_seen_where_it_is_needed(tmp_path):
+    with Journal.open(tmp_path / "whole", resume=False) as journal:
+        for count in range(3):
+            snap(journal, count + 1, 2 * count)
+            write(journal, [2 * count, 2 * count + 1])
+    name = "journal-000000000002.log"
+    data = (tmp_path / "whole" / name).read_bytes()
+    between = ends_of(tmp_path / "whole" / name)[1]
+    for bad in (data[:-1], data[:between], data[:60] + b"?" + data[61:], data + b"more"):
+        folder = copied(tmp_path / "whole", tmp_path / "bad")
+        (folder / name).write_bytes(bad)
+        (folder / "ledger.jsonl").write_bytes(b"")
+        assert numbers_of(copied(folder, tmp_path / "unneeded")) == list(range(6))
+        (folder / "snapshot-000000000003.safetensors").unlink()
+        with pytest.raises(DamagedCheckpoint, match=f"{name}' is damaged at byte"):
+            Journal.open(folder, resume=True)
+
+
+def numbers_of(folder):
+    with Journal.open(folder, resume=True) as journal:
+        return numbers_in(journal)
+
+
+def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_told(tmp_path):
+    with Journal.open(tmp_path, resume=False) as journal:
+        write(journal, range(4))
+        snap(journal, 1, 4)
+        write(journal, [4, 5])
+    path = tmp_path / "ledger.jsonl"
+    whole = path.read_bytes()
+    path.unlink()
+    for _ in range(2):
+        assert numbers_of(tmp_path) == list(range(6))
+        assert [line["n"] for line in read_ledger(tmp_path)] == [4, 5]
+    path.write_bytes(b"rubbish\n" + whole)
+    with pytest.raises(DamagedCheckpoint, match=r"line 1 of .*\n.*move the ledger elsewhere"):
+        Journal.open(tmp_path, resume=True)
+
+
+def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_changed(tmp_path, monkeypatch):
+    with Journal.open(tmp_path / "whole", resume=False) as journal:
+        write(journal, range(20))
+        snap(journal, 1, 20)
+        write(journal, [20, 21])
+    lines = (tmp_path / "whole" / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    seen, number_of = [], ledger._number_of
+    monkeypatch.setattr(ledger, "_number_of", lambda line: seen.append(number_of(line)) or seen[-1])
+    for changed, read in (
+        (lines, [19, 20, 21]),
+        (lines[:20] + [b"rubbish\n"], [19, -1]),
+        (lines[:20], [19]),
+        (lines[:21], [19, 20]),
+        (lines[:-1] + [lines[-1][:-1]], [19, 20, 21]),
+    ):
+        folder = copied(tmp_path / "whole", tmp_path / "changed")
+        (folder / "ledger.jsonl").write_bytes(b"".join(changed))
+        seen.clear()
+        assert numbers_of(folder) == list(range(22))
+        assert seen == read
+        assert (folder / "ledger.jsonl").read_bytes() == b"".join(lines)
+    for changed in (lines[3:], [b"{}\n", *lines[1:]], [lines[0][:-1] + b" \n", *lines[1:]]):
+        folder = copied(tmp_path / "whole", tmp_path / "changed")
+        (folder / "ledger.jsonl").write_bytes(b"".join(changed))
+        seen.clear()
+        if changed[0] == b"{}\n":
+            with pytest.raises(DamagedCheckpoint, match="line 1 of"):
+                Journal.open(folder, resume=True)
+        else:
+            assert numbers_of(folder) == list(range(22))
+            assert len(seen) >= len(changed)
+            assert (folder / "ledger.jsonl").read_bytes() == b"".join(changed)
+
+
+# ------------------------------------------------------------------ interrupted anywhere
+
+
+def refusal(call):
+    """Return why a call failed, nothing if it did not."""
+    try:
+        call()
+    except PacelineError as error:
+        return str(error)
+    return ""
+
+
+def live(folder, tell, retry):
+    """A hub's life: records, commits, snapshots. What is committed is told; what fails is tried once more."""
+    journal, count = Journal.open(folder, resume=True), 0
+
+    def attempt(call):
+        nonlocal journal
+        why = refusal(lambda: call(journal)) if retry else call(journal)
+        if not why:
+            return
+        assert "full" in why
+        why = refusal(lambda: call(journal))
+        if why:
+            assert "takes nothing more" in why
+            journal.close()
+            journal = Journal.open(folder, resume=True)
+            call(journal)
+
+    attempt(lambda journal: journal.describe({"run": "a"}))
+    for revision in (0, 5, 9, 12):
+        write(journal, [count, count + 1])
+        attempt(lambda journal: journal.commit())
+        count += 2
+        tell(count)
+        attempt(partial(snap, revision=revision, count=count))
+        write(journal, [count])
+        attempt(lambda journal: journal.commit())
+        count += 1
+        tell(count)
+    journal.close()
+
+
+def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tmp_path):
+    """Its second life goes on where it was, and may die too."""
+    at = 0
+    while True:
+        at += 1
+        folder, (reading, writing) = tmp_path / f"hub-{at}", os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with FailingDisk(at, die):
+                    live(folder, lambda count, pipe=writing: os.write(pipe, b"%d " % count), retry=False)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(writing)
+        code = ended(pid)
+        told = max(map(int, os.read(reading, 1000).split()), default=0)
+        os.close(reading)
+        assert code in (0, 9)
+        numbers = found_in(folder)
+        assert numbers == list(range(len(numbers)))
+        assert told <= len(numbers) <= told + 2
+        with Journal.open(folder, resume=True) as journal:
+            write(journal, [len(numbers)])
+            snap(journal, 20, len(numbers) + 1)
+            write(journal, [len(numbers) + 1])
+        assert found_in(folder) == list(range(len(numbers) + 2))
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+        if code == 0:
+            break
+    assert at > 100
+
+
+def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
+    """It finds a damaged snapshot, a torn journal, a ledger that lags, and what another has left half written."""
+    whole = tmp_path / "whole"
+    with Journal.open(whole, resume=False) as journal:
+        for count in range(3):
+            snap(journal, count + 1, 2 * count)
+            write(journal, [2 * count, 2 * count + 1])
+    path = whole / "snapshot-000000000003.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    path = whole / "journal-000000000003.log"
+    path.write_bytes(path.read_bytes()[:-1])
+    path = whole / "ledger.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]) + b'{"n')
+    (whole / ".snapshot-000000000004.safetensors-x1").mkdir()
+    at, code = 0, 9
+    while code:
+        at += 1
+        folder = copied(whole, tmp_path / "hub")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with FailingDisk(at, die):
+                    Journal.open(folder, resume=True).close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = ended(pid)
+        assert code in (0, 9)
+        assert found_in(folder) == list(range(5))
+        assert names_in(folder, "snapshot") == [2]
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert at > 15
+
+
+def test_a_disk_that_refuses_any_one_operation_is_told_and_loses_nothing(tmp_path):
+    at = 0
+    while True:
+        at += 1
+        folder = tmp_path / f"hub-{at}"
+        with FailingDisk(at, refuse) as disk:
+            why = refusal(lambda folder=folder: live(folder, lambda count: None, retry=True))
+            if why:  # on opening it
+                assert at < 20, why
+                disk.at = 0
+                live(folder, lambda count: None, retry=True)
+        assert found_in(folder) == list(range(12))
+        if disk.count < at:
+            break
+    assert at > 100
+
+
+def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monkeypatch):
+    """The disk failed after the new journal had its name, and before anybody knew whether it keeps it."""
+    with Journal.open(tmp_path, resume=False) as journal:
+        write(journal, [0])
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.star.keeping.logfile.write_whole", written_but_not_flushed)
+            with pytest.raises(CheckpointError, match=r"journal-000000000004\.log' can't be written"):
+                snap(journal, 4, 1)
+        with pytest.raises(CheckpointError, match=r"takes nothing more: journal-0+4\.log was begun"):
+            write(journal, [1])
+    with Journal.open(tmp_path, resume=True) as journal:
+        write(journal, [1])
+    assert found_in(tmp_path) == [0, 1]
+
+
+def test_a_snapshot_that_may_be_there_is_taken_as_it_is_found(tmp_path, monkeypatch):
+    with Journal.open(tmp_path, resume=False) as journal:
+        write(journal, [0])
+        snap(journal, 4, 1)
+        write(journal, [1])
+        with monkeypatch.context() as patch:
+            patch.setattr("paceline.star.keeping.snapshot.write_whole", written_but_not_flushed)
+            with pytest.raises(CheckpointError, match="can't be written: Input/output error"):
+                snap(journal, 4, 2)
+        assert numbers_in(journal) == [0, 1]
+        write(journal, [2])
+    assert found_in(tmp_path) == [0, 1, 2]
+
+
+def written_but_not_flushed(path, write):
+    path.unlink(missing_ok=True)
+    write(path)
+    raise OSError(5, "Input/output error")
+
+
+def test_the_ledger_is_on_the_disk_before_the_records_are_of_no_more_use(tmp_path, monkeypatch):
+    calls, replace = [], os.replace
+    with Journal.open(tmp_path, resume=False) as journal:
+        write(journal, [0])
+        monkeypatch.setattr(
+            os, "fdatasync", lambda h: calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{h}")))
+        )
+        monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(os.path.basename(b)), replace(a, b)))
+        snap(journal, 4, 1)
+        log, snapshot = "journal-{:012d}.log", "snapshot-000000000004.safetensors"
+        assert calls == [log.format(0), "ledger.jsonl", snapshot, log.format(4)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
+    chance = random.Random(seed)
+    with Journal.open(tmp_path, resume=False) as journal:
+        count, revision, refusals = 0, 0, 0
+        for _ in range(40):
+            faults.disarm()
+            if chance.random() < 0.7:
+                faults.disk_full(after_nbytes=chance.randrange(400))
+            if chance.random() < 0.5:
+                write(journal, [count])
+                count += 1
+            try:
+                if chance.random() < 0.5:
+                    journal.commit()
+                else:
+                    revision += 1
+                    snap(journal, revision, count)
+            except CheckpointError as error:
+                refusals += "full" in str(error)
+        faults.disarm()
+    assert refusals > 5
+    assert found_in(tmp_path) == list(range(count))
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_life_comes_back_whichever_snapshot_is_damaged(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("hub")
+    count = revision = snapshots = 0
+    for _ in range(data.draw(st.integers(1, 3))):
+        with Journal.open(folder, resume=True) as journal:
+            assert numbers_in(journal) == list(range(count))
+            for step in data.draw(
+                st.lists(st.sampled_from(["append", "commit", "snapshot", "again"]), max_size=8)
+            ):
+                if step == "append":
+                    write(journal, [count])
+                    count += 1
+                elif step == "commit":
+                    journal.commit()
+                else:
+                    revision += step == "snapshot"
+                    snap(journal, revision, count)
+                    snapshots = len(names_in(folder, "snapshot"))
+        if snapshots == 2 and data.draw(st.booleans()):
+            newest = max(folder.glob("snapshot-*.safetensors"))
+            newest.write_bytes(newest.read_bytes()[:-1])
+            snapshots = 1
+            assert numbers_of(folder) == list(range(count))
+            with Journal.open(folder, resume=True) as journal:
+                revision += 1
+                snap(journal, revision, count)
+                snapshots = 2
+    assert found_in(folder) == list(range(count))
