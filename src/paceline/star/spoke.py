@@ -36,7 +36,8 @@ __all__ = ["Spoke"]
 log = logging.getLogger("paceline.star")
 
 _HELLO_SECONDS, _LONGEST_HELLO_SECONDS = 1.0, 10.0
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS, _LEAST_PATIENCE_SECONDS = 10.0, 1.0  # while nothing was measured; beside what was
+_MOST_DOUBLINGS = 4
 _BEAT_SECONDS = 2.0
 _EARLY = 1.3  # a centre is asked for this many times the last one's duration before it is due
 _HARMFUL = ("not finite", "exploding", "worse", "in quarantine", "it tells")
@@ -52,6 +53,8 @@ class _Under:
 
     Attributes:
         begun, asked: when. due: when it is time to ask, or to ask again; infinity as long as the question has not left.
+        once: what is waited for was said once, so how long the answer takes tells of the network (Karn's algorithm:
+            RFC 6298, section 3).
     """
 
     order: Order
@@ -59,6 +62,7 @@ class _Under:
     begun: float = 0.0
     asked: float = 0.0
     due: float = math.inf
+    once: bool = True
 
 
 class Spoke:
@@ -105,9 +109,8 @@ class Spoke:
         self._facts, self._new_session = dict(facts), new_session
         self.session, self.sequence = new_session(), 0
         self._under: dict[int, _Under] = {}
-        self._again: dict[
-            int, float
-        ] = {}  # by fragment: when its letter is to be said again, infinity as long as it has not left
+        # By fragment: when its letter is to be said again, infinity as long as it has not left.
+        self._again: dict[int, float] = {}
         self._due = math.inf  # no later than what is due first of these, and of what is under way
         self._adopting: dict[int, Message] = {}
         self.adopted: dict[int, Message] | None = None
@@ -116,6 +119,7 @@ class Spoke:
         self._assembler = Assembler(self._limit)
         self._hello_at, self._hello_pause, self._beat_at = -math.inf, _HELLO_SECONDS, -math.inf
         self.update_seconds = self.fetch_seconds = 0.0
+        self._doublings = 0  # of the patience: how often in a row something was said again
         self._out: list[Message] = []
 
     # ------------------------------------------------------------------ driving it
@@ -153,7 +157,7 @@ class Spoke:
 
     def left(self, message: Message, now: float) -> None:
         """Note that a message has left whole."""
-        again = now + _PATIENCE_SECONDS + 4 * (self.fetch_seconds + self.update_seconds)
+        again = now + self._patience()
         if message.kind == "update" and message.fragment in self._again:
             self._again[message.fragment] = again
         elif message.kind == "fetch" and message.fragment in self._under:
@@ -162,6 +166,12 @@ class Spoke:
             return
         if again < self._due:
             self._due = again
+
+    def _patience(self) -> float:
+        """Return how long an answer is waited for: far longer than it took, and twice that after each repetition."""
+        took = self.fetch_seconds + self.update_seconds
+        seconds = _LEAST_PATIENCE_SECONDS + 4 * took if took else _PATIENCE_SECONDS
+        return seconds * 2**self._doublings
 
     def lost(self, now: float) -> None:
         """Note that the hub can't be reached."""
@@ -179,11 +189,6 @@ class Spoke:
         if not self.connected:
             return self._hello_at
         return self._due if self._due < self._beat_at else self._beat_at
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._under and not self.orders
 
     def _say(self, kind: str, **meta: Any) -> None:
         self._out.append(Message(kind, self.me, HUB, meta=meta))
@@ -233,6 +238,7 @@ class Spoke:
             if letter.fragment in self.sides:
                 self._post(letter)
         for fragment, under in self._under.items():
+            under.once = False
             if under.stage == "come":
                 self._ask(fragment, under, now)
 
@@ -284,12 +290,10 @@ class Spoke:
 
     def _post(self, letter: Letter) -> None:
         """Send a letter; it is said again until it is acknowledged."""
+        meta, dtype = letter.values["meta"], letter.values["dtype"]
         self._out.append(
-            Message(
-                "update", self.me, HUB, letter.round, letter.fragment, letter.values["meta"], letter.payload,
-                letter.values["dtype"],
-            )
-        )  # fmt: skip
+            Message("update", self.me, HUB, letter.round, letter.fragment, meta, letter.payload, dtype)
+        )
         self._again[letter.fragment] = math.inf
 
     def _acknowledged(self, message: Message, now: float) -> None:
@@ -303,10 +307,12 @@ class Spoke:
             log.warning("worker %s: round %d was refused: %s", self.name, message.round, why)
         else:
             self.acknowledged += 1
+        self._doublings = 0
         side, under = self.sides[message.fragment], self._under.get(message.fragment)
         if under is None or under.stage != "acknowledge" or side.round != message.round:
             return
-        self.update_seconds = now - under.begun
+        if under.once:
+            self.update_seconds = now - under.begun
         if why.startswith(_HARMFUL):
             side.whole, side.anew = True, not why.startswith(_KEEPS_STATE)
         self._await_time(message.fragment, under, now)
@@ -315,7 +321,7 @@ class Spoke:
 
     def _await_time(self, fragment: int, under: _Under, now: float) -> None:
         """Ask for the centre, or wait until it is time to."""
-        under.stage, under.due = "wait", under.order.by - _EARLY * self.fetch_seconds
+        under.stage, under.once, under.due = "wait", True, under.order.by - _EARLY * self.fetch_seconds
         if under.due <= now:
             self._ask(fragment, under, now)
         else:
@@ -328,14 +334,21 @@ class Spoke:
 
     def _repeat(self, now: float) -> None:
         """Ask when it is time, and say again what was not answered."""
+        resent = self.resent
         for fragment, again in self._again.items():
             if now >= again:
                 self.resent += 1
+                if fragment in self._under:
+                    self._under[fragment].once = False
                 self._post(self._outbox.letter(fragment))
         for fragment, under in self._under.items():
             if now >= under.due:
-                self.resent += under.stage == "come"
+                if under.stage == "come":
+                    self.resent += 1
+                    under.once = False
                 self._ask(fragment, under, now)
+        if self.resent > resent:
+            self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
         self._due = min([math.inf, *self._again.values(), *[each.due for each in self._under.values()]])
 
     def _centre(self, message: Message, now: float) -> None:
@@ -343,7 +356,9 @@ class Spoke:
         under = self._under.get(message.fragment)
         if under is None or under.stage != "come":
             return
-        self.fetch_seconds = now - under.asked
+        self._doublings = 0
+        if under.once:
+            self.fetch_seconds = now - under.asked
         self._never.discard(message.fragment)
         del self._under[message.fragment]
         side = self.sides[message.fragment]

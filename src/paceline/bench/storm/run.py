@@ -16,7 +16,7 @@ from paceline.star.keeping.ledger import read_ledger
 __all__ = ["Found", "Storm", "count"]
 
 _LOOK_SECONDS = 0.1
-_END_SECONDS = 120.0
+_END_SECONDS = 180.0
 
 
 class Program(Protocol):

@@ -38,7 +38,7 @@ def main(job_file: str, number: int) -> None:
         while time.time() < job["until"]:
             learner.step()
             time.sleep(job["step_seconds"])
-        ended = star.finish(60.0)
+        ended = star.finish(120.0)
     Path(folder, f"ended-{number}.json").write_text(
         json.dumps({"centre": ended, "loss": learner.loss(), "counts": vars(star.counts)}), encoding="utf-8"
     )
