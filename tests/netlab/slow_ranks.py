@@ -1,6 +1,6 @@
-"""What each host runs in test_slow_networks.py: a few steps of a kind, and its interface's bytes beside those foretold.
+"""What each host runs in test_slow_networks.py: a few steps of each kind, its interface's bytes beside those foretold.
 
-torchrun … slow_ranks.py KIND OUT
+torchrun … slow_ranks.py OUT KIND [KIND ...]
 """
 
 from __future__ import annotations
@@ -25,10 +25,18 @@ def sent() -> int:
     return read_traffic(Path("/proc/net/dev").read_text()).sent
 
 
-def main(kind: str, out: str) -> None:
-    """Train, and note what was sent, and what was foretold."""
+def main(out: str, kinds: list[str]) -> None:
+    """Train in one way after the other, and note what was sent, and what was foretold."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    told = {kind: moved(kind) for kind in kinds}
+    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def moved(kind: str) -> dict[str, float]:
+    """Return what a few steps sent, and what was foretold."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -57,18 +65,15 @@ def main(kind: str, out: str) -> None:
             for _ in range(STEPS):
                 step()
         foretold, calls = outer.sent_nbytes, 2 * outer.syncs * 8  # two for each of at most 8 pieces
-    moved = sent() - before
+    passed = sent() - before
     same = [torch.zeros_like(param) for param in net.parameters()]
     for mine, theirs in zip(net.parameters(), same, strict=True):
         theirs.copy_(mine.detach())
         dist.broadcast(theirs, 0)
     equal = all(torch.equal(mine, theirs) for mine, theirs in zip(net.parameters(), same, strict=True))
     messages = calls * (dist.get_world_size() - 1)
-    told = {"moved": moved, "foretold": foretold, "messages": messages, "equal": equal}
-    Path(f"{out}.{dist.get_rank()}").write_text(json.dumps(told))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"moved": passed, "foretold": foretold, "messages": messages, "equal": equal}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2:])

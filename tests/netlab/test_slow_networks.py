@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,20 @@ from paceline.lab import Lab
 KINDS = ["plain", "bf16", "int8", "int4", "topk", "powersgd", "diloco", "streaming"]
 
 
+@pytest.fixture(scope="module")
+def told(shared: Lab, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each host noted of each kind."""
+    out, script = tmp_path_factory.mktemp("slow") / "told", Path(__file__).with_name("slow_ranks.py")
+    shared.torchrun([str(script), str(out), *KINDS], ranks_per_host=1, timeout=240)
+    return [json.loads(Path(f"{out}.{host}").read_text()) for host in range(shared.hosts)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_interface_sends_what_was_foretold(lab: Lab, tmp_path, kind):
-    out, script = tmp_path / "told", Path(__file__).with_name("slow_ranks.py")
-    lab.torchrun([str(script), kind, str(out)], ranks_per_host=1, timeout=120)
-    for host in range(lab.hosts):
-        told = json.loads(Path(f"{out}.{host}").read_text())
-        assert told["equal"]
-        assert told["foretold"] > 0
+def test_the_interface_sends_what_was_foretold(told: list[dict[str, Any]], kind: str) -> None:
+    for host in told:
+        found = host[kind]
+        assert found["equal"]
+        assert found["foretold"] > 0
         # What TCP and gloo put around each message, and what comes with a barrier at either end.
-        around = 600 * told["messages"] + 20_000
-        assert told["foretold"] <= told["moved"] <= 1.03 * told["foretold"] + around
+        around = 600 * found["messages"] + 20_000
+        assert found["foretold"] <= found["moved"] <= 1.03 * found["foretold"] + around
