@@ -64,7 +64,7 @@ class AsyncPlan:
         seconds: of virtual time; steps: local ones of each worker; whichever is over first ends it.
         cadence: k, d and fragments. rules: of the hub. policy: of the workers. compression: of updates.
         stagger: workers send in turns, rather than all at once; see `Worker`.
-        alike: all begin from the same parameters. warmup: local steps before anything is sent.
+        alike: all begin from the same parameters. warmup: steps of a worker in which it exchanges often.
         schedule: learning rate as a share of the full one, by the share that is done; None: always the full one.
         hub_up, hub_down: bytes per second of the hub's link. latency: seconds.
         score_every: virtual seconds between two looks at the centre; 0: only at the end.

@@ -1,10 +1,16 @@
 """The training side of a worker: which local step sends, which takes in, and what of it counts (no thread, no clock).
 
     after every local step      count it; take in what has come and is due; snapshot and offer what is due
+    in the warm-up              exchange at every other step, see [Note: warm-up]
     before the first centre     nothing is sent: the worker trains alone until it is in touch with a hub
     in a population             every k-th step tells a score; a worker that is replaced takes another's parameters
 
 `Star` hooks this onto a real optimizer and has a thread carry out its orders; virtual time drives the same object.
+
+[Note: warm-up] In the first steps parameters change most, so workers that train apart for k steps are far from one
+another when they are averaged, and much of what they learnt cancels out. Exchanging often at first costs few bytes and
+keeps most of that (post-local SGD: Lin et al., arXiv 1808.07217; benchmarks/star/virtual.py). Where the network does
+not manage every other step, sendings are skipped until it does.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ __all__ = ["Counts", "Worker"]
 log = logging.getLogger("paceline.star")
 
 _SMOOTH_STEPS = 20
+_WARM_EVERY = 2
 
 
 @dataclass
@@ -60,7 +67,7 @@ class Worker:
         cadence: k, d and fragments. policy: what is sent and taken in.
         score: returns how good the model's parameters are, lower is better; None: no scores.
         forget: called when the optimizer's state belongs to other parameters than the model has now.
-        warmup: local steps before anything is sent.
+        warmup: local steps at the beginning in which it exchanges as often as can be, see [Note: warm-up].
         stagger: begin the cycle of k steps at another place than other workers, so that they send in turns.
 
     Attributes:
@@ -79,13 +86,8 @@ class Worker:
         warmup: int = 0,
         stagger: bool = True,
     ) -> None:
-        self.sides, self.spokes, self.cadence, self.policy, self.warmup = (
-            sides,
-            spokes,
-            cadence,
-            policy,
-            warmup,
-        )
+        self.sides, self.spokes, self.cadence, self.policy = sides, spokes, cadence, policy
+        self.warmup = warmup
         self.counts = Counts()
         self.lr_scale = 1.0
         self._score, self._forget = score, forget
@@ -104,7 +106,7 @@ class Worker:
             samples: of all. lr: learning rate. now: seconds. step_seconds: what a step takes.
             count: how many; several at once only where nothing is due before the last: at most `steps_until_due`.
         """
-        counts = self.counts
+        counts, cadence = self.counts, self._cadence_now()
         counts.steps += count
         counts.samples += samples
         part = min(1.0, count / min(counts.steps, _SMOOTH_STEPS))
@@ -119,7 +121,7 @@ class Worker:
         if phase == "population":
             self._live_in_population(lr)
         elif phase == "together" or self.sides[0].revision >= 0:
-            self._live_together(now, step_seconds, count)
+            self._live_together(now, step_seconds, count, cadence)
         if self.spokes[0].terms.wanted:
             self._hand_over()
 
@@ -130,9 +132,11 @@ class Worker:
         if spoke.terms.wanted or spoke.adopted is not None:
             return 1
         together = spoke.terms.phase == "together" or self.sides[0].revision >= 0
-        if together and not self.staggered:
-            return max(1, self.warmup - steps)
-        due = self.cadence.steps_to_sending(self._lap) if together else every - steps % every
+        if spoke.terms.phase == "empty" or (together and not self.staggered):
+            return 1
+        due = self._cadence_now().steps_to_sending(self._lap) if together else every - steps % every
+        if steps < self.warmup:
+            due = min(due, self.warmup - steps)
         for side in self.sides:
             if side.state is State.HERE:
                 continue
@@ -143,26 +147,31 @@ class Worker:
 
     # ------------------------------------------------------------------ together
 
-    def _live_together(self, now: float, step_seconds: float, count: int) -> None:
-        count = min(count, self.counts.steps - self.warmup)
-        if count <= 0:
-            return
+    def _cadence_now(self) -> Cadence:
+        """Return the cadence of the next step."""
+        cadence = self.cadence
+        if self.counts.steps >= self.warmup or cadence.every <= _WARM_EVERY:
+            return cadence
+        every = max(_WARM_EVERY, cadence.fragments)
+        return Cadence(every, cadence.fragments, min(1, every - 1))
+
+    def _live_together(self, now: float, step_seconds: float, count: int, cadence: Cadence) -> None:
         if not self.staggered:
             terms = self.spokes[0].terms
             self._lap = terms.slot * self.cadence.every // max(1, terms.slots)
             self.staggered = True
         self._lap += count
-        due = self.cadence.sent_at(self._lap)
+        due = cadence.sent_at(self._lap)
         if due is None:
             return
         side = self.sides[due]
         if side.state is not State.HERE or side.revision < 0:
             self.counts.skipped += 1
             return
-        self._offer(due, side, now + self.cadence.delay * step_seconds)
+        self._offer(due, side, cadence.delay, now + cadence.delay * step_seconds)
 
-    def _offer(self, fragment: int, side: Side, by: float) -> None:
-        """Take a snapshot, and have it sent if it is good enough, and the centre fetched."""
+    def _offer(self, fragment: int, side: Side, delay: int, by: float) -> None:
+        """Take a snapshot, and have it sent if it is good enough, and the centre fetched for `delay` steps later."""
         score = self._own_score() if self.policy.scores else None
         side.offered = self.policy.sends(score, self._before, self._best)
         meta = {"samples": side.samples, "steps": max(1, side.steps), "rate": self._pace}
@@ -171,7 +180,7 @@ class Worker:
             if self._before is not None:
                 meta["before"] = self._before
         side.snapshot()
-        side.due = self.counts.steps + self.cadence.delay
+        side.due = self.counts.steps + delay
         side.state = State.OUT
         if side.offered:
             self.counts.sent += 1
@@ -225,7 +234,7 @@ class Worker:
                     del self._finishing[fragment]
             elif side.state is State.HERE and side.revision >= 0:
                 self._finishing[fragment] = True
-                self._offer(fragment, side, now)
+                self._offer(fragment, side, 0, now)
         return not self._finishing
 
     # ------------------------------------------------------------------ apart
