@@ -156,7 +156,8 @@ def _cadences(options: Mapping[str, Any]) -> tuple[list[Cadence], list[str]]:
             except UsageError as error:
                 if every < 1 or delay < 0 or options["fragments"] < 1:
                     raise
-                left_out.append(f"k {every}, d {delay}: {str(error).splitlines()[0]}")
+                told = "d must be below k" if delay >= every else str(error).splitlines()[0]
+                left_out.append(f"k {every}, d {delay}: {told}")
     if not found:
         raise UsageError(
             f"--every {options['every']} with --delay {options['delay']} leaves no setting: {left_out[0]}",

@@ -31,7 +31,7 @@ def show(asked: Asked, rows: Sequence[Row]) -> None:
     for line in (*asked.notes, *(f"left out: {each}" for each in asked.left_out)):
         typer.echo(line)
     typer.echo("")
-    typer.echo("\n".join(sentences(rows, given=asked.target)))
+    typer.echo("\n".join(sentences(rows, asked.target, asked.plan.rules.outer.name)))
 
 
 def _table(asked: Asked, rows: Sequence[Row]) -> Table:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.simulate.rows import Row
-from paceline.units import format_decimal, format_seconds
+from paceline.units import format_seconds
 
 __all__ = ["sentences"]
 
 _BUSY = 0.8
 """Share of the time from which on a hub's link is called full."""
 
-_MUCH = 0.25
+_LITTLE, _MUCH = 0.01, 0.25
 _EQUAL = 1.05
 
 
-def sentences(rows: Sequence[Row], given: float | None = None) -> list[str]:
+def sentences(rows: Sequence[Row], given: float | None = None, outer: str = "averaging") -> list[str]:
     """Return what follows from the rows, one sentence or two each.
 
     Args:
         rows: DDP's may be among them. given: the loss that times are told to, None if it is the one that DDP ends with.
+        outer: optimizer of the hub.
     """
     ddp = next((row for row in rows if row.lockstep), None)
     stars = [row for row in rows if not row.lockstep]
@@ -28,7 +29,7 @@ def sentences(rows: Sequence[Row], given: float | None = None) -> list[str]:
     if ddp is not None:
         told.append(_bound_of_ddp(ddp))
     told += _full_links(stars)
-    told += [line for row in stars for line in _mishaps(row)]
+    told += [line for row in stars for line in _mishaps(row, outer)]
     return [line for line in told if line]
 
 
@@ -47,14 +48,14 @@ def _advice(stars: Sequence[Row], ddp: Row | None, given: float | None) -> str:
             "Give it longer (--for), a smaller k, or take DDP."
         )
     best = min(there, key=lambda row: row.seconds_to_target or 0.0)
-    when = f"{best.name} comes to {aim} in {format_seconds(best.seconds_to_target or 0.0)}"
+    when = f"comes to {aim} in {format_seconds(best.seconds_to_target or 0.0)}"
     if best.speedup is None:
-        return f"Take {when}."
-    if best.speedup < 1:
-        return f"Take DDP: {when}, DDP itself {1 / best.speedup:.2g} times as soon."
+        return f"Take {best.name}: it {when}. {_cheaper(best, there)}".rstrip()
+    if best.speedup < 1 / _EQUAL:
+        return f"Take DDP: {best.name} {when}, DDP itself {1 / best.speedup:.2g} times as soon."
     if best.speedup < _EQUAL:
-        return f"No difference: {when}, DDP as soon. DDP is simpler, and its runs can be repeated to the bit."
-    return f"Take {when}, {best.speedup:.2g} times as soon as DDP. {_cheaper(best, there)}".rstrip()
+        return f"No difference: {best.name} {when}, as soon as DDP, which is simpler and repeats to the bit."
+    return f"Take {best.name}: it {when}, {best.speedup:.2g} times as soon as DDP. {_cheaper(best, there)}".rstrip()
 
 
 def _cheaper(best: Row, there: Sequence[Row]) -> str:
@@ -67,7 +68,7 @@ def _cheaper(best: Row, there: Sequence[Row]) -> str:
     if not near:
         return ""
     least = min(near, key=lambda row: row.nbytes)
-    return f"{least.name} is nearly as quick with {best.nbytes / least.nbytes:.2g} times fewer bytes."
+    return f"{least.name} is nearly as quick with {least.nbytes / best.nbytes:.0%} of the bytes."
 
 
 def _bound_of_ddp(ddp: Row) -> str:
@@ -93,13 +94,17 @@ def _full_links(stars: Sequence[Row]) -> list[str]:
     busiest = max(stars, key=lambda row: row.hub_busy, default=None)
     if busiest is None:
         return []
-    return [f"The hub's link is in use for at most {busiest.hub_busy:.1%} of the time ({busiest.name})."]
+    if busiest.hub_busy < _LITTLE:
+        return ["The hub's link is hardly in use."]
+    return [f"The hub's link is in use for at most {busiest.hub_busy:.0%} of the time ({busiest.name})."]
 
 
-def _mishaps(row: Row) -> list[str]:
+def _mishaps(row: Row, outer: str) -> list[str]:
     told = []
     if row.diverged:
-        told.append(f"{row.name} diverged: {_why(row)}")
+        told.append(f"{row.name} diverged: {_why(outer)}")
+    elif row.regressed:
+        told.append(f"{row.name} got worse again, from {row.lowest:.3g} to {row.loss:.3g}: {_why(outer)}")
     refused = {why: count for why, count in row.refused.items() if why not in ("repeated", "not in session")}
     if refused:
         reasons = ", ".join(f"{count} {why}" for why, count in refused.items())
@@ -108,8 +113,8 @@ def _mishaps(row: Row) -> list[str]:
     skipped, sent = row.counts.get("skipped", 0), row.counts.get("sent", 0)
     if skipped > _MUCH * sent and skipped > 1:
         told.append(
-            f"{row.name}: {skipped:.0f} sendings were left out since the ones before were still under way: "
-            "k is too small for these links."
+            f"{row.name}: {skipped:.0f} sendings were left out, since what was sent before was still under way: "
+            "the links are too slow for this k, messages were lost, or the hub was away."
         )
     spoilt = {name.removeprefix("spoilt: "): count for name, count in row.counts.items() if name.startswith("spoilt")}
     if spoilt:
@@ -118,8 +123,11 @@ def _mishaps(row: Row) -> list[str]:
     return told
 
 
-def _why(row: Row) -> str:
-    return (
-        "updates were amplified faster than they died down. Take averaging, a smaller --outer-lr or --lr, "
-        f"or a smaller k ({format_decimal(row.nbytes)} a worker were sent for nothing)."
-    )
+def _why(outer: str) -> str:
+    """Return why a setting diverged, by its outer optimizer, and what to do."""
+    if outer == "nesterov":
+        return (
+            "Nesterov at every arrival amplifies each of N updates that tell about the same, as if they were N steps. "
+            "Take delayed-nesterov, or averaging."
+        )
+    return "steps are too large for so many of them apart. Take a smaller --lr or --outer-lr, or a smaller k."

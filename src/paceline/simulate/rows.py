@@ -74,6 +74,17 @@ class Row:
         return not self.loss <= self.initial_loss
 
     @property
+    def lowest(self) -> float:
+        """The lowest loss of all points."""
+        return min((point.loss for point in self.points if math.isfinite(point.loss)), default=self.loss)
+
+    @property
+    def regressed(self) -> bool:
+        """Whether it ends well above the lowest loss that it had: twice that, and a twentieth of what was gained."""
+        lost = self.loss - self.lowest
+        return not (lost <= self.lowest or lost <= 0.05 * (self.initial_loss - self.lowest))
+
+    @property
     def steps_per_second(self) -> float:
         """Local steps of all workers in a virtual second."""
         return self.steps / self.seconds if self.seconds else 0.0
