@@ -52,7 +52,9 @@ def async_(
         str | None,
         typer.Option("--for", help="Virtual time; else 300 steps of the slowest machine, unless --steps."),
     ] = None,
-    every: Annotated[str, typer.Option(help="k, local steps between sendings; several by commas.")] = "4,10,25",
+    every: Annotated[
+        str, typer.Option(help="k, local steps between sendings; several by commas.")
+    ] = "4,10,25",
     delay: Annotated[
         str, typer.Option(help="d, local steps from sending to taking in; several by commas.")
     ] = "0,5",
@@ -66,7 +68,9 @@ def async_(
         float | None, typer.Option(help="Of the outer optimizer: 1 for averaging, else 0.7.")
     ] = None,
     outer_momentum: Annotated[float, typer.Option(help="Of the outer optimizer.")] = 0.9,
-    outer_warmup: Annotated[int, typer.Option(help="Rounds that are only averaged before momentum starts.")] = 1,
+    outer_warmup: Annotated[
+        int, typer.Option(help="Rounds that are only averaged before momentum starts.")
+    ] = 1,
     unstable: Annotated[
         bool, typer.Option("--unstable", help="Allow Nesterov at every arrival, to see it diverge.")
     ] = False,
@@ -85,7 +89,9 @@ def async_(
     ] = 0.05,
     bad_lr: Annotated[
         str | None,
-        typer.Option(metavar="WORKER:LR", help="Give a worker, counted from 1, another learning rate; by commas."),
+        typer.Option(
+            metavar="WORKER:LR", help="Give a worker, counted from 1, another learning rate; by commas."
+        ),
     ] = None,
     different: Annotated[
         bool, typer.Option("--different", help="Workers begin from different parameters.")
@@ -93,13 +99,17 @@ def async_(
     warmup: Annotated[int, typer.Option(help="Local steps before anything is sent.")] = 0,
     churn: Annotated[
         str | None,
-        typer.Option(help="Share of workers away at a time (5%), or who leaves and comes: 30s:-3,60s:+3,90s:-hub,95s:+hub."),
+        typer.Option(
+            help="Share of workers away at a time (5%), or who leaves and comes: 30s:-3,60s:+3,90s:-hub,95s:+hub."
+        ),
     ] = None,
     spoil: Annotated[
         str, typer.Option(help="Share of messages that are lost, repeated, late or damaged.")
     ] = "0%",
     seed: Annotated[int, typer.Option(help="Of parameters, data, jitter and mishaps.")] = 0,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of the task; else one that suits it.")] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the task; else one that suits it.")
+    ] = None,
     target: Annotated[
         float | None, typer.Option(help="Loss to which the time is told; else what DDP ends with.")
     ] = None,
@@ -109,7 +119,9 @@ def async_(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write table.csv, result.json and charts of loss and times there."),
+        typer.Option(
+            metavar="FOLDER", help="Write table.csv, result.json and charts of loss and times there."
+        ),
     ] = None,
 ) -> None:
     """Train asynchronously in virtual time: loss, bytes and time beside DDP, for machines and links you describe.

@@ -25,7 +25,9 @@ POINTS = 100
 _USUAL_STEPS = 300
 _COMPRESSIONS = ("int4", "int8", "bf16", "fp16", "none")
 _FILES = ("json_file", "out")
-_CHURN = "write a share (5%), or TIME:-WORKER and TIME:+WORKER by commas, such as 30s:-3,60s:+3,90s:-hub,95s:+hub"
+_CHURN = (
+    "write a share (5%), or TIME:-WORKER and TIME:+WORKER by commas, such as 30s:-3,60s:+3,90s:-hub,95s:+hub"
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,11 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         spoilt,
         options["target"],
         _notes(options, about),
-        {name: str(value) if isinstance(value, Path) else value for name, value in options.items() if name not in _FILES},
+        {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in options.items()
+            if name not in _FILES
+        },
     )
 
 
@@ -137,7 +143,9 @@ def _bad_rates(text: str | None, workers: int) -> dict[int, float]:
         except ValueError as error:
             raise UsageError(f"--bad-lr {text}", remedy="pass worker:rate, such as 4:10") from error
         if not 1 <= number <= workers:
-            raise UsageError(f"--bad-lr {text}: there is no worker {number}", remedy=f"they are counted 1 to {workers}")
+            raise UsageError(
+                f"--bad-lr {text}: there is no worker {number}", remedy=f"they are counted 1 to {workers}"
+            )
         if not 0 < rate < math.inf:
             raise UsageError(f"--bad-lr {text}: a learning rate of {rate:g}", remedy="pass a number above 0")
         rates[number] = rate
@@ -228,7 +236,9 @@ def _churn(text: str | None, workers: int, seconds: float, seed: int) -> list[Ch
         if sign not in ("-", "+") or not (name == "hub" or name.isdecimal()):
             raise UsageError(f"--churn {text}: {part.strip()!r} says not who leaves or comes", remedy=_CHURN)
         if name != "hub" and not 1 <= int(name) <= workers:
-            raise UsageError(f"--churn {text}: there is no worker {name}", remedy=f"they are counted 1 to {workers}")
+            raise UsageError(
+                f"--churn {text}: there is no worker {name}", remedy=f"they are counted 1 to {workers}"
+            )
         worker = -1 if name == "hub" else int(name) - 1
         turns.append(Churn(_told("--churn", when, parse_seconds), worker, sign == "+"))
     return turns
@@ -237,7 +247,9 @@ def _churn(text: str | None, workers: int, seconds: float, seed: int) -> list[Ch
 def _notes(options: Mapping[str, Any], seconds: float) -> list[str]:
     notes = [f"{options['workers']} workers for {format_seconds(seconds)} of virtual time"]
     if options["steps"] is not None and options["for_"] is None:
-        notes[0] = f"{options['workers']} workers, {options['steps']} steps each: those that are quick end early"
+        notes[0] = (
+            f"{options['workers']} workers, {options['steps']} steps each: those that are quick end early"
+        )
     if options["beside"] and (options["churn"] or parse_share(options["spoil"])):
         notes.append("DDP is simulated without churn and mishaps: either would end it")
     if options["beside"] and options["bad_lr"]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from paceline.bench.progress import TurnBar
 from paceline.cli.simulate_asked import POINTS, Asked
@@ -31,7 +33,7 @@ def run(asked: Asked) -> list[Row]:
         Layout.of(module, fragments, Compression.of(asked.plan.compression))
     settings = len(asked.cadences) + asked.beside
     rows: list[Row] = []
-    with TurnBar("simulated", POINTS * settings) as tick:
+    with _without_warnings(), TurnBar("simulated", POINTS * settings) as tick:
         turns = _Turns(tick)
         for row in sweep(
             asked.plan, asked.cadences, task, beside=asked.beside, spoilt=asked.spoilt, tick=turns.point
@@ -48,6 +50,18 @@ def _task(asked: Asked) -> Task:
     if asked.task == "gpt":
         return GPTTask(_GPT, lr=asked.lr or 3e-3, seed=asked.seed)
     return LinearTask(lr=asked.lr or 0.05, seed=asked.seed, **_LINEAR)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep what workers warn of, update by update, off the terminal: the table and the sentences tell it."""
+    log = logging.getLogger("paceline.star")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class _Turns:

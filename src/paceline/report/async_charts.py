@@ -119,7 +119,9 @@ def _make_room(axes: Axes, share: float) -> None:
     """Lower the vertical axis's beginning by a share of its length: names of lines need room."""
     axes.autoscale_view()
     low, high = axes.get_ylim()
-    axes.set_ylim(low * (low / high) ** share if axes.get_yscale() == "log" else low - share * (high - low), high)
+    axes.set_ylim(
+        low * (low / high) ** share if axes.get_yscale() == "log" else low - share * (high - low), high
+    )
 
 
 def _loss_axis(axes: Axes, values: Sequence[float]) -> None:

@@ -63,7 +63,8 @@ def _cheaper(best: Row, there: Sequence[Row]) -> str:
     near = [
         row
         for row in there
-        if row.nbytes < best.nbytes / 1.5 and (row.seconds_to_target or 0) < 1.1 * (best.seconds_to_target or 0)
+        if row.nbytes < best.nbytes / 1.5
+        and (row.seconds_to_target or 0) < 1.1 * (best.seconds_to_target or 0)
     ]
     if not near:
         return ""
@@ -116,7 +117,11 @@ def _mishaps(row: Row, outer: str) -> list[str]:
             f"{row.name}: {skipped:.0f} sendings were left out, since what was sent before was still under way: "
             "the links are too slow for this k, messages were lost, or the hub was away."
         )
-    spoilt = {name.removeprefix("spoilt: "): count for name, count in row.counts.items() if name.startswith("spoilt")}
+    spoilt = {
+        name.removeprefix("spoilt: "): count
+        for name, count in row.counts.items()
+        if name.startswith("spoilt")
+    }
     if spoilt:
         what = ", ".join(f"{count} {name}" for name, count in spoilt.items())
         told.append(f"{row.name}: of the messages {what}; {row.counts.get('resent', 0):.0f} were said again.")

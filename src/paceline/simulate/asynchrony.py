@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from paceline.exchange.envelope import Bytes
@@ -200,6 +201,13 @@ class Simulation:
                 tensors[place.name].copy_(place.of(theta))
         return self._judge.score()
 
+    def theta(self) -> Tensor:
+        """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
+        centres = self._hub.centres if self._hub is not None else None
+        if centres is None:
+            return torch.empty(0)
+        return torch.cat([each.theta for each in centres.of_fragment.values()])
+
     def _best(self) -> float:
         """Return the best score of a worker's own parameters; NaN if none has one."""
         scores = [node.learner.score() for node in self._nodes]
@@ -219,9 +227,6 @@ class Simulation:
         self._refused.update(hub.refused)
         point = self._point()
         self._points.append(point)
-        theta = b""
-        if hub.centres is not None:
-            theta = b"".join(each.theta.numpy().tobytes() for each in hub.centres.of_fragment.values())
         return AsyncResult(
             tuple(self._points),
             point.loss,
@@ -240,7 +245,7 @@ class Simulation:
             self._busy(),
             [node.counts for node in self._nodes],
             journal.decisions,
-            xxh3_64_hexdigest(theta),
+            xxh3_64_hexdigest(self.theta().numpy().tobytes()),
         )
 
 

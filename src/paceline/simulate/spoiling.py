@@ -35,7 +35,9 @@ class Spoiling:
 
     def __init__(self, share: float, seed: int = 0) -> None:
         if not 0 <= share < 1:
-            raise UsageError(f"{share!r} of all messages spoilt", remedy="give a share from 0 to below 1, or 1%")
+            raise UsageError(
+                f"{share!r} of all messages spoilt", remedy="give a share from 0 to below 1, or 1%"
+            )
         self._share, self._key, self._seen = share, key_of(seed, 5), 0
         self.counts: Counter[str] = Counter()
 
