@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from paceline.bench.progress import TurnBar
 from paceline.cli.simulate_asked import POINTS, Asked
 from paceline.lm.sizes import Size
@@ -28,22 +30,27 @@ def run(asked: Asked) -> list[Row]:
         UsageError: the model can't be cut into so many fragments; nothing was computed.
     """
     task = _task(asked)
+    rows = _rows(asked, task)
+    target = asked.target
+    if target is None and asked.beside and not rows[0].diverged:
+        target = rows[0].loss
+    return beside(rows, target)
+
+
+def _rows(asked: Asked, task: Task) -> list[Row]:
     module = task.learner(0, len(asked.plan.machines)).module
     for fragments in {each.fragments for each in asked.cadences}:
         Layout.of(module, fragments, Compression.of(asked.plan.compression))
     settings = len(asked.cadences) + asked.beside
     rows: list[Row] = []
-    with _without_warnings(), TurnBar("simulated", POINTS * settings) as tick:
+    with _calmly(), TurnBar("simulated", POINTS * settings) as tick:
         turns = _Turns(tick)
         for row in sweep(
             asked.plan, asked.cadences, task, beside=asked.beside, spoilt=asked.spoilt, tick=turns.point
         ):
             turns.end()
             rows.append(row)
-    target = asked.target
-    if target is None and asked.beside and not rows[0].diverged:
-        target = rows[0].loss
-    return beside(rows, target)
+    return rows
 
 
 def _task(asked: Asked) -> Task:
@@ -53,15 +60,20 @@ def _task(asked: Asked) -> Task:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Keep what workers warn of, update by update, off the terminal: the table and the sentences tell it."""
-    log = logging.getLogger("paceline.star")
-    before = log.level
+def _calmly() -> Iterator[None]:
+    """Compute with one thread, which suits models so small, and keep warnings of workers off the terminal.
+
+    What they warn of, update by update, the table and the sentences tell.
+    """
+    log, threads = logging.getLogger("paceline.star"), torch.get_num_threads()
+    level = log.level
     log.setLevel(logging.ERROR)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
-        log.setLevel(before)
+        torch.set_num_threads(threads)
+        log.setLevel(level)
 
 
 class _Turns:

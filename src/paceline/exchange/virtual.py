@@ -32,7 +32,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
-        self._count = 0
+        self._count, self._stopped = 0, False
 
     def at(self, when: float, what: Callable[..., object], *given: object) -> None:
         """Have `what(*given)` happen at a time, or now if that has passed."""
@@ -45,8 +45,13 @@ class Clock:
         while events and events[0][0] <= until:
             self.now, _, what, given = pop(events)
             what(*given)
-        if until < float("inf"):
+        if until < float("inf") and not self._stopped:
             self.now = max(self.now, until)
+
+    def stop(self) -> None:
+        """Let nothing of what was to happen until now happen any more, and no time pass."""
+        self._events.clear()
+        self._stopped = True
 
 
 @dataclass(slots=True)

@@ -34,8 +34,8 @@ from paceline.sync.compress import Compression
 __all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
 
 _RUN = "simulated"
-_DRAIN_SECONDS = 30.0
-"""For what is under way when the last worker has made its last step."""
+_DRAIN_SECONDS, _DRAIN_LOOK_SECONDS = 30.0, 0.1
+"""The most for what is under way when the last worker has made its last step, and how often it is looked after."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,6 @@ class Simulation:
 
     Attributes:
         clock, network: of all. layout: of the model. hub_link: to the network. steps: local ones of all so far.
-        finished: nobody begins anything any more.
     """
 
     def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
@@ -99,7 +98,7 @@ class Simulation:
         self._sequence = 0
         self._nodes = [Node(self, index) for index in range(len(plan.machines))]
         self._points: list[Point] = []
-        self.steps, self.finished = 0, False
+        self.steps = 0
         self._working = set(range(len(self._nodes)))  # those that have steps to make, or will have
         self._trained_seconds = 0.0
 
@@ -137,10 +136,15 @@ class Simulation:
         self._working.discard(node.index)
         if not self._working:
             self._trained_seconds = self.clock.now
-            self.clock.at(self.clock.now + _DRAIN_SECONDS, self._leave)
+            self._drain(self.clock.now + _DRAIN_SECONDS)
 
-    def _leave(self) -> None:
-        self.finished = True
+    def _drain(self, until: float) -> None:
+        """End once nothing is under way any more, or the time for that is up."""
+        now = self.clock.now
+        if now >= until or not any(node.alive and node.busy for node in self._nodes):
+            self.clock.stop()
+        else:
+            self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
 
     def share_done(self, node: Node) -> float:
         """Return which share of the training a worker has done."""
@@ -160,7 +164,6 @@ class Simulation:
         if plan.score_every:
             self.clock.at(plan.score_every, self._look)
         self.clock.run(plan.seconds)
-        self.finished = True
         return self._result()
 
     def _churn(self, each: Churn) -> None:
@@ -175,8 +178,6 @@ class Simulation:
                 self.ended(node)
 
     def _look(self) -> None:
-        if self.finished:
-            return
         self._points.append(self._point())
         self._tick(self._points[-1])
         self.clock.at(self.clock.now + self.plan.score_every, self._look)
@@ -226,7 +227,8 @@ class Simulation:
         assert hub is not None
         self._refused.update(hub.refused)
         point = self._point()
-        self._points.append(point)
+        if not self._points or self._points[-1].seconds < point.seconds:
+            self._points.append(point)
         return AsyncResult(
             tuple(self._points),
             point.loss,

@@ -65,7 +65,7 @@ def churned(share: float, workers: int, seconds: float, seed: int = 0) -> list[C
     away: set[int] = set()
     turns: list[Churn] = []
     for number in range(1, _PARTS - 2):
-        here = sorted(set(range(workers)) - away, key=lambda worker: key_of(seed, 6, number, worker))  # noqa: B023
+        here = sorted(set(range(workers)) - away, key=lambda worker: key_of(seed, 6, number, worker))
         away = set(here[: min(many, len(here) - 1)])
         for worker in sorted(away):
             at = part * (number + key_of(seed, 7, number, worker) / 2**64)

@@ -1,8 +1,8 @@
 """Gradients averaged at every step, as DDP does, in virtual time: the tasks and machines of a star, in lock-step.
 
-A step takes as long as on the slowest machine, and a ring all-reduce of all gradients: 2(N − 1)/N times their bytes over
-the slowest link, and 2(N − 1) latencies (Patarasuk and Yuan, JPDC 2009). Buckets are reduced while backward goes on, so
-that of it only what takes longer than `overlap` of the slowest machine's step is waited for. Gradients are real.
+A step takes as long as on the slowest machine, and a ring all-reduce of all gradients: 2(N − 1)/N times their bytes
+over the slowest link, and 2(N − 1) latencies (Patarasuk and Yuan, JPDC 2009). Buckets are reduced while backward goes
+on, so that only what takes longer than `overlap` of the slowest machine's step is waited for. Gradients are real.
 """
 
 from __future__ import annotations

@@ -99,6 +99,11 @@ class Node:
         """What the worker counted in all its lives, with what became of its updates."""
         return dict(self._counted())
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way, or not told yet."""
+        return not self.spoke.idle
+
     def _counted(self) -> Counter[str]:
         spoke = self.spoke
         told = {"acknowledged": spoke.acknowledged, "refused": spoke.refused, "resent": spoke.resent}
@@ -187,7 +192,7 @@ class Node:
             self._clock.at(when, self._woken, life)
 
     def _woken(self, life: int) -> None:
-        if life == self._life and not self._simulation.finished:
+        if life == self._life:
             self._alarms.pop()
             self._pump(life)
 
