@@ -89,8 +89,8 @@ def _full_links(stars: Sequence[Row]) -> list[str]:
         names = ", ".join(f"{row.name} ({row.hub_busy:.0%})" for row in full)
         return [
             f"The hub's link is full, so that it bounds what more workers would bring: {names}. "
-            "Take a larger k, more fragments or a smaller compression (--down int8), a quicker --hub-link, "
-            "or several hubs in shards."
+            "Take a larger k, a smaller compression (--down int8), a quicker --hub-link, or several hubs in shards; "
+            "fragments level out the peaks."
         ]
     busiest = max(stars, key=lambda row: row.hub_busy, default=None)
     if busiest is None:

@@ -89,6 +89,7 @@ class Simulation:
         self.clock = Clock()
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
         self._judge = task.learner(0, 1)
+        self._initial_loss = self._judge.score()
         self.layout = Layout.of(self._judge.module, plan.cadence.fragments, Compression.of(plan.compression))
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
         self.network = Network(self.clock, plan.spoil, scale)
@@ -190,10 +191,16 @@ class Simulation:
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """Return the held-out loss of the centre; of the best worker's parameters while there is none."""
+        """Return the held-out loss of the centre: the last one while its hub is away, the best worker's while workers
+        train apart, that of the beginning before.
+        """
         hub = self._hub
-        if hub is None or hub.centres is None or hub.phase != "together":
+        if hub is None and self._points:
+            return self._points[-1].loss
+        if hub is not None and hub.phase == "population":
             return self._best()
+        if hub is None or hub.centres is None or hub.phase != "together":
+            return self._initial_loss
         module = self._judge.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for number, fragment in enumerate(self.layout.fragments):
