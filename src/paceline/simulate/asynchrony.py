@@ -10,7 +10,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -34,6 +34,7 @@ from paceline.sync.compress import Compression
 __all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
 
 _RUN = "simulated"
+_NEVER = 2**62
 _DRAIN_SECONDS, _DRAIN_LOOK_SECONDS = 30.0, 0.1
 """The most for what is under way when the last worker has made its last step, and how often it is looked after."""
 
@@ -107,7 +108,10 @@ class Simulation:
 
     def _start_hub(self) -> None:
         """Start it, or its heir."""
-        self._hub = Hub(_RUN, self.plan.rules, self._journal, lambda: self.clock.now)
+        rules = self.plan.rules
+        if not self._journal.keeps:
+            rules = replace(rules, snapshot_every=_NEVER)  # nobody will read them
+        self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
         self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._arrive)
 
     def _kill_hub(self) -> None:
