@@ -24,6 +24,7 @@ from paceline.cli.writable import check_writable
 from paceline.errors import PacelineError
 from paceline.lm.sizes import Size
 from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
+from paceline.simulate.lockstep import LockstepPlan, lockstep
 from paceline.simulate.tasks import GPTTask
 from paceline.star.merge import Outer
 from paceline.star.population import PopulationRules
@@ -94,8 +95,11 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     task = GPTTask(SIZE, batch=BATCH, lr=way.lr, seed=seed, held_out=HELD_OUT)
     numel = sum(param.numel() for param in task.learner(0, 1).module.parameters())
     if way.kind != "star":
-        workers = WORKERS if way.kind == "ddp" else 1
-        return {"loss": lockstep(task, workers), "nbytes": 8.0 * STEPS if workers > 1 else 0.0}
+        machines = [Machine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
+        plan = LockstepPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
+        done = lockstep(plan, task)
+        curve = [(each.seconds, each.loss) for each in done.points]
+        return {"loss": done.loss, "nbytes": 2 * done.nbytes / numel, "curve": curve, "digest": done.digest}
     plan = AsyncPlan(
         [Machine(step_seconds=1.0) for _ in range(WORKERS)],
         steps=STEPS,
@@ -118,21 +122,6 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         "curve": finite,
         "digest": found.digest,
     }
-
-
-def lockstep(task: GPTTask, workers: int) -> float:
-    """Return the loss after gradients averaged at every step: what DDP computes."""
-    learners: list[Any] = [task.learner(worker, WORKERS) for worker in range(workers)]
-    for step in range(STEPS):
-        for learner in learners:
-            learner.gradient(step)
-        for params in zip(*(learner.params for learner in learners), strict=True):
-            gradient = sum(param.grad for param in params) / workers
-            for param in params:
-                param.grad = gradient.clone()
-        for learner in learners:
-            learner.apply(schedule(step / STEPS))
-    return learners[0].score()
 
 
 def main(

@@ -33,6 +33,11 @@ COMMANDS = {
     "dispatch": ("paceline.cli.dispatch", "dispatch", "Tell who gets which data, who starves, what is safe."),
     "plan": ("paceline.cli.plan", "app", "Plan a training from measured numbers, before anything runs."),
     "hub": ("paceline.cli.hub", "app", "Serve asynchronous training: the switch node of a star."),
+    "simulate": (
+        "paceline.cli.simulate",
+        "app",
+        "Tell what a job would do on other machines and links, in virtual time.",
+    ),
     "exchange": (
         "paceline.cli.exchange",
         "exchange",

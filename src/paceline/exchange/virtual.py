@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from paceline.exchange.seam import Envelope
 
-__all__ = ["Clock", "Link", "Network", "VirtualExchange"]
+__all__ = ["OVERHEAD", "Clock", "Link", "Network", "VirtualExchange"]
 
 _HEADER_NBYTES = 200
-"""Of an envelope and its network packets, beside the payload; long ones have more, see `_OVERHEAD`."""
+"""Of an envelope and its network packets, beside the payload; long ones have more, see `OVERHEAD`."""
 
-_OVERHEAD = 1.045
+OVERHEAD = 1.045
 """Ethernet, IP and TCP headers beside full frames of 1500 bytes."""
 
 
@@ -32,7 +32,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
-        self._count = 0
+        self._count, self._stopped = 0, False
 
     def at(self, when: float, what: Callable[..., object], *given: object) -> None:
         """Have `what(*given)` happen at a time, or now if that has passed."""
@@ -45,8 +45,13 @@ class Clock:
         while events and events[0][0] <= until:
             self.now, _, what, given = pop(events)
             what(*given)
-        if until < float("inf"):
+        if until < float("inf") and not self._stopped:
             self.now = max(self.now, until)
+
+    def stop(self) -> None:
+        """Let nothing of what was to happen until now happen any more, and no time pass."""
+        self._events.clear()
+        self._stopped = True
 
 
 @dataclass(slots=True)
@@ -73,6 +78,7 @@ class Network:
 
     Args:
         clock: of all.
+        scale: numbers in messages are as long as so many; other payloads are as long as they are.
         spoil: looks at every envelope under way and returns those that arrive in its place, with the seconds by which
             each is later: none if it is lost, two if it is repeated.
 
@@ -81,9 +87,12 @@ class Network:
     """
 
     def __init__(
-        self, clock: Clock, spoil: Callable[[Envelope], list[tuple[float, Envelope]]] | None = None
+        self,
+        clock: Clock,
+        spoil: Callable[[Envelope], list[tuple[float, Envelope]]] | None = None,
+        scale: float = 1.0,
     ) -> None:
-        self.clock, self.spoil = clock, spoil
+        self.clock, self.spoil, self.scale = clock, spoil, scale
         self.doors: dict[int, VirtualExchange] = {}
 
     def arrive(self, target: int, envelope: Envelope) -> None:
@@ -119,7 +128,7 @@ class VirtualExchange:
             return False
         self.sent_nbytes += nbytes
         mine, its, clock = self.link, door.link, network.clock
-        carried = _HEADER_NBYTES + _OVERHEAD * nbytes
+        carried = _HEADER_NBYTES + OVERHEAD * (nbytes * network.scale if envelope.header.dtype else nbytes)
         mine.sent_nbytes += carried
         its.received_nbytes += carried
         begin = mine.up_free if mine.up_free > clock.now else clock.now

@@ -6,11 +6,16 @@ is the code of `paceline.star`. Two runs of the same plan are the same to the bi
 
 from __future__ import annotations
 
+import math
+from array import array
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from paceline.exchange.envelope import Bytes
@@ -18,6 +23,7 @@ from paceline.exchange.seam import HUB, Envelope
 from paceline.exchange.virtual import Clock, Link, Network, VirtualExchange
 from paceline.simulate.node import Node
 from paceline.simulate.plan import AsyncPlan, Churn, Machine
+from paceline.simulate.rows import Point
 from paceline.simulate.tasks import Task
 from paceline.star.hub import Hub
 from paceline.star.keeping.memory import MemoryJournal
@@ -28,18 +34,9 @@ from paceline.sync.compress import Compression
 __all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
 
 _RUN = "simulated"
-_DRAIN_SECONDS = 30.0
-"""For what is under way when the last worker has made its last step."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """The centre at a time: virtual seconds, local steps of all workers until then, updates, its loss."""
-
-    seconds: float
-    steps: int
-    updates: int
-    loss: float
+_NEVER = 2**62
+_DRAIN_SECONDS, _DRAIN_LOOK_SECONDS = 30.0, 0.1
+"""The most for what is under way when the last worker has made its last step, and how often it is looked after."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +45,13 @@ class AsyncResult:
 
     Attributes:
         points: the centre over time. loss: of the centre at the end. best: the best score of a worker then.
-        seconds: of virtual time. steps, samples: of all workers.
+        seconds: of virtual time. trained_seconds: of it, until the last worker's last step.
+        steps, samples: of all workers.
         updates: taken in; refused: by reason. staleness: (from, below, count), in rounds.
+        staleness_median, staleness_max: of the same, exactly; None: nothing was taken in.
         nbytes: sent by workers, and by the hub, headers included.
-        counts: of each worker. decisions: what the hub wrote down of its decisions.
+        hub_busy: share of the time in which the busier direction of the hub's link was in use.
+        counts: of each worker, in all its lives. decisions: what the hub wrote down of its decisions.
         digest: of the centre's numbers.
     """
 
@@ -59,13 +59,17 @@ class AsyncResult:
     loss: float
     best: float
     seconds: float
+    trained_seconds: float
     steps: int
     samples: float
     updates: int
     refused: Mapping[str, int]
     staleness: Sequence[tuple[float, float, int]]
+    staleness_median: float | None
+    staleness_max: float | None
     nbytes_up: float
     nbytes_down: float
+    hub_busy: float
     counts: Sequence[Mapping[str, Any]]
     decisions: Sequence[Mapping[str, Any]]
     digest: str
@@ -78,36 +82,44 @@ class Simulation:
         plan: machines, links and rules. task: what is learnt. tick: called with every point of the curve.
 
     Attributes:
-        clock, network: of all. layout: of the model. steps: local ones of all workers so far.
-        finished: nobody begins anything any more.
+        clock, network: of all. layout: of the model. hub_link: to the network. steps: local ones of all so far.
     """
 
     def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
         self.plan, self.task, self._tick = plan, task, tick
         self.clock = Clock()
-        self.network = Network(self.clock, plan.spoil)
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
         self._judge = task.learner(0, 1)
+        self._initial_loss = self._judge.score()
         self.layout = Layout.of(self._judge.module, plan.cadence.fragments, Compression.of(plan.compression))
+        scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
+        self.network = Network(self.clock, plan.spoil, scale)
         self._hub: Hub | None = None
-        self._hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
+        self._refused = Counter[str]()  # by hubs that were killed
+        self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
         self._nodes = [Node(self, index) for index in range(len(plan.machines))]
         self._points: list[Point] = []
-        self.steps, self.finished = 0, False
-        self._working = len(self._nodes)
+        self.steps = 0
+        self._working = set(range(len(self._nodes)))  # those that have steps to make, or will have
+        self._trained_seconds = 0.0
 
     # ------------------------------------------------------------------ the hub
 
     def _start_hub(self) -> None:
         """Start it, or its heir."""
-        self._hub = Hub(_RUN, self.plan.rules, self._journal, lambda: self.clock.now)
-        self._exchange = VirtualExchange(HUB, self.network, self._hub_link, self._arrive)
+        rules = self.plan.rules
+        if not self._journal.keeps:
+            rules = replace(rules, snapshot_every=_NEVER)  # nobody will read them
+        self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
+        self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._arrive)
 
     def _kill_hub(self) -> None:
         """End it without a word: what was not committed is gone."""
         self._exchange.close()
         self._journal.crash()
+        if self._hub is not None:
+            self._refused.update(self._hub.refused)
         self._hub = None
 
     def _arrive(self, envelope: Envelope) -> None:
@@ -123,13 +135,21 @@ class Simulation:
     # ------------------------------------------------------------------ the course of it
 
     def ended(self, node: Node) -> None:
-        """Note that a worker has made all its steps."""
-        self._working -= 1
-        if self._working == 0:
-            self.clock.at(self.clock.now + _DRAIN_SECONDS, self._leave)
+        """Note that a worker has made all its steps, or left for good."""
+        if node.index not in self._working:
+            return
+        self._working.discard(node.index)
+        if not self._working:
+            self._trained_seconds = self.clock.now
+            self._drain(self.clock.now + _DRAIN_SECONDS)
 
-    def _leave(self) -> None:
-        self.finished = True
+    def _drain(self, until: float) -> None:
+        """End once nothing is under way any more, or the time for that is up."""
+        now = self.clock.now
+        if now >= until or not any(node.alive and node.busy for node in self._nodes):
+            self.clock.stop()
+        else:
+            self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
 
     def share_done(self, node: Node) -> float:
         """Return which share of the training a worker has done."""
@@ -149,7 +169,6 @@ class Simulation:
         if plan.score_every:
             self.clock.at(plan.score_every, self._look)
         self.clock.run(plan.seconds)
-        self.finished = True
         return self._result()
 
     def _churn(self, each: Churn) -> None:
@@ -158,11 +177,12 @@ class Simulation:
         elif each.comes:
             self._nodes[each.worker].begin_again()
         else:
-            self._nodes[each.worker].stop()
+            node = self._nodes[each.worker]
+            node.stop()
+            if not any(later.seconds > each.seconds for later in self.plan.comings(each.worker)):
+                self.ended(node)
 
     def _look(self) -> None:
-        if self.finished:
-            return
         self._points.append(self._point())
         self._tick(self._points[-1])
         self.clock.at(self.clock.now + self.plan.score_every, self._look)
@@ -175,10 +195,16 @@ class Simulation:
 
     @torch.no_grad()
     def _loss(self) -> float:
-        """Return the held-out loss of the centre; of the best worker's parameters while there is none."""
+        """Return the held-out loss of the centre: the last one while its hub is away, the best worker's while workers
+        train apart, that of the beginning before.
+        """
         hub = self._hub
+        if hub is None and self._points:
+            return self._points[-1].loss
+        if hub is not None and hub.phase == "population":
+            return self._best()
         if hub is None or hub.centres is None or hub.phase != "together":
-            return min(node.learner.score() for node in self._nodes)
+            return self._initial_loss
         module = self._judge.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         for number, fragment in enumerate(self.layout.fragments):
@@ -187,41 +213,67 @@ class Simulation:
                 tensors[place.name].copy_(place.of(theta))
         return self._judge.score()
 
+    def theta(self) -> Tensor:
+        """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
+        centres = self._hub.centres if self._hub is not None else None
+        if centres is None:
+            return torch.empty(0)
+        return torch.cat([each.theta for each in centres.of_fragment.values()])
+
+    def _best(self) -> float:
+        """Return the best score of a worker's own parameters; NaN if none has one."""
+        scores = [node.learner.score() for node in self._nodes]
+        return min((score for score in scores if math.isfinite(score)), default=math.nan)
+
+    def _busy(self) -> float:
+        """Return in which share of the time the hub's link was in use, in its busier direction."""
+        seconds, link = self._trained_seconds or self.clock.now, self.hub_link
+        busy = max(link.sent_nbytes / link.up, link.received_nbytes / link.down)
+        return min(1.0, busy / seconds) if seconds else 0.0
+
     def _result(self) -> AsyncResult:
-        hub = self._hub
+        if self._hub is None:  # what its heir would find
+            self._start_hub()
+        hub, link, journal = self._hub, self.hub_link, self._journal
         assert hub is not None
+        self._refused.update(hub.refused)
         point = self._point()
-        self._points.append(point)
-        theta = b""
-        if hub.centres is not None:
-            theta = b"".join(each.theta.numpy().tobytes() for each in hub.centres.of_fragment.values())
+        if not self._points or self._points[-1].seconds < point.seconds:
+            self._points.append(point)
         return AsyncResult(
             tuple(self._points),
             point.loss,
-            min(node.learner.score() for node in self._nodes),
+            self._best(),
             self.clock.now,
+            self.clock.now if self._working else self._trained_seconds,
             self.steps,
             hub.tally.samples,
             hub.updates,
-            dict(hub.refused),
+            dict(self._refused),
             hub.tally.histogram.rows(),
+            median(journal.staleness) if journal.staleness else None,
+            max(journal.staleness, default=None),
             sum(node.link.sent_nbytes for node in self._nodes),
-            self._hub_link.sent_nbytes,
+            link.sent_nbytes,
+            self._busy(),
             [node.counts for node in self._nodes],
-            self._journal.decisions,
-            xxh3_64_hexdigest(theta),
+            journal.decisions,
+            xxh3_64_hexdigest(self.theta().numpy().tobytes()),
         )
 
 
 class _Journal(MemoryJournal):
-    """Keeps decisions, whether or not it keeps all."""
+    """Keeps decisions and the staleness of updates, whether or not it keeps all."""
 
     def __init__(self, *, keep: bool) -> None:
         super().__init__(keep=keep)
         self.decisions: list[Mapping[str, Any]] = []
+        self.staleness = array("d")
 
     def append(self, values: Mapping[str, Any], payload: Bytes = b"") -> int:
-        if values["kind"] in _DECISIONS:
+        if values["kind"] == "update":
+            self.staleness.append(values["staleness"])
+        elif values["kind"] in _DECISIONS:
             self.decisions.append(values)
         return super().append(values, payload)
 

@@ -8,13 +8,14 @@ A worker that leaves ends without a word; one that comes back begins a new life,
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.exchange.seam import Envelope
 from paceline.exchange.virtual import Link, VirtualExchange
 from paceline.mixing import key_of
+from paceline.simulate.plan import jittered
 from paceline.star.keeping.outbox import Outbox
 from paceline.star.mail import cut
 from paceline.star.packing import Packing
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["Node"]
 
 _TICK = 1e-9
-_SPREAD = math.sqrt(12)
-"""Of numbers evenly drawn from 0 to 1: their width beside their standard deviation."""
 _SESSIONS_OF_A_LIFE = 1_000_000
 
 
@@ -58,6 +57,7 @@ class Node:
         self.link = Link(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
         self._life = 0
+        self._past = Counter[str]()  # what was counted in lives that are over
         self._alarms: list[float] = []  # when it is to be woken, the next one last
         self.spoke, self.worker = self._born()
 
@@ -96,8 +96,19 @@ class Node:
 
     @property
     def counts(self) -> Mapping[str, Any]:
-        """What the worker counted in its present life."""
-        return vars(self.worker.counts)
+        """What the worker counted in all its lives, with what became of its updates."""
+        return dict(self._counted())
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way, or not told yet."""
+        return not self.spoke.idle
+
+    def _counted(self) -> Counter[str]:
+        spoke = self.spoke
+        told = {"acknowledged": spoke.acknowledged, "refused": spoke.refused, "resent": spoke.resent}
+        told |= vars(self.worker.counts)
+        return Counter({name: count + self._past[name] for name, count in told.items()})
 
     # ------------------------------------------------------------------ coming and leaving
 
@@ -115,6 +126,7 @@ class Node:
 
     def begin_again(self) -> None:
         """Come back as a new process would: with its outbox, and without what it had not sent."""
+        self._past = self._counted()
         self.spoke, self.worker = self._born()
         self._alarms = []
         self.start()
@@ -132,10 +144,7 @@ class Node:
                 return
             if count > left:
                 count = left
-        seconds = machine.step_seconds * count
-        if machine.jitter:
-            drawn = key_of(self.made, after=self._key) / 2**64
-            seconds *= max(0.1, 1 + machine.jitter * _SPREAD * (drawn - 0.5))
+        seconds = machine.step_seconds * count * jittered(machine.jitter, self._key, self.made)
         self._clock.at(self._clock.now + seconds, self._computed, self._life, count)
 
     def _computed(self, life: int, count: int) -> None:
@@ -175,7 +184,7 @@ class Node:
                     spoke.lost(now)
                     break
             else:
-                spoke.left(message, now)
+                spoke.left(message, max(now, self.link.up_free, self._simulation.hub_link.down_free))
         when, alarms = spoke.wants(), self._alarms
         if not alarms or when < alarms[-1]:
             when = max(when, now + _TICK)
@@ -183,7 +192,7 @@ class Node:
             self._clock.at(when, self._woken, life)
 
     def _woken(self, life: int) -> None:
-        if life == self._life and not self._simulation.finished:
+        if life == self._life:
             self._alarms.pop()
             self._pump(life)
 

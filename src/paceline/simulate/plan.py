@@ -9,17 +9,34 @@ from itertools import pairwise
 
 from paceline.errors import UsageError
 from paceline.exchange.seam import Envelope
+from paceline.mixing import key_of
 from paceline.star.policy import Policy
 from paceline.star.rules import HubRules
 from paceline.sync.staggering import Cadence
 
-__all__ = ["AsyncPlan", "Churn", "Machine", "Schedule", "Spoil"]
+__all__ = ["AsyncPlan", "Churn", "Machine", "Schedule", "Spoil", "jittered"]
 
 Schedule = Callable[[float], float]
 """From the share of the training that is done to the share of the full learning rate."""
 
 Spoil = Callable[[Envelope], list[tuple[float, Envelope]]]
 """From an envelope under way to what arrives in its place, each so many seconds later; see `Network`."""
+
+
+_SPREAD = math.sqrt(12)
+"""Of numbers evenly drawn from 0 to 1: their width beside their standard deviation."""
+
+
+def jittered(jitter: float, key: int, step: int) -> float:
+    """Return how many times as long as usual a step takes, 0.1 or more.
+
+    Args:
+        jitter: standard deviation, as a share. key: of the worker. step: from 0.
+    """
+    if not jitter:
+        return 1.0
+    drawn = key_of(step, after=key) / 2**64
+    return max(0.1, 1 + jitter * _SPREAD * (drawn - 0.5))
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,7 @@ class AsyncPlan:
         schedule: learning rate as a share of the full one, by the share that is done; None: always the full one.
         hub_up, hub_down: bytes per second of the hub's link. latency: seconds.
         score_every: virtual seconds between two looks at the centre; 0: only at the end.
+        parameters: messages are as long as those of a model of so many; None: of the task's own.
         churn: who leaves and comes when. spoil: what happens to envelopes under way, None: nothing.
         seed: of jitter.
 
@@ -90,6 +108,7 @@ class AsyncPlan:
     hub_down: float = 125e6
     latency: float = 1e-4
     score_every: float = 0.0
+    parameters: int | None = None
     churn: Sequence[Churn] = ()
     spoil: Spoil | None = None
     seed: int = 0
@@ -101,6 +120,8 @@ class AsyncPlan:
             raise UsageError("a simulation without an end", remedy="give seconds or steps")
         if self.steps is not None and (type(self.steps) is not int or self.steps < 1):
             raise UsageError(f"steps={self.steps!r}", remedy="give a whole number of 1 or more")
+        if self.parameters is not None and self.parameters < 1:
+            raise UsageError(f"parameters={self.parameters!r}", remedy="give 1 or more, or None")
         if not self.seconds > 0:
             raise UsageError(f"{self.seconds!r} seconds of virtual time", remedy="give more than 0")
         for worker in {each.worker for each in self.churn}:

@@ -15,7 +15,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["FEW", "Numbers", "add_times", "array_of", "handy", "norm_of", "put", "subtract", "tensor_of"]
+__all__ = [
+    "FEW",
+    "Numbers",
+    "add_times",
+    "array_of",
+    "bf16_of",
+    "from_bf16",
+    "handy",
+    "norm_of",
+    "put",
+    "subtract",
+    "tensor_of",
+]
 
 Numbers = Tensor | NDArray[np.float32]
 
@@ -61,6 +73,24 @@ def add_times(numbers: Numbers, factor: float, other: Numbers) -> None:
         numbers += np.float32(factor) * array_of(other)
     else:
         tensor_of(numbers).add_(tensor_of(other), alpha=factor)
+
+
+def bf16_of(numbers: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
+    """Write numbers as bfloat16, rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = numbers.view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += bits
+    rounded += 0x7FFF
+    rounded >>= 16
+    into[...] = rounded
+    if math.isnan(numbers.max()):
+        into[np.isnan(numbers)] = 0x7FC0
+
+
+def from_bf16(given: NDArray[np.uint16], into: NDArray[np.float32]) -> None:
+    """Write bfloat16 numbers as float32."""
+    np.left_shift(given, 16, out=into.view(np.uint32), dtype=np.uint32)
 
 
 def norm_of(numbers: Numbers) -> float:

@@ -24,7 +24,7 @@ class MemoryJournal:
         keep: keep what is appended; False: count it only, and recover nothing.
 
     Attributes:
-        run_facts: facts of the run, told by `describe`.
+        run_facts: facts of the run, told by `describe`. keeps: whether it keeps what is appended.
 
     Example:
         >>> journal = MemoryJournal()
@@ -40,7 +40,7 @@ class MemoryJournal:
 
     def __init__(self, *, keep: bool = True) -> None:
         self.run_facts: Mapping[str, Any] = MappingProxyType({})
-        self._keep, self._described = keep, False
+        self.keeps, self._described = keep, False
         self._next = self._durable = 0
         self._values: list[Mapping[str, Any]] = []  # of the whole run
         self._payloads: list[bytes] = []  # since the snapshot
@@ -69,7 +69,7 @@ class MemoryJournal:
                     (dict(self._values[number]), self._payloads[number - base.next])
                     for number in range(base.next, stop)
                 ]
-                if self._keep
+                if self.keeps
                 else []
             ),
         )
@@ -83,7 +83,7 @@ class MemoryJournal:
         """Take a record, and return its number among all of the run, from 0."""
         sequence = self._next
         self._next = sequence + 1
-        if self._keep:
+        if self.keeps:
             self._values.append(dict(values))
             self._payloads.append(bytes(payload))
         return sequence
@@ -112,7 +112,7 @@ class MemoryJournal:
         self.commit()
         self._base = Snapshot(revision, self._next, dict(facts))
         self._payloads.clear()
-        if self._keep:
+        if self.keeps:
             self._tensors = {label: tensor.detach().cpu().clone() for label, tensor in tensors.items()}
 
     def close(self) -> None:

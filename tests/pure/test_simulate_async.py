@@ -1,0 +1,250 @@
+"""A star in virtual time: what it equals, what it survives, what its rules bring about."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.simulate.asynchrony import AsyncPlan, AsyncResult, Churn, Machine, Simulation, simulate
+from paceline.simulate.crowd import churned
+from paceline.simulate.lockstep import LockstepPlan, lockstep
+from paceline.simulate.spoiling import Spoiling
+from paceline.simulate.tasks import LinearTask
+from paceline.star.merge import Outer
+from paceline.star.policy import Policy
+from paceline.star.population import PopulationRules
+from paceline.star.rules import HubRules
+from paceline.star.stale import Staleness
+from paceline.sync.staggering import Cadence
+
+FOUR = tuple(Machine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
+EQUAL = (Machine(step_seconds=1.0),) * 4
+PLAN = AsyncPlan(FOUR, seconds=40.0, cadence=Cadence(10, 1, 5), score_every=10.0)
+BARE = {"compression": None, "rules": HubRules(down="fp32"), "stagger": False}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def usual() -> AsyncResult:
+    return simulate(PLAN, LinearTask())
+
+
+def total(found: AsyncResult, name: str) -> float:
+    return sum(each[name] for each in found.counts)
+
+
+def at_the_end(plan: AsyncPlan) -> Simulation:
+    simulation = Simulation(plan, LinearTask(), lambda _: None)
+    simulation.run()
+    return simulation
+
+
+# ---------------------------------------------------------------------- what it equals
+
+
+def test_two_runs_of_a_plan_are_the_same_to_the_bit(usual):
+    again = simulate(PLAN, LinearTask())
+    assert again == usual
+    assert simulate(replace(PLAN, seed=1), LinearTask()).digest != usual.digest
+
+
+def test_one_worker_that_sends_every_step_is_plain_sgd():
+    simulation = at_the_end(AsyncPlan(EQUAL[:1], steps=50, cadence=Cadence(1, 1, 0), **BARE))
+    alone = LinearTask().learner(0, 1)
+    alone.steps(0, 50, 1.0)
+    sgd = alone.module.weight.detach().flatten()  # type: ignore[union-attr]
+    assert torch.allclose(simulation.theta(), sgd, rtol=0, atol=1e-6)
+
+
+def test_equal_workers_that_send_every_step_average_gradients_that_are_one_exchange_old():
+    # Nobody waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
+    # exactly: every worker's gradient is that of its own last snapshot, and the centre takes a step by their mean.
+    steps, workers = 30, 4
+    simulation = at_the_end(AsyncPlan(EQUAL, steps=steps, cadence=Cadence(1, 1, 0), **BARE))
+    learners = [LinearTask().learner(worker, workers) for worker in range(workers)]
+    weights = [learner.module.weight.detach().numpy() for learner in learners]  # type: ignore[union-attr]
+    learners[0].steps(
+        0, 1, 1.0
+    )  # the first worker's parameters after its first step are the centre's beginning
+    for weight in weights:
+        weight[...] = weights[0]
+    centre = weights[0].copy()
+    learners[0].steps(1, 1, 1.0)  # it has the centre, the others fetch it
+    centre = np.mean(weights, axis=0)
+    snapshots = [weight.copy() for weight in weights]
+    for step in range(2, steps):
+        for learner, weight, snapshot in zip(learners, weights, snapshots, strict=True):
+            learner.steps(step, 1, 1.0)
+            weight += centre - snapshot
+            snapshot[...] = weight
+        centre = np.mean(weights, axis=0)
+    assert np.allclose(simulation.theta().numpy(), centre.ravel(), rtol=0, atol=1e-5)
+
+
+def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
+    star = simulate(AsyncPlan(EQUAL, steps=150, cadence=Cadence(1, 1, 0), **BARE), LinearTask())
+    ddp = lockstep(LockstepPlan(EQUAL, steps=150), LinearTask())
+    assert star.loss == pytest.approx(ddp.loss, rel=0.1)
+
+
+# ---------------------------------------------------------------------- what it survives
+
+
+def test_a_hub_that_is_killed_and_started_again_loses_nothing():
+    plan = replace(PLAN, seconds=math.inf, steps=100, machines=FOUR[:3])
+    churn = (Churn(5.0, -1, False), Churn(6.0, -1, True), Churn(12.0, -1, False), Churn(12.5, -1, True))
+    found = simulate(replace(plan, churn=churn), LinearTask())
+    whole = simulate(plan, LinearTask())
+    assert found.updates == total(found, "sent") == total(found, "acknowledged")
+    assert (
+        total(found, "resent") + found.refused.get("repeated", 0) + found.refused.get("not in session", 0) > 0
+    )
+    assert found.loss == pytest.approx(whole.loss, abs=1e-3)
+
+
+def test_of_a_hub_that_stays_away_its_journal_is_left():
+    found = simulate(replace(PLAN, churn=(Churn(20.0, -1, False),)), LinearTask())
+    assert 0 < found.updates < simulate(PLAN, LinearTask()).updates
+    assert math.isfinite(found.loss)
+
+
+def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
+    spoiling = Spoiling(0.05)
+    plan = replace(PLAN, seconds=math.inf, steps=1500, machines=FOUR[:2])
+    found = simulate(replace(plan, spoil=spoiling), LinearTask())
+    whole = simulate(plan, LinearTask())
+    assert {"lost", "repeated", "late", "damaged"} <= spoiling.counts.keys()
+    assert spoiling.counts["let through"] == 0
+    assert found.updates == total(found, "sent") == total(found, "acknowledged")
+    assert found.refused["repeated"] > 0
+    assert found.loss == pytest.approx(whole.loss, abs=1e-3)
+    assert found.digest == simulate(replace(plan, spoil=Spoiling(0.05)), LinearTask()).digest
+
+
+def test_workers_that_come_and_go(usual):
+    plan = replace(PLAN, churn=churned(0.3, 4, PLAN.seconds, seed=1))
+    found = simulate(plan, LinearTask())
+    assert found == simulate(plan, LinearTask())
+    assert found.steps < usual.steps
+    assert sum(each["kind"] == "join" for each in found.decisions) > 4
+    assert found.loss < 0.01
+
+
+def test_a_worker_that_leaves_for_good_does_not_keep_the_others_from_ending():
+    plan = replace(PLAN, seconds=math.inf, steps=60, churn=(Churn(2.0, 1, False),))
+    found = simulate(plan, LinearTask())
+    assert found.trained_seconds == pytest.approx(60 * 0.4, rel=0.1)
+    assert 3 * 60 < found.steps < 4 * 60
+
+
+def test_a_worker_that_comes_back_after_its_last_step_ends_once():
+    turns = (Churn(1.0, 0, False), Churn(1.5, 0, True), Churn(8.0, 0, False), Churn(9.0, 0, True))
+    found = simulate(replace(PLAN, seconds=math.inf, steps=40, churn=turns), LinearTask())
+    assert found.trained_seconds >= 40 * 0.4 * 0.8
+
+
+# ---------------------------------------------------------------------- what its rules bring about
+
+
+def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
+    with pytest.raises(UsageError, match="diverges"):
+        Outer("nesterov", 0.7, 0.9)
+    plan = AsyncPlan(EQUAL * 2, steps=150, cadence=Cadence(10, 1, 0))
+    losses = {}
+    for name in ("nesterov", "delayed-nesterov", "averaging"):
+        outer = Outer(name, 1.0 if name == "averaging" else 0.7, 0.9, unstable=True)
+        losses[name] = simulate(replace(plan, rules=HubRules(outer=outer)), LinearTask()).loss
+    initial = LinearTask().learner(0, 1).score()
+    assert not losses["nesterov"] < 10 * initial
+    assert losses["averaging"] < 0.1
+    assert losses["delayed-nesterov"] < 0.1 * initial
+
+
+def test_policies_for_stale_updates_show():
+    machines = [Machine(step_seconds=0.1)] * 5 + [Machine(step_seconds=2.0)]
+    plan = AsyncPlan(machines, seconds=60.0, cadence=Cadence(5, 1, 0))
+
+    def under(policy: str) -> AsyncResult:
+        return simulate(replace(plan, rules=HubRules(staleness=Staleness(policy, bound=4.0))), LinearTask())
+
+    accept, drop, wait = under("accept"), under("drop"), under("wait")
+    assert (accept.staleness_max or 0) > 8
+    assert (drop.staleness_max or 9) <= 4
+    assert drop.refused["stale"] > 0
+    assert "stale" not in accept.refused
+    assert (wait.staleness_max or 9) <= 5.5
+    assert wait.updates < 0.6 * accept.updates
+    assert under("down-weight").digest != accept.digest
+
+
+def test_a_worker_with_a_bad_learning_rate_is_replaced():
+    machines = [*FOUR[:3], Machine(step_seconds=0.1, lr=20.0)]
+    rules = HubRules(population=PopulationRules(steps=60, margin=0.05))
+    found = simulate(replace(PLAN, machines=machines, rules=rules, alike=False), LinearTask())
+    replaced = [each["worker"] for each in found.decisions if each["kind"] == "replace"]
+    assert replaced[0] == 4
+    assert found.loss < 0.01
+
+
+@pytest.mark.parametrize("policy", ["better", "best"])
+def test_what_is_sent_and_taken_in_by_score(policy):
+    found = simulate(replace(PLAN, policy=Policy(send=policy)), LinearTask())
+    assert total(found, "withheld") > 0
+    assert total(found, "declined") == 0
+    assert found.loss < LinearTask().learner(0, 1).score() / 2
+    found = simulate(replace(PLAN, policy=Policy(receive=policy)), LinearTask())
+    assert total(found, "declined") > 0
+    assert total(found, "withheld") == 0
+
+
+def test_messages_of_a_larger_model_fill_the_links():
+    narrow = replace(
+        PLAN, hub_up=25e6, hub_down=25e6, machines=[replace(each, up=25e6, down=25e6) for each in FOUR]
+    )
+    found = simulate(replace(narrow, parameters=20_000_000), LinearTask())
+    own = simulate(narrow, LinearTask())
+    assert own.hub_busy < 0.01
+    assert found.hub_busy > 0.9
+    assert found.updates < own.updates
+    assert total(found, "skipped") > total(own, "skipped")
+
+
+def test_fragments_are_sent_in_turns():
+    from paceline.lm.sizes import Size
+    from paceline.simulate.tasks import GPTTask
+
+    task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
+    plan = AsyncPlan(EQUAL[:2], steps=24, cadence=Cadence(8, 2, 2))
+    found = simulate(plan, task)
+    whole = simulate(replace(plan, cadence=Cadence(8, 1, 2)), task)
+    assert found.updates > whole.updates
+    assert math.isfinite(found.loss)
+
+
+def test_a_thousand_workers_for_five_rounds():
+    machine = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
+    found = simulate(
+        AsyncPlan([machine] * 1000, steps=20, cadence=Cadence(4, 1, 1), compression=None), LinearTask()
+    )
+    assert found.updates == total(found, "acknowledged")
+    assert found.updates > 3500
+    assert found.loss < LinearTask().learner(0, 1).score()
+
+
+def test_plans_that_make_no_sense():
+    with pytest.raises(UsageError, match="without workers"):
+        AsyncPlan([], steps=1)
+    with pytest.raises(UsageError, match="parameters=0"):
+        replace(PLAN, parameters=0)
+    with pytest.raises(UsageError, match="never killed"):
+        replace(PLAN, churn=(Churn(1.0, -1, True),))
