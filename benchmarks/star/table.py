@@ -109,8 +109,8 @@ def virtual_table(result: dict[str, Any]) -> str:
     for way in result["ways"]:
         losses = [each["loss"] for each in way["runs"]]
         told = "diverged" if any(each is None for each in losses) else f"{median(losses):.4f}"
-        rows.append([way["name"], f"{way['lr']:g}", told, f"{way['runs'][0]['nbytes']:.0f}"])
-    return table(["", "learning rate", "held-out loss", "bytes a parameter and worker"], rows)
+        rows.append([way["name"], f"{way['lr']:g}, {way['falls']}", told, f"{way['runs'][0]['nbytes']:.0f}"])
+    return table(["", "learning rate, falling", "held-out loss", "bytes a parameter and worker"], rows)
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     python benchmarks/star/virtual.py
 
-A tiny GPT (2 layers, d 64, context 64) on the embedded corpus, four equal machines, 600 steps of 8 windows each, AdamW
-with a cosine schedule, fixed seeds: real gradients, simulated clocks and links, the hub and worker code that runs.
+A tiny GPT (2 layers, d 64, context 64) on the embedded corpus, four equal machines, 600 steps of 8 windows each, AdamW,
+fixed seeds: real gradients, simulated clocks and links, the hub and worker code that runs.
 Every row is the same to the bit each time. Writes ``virtual.json`` beside this file.
 """
 
@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import typer
@@ -29,6 +30,7 @@ from paceline.simulate.tasks import GPTTask
 from paceline.star.merge import Outer
 from paceline.star.population import PopulationRules
 from paceline.star.rules import HubRules
+from paceline.star.side import Side
 from paceline.sync.staggering import Cadence
 from paceline.train.schedule import cosine
 
@@ -40,54 +42,79 @@ HELD_OUT = 256
 
 @dataclass(frozen=True)
 class Way:
-    """A row.
+    """A row; what is not said is as in "the star" of the table.
 
     Attributes:
-        name: of it. lr: largest learning rate. every, delay: k and d. outer: of the hub. compression: of updates.
-        alike: same initial parameters. population: None, or how the beginning is led.
-        warmup: local steps before anything is sent. kind: ``"star"``, ``"ddp"`` or ``"alone"``.
+        name: of it. kind: ``"star"``, ``"ddp"`` or ``"alone"``.
+        lr: largest learning rate. falls: ``"late"``: it stays there for half of the time, then falls in a straight
+            line; ``"cosine"``: it falls all the time.
+        every, delay: k and d. warmup: steps with an exchange at every other one.
+        up, down: how updates and centres are packed. overwrite: the centre replaces what a worker has, no delta rule.
+        outer: of the hub. population: None, or how the beginning is led. alike: same initial parameters.
     """
 
     name: str
-    lr: float = 3e-3
+    kind: str = "star"
+    lr: float = 1e-2
+    falls: str = "late"
     every: int = 10
     delay: int = 5
+    warmup: int = 100
+    up: str | None = "int4"
+    down: str = "int8"
+    overwrite: bool = False
     outer: Outer = field(default_factory=Outer)
-    compression: str | None = "int4"
-    alike: bool = True
     population: PopulationRules | None = None
-    warmup: int = 0
-    kind: str = "star"
+    alike: bool = True
 
 
-DELAYED = Outer("delayed-nesterov", 0.7, 0.9)
-HALF = Outer("delayed-nesterov", 1.0, 0.5)
 SELECT = PopulationRules(steps=100, margin=math.inf)
 WAYS = [
-    Way("DDP", kind="ddp"),
-    Way("DDP", lr=6e-3, kind="ddp"),
-    Way("one machine alone", kind="alone"),
-    Way("one machine alone", lr=6e-3, kind="alone"),
-    Way("k 10, d 5, averaging", lr=1e-2),
-    Way("k 10, d 5, averaging, float32", lr=1e-2, compression=None),
-    Way("k 10, d 0, averaging", lr=1e-2, delay=0),
-    Way("k 10, d 9, averaging", lr=1e-2, delay=9),
-    Way("k 4, d 2, averaging", lr=1e-2, every=4, delay=2),
-    Way("k 25, d 10, averaging", lr=1e-2, every=25, delay=10),
-    Way("k 10, d 5, delayed Nesterov 1.0, 0.5", lr=6e-3, outer=HALF),
-    Way("k 10, d 5, delayed Nesterov 0.7, 0.9", outer=DELAYED),
-    Way("the same after 100 local steps", outer=DELAYED, warmup=100),
-    Way("the same, all adopt the best at step 100", outer=DELAYED, population=SELECT),
-    Way("the same, different beginnings", outer=DELAYED, population=SELECT, alike=False),
-    Way("averaging, all adopt the best at step 100", lr=1e-2, population=SELECT),
-    Way("the same, different beginnings", lr=1e-2, population=SELECT, alike=False),
-    Way("k 10, d 5, Nesterov per arrival 0.7, 0.9", outer=Outer("nesterov", 0.7, 0.9, unstable=True)),
-]
+    Way("DDP", "ddp", 3e-3, "cosine"),
+    Way("DDP", "ddp", 6e-3, "cosine"),
+    Way("DDP", "ddp", 3e-3),
+    Way("DDP", "ddp", 6e-3),
+    Way("one machine alone", "alone", 6e-3),
+    Way("the star: k 10, d 5, warm-up, int4 up, int8 down"),
+    Way("cosine", falls="cosine"),
+    Way("no warm-up", warmup=0),
+    Way("no warm-up, cosine", warmup=0, falls="cosine"),
+    Way("overwritten by the centre: no delta rule", overwrite=True),
+    Way("float32 up", up=None),
+    Way("bfloat16 down", down="bf16"),
+    Way("d 0", delay=0),
+    Way("d 9", delay=9),
+    Way("k 4, d 2", every=4, delay=2),
+    Way("k 25, d 12", every=25, delay=12),
+    Way("delayed Nesterov 0.7, 0.9", lr=3e-3, outer=Outer("delayed-nesterov", 0.7, 0.9, warmup=50)),
+    Way("delayed Nesterov 1.0, 0.5", lr=6e-3, outer=Outer("delayed-nesterov", 1.0, 0.5, warmup=50)),
+    Way("Nesterov per arrival 0.7, 0.9", lr=3e-3, outer=Outer("nesterov", 0.7, 0.9, unstable=True)),
+    Way("all take the best at step 100, warm-up to 200", population=SELECT, warmup=200),
+    Way("different beginnings, all take the best at step 100, warm-up to 200",
+        population=SELECT, warmup=200, alike=False),
+    Way("different beginnings, averaged as they are", alike=False),
+]  # fmt: skip
 
 
-def schedule(share: float) -> float:
-    """Return the share of the full learning rate."""
+def late(share: float) -> float:
+    """Return the share of the full learning rate: up in 5 %, full until half-time, then down in a straight line."""
+    return min(1.0, (share + 1 / STEPS) / (WARMUP / STEPS), (1 - share) / 0.5)
+
+
+def all_the_time(share: float) -> float:
+    """Return the share of the full learning rate: up in 5 %, then down as a cosine."""
     return cosine(min(STEPS - 1, int(share * STEPS)), steps=STEPS, warmup=WARMUP, peak=1.0)
+
+
+SCHEDULES = {"late": late, "cosine": all_the_time}
+
+
+class Overwriting(Side):
+    """What a worker without the delta rule does: its steps since the snapshot are lost."""
+
+    def take(self) -> None:
+        self.whole = True
+        super().take()
 
 
 def run(way: Way, seed: int) -> dict[str, Any]:
@@ -96,6 +123,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     numel = sum(param.numel() for param in task.learner(0, 1).module.parameters())
     if way.kind != "star":
         machines = [Machine(step_seconds=1.0)] * (WORKERS if way.kind == "ddp" else 1)
+        schedule = SCHEDULES[way.falls]
         plan = LockstepPlan(machines, steps=STEPS, schedule=schedule, members=WORKERS, score_every=STEPS / 12)
         done = lockstep(plan, task)
         curve = [(each.seconds, each.loss) for each in done.points]
@@ -104,15 +132,16 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         [Machine(step_seconds=1.0) for _ in range(WORKERS)],
         steps=STEPS,
         cadence=Cadence(way.every, 1, way.delay),
-        rules=HubRules(outer=way.outer, population=way.population),
-        compression=way.compression,
+        rules=HubRules(outer=way.outer, population=way.population, down=way.down),
+        compression=way.up,
         alike=way.alike,
         warmup=way.warmup,
         stagger=False,
-        schedule=schedule,
+        schedule=SCHEDULES[way.falls],
         score_every=STEPS / 12,
     )
-    found = simulate(plan, task)
+    with mock.patch("paceline.simulate.node.Side", Overwriting if way.overwrite else Side):
+        found = simulate(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]
     sent = sum(counts["sent"] for counts in found.counts) / WORKERS
     return {
@@ -143,7 +172,7 @@ def main(
             for seed in range(seeds):
                 runs.append(run(way, seed))
                 tick()
-            rows.append({"name": way.name, "lr": way.lr, "runs": runs})
+            rows.append({"name": way.name, "lr": way.lr, "falls": way.falls, "runs": runs})
             _tell(rows[-1])
     result = head("asynchronous-virtual") | {
         "settings": {"workers": WORKERS, "steps": STEPS, "batch": BATCH, "size": vars(SIZE)},
@@ -156,7 +185,7 @@ def main(
 def _tell(row: dict[str, Any]) -> None:
     losses = ", ".join("diverged" if each["loss"] is None else f"{each['loss']:.4f}" for each in row["runs"])
     print(
-        f"{row['name']} (lr {row['lr']:g}): {losses}; {row['runs'][0]['nbytes']:.0f} B a parameter",
+        f"{row['name']} (lr {row['lr']:g}, {row['falls']}): {losses}; {row['runs'][0]['nbytes']:.0f} B a parameter",
         flush=True,
     )
 

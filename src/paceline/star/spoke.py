@@ -190,6 +190,11 @@ class Spoke:
             return self._hello_at
         return self._due if self._due < self._beat_at else self._beat_at
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._under and not self.orders
+
     def _say(self, kind: str, **meta: Any) -> None:
         self._out.append(Message(kind, self.me, HUB, meta=meta))
 
