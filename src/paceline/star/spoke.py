@@ -36,8 +36,7 @@ __all__ = ["Spoke"]
 log = logging.getLogger("paceline.star")
 
 _HELLO_SECONDS, _LONGEST_HELLO_SECONDS = 1.0, 10.0
-_PATIENCE_SECONDS, _LEAST_PATIENCE_SECONDS = 10.0, 1.0  # while nothing was measured; beside what was
-_MOST_DOUBLINGS = 4
+_PATIENCE_SECONDS, _LEAST_PATIENCE_SECONDS, _MOST_DOUBLINGS = 10.0, 1.0, 4
 _BEAT_SECONDS = 2.0
 _EARLY = 1.3  # a centre is asked for this many times the last one's duration before it is due
 _HARMFUL = ("not finite", "exploding", "worse", "in quarantine", "it tells")
@@ -170,8 +169,7 @@ class Spoke:
     def _patience(self) -> float:
         """Return how long an answer is waited for: far longer than it took, and twice that after each repetition."""
         took = self.fetch_seconds + self.update_seconds
-        seconds = _LEAST_PATIENCE_SECONDS + 4 * took if took else _PATIENCE_SECONDS
-        return seconds * 2**self._doublings
+        return (_LEAST_PATIENCE_SECONDS + 4 * took if took else _PATIENCE_SECONDS) * 2**self._doublings
 
     def lost(self, now: float) -> None:
         """Note that the hub can't be reached."""

@@ -1,0 +1,104 @@
+"""Draw what `loss.py` and `virtual.py` found.
+
+    python benchmarks/star/chart.py
+
+Reads ``loss-200Mbit.json`` and ``virtual.json`` beside this file and writes a PNG of the same name for each.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import typer
+
+from paceline.report.canvas import COLOURS, INK, Chart, drawn, stacked_panels
+
+HERE = Path(__file__).parent
+CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"
+_HIGHEST = 3.0  # nats: above that all ways fall alike
+
+
+@drawn
+def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
+    """Return held-out loss over wall time, every seed of every way."""
+    figure, (axes,) = stacked_panels(width=10, height=5.2)
+    ddp, local = median(result["ddp"]["seconds"]), median(result["local"]["seconds"])
+    for index, run in enumerate(result["star"]):
+        seed = run["seed"]
+        ways = (
+            (
+                "torch DDP",
+                INK,
+                [(each["step"] * ddp, each["loss"]) for each in curves["ddp"]["curves"][seed]],
+            ),
+            (
+                "LocalSGD, every 4, 2 late, int4",
+                COLOURS[1],
+                [(each["step"] * local, each["loss"]) for each in curves["ours"]["curves"][seed]],
+            ),
+            ("the star", COLOURS[0], [(each["seconds"], each["loss"]) for each in run["curve"]]),
+        )
+        for name, colour, points in ways:
+            label = {"label": name} if index == 0 else {}
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.4, **label)
+        axes.axhline(
+            curves["ddp"]["curves"][seed][-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3))
+        )
+    settings = result["settings"]
+    speeds = " : ".join(map(str, settings["speeds"]))
+    axes.set_title(
+        f"Held-out loss of {settings['size']}, {settings['hosts']} machines of speeds {speeds}, {settings['rate']}",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+    )
+    axes.set_xlabel("seconds (dotted: what DDP ends with)")
+    axes.set_ylabel("nats per token")
+    axes.set_xlim(0, None)
+    axes.set_ylim(None, _HIGHEST)
+    axes.legend(frameon=False, fontsize=10)
+    return Chart(figure)
+
+
+@drawn
+def draw_ways(result: dict[str, Any]) -> Chart:
+    """Return the last loss of each way in virtual time as a bar; those that diverged are named beneath."""
+    found = [(_name(way), median(losses)) for way in result["ways"] if None not in (losses := _losses(way))]
+    diverged = [way["name"] for way in result["ways"] if None in _losses(way)]
+    highest = sorted(loss for _, loss in found)[-1]
+    figure, (axes,) = stacked_panels(width=10, height=1.0 + 0.32 * len(found))
+    for row, (name, loss) in enumerate(reversed(found)):
+        kind = INK if name.startswith("DDP") else COLOURS[1] if name.startswith("one ") else COLOURS[0]
+        axes.barh(row, loss, color=kind, height=0.7)
+        axes.annotate(f"{loss:.3f}", (loss, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(found)), [name for name, _ in reversed(found)], fontsize=9)
+    lowest = min(loss for _, loss in found)
+    axes.set_xlim(lowest - 0.15 * (highest - lowest), highest + 0.12 * (highest - lowest))
+    told = f" (diverged: {', '.join(diverged)})" if diverged else ""
+    axes.set_xlabel(f"held-out loss after {result['settings']['steps']} steps, nats per byte{told}")
+    return Chart(figure)
+
+
+def _name(way: dict[str, Any]) -> str:
+    return f"{way['name']}, lr {way['lr']:g}" if way["name"] in ("DDP", "one machine alone") else way["name"]
+
+
+def _losses(way: dict[str, Any]) -> list[float | None]:
+    return [each["loss"] for each in way["runs"]]
+
+
+def main() -> None:
+    """Draw the charts whose results are there."""
+    curves = json.loads(CURVES.read_text(encoding="utf-8"))
+    for name, draw in (("loss-200Mbit", lambda result: draw_time(result, curves)), ("virtual", draw_ways)):
+        path = HERE / f"{name}.json"
+        if path.exists():
+            chart = draw(json.loads(path.read_text(encoding="utf-8")))
+            print(chart.save(path.with_suffix(".png")))
+
+
+if __name__ == "__main__":
+    typer.run(main)
