@@ -66,8 +66,8 @@ def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
 @drawn
 def draw_ways(result: dict[str, Any]) -> Chart:
     """Return the last loss of each way in virtual time as a bar; those that diverged are named beneath."""
-    found = [(_name(way), median(losses)) for way in result["ways"] if None not in (losses := _losses(way))]
-    diverged = [way["name"] for way in result["ways"] if None in _losses(way)]
+    found = [(_name(way), median(losses)) for way in result["ways"] if (losses := _losses(way))]
+    diverged = [way["name"] for way in result["ways"] if not _losses(way)]
     highest = sorted(loss for _, loss in found)[-1]
     figure, (axes,) = stacked_panels(width=10, height=1.0 + 0.32 * len(found))
     for row, (name, loss) in enumerate(reversed(found)):
@@ -86,8 +86,10 @@ def _name(way: dict[str, Any]) -> str:
     return f"{way['name']}, lr {way['lr']:g}" if way["name"] in ("DDP", "one machine alone") else way["name"]
 
 
-def _losses(way: dict[str, Any]) -> list[float | None]:
-    return [each["loss"] for each in way["runs"]]
+def _losses(way: dict[str, Any]) -> list[float]:
+    """Return the loss of every seed; nothing if one diverged."""
+    losses = [each["loss"] for each in way["runs"]]
+    return [] if None in losses else losses
 
 
 def main() -> None:
