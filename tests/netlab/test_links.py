@@ -10,7 +10,7 @@ from wire import Wire
 from paceline.errors import UsageError
 from paceline.lab import Lab, Traffic, missing
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 
 TOLERANCE = 0.1
 

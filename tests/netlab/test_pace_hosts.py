@@ -12,6 +12,8 @@ import pytest
 import paceline
 from paceline.lab import Lab
 
+pytestmark = pytest.mark.alone
+
 LINK = 25e6  # 200 Mbit/s
 SHARE, MOST, LEAST = "30%", 0.33, 0.25
 SECONDS = 8.0

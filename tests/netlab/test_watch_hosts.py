@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 HOSTS, RANKS, VICTIM = 3, 2, 1
 STEP = 30

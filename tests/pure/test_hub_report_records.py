@@ -262,12 +262,12 @@ def test_memory_does_not_grow_with_the_ledger():
     run = HubRun(None)  # type: ignore[arg-type]
     tracemalloc.start()
     try:
-        take_in(run, long_run(60_000))
+        take_in(run, long_run(20_000))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert run.records > 60_000
-    assert peak < 3e6  # the records themselves take ten times as much
+    assert run.records > 20_000
+    assert peak < 3e6  # the records themselves take several times as much
     assert len(run.centre.points()) <= 2000
 
 

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -114,13 +115,12 @@ def test_a_hub_that_comes_late_is_found() -> None:
     address = first.address
     first.stop()
     task = Task()
-    with pl.Star(task.net, task.optim, address, 5, 2) as star:
+    with ExitStack() as late, pl.Star(task.net, task.optim, address, 5, 2) as star:
         task.steps(20, 0.005)
         assert star.counts.taken == 0
-        with running(address=address) as hub:
-            until(lambda: star.counts.taken > 3 or _step(task))
-            assert hub.hub.updates > 0
-            star.finish()
+        hub = late.enter_context(running(address=address))  # and is there until the star has left
+        until(lambda: star.counts.taken > 3 or _step(task))
+        assert hub.hub.updates > 0
 
 
 def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_update_is_lost(
