@@ -101,7 +101,7 @@ def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
 
 
 def test_a_hub_that_is_killed_and_started_again_loses_nothing():
-    plan = replace(PLAN, seconds=math.inf, steps=100, machines=FOUR[:3])
+    plan = replace(PLAN, seconds=math.inf, steps=300, machines=FOUR[:3])
     churn = (Churn(5.0, -1, False), Churn(6.0, -1, True), Churn(12.0, -1, False), Churn(12.5, -1, True))
     found = simulate(replace(plan, churn=churn), LinearTask())
     whole = simulate(plan, LinearTask())

@@ -83,7 +83,7 @@ class Network:
             each is later: none if it is lost, two if it is repeated.
 
     Attributes:
-        doors: of all who are there, by number.
+        doors: of all who are there, by number. messages: that were sent so far.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Network:
     ) -> None:
         self.clock, self.spoil, self.scale = clock, spoil, scale
         self.doors: dict[int, VirtualExchange] = {}
+        self.messages = 0
 
     def arrive(self, target: int, envelope: Envelope) -> None:
         """Have an envelope come to who is there now; it is lost if nobody is."""
@@ -127,6 +128,7 @@ class VirtualExchange:
         if door is None or self.me not in network.doors:
             return False
         self.sent_nbytes += nbytes
+        network.messages += 1
         mine, its, clock = self.link, door.link, network.clock
         carried = _HEADER_NBYTES + OVERHEAD * (nbytes * network.scale if envelope.header.dtype else nbytes)
         mine.sent_nbytes += carried

@@ -51,6 +51,7 @@ class AsyncResult:
         staleness_median, staleness_max: of the same, exactly; None: nothing was taken in.
         nbytes: sent by workers, and by the hub, headers included.
         hub_busy: share of the time in which the busier direction of the hub's link was in use.
+        messages: that were sent, in both directions, as envelopes.
         counts: of each worker, in all its lives. decisions: what the hub wrote down of its decisions.
         digest: of the centre's numbers.
     """
@@ -70,6 +71,7 @@ class AsyncResult:
     nbytes_up: float
     nbytes_down: float
     hub_busy: float
+    messages: int
     counts: Sequence[Mapping[str, Any]]
     decisions: Sequence[Mapping[str, Any]]
     digest: str
@@ -256,6 +258,7 @@ class Simulation:
             sum(node.link.sent_nbytes for node in self._nodes),
             link.sent_nbytes,
             self._busy(),
+            self.network.messages,
             [node.counts for node in self._nodes],
             journal.decisions,
             xxh3_64_hexdigest(self.theta().numpy().tobytes()),

@@ -185,15 +185,24 @@ class Node:
                     break
             else:
                 spoke.left(message, max(now, self.link.up_free, self._simulation.hub_link.down_free))
-        when, alarms = spoke.wants(), self._alarms
+        self._set_alarm(now)
+
+    def _set_alarm(self, now: float) -> None:
+        """See to it that this worker is woken when something is due."""
+        when, alarms = self.spoke.wants(), self._alarms
         if not alarms or when < alarms[-1]:
             when = max(when, now + _TICK)
             alarms.append(when)
-            self._clock.at(when, self._woken, life)
+            self._clock.at(when, self._woken, self._life)
 
     def _woken(self, life: int) -> None:
-        if life == self._life:
-            self._alarms.pop()
+        if life != self._life or not self.alive:
+            return
+        self._alarms.pop()
+        now = self._clock.now
+        if now < self.spoke.wants():  # what was due has become due later
+            self._set_alarm(now)
+        else:
             self._pump(life)
 
     def _arrive(self, envelope: Envelope) -> None:

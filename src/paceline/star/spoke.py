@@ -79,7 +79,8 @@ class Spoke:
         terms: what the hub told last. connected: whether it is in touch.
         orders: of the training thread, carried out in their order.
         adopted: another's parameters that are to be taken, by fragment.
-        beat, beat_seconds: what the hub is told now and then, and how often.
+        beat, beat_seconds: what the hub is told now and then, and how often; if that is nothing, only where nothing
+            else is said.
         session: a new one whenever the conversation begins anew.
         acknowledged: rounds that were taken in. refused: that were not. resent: messages that were said again.
         update_seconds: from the last update to its acknowledgement. fetch_seconds: from asking for the last centre to
@@ -151,6 +152,8 @@ class Spoke:
             if now >= self._beat_at:
                 self._beat_at = now + self.beat_seconds
                 self._say("beat", **self.beat)
+            elif self._out and not self.beat:
+                self._beat_at = now + self.beat_seconds  # what is said tells as much
         out, self._out = self._out, []
         return out
 

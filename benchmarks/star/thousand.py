@@ -1,0 +1,73 @@
+"""How long a thousand workers in virtual time take: a star of 1000 workers and 1000 rounds each, least squares.
+
+    python benchmarks/star/thousand.py
+
+Every worker sends 1000 updates through the hub's own code, 4 local steps apart, and takes in as many centres. Writes
+``thousand.json`` beside this file: seconds of the processor and of the wall, messages, and a digest of the centre,
+which is the same everywhere that computes alike.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.bench.facts import head, write_result
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError
+from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
+from paceline.simulate.tasks import LinearTask
+from paceline.sync.staggering import Cadence
+
+HERE = Path(__file__).parent
+MACHINE = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
+CADENCE = Cadence(4, 1, 1)
+
+
+def main(
+    workers: Annotated[int, typer.Option(help="How many.")] = 1000,
+    rounds: Annotated[int, typer.Option(help="Of each.")] = 1000,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
+    ] = None,
+) -> None:
+    """Simulate a large star, and tell how long that takes."""
+    path = json_file or HERE / "thousand.json"
+    check_writable(path, make_folder=True)
+    plan = AsyncPlan([MACHINE] * workers, steps=CADENCE.every * rounds, cadence=CADENCE, compression=None)
+    simulate(AsyncPlan([MACHINE], steps=1, cadence=CADENCE, compression=None), LinearTask())  # imports
+    begun, used = time.perf_counter(), _processor_seconds()
+    found = simulate(plan, LinearTask())
+    seconds, processor = time.perf_counter() - begun, _processor_seconds() - used
+    result = head("asynchronous-thousand", ("paceline", "torch", "numpy")) | {
+        "settings": {"workers": workers, "rounds": rounds, "every": CADENCE.every, "delay": CADENCE.delay},
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "virtual_seconds": found.trained_seconds,
+        "steps": found.steps,
+        "updates": found.updates,
+        "messages": found.messages,
+        "refused": dict(found.refused),
+        "loss": found.loss,
+        "digest": found.digest,
+    }
+    write_result(path, result)
+    print(f"{workers} workers, {rounds} rounds: {seconds:.1f} s ({processor:.1f} s of a processor), ", end="")
+    print(f"{found.updates} updates, {found.messages} messages; centre {found.digest}")
+    print(path)
+
+
+def _processor_seconds() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))
