@@ -17,7 +17,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import DamagedEnvelope, UsageError
@@ -27,6 +26,7 @@ from paceline.star.keeping.outbox import Letter, Outbox
 from paceline.star.layout import Layout
 from paceline.star.mail import Assembler
 from paceline.star.packing import CODECS
+from paceline.star.patience import Patience, Under
 from paceline.star.side import Side, State
 from paceline.star.terms import Order, Terms
 from paceline.star.words import BULK, VERSION, Message, number, text, whole
@@ -36,32 +36,12 @@ __all__ = ["Spoke"]
 log = logging.getLogger("paceline.star")
 
 _HELLO_SECONDS, _LONGEST_HELLO_SECONDS = 1.0, 10.0
-_PATIENCE_SECONDS, _LEAST_PATIENCE_SECONDS, _MOST_DOUBLINGS = 10.0, 1.0, 4
 _BEAT_SECONDS = 2.0
-_EARLY = 1.3  # a centre is asked for this many times the last one's duration before it is due
 _HARMFUL = ("not finite", "exploding", "worse", "in quarantine", "it tells")
 """Why an update was refused when the worker takes the centre for its own, without what it has learnt since."""
 
 _KEEPS_STATE = ("worse", "it tells")
 """Of these, those that say nothing against the optimizer's state."""
-
-
-@dataclass(slots=True)
-class _Under:
-    """What is under way for a fragment: waiting to be acknowledged, to be asked for, to come.
-
-    Attributes:
-        begun, asked: when. due: when it is time to ask, or to ask again; infinity as long as the question has not left.
-        once: what is waited for was said once, so how long the answer takes tells of the network (Karn's algorithm:
-            RFC 6298, section 3).
-    """
-
-    order: Order
-    stage: str  # "acknowledge" | "wait" | "come"
-    begun: float = 0.0
-    asked: float = 0.0
-    due: float = math.inf
-    once: bool = True
 
 
 class Spoke:
@@ -83,8 +63,7 @@ class Spoke:
             else is said.
         session: a new one whenever the conversation begins anew.
         acknowledged: rounds that were taken in. refused: that were not. resent: messages that were said again.
-        update_seconds: from the last update to its acknowledgement. fetch_seconds: from asking for the last centre to
-            having it.
+        patience: how long answers take.
     """
 
     def __init__(
@@ -108,7 +87,7 @@ class Spoke:
         self.orders: deque[Order] = deque()
         self._facts, self._new_session = dict(facts), new_session
         self.session, self.sequence = new_session(), 0
-        self._under: dict[int, _Under] = {}
+        self._under: dict[int, Under] = {}
         # By fragment: when its letter is to be said again, infinity as long as it has not left.
         self._again: dict[int, float] = {}
         self._due = math.inf  # no later than what is due first of these, and of what is under way
@@ -118,8 +97,7 @@ class Spoke:
         self._gave = False  # the centre began from this worker's snapshot, so the delta rule holds
         self._assembler = Assembler(self._limit)
         self._hello_at, self._hello_pause, self._beat_at = -math.inf, _HELLO_SECONDS, -math.inf
-        self.update_seconds = self.fetch_seconds = 0.0
-        self._doublings = 0  # of the patience: how often in a row something was said again
+        self.patience = Patience()
         self._out: list[Message] = []
 
     # ------------------------------------------------------------------ driving it
@@ -159,7 +137,7 @@ class Spoke:
 
     def left(self, message: Message, now: float) -> None:
         """Note that a message has left whole."""
-        again = now + self._patience()
+        again = now + self.patience.seconds()
         if message.kind == "update" and message.fragment in self._again:
             self._again[message.fragment] = again
         elif message.kind == "fetch" and message.fragment in self._under:
@@ -168,11 +146,6 @@ class Spoke:
             return
         if again < self._due:
             self._due = again
-
-    def _patience(self) -> float:
-        """Return how long an answer is waited for: far longer than it took, and twice that after each repetition."""
-        took = self.fetch_seconds + self.update_seconds
-        return (_LEAST_PATIENCE_SECONDS + 4 * took if took else _PATIENCE_SECONDS) * 2**self._doublings
 
     def lost(self, now: float) -> None:
         """Note that the hub can't be reached."""
@@ -283,13 +256,15 @@ class Spoke:
             self._out.append(Message("parameters", self.me, HUB, 0, order.fragment, {}, packet, "fp32"))
             side.state = State.HERE
             return
-        under = self._under[order.fragment] = _Under(order, "acknowledge", now)
+        under = self._under[order.fragment] = Under(order, "acknowledge", now)
         if order.kind == "fetch":
             self._await_time(order.fragment, under, now)
             return
         packet = side.pack()
         side.round = self._outbox.next_round(order.fragment)
         meta = {**order.meta, "base": side.revision, "layout": self.layout.hash}
+        if self.patience.ask_at(order.by) <= now + self.patience.update_seconds:
+            meta["answer"] = True  # there is no time to ask for the centre later
         values = {"meta": meta, "dtype": side.packing.codec.name}
         self._outbox.put(side.round, order.fragment, values, packet)
         self._post(self._outbox.letter(order.fragment))
@@ -304,36 +279,43 @@ class Spoke:
 
     def _acknowledged(self, message: Message, now: float) -> None:
         self._listen(message.meta)
-        if not self._outbox.acknowledge(message.round, message.fragment):
-            return
-        del self._again[message.fragment]
-        why = text(message.meta, "why")
+        under = self._settled(message.round, message.fragment, text(message.meta, "why"))
+        if under is not None:
+            if under.once:
+                self.patience.update_seconds = now - under.begun
+            self._await_time(message.fragment, under, now)
+
+    def _settled(self, round: int, fragment: int, why: str) -> Under | None:
+        """Note that the hub has judged an update; return what is under way if it was waited for."""
+        if not self._outbox.acknowledge(round, fragment):
+            return None
+        del self._again[fragment]
         if why:
             self.refused += 1
-            log.warning("worker %s: round %d was refused: %s", self.name, message.round, why)
+            log.warning("worker %s: round %d was refused: %s", self.name, round, why)
         else:
             self.acknowledged += 1
-        self._doublings = 0
-        side, under = self.sides[message.fragment], self._under.get(message.fragment)
-        if under is None or under.stage != "acknowledge" or side.round != message.round:
-            return
-        if under.once:
-            self.update_seconds = now - under.begun
+        self.patience.answered()
+        if not self._again and not self._under:
+            self._due = math.inf
+        side, under = self.sides[fragment], self._under.get(fragment)
+        if under is None or under.stage != "acknowledge" or side.round != round:
+            return None
         if why.startswith(_HARMFUL):
             side.whole, side.anew = True, not why.startswith(_KEEPS_STATE)
-        self._await_time(message.fragment, under, now)
+        return under
 
     # ------------------------------------------------------------------ centres
 
-    def _await_time(self, fragment: int, under: _Under, now: float) -> None:
+    def _await_time(self, fragment: int, under: Under, now: float) -> None:
         """Ask for the centre, or wait until it is time to."""
-        under.stage, under.once, under.due = "wait", True, under.order.by - _EARLY * self.fetch_seconds
+        under.stage, under.once, under.due = "wait", True, self.patience.ask_at(under.order.by)
         if under.due <= now:
             self._ask(fragment, under, now)
         else:
             self._due = min(self._due, under.due)
 
-    def _ask(self, fragment: int, under: _Under, now: float) -> None:
+    def _ask(self, fragment: int, under: Under, now: float) -> None:
         under.stage, under.asked, under.due = "come", now, math.inf
         have = self.sides[fragment].revision
         self._out.append(Message("fetch", self.me, HUB, 0, fragment, {"have": have}))
@@ -354,17 +336,25 @@ class Spoke:
                     under.once = False
                 self._ask(fragment, under, now)
         if self.resent > resent:
-            self._doublings = min(self._doublings + 1, _MOST_DOUBLINGS)
+            self.patience.repeated()
         self._due = min([math.inf, *self._again.values(), *[each.due for each in self._under.values()]])
 
     def _centre(self, message: Message, now: float) -> None:
         self._listen(message.meta)
+        round, patience = message.meta.get("acked"), self.patience
+        if type(round) is int:
+            under = self._settled(round, message.fragment, text(message.meta, "why"))
+            if under is not None:
+                under.stage = "come"
+                if under.once:
+                    patience.both_took(now - under.begun)
+                under.once = False
         under = self._under.get(message.fragment)
         if under is None or under.stage != "come":
             return
-        self._doublings = 0
+        patience.answered()
         if under.once:
-            self.fetch_seconds = now - under.asked
+            patience.fetch_seconds = now - under.asked
         self._never.discard(message.fragment)
         del self._under[message.fragment]
         side = self.sides[message.fragment]

@@ -305,11 +305,11 @@ class Star:
 
     def _choose(self, worker: Worker) -> None:
         """Set k, d and bits as the last exchange suggests."""
-        spoke = self._talks[0].spoke
-        if not spoke.update_seconds:
+        patience = self._talks[0].spoke.patience
+        if not patience.update_seconds:
             return
         codec = worker.sides[0].packing.codec.name
-        found = choose(self._step_seconds, spoke.update_seconds, spoke.fetch_seconds, codec)
+        found = choose(self._step_seconds, patience.update_seconds, patience.fetch_seconds, codec)
         every, delay = self._fixed
         every = found.every if every is None else int(every)
         delay = min(every - 1, found.delay if delay is None else int(delay))
