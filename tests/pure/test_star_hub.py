@@ -441,26 +441,3 @@ def test_who_says_goodbye_does_not_count_any_more() -> None:
     talk.update(1, 0, ONES)
     torch.testing.assert_close(talk.theta, -ONES)
     assert "leave" in talk.kinds()
-
-
-def test_an_update_that_wants_its_answer_at_once_gets_one_message() -> None:
-    talk = Talk()
-    talk.begin(1, 2)
-    (answer,) = talk.update(1, 0, torch.ones(NUMEL), answer=True)
-    assert (answer.kind, answer.round) == ("centre", 1)
-    assert (answer.meta["acked"], answer.meta["why"]) == (0, "")
-    assert talk.hub.centres is not None
-    assert bytes(answer.payload) == bytes(talk.hub.centres.copy(0)[2])
-    (again,) = talk.update(1, 0, torch.ones(NUMEL), answer=True)
-    assert (again.kind, again.round, again.meta["acked"]) == ("centre", 1, 0)
-    assert talk.hub.updates == 1
-
-
-def test_who_must_wait_for_the_centre_hears_at_once_what_became_of_its_update() -> None:
-    talk = Talk(HubRules(staleness=Staleness("wait", bound=0.5)))
-    talk.begin(1, 2)
-    for worker in (1, 2):
-        talk.say("fetch", worker)
-    told = [talk.update(1, round, torch.ones(NUMEL), answer=True) for round in range(4)]
-    assert kinds(told[-1]) == ["ack"]
-    assert talk.hub.updates == 4

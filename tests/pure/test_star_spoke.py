@@ -112,24 +112,6 @@ def test_what_an_absent_hub_costs_is_no_measurement_either() -> None:
     assert talk.spoke.acknowledged == 1
 
 
-def test_with_no_time_to_ask_later_one_answer_is_acknowledgement_and_centre() -> None:
-    talk = Conversation()
-    talk.begin()
-    talk.side.snapshot()
-    talk.side.state = State.OUT
-    talk.spoke.orders.append(Order(0, "update", talk.now, {"samples": 1.0, "steps": 1}))
-    (update,) = [each for each in talk.spoke.pump(talk.now) if each.kind == "update"]
-    assert update.meta["answer"] is True
-    talk.now += 0.3
-    talk.hear("centre", bytes(PACKING.pack(torch.ones(LAYOUT.numel))), round=9, acked=update.round, why="")
-    assert talk.spoke.acknowledged == 1
-    assert talk.spoke.idle
-    assert (talk.side.state, talk.side.came_revision) == (State.READY, 9)
-    patience = talk.spoke.patience
-    assert round(patience.update_seconds + patience.fetch_seconds, 6) == 0.3
-    assert talk.said() == []
-
-
 def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
     talk = Conversation()
     talk.begin()
@@ -137,7 +119,6 @@ def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
     talk.side.state = State.OUT
     talk.spoke.orders.append(Order(0, "update", talk.now + 5.0, {"samples": 1.0, "steps": 1}))
     (update,) = [each for each in talk.spoke.pump(talk.now) if each.kind == "update"]
-    assert "answer" not in update.meta
     talk.hear("ack", round=update.round)
     pause, said = talk.wait()
     assert (round(pause, 6), said) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])

@@ -73,7 +73,6 @@ class Hub:
         self._leader = Leader(rules.population, self._send, self._note, self._begin)
         self._assembler = Assembler(self._limit)
         self._out: list[Message] = []
-        self._acks: dict[tuple[int, int], dict[str, Any]] = {}  # that are sent with the centre
         self._looked = -math.inf  # for workers that fell silent
         self._since_snapshot = 0
         self._handlers: dict[str, Callable[[Message, Member, float], None]] = {
@@ -324,11 +323,7 @@ class Hub:
     def _acknowledge(self, member: Member, message: Message, why: str, now: float) -> None:
         """Tell a worker what became of an update; it hears of it when that is on disk."""
         meta = {"why": why[:200], "quarantine": self._quarantine(member, now), **self._terms()}
-        if message.meta.get("answer") is True:
-            self._acks[member.number, message.fragment] = {"acked": message.round, **meta}
-            self._fetches.ask(member.number, message.fragment)
-        else:
-            self._out.append(Message("ack", HUB, member.number, message.round, message.fragment, meta))
+        self._out.append(Message("ack", HUB, member.number, message.round, message.fragment, meta))
 
     # ------------------------------------------------------------------ what is asked for
 
@@ -338,7 +333,7 @@ class Hub:
             self._fetches.ask(member.number, message.fragment)
 
     def _release(self) -> None:
-        """Send the centre to all who asked and need not wait; with the acknowledgement, where that is wanted."""
+        """Send the centre to all who asked and need not wait."""
         centres = self.centres
         if centres is None or not self._fetches.waiting:
             return
@@ -346,11 +341,7 @@ class Hub:
             revision, codec, packet = centres.copy(fragment)
             member.sent_nbytes += len(packet)
             meta = {"samples": self.tally.samples, "updates": self.updates, **self._terms()}
-            meta |= self._acks.pop((member.number, fragment), {})
             self._send(Message("centre", HUB, member.number, revision, fragment, meta, packet, codec))
-        for (worker, fragment), meta in self._acks.items():
-            self._send(Message("ack", HUB, worker, meta["acked"], fragment, meta))
-        self._acks.clear()
 
     # ------------------------------------------------------------------ scores, and the beginning
 

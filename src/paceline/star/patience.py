@@ -64,12 +64,3 @@ class Patience:
     def answered(self) -> None:
         """Note that an answer came."""
         self._doublings = 0
-
-    def both_took(self, seconds: float) -> None:
-        """Note how long an update with its acknowledgement and the centre took: shared out as they took before."""
-        if self.update_seconds and self.fetch_seconds:
-            longer = seconds / (self.update_seconds + self.fetch_seconds)
-            self.update_seconds *= longer
-            self.fetch_seconds *= longer
-        else:
-            self.update_seconds = self.fetch_seconds = seconds / 2

@@ -263,8 +263,6 @@ class Spoke:
         packet = side.pack()
         side.round = self._outbox.next_round(order.fragment)
         meta = {**order.meta, "base": side.revision, "layout": self.layout.hash}
-        if self.patience.ask_at(order.by) <= now + self.patience.update_seconds:
-            meta["answer"] = True  # there is no time to ask for the centre later
         values = {"meta": meta, "dtype": side.packing.codec.name}
         self._outbox.put(side.round, order.fragment, values, packet)
         self._post(self._outbox.letter(order.fragment))
@@ -279,31 +277,27 @@ class Spoke:
 
     def _acknowledged(self, message: Message, now: float) -> None:
         self._listen(message.meta)
-        under = self._settled(message.round, message.fragment, text(message.meta, "why"))
-        if under is not None:
-            if under.once:
-                self.patience.update_seconds = now - under.begun
-            self._await_time(message.fragment, under, now)
-
-    def _settled(self, round: int, fragment: int, why: str) -> Under | None:
-        """Note that the hub has judged an update; return what is under way if it was waited for."""
+        round, fragment = message.round, message.fragment
         if not self._outbox.acknowledge(round, fragment):
-            return None
+            return
         del self._again[fragment]
+        if not self._again and not self._under:
+            self._due = math.inf
+        why = text(message.meta, "why")
         if why:
             self.refused += 1
             log.warning("worker %s: round %d was refused: %s", self.name, round, why)
         else:
             self.acknowledged += 1
         self.patience.answered()
-        if not self._again and not self._under:
-            self._due = math.inf
         side, under = self.sides[fragment], self._under.get(fragment)
         if under is None or under.stage != "acknowledge" or side.round != round:
-            return None
+            return
+        if under.once:
+            self.patience.update_seconds = now - under.begun
         if why.startswith(_HARMFUL):
             side.whole, side.anew = True, not why.startswith(_KEEPS_STATE)
-        return under
+        self._await_time(fragment, under, now)
 
     # ------------------------------------------------------------------ centres
 
@@ -341,20 +335,12 @@ class Spoke:
 
     def _centre(self, message: Message, now: float) -> None:
         self._listen(message.meta)
-        round, patience = message.meta.get("acked"), self.patience
-        if type(round) is int:
-            under = self._settled(round, message.fragment, text(message.meta, "why"))
-            if under is not None:
-                under.stage = "come"
-                if under.once:
-                    patience.both_took(now - under.begun)
-                under.once = False
         under = self._under.get(message.fragment)
         if under is None or under.stage != "come":
             return
-        patience.answered()
+        self.patience.answered()
         if under.once:
-            patience.fetch_seconds = now - under.asked
+            self.patience.fetch_seconds = now - under.asked
         self._never.discard(message.fragment)
         del self._under[message.fragment]
         side = self.sides[message.fragment]

@@ -2,7 +2,7 @@
 
     worker → hub
       hello        who I am, how I train; payload: the layout of my model
-      update       what I learnt in a round; payload: a packed fragment; answer: send me the centre at once
+      update       what I learnt in a round; payload: a packed fragment
       fetch        send me the centre of this fragment
       parameters   what I was asked for: my parameters as they are; payload: a packed fragment
       score        how good my parameters, or the centre's at a revision, are
@@ -13,7 +13,7 @@
       refusal      you are not, and why
       who          I don't know you (any more): say hello
       ack          an update was taken in, or refused, and why; it is on disk
-      centre       what was fetched; payload: a packed fragment; acked: it acknowledges the update of this round too
+      centre       what was fetched; payload: a packed fragment
       ask          send me your parameters
       adopt        take what follows for your own: another's parameters, or the centre
 
