@@ -113,6 +113,18 @@ def virtual_table(result: dict[str, Any]) -> str:
     return table(["", "learning rate, falling", "held-out loss", "bytes a parameter and worker"], rows)
 
 
+def thousand_table(result: dict[str, Any]) -> str:
+    """Return the table of a large star."""
+    settings = result["settings"]
+    rows = [
+        ["workers · rounds of each", f"{settings['workers']} · {settings['rounds']}"],
+        ["updates · messages", f"{result['updates']:,} · {result['messages']:,}"],
+        ["virtual time", f"{result['virtual_seconds']:.0f} s"],
+        ["it took", f"{result['seconds']:.0f} s ({result['processor_seconds']:.0f} s of a processor)"],
+    ]
+    return table(["", ""], rows, words=2)
+
+
 def main() -> None:
     """Fill the tables whose results are there."""
     readme = HERE / "README.md"
@@ -125,6 +137,7 @@ def main() -> None:
         ("share", share_table),
         ("storm", storm_table),
         ("virtual", virtual_table),
+        ("thousand", thousand_table),
     ):
         result = _read(f"{name}.json")
         if result is not None:

@@ -58,8 +58,8 @@ def test_what_diverges_or_gets_worse_again_is_known():
 
 
 def test_paces_repeat_and_spread():
-    assert paces(5, [1, 2, 4]) == [1, 2, 4, 1, 2]
-    assert paces(2, [2, 6]) == [1, 3]
+    assert paces(5, [1, 2, 4]) == [4, 2, 1, 4, 2]
+    assert paces(2, [2, 6]) == [3, 1]
     spread = paces(9, [1], 0.5)
     assert spread == sorted(spread)
     assert spread[0] == 1

@@ -31,10 +31,13 @@ def async_(
         typer.Option(help="Messages are as long as those of a model of so many: 20M; else the task's own."),
     ] = None,
     speeds: Annotated[
-        str, typer.Option(help="Relative times of a step, repeated to as many as there are workers.")
+        str,
+        typer.Option(
+            help="Relative ones, repeated to as many as there are workers; 4 is the fastest of 1:1:2:4."
+        ),
     ] = "1:1:2:4",
     spread: Annotated[
-        float, typer.Option(help="Of speeds beside: standard deviation of the logarithm, log-normal.")
+        float, typer.Option(help="Of steps' times beside: standard deviation of the logarithm, log-normal.")
     ] = 0.0,
     step: Annotated[str, typer.Option(help="Time of a step on the fastest machine.")] = "100ms",
     jitter: Annotated[
@@ -96,7 +99,9 @@ def async_(
     different: Annotated[
         bool, typer.Option("--different", help="Workers begin from different parameters.")
     ] = False,
-    warmup: Annotated[int, typer.Option(help="Local steps before anything is sent.")] = 0,
+    warmup: Annotated[
+        int, typer.Option(help="Local steps at the beginning with an exchange at every other one.")
+    ] = 0,
     churn: Annotated[
         str | None,
         typer.Option(

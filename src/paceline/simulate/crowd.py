@@ -20,15 +20,15 @@ def paces(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[fl
     """Return how long each worker's step takes beside the fastest one's.
 
     Args:
-        workers: how many. speeds: relative times of a step, repeated until there are enough.
-        spread: standard deviation of the logarithm of what they are multiplied by, at even quantiles; 0: nothing.
+        workers: how many. speeds: relative ones, repeated until there are enough; 2 makes a step in half the time of 1.
+        spread: standard deviation of the logarithm of what steps take beside, at even quantiles; 0: nothing.
 
     Raises:
         UsageError: there are no workers; a number is out of range.
 
     Example:
         >>> paces(5, [1, 2, 4])
-        [1.0, 2.0, 4.0, 1.0, 2.0]
+        [4.0, 2.0, 1.0, 4.0, 2.0]
     """
     if workers < 1:
         raise UsageError(f"{workers} workers", remedy="give 1 or more")
@@ -38,7 +38,7 @@ def paces(workers: int, speeds: Sequence[float], spread: float = 0.0) -> list[fl
         raise UsageError(f"spread={spread!r}", remedy="give a number from 0 on, such as 0.5")
     normal = NormalDist()
     times = [
-        speeds[worker % len(speeds)] * math.exp(spread * normal.inv_cdf((worker + 0.5) / workers))
+        math.exp(spread * normal.inv_cdf((worker + 0.5) / workers)) / speeds[worker % len(speeds)]
         for worker in range(workers)
     ]
     fastest = min(times)
