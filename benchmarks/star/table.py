@@ -51,15 +51,20 @@ def steps_table(result: dict[str, Any]) -> str:
     return table(["in lock-step", "s a step"], rows)
 
 
-def throughput_table(result: dict[str, Any]) -> str:
+def throughput_table(*results: dict[str, Any]) -> str:
     """Return the table of workers' speeds beside the star ÷ alone."""
     rows = []
-    for rank, share in enumerate(alone_share(result["turns"])):
-        alone = median(
-            turn["alone"][rank]["steps"] / turn["alone"][rank]["seconds"] for turn in result["turns"]
-        )
-        rows.append([str(rank), str(result["settings"]["speeds"][rank]), f"{alone:.2f}", f"{share:.3f}"])
-    return table(["worker", "speed", "steps a second alone", "with the star ÷ alone"], rows)
+    for result in results:
+        fastest = f"{result['settings']['fastest_step']:g}"
+        for rank, share in enumerate(alone_share(result["turns"])):
+            alone = median(
+                turn["alone"][rank]["steps"] / turn["alone"][rank]["seconds"] for turn in result["turns"]
+            )
+            speed = str(result["settings"]["speeds"][rank])
+            rows.append([fastest, str(rank), speed, f"{alone:.2f}", f"{share:.3f}"])
+    return table(
+        ["fastest step, s", "worker", "speed", "steps a second alone", "with the star ÷ alone"], rows
+    )
 
 
 def share_table(result: dict[str, Any]) -> str:
@@ -132,8 +137,10 @@ def main() -> None:
     loss = _read("loss-200Mbit.json")
     if loss is not None:
         text = fill(fill(text, "loss", loss_table(loss, curves)), "steps", steps_table(loss))
+    speeds = [each for each in map(_read, ("throughput.json", "throughput-slower.json")) if each is not None]
+    if speeds:
+        text = fill(text, "throughput", throughput_table(*speeds))
     for name, make in (
-        ("throughput", throughput_table),
         ("share", share_table),
         ("storm", storm_table),
         ("virtual", virtual_table),
