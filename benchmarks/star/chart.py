@@ -65,25 +65,29 @@ def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
 
 @drawn
 def draw_ways(result: dict[str, Any]) -> Chart:
-    """Return the last loss of each way in virtual time as a bar; those that diverged are named beneath."""
-    found = [(_name(way), median(losses)) for way in result["ways"] if (losses := _losses(way))]
-    diverged = [way["name"] for way in result["ways"] if not _losses(way)]
-    highest = sorted(loss for _, loss in found)[-1]
-    figure, (axes,) = stacked_panels(width=10, height=1.0 + 0.32 * len(found))
-    for row, (name, loss) in enumerate(reversed(found)):
-        kind = INK if name.startswith("DDP") else COLOURS[1] if name.startswith("one ") else COLOURS[0]
-        axes.barh(row, loss, color=kind, height=0.7)
-        axes.annotate(f"{loss:.3f}", (loss, row), (4, 0), textcoords="offset points", va="center", fontsize=9)
+    """Return the last loss of each way in virtual time: its median, and every seed; those far off are named beneath."""
+    ways = [(_name(way), _losses(way)) for way in result["ways"]]
+    bound = 1.25 * min(median(losses) for _, losses in ways if losses)
+    found = [(name, losses) for name, losses in ways if losses and median(losses) < bound]
+    lost = [name for name, losses in ways if not losses or median(losses) >= bound]
+    figure, (axes,) = stacked_panels(width=11, height=1.2 + 0.3 * len(found))
+    for row, (name, losses) in enumerate(reversed(found)):
+        colour = INK if name.startswith("DDP") else COLOURS[1] if name.startswith("one ") else COLOURS[0]
+        axes.plot(losses, [row] * len(losses), "o", color=colour, markersize=4, alpha=0.4)
+        axes.plot([median(losses)], [row], "o", color=colour, markersize=8)
+        told = f"{median(losses):.3f}"
+        axes.annotate(told, (max(losses), row), (9, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(found)), [name for name, _ in reversed(found)], fontsize=9)
-    lowest = min(loss for _, loss in found)
-    axes.set_xlim(lowest - 0.15 * (highest - lowest), highest + 0.12 * (highest - lowest))
-    told = f" (diverged: {', '.join(diverged)})" if diverged else ""
+    axes.grid(axis="y", linewidth=0.4)
+    told = f" (far off: {', '.join(lost)})" if lost else ""
     axes.set_xlabel(f"held-out loss after {result['settings']['steps']} steps, nats per byte{told}")
     return Chart(figure)
 
 
 def _name(way: dict[str, Any]) -> str:
-    return f"{way['name']}, lr {way['lr']:g}" if way["name"] in ("DDP", "one machine alone") else way["name"]
+    if way["name"] not in ("DDP", "one machine alone"):
+        return way["name"]
+    return f"{way['name']}, {way['lr']:g}, {way['falls']}"
 
 
 def _losses(way: dict[str, Any]) -> list[float]:

@@ -7,10 +7,10 @@
 
 `Star` hooks this onto a real optimizer and has a thread carry out its orders; virtual time drives the same object.
 
-[Note: warm-up] In the first steps parameters change most, so workers that train apart for k steps are far from one
-another when they are averaged, and much of what they learnt cancels out. Exchanging often at first costs few bytes and
-keeps most of that (post-local SGD: Lin et al., arXiv 1808.07217; benchmarks/star/virtual.py). Where the network does
-not manage every other step, sendings are skipped until it does.
+[Note: warm-up] In the first steps parameters change most, and workers that train apart for k steps are far from one
+another when they are averaged. Exchanging often at first (post-local SGD: Lin et al., arXiv 1808.07217) costs few bytes
+and lets an outer momentum begin where the way is clear; averaging alone gains little by it (benchmarks/star/README.md).
+Where the network does not manage every other step, sendings are skipped until it does.
 """
 
 from __future__ import annotations
