@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ __all__ = ["End"]
 _MESSAGES_A_POLL, _NBYTES_A_POLL = 64, 16 << 20
 
 
-class End:
+class End(ABC):
     """One end of a star, an `Exchange`; see `HubExchange` and `WorkerExchange`.
 
     Args:
@@ -98,9 +99,9 @@ class End:
         """Have `poll` return, now or as soon as it is called; from any thread."""
         self._bell.ring()
 
+    @abstractmethod
     def peers(self) -> Collection[int]:
         """Return the numbers of those who can be sent to, as far as that is known."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave; what was taken and has not left within 0.3 s is lost. Closing twice is closing once."""
@@ -124,9 +125,9 @@ class End:
                 self.refused[type(error).__name__] += 1
         return came
 
+    @abstractmethod
     def _opened(self, parts: Sequence[Bytes]) -> Envelope:
         """Return the envelope in a message, or raise an EnvelopeError."""
-        raise NotImplementedError
 
     def _open(self, parts: Sequence[Bytes], carried_from: int | None) -> Envelope:
         envelope = open_parts(parts, limit=self.settings.frame_nbytes)
@@ -134,16 +135,17 @@ class End:
         self.received_nbytes += sum(map(len, parts))
         return envelope
 
+    @abstractmethod
     def _route(self, target: int) -> list[bytes] | None:
         """Return what goes before an envelope to `target`, None if nothing can go there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _gone(self, target: int) -> None:
         """Note that a peer is not connected."""
 
+    @abstractmethod
     def _look(self) -> bool:
         """Look at what else there is to see, and return whether a connection has come or gone."""
-        raise NotImplementedError
 
     def _patience(self) -> float:
         """Return the seconds after which to look again even if nothing comes."""

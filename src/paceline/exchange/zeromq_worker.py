@@ -132,6 +132,9 @@ class WorkerExchange(End):
             self._wire = self._dialled()
         return self._connected != before
 
+    def _gone(self, target: int) -> None:
+        """Do nothing: the monitor says when the hub is gone."""
+
     def _patience(self) -> float:
         return max(0.0, self._dial_at - time.monotonic())
 

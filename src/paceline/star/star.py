@@ -67,8 +67,8 @@ class Star:
         fragments: parts of the model that are sent in turn, the same for all workers; ``"auto"``: by its size.
         compression: of what is sent: bf16, fp16, int8 or int4 (a name or a `Compression`), None for float32, or
             ``"auto"``: int8 where there is room for it, else int4.
-        warmup: local steps at the beginning in which it exchanges at every other step, as far as the network manages:
-            what workers learn first differs most, and is worth averaging often.
+        warmup: local steps at the beginning in which it exchanges at every other step, as far as the network manages;
+            good where the hub's outer optimizer has a momentum, which should not begin before it is over.
         send, receive: ``"all"``, ``"better"`` or ``"best"``, by score.
         score: returns how good the model's parameters are, lower is better: the loss on held-out data that all
             workers have. Called by the training thread, in evaluation mode, without gradients.

@@ -9,11 +9,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
 from paceline.bench.storm.spoil import spoil
 from paceline.bench.storm.task import Learner
+from paceline.star.keeping.outbox import Outbox
 from paceline.star.star import Star
 
 __all__ = ["main"]
@@ -44,15 +46,15 @@ def main(job_file: str, number: int) -> None:
     )
 
 
-def _note(outbox: object, notes: object) -> None:
+def _note(outbox: Outbox, notes: TextIO) -> None:
     """Write down which rounds are acknowledged, before they are forgotten."""
-    take = outbox.acknowledge  # type: ignore[attr-defined]
+    take = outbox.acknowledge
 
     def note(round: int, fragment: int) -> bool:
-        notes.write(f"{round} {fragment}\n")  # type: ignore[attr-defined]
+        notes.write(f"{round} {fragment}\n")
         return take(round, fragment)
 
-    outbox.acknowledge = note  # type: ignore[attr-defined]
+    outbox.acknowledge = note
 
 
 if __name__ == "__main__":
