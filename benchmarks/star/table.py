@@ -120,14 +120,24 @@ def virtual_table(result: dict[str, Any]) -> str:
 
 def thousand_table(result: dict[str, Any]) -> str:
     """Return the table of a large star."""
-    settings = result["settings"]
-    rows = [
-        ["workers · rounds of each", f"{settings['workers']} · {settings['rounds']}"],
-        ["updates · messages", f"{result['updates']:,} · {result['messages']:,}"],
-        ["virtual time", f"{result['virtual_seconds']:.0f} s"],
-        ["it took", f"{result['seconds']:.0f} s ({result['processor_seconds']:.0f} s of a processor)"],
+    titles = [
+        "k, d",
+        "local steps",
+        "updates",
+        "messages",
+        "virtual time, s",
+        "it took, s",
+        "of a processor, s",
     ]
-    return table(["", ""], rows, words=2)
+    rows = [
+        [
+            f"{row['every']}, {row['delay']}",
+            *(f"{row[name]:,}" for name in ("steps", "updates", "messages")),
+            *(f"{row[name]:.0f}" for name in ("virtual_seconds", "seconds", "processor_seconds")),
+        ]
+        for row in result["rows"]
+    ]
+    return table(titles, rows)
 
 
 def main() -> None:

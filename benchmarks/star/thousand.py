@@ -2,9 +2,9 @@
 
     python benchmarks/star/thousand.py
 
-Every worker sends 1000 updates through the hub's own code, 4 local steps apart, and takes in as many centres. Writes
-``thousand.json`` beside this file: seconds of the processor and of the wall, messages, and a digest of the centre,
-which is the same everywhere that computes alike.
+Every worker sends 1000 updates through the hub's own code, after every step or after every fourth, and takes in as many
+centres. Writes ``thousand.json`` beside this file: seconds of the processor and of the wall, messages, and a digest of
+the centre, which is the same everywhere that computes alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +26,27 @@ from paceline.sync.staggering import Cadence
 
 HERE = Path(__file__).parent
 MACHINE = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
-CADENCE = Cadence(4, 1, 1)
+CADENCES = (Cadence(1), Cadence(4, 1, 1))
+
+
+def run(workers: int, rounds: int, cadence: Cadence) -> dict[str, Any]:
+    """Simulate a large star; return what it took and what came out."""
+    plan = AsyncPlan([MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None)
+    begun, used = time.perf_counter(), _processor_seconds()
+    found = simulate(plan, LinearTask())
+    return {
+        "every": cadence.every,
+        "delay": cadence.delay,
+        "seconds": time.perf_counter() - begun,
+        "processor_seconds": _processor_seconds() - used,
+        "virtual_seconds": found.trained_seconds,
+        "steps": found.steps,
+        "updates": found.updates,
+        "messages": found.messages,
+        "refused": dict(found.refused),
+        "loss": found.loss,
+        "digest": found.digest,
+    }
 
 
 def main(
@@ -39,26 +59,16 @@ def main(
     """Simulate a large star, and tell how long that takes."""
     path = json_file or HERE / "thousand.json"
     check_writable(path, make_folder=True)
-    plan = AsyncPlan([MACHINE] * workers, steps=CADENCE.every * rounds, cadence=CADENCE, compression=None)
-    simulate(AsyncPlan([MACHINE], steps=1, cadence=CADENCE, compression=None), LinearTask())  # imports
-    begun, used = time.perf_counter(), _processor_seconds()
-    found = simulate(plan, LinearTask())
-    seconds, processor = time.perf_counter() - begun, _processor_seconds() - used
+    run(1, 1, CADENCES[0])  # imports
+    rows = []
+    for cadence in CADENCES:
+        rows.append(run(workers, rounds, cadence))
+        print("k {every}, d {delay}: {seconds:.1f} s, {updates} updates; centre {digest}".format(**rows[-1]))
     result = head("asynchronous-thousand", ("paceline", "torch", "numpy")) | {
-        "settings": {"workers": workers, "rounds": rounds, "every": CADENCE.every, "delay": CADENCE.delay},
-        "seconds": seconds,
-        "processor_seconds": processor,
-        "virtual_seconds": found.trained_seconds,
-        "steps": found.steps,
-        "updates": found.updates,
-        "messages": found.messages,
-        "refused": dict(found.refused),
-        "loss": found.loss,
-        "digest": found.digest,
+        "settings": {"workers": workers, "rounds": rounds},
+        "rows": rows,
     }
     write_result(path, result)
-    print(f"{workers} workers, {rounds} rounds: {seconds:.1f} s ({processor:.1f} s of a processor), ", end="")
-    print(f"{found.updates} updates, {found.messages} messages; centre {found.digest}")
     print(path)
 
 

@@ -281,8 +281,7 @@ class Spoke:
         if not self._outbox.acknowledge(round, fragment):
             return
         del self._again[fragment]
-        if not self._again and not self._under:
-            self._due = math.inf
+        self._due = self._first_due()
         why = text(message.meta, "why")
         if why:
             self.refused += 1
@@ -331,7 +330,16 @@ class Spoke:
                 self._ask(fragment, under, now)
         if self.resent > resent:
             self.patience.repeated()
-        self._due = min([math.inf, *self._again.values(), *[each.due for each in self._under.values()]])
+        self._due = self._first_due()
+
+    def _first_due(self) -> float:
+        """Return when the first of what is under way is to be said again."""
+        first = math.inf
+        for again in self._again.values():
+            first = again if again < first else first
+        for under in self._under.values():
+            first = under.due if under.due < first else first
+        return first
 
     def _centre(self, message: Message, now: float) -> None:
         self._listen(message.meta)
@@ -343,6 +351,7 @@ class Spoke:
             self.patience.fetch_seconds = now - under.asked
         self._never.discard(message.fragment)
         del self._under[message.fragment]
+        self._due = self._first_due()
         side = self.sides[message.fragment]
         try:
             side.arrive(message.round, message.dtype, message.payload)
