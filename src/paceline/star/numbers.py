@@ -84,7 +84,7 @@ def bf16_of(numbers: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
     rounded += 0x7FFF
     rounded >>= 16
     into[...] = rounded
-    if math.isnan(numbers.dot(numbers)):  # a sum of squares is NaN where one of them is
+    if math.isnan(np.maximum.reduce(numbers)):
         into[np.isnan(numbers)] = 0x7FC0
 
 
