@@ -1,8 +1,8 @@
-"""Draw what `loss.py` and `virtual.py` found.
+"""Draw what `loss.py`, `peers.py` and `virtual.py` found.
 
     python benchmarks/star/chart.py
 
-Reads ``loss-200Mbit.json`` and ``virtual.json`` beside this file and writes a PNG of the same name for each.
+Reads ``loss-200Mbit.json``, ``peers.json`` and ``virtual.json`` beside this file and writes a PNG for each.
 """
 
 from __future__ import annotations
@@ -64,6 +64,27 @@ def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
 
 
 @drawn
+def draw_peers(result: dict[str, Any]) -> Chart:
+    """Return held-out loss over wall time, by library."""
+    figure, (axes,) = stacked_panels(width=10, height=5.2)
+    for row, colour in zip(result["rows"], COLOURS, strict=False):
+        points = [(each["seconds"], each["loss"]) for each in row["curve"]]
+        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=row["name"])
+    settings = result["settings"]
+    speeds = " : ".join(map(str, settings["speeds"]))
+    title = (
+        f"Held-out loss of {settings['size']}, machines of speeds {speeds}, {settings['rate']}, by library"
+    )
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("nats per token")
+    axes.set_xlim(0, None)
+    axes.set_ylim(None, _HIGHEST)
+    axes.legend(frameon=False, fontsize=10)
+    return Chart(figure)
+
+
+@drawn
 def draw_ways(result: dict[str, Any]) -> Chart:
     """Return the last loss of each way in virtual time: its median, and every seed; those far off are named beneath."""
     ways = [(_name(way), _losses(way)) for way in result["ways"]]
@@ -99,7 +120,11 @@ def _losses(way: dict[str, Any]) -> list[float]:
 def main() -> None:
     """Draw the charts whose results are there."""
     curves = json.loads(CURVES.read_text(encoding="utf-8"))
-    for name, draw in (("loss-200Mbit", lambda result: draw_time(result, curves)), ("virtual", draw_ways)):
+    for name, draw in (
+        ("loss-200Mbit", lambda result: draw_time(result, curves)),
+        ("peers", draw_peers),
+        ("virtual", draw_ways),
+    ):
         path = HERE / f"{name}.json"
         if path.exists():
             chart = draw(json.loads(path.read_text(encoding="utf-8")))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["Seed", "alone_share", "read"]
+__all__ = ["Seed", "alone_share", "reached", "read"]
 
 
 @dataclass(frozen=True)

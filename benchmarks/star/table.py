@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import typer
-from loss_figures import alone_share, read
+from loss_figures import alone_share, reached, read
 
 from paceline.report.markdown import fill, table
 
@@ -65,6 +65,27 @@ def throughput_table(*results: dict[str, Any]) -> str:
     return table(
         ["fastest step, s", "worker", "speed", "steps a second alone", "with the star ÷ alone"], rows
     )
+
+
+def peers_table(result: dict[str, Any], curves: dict[str, Any]) -> str:
+    """Return the table of what libraries learn in the same time."""
+    target = curves["ddp"]["curves"][result["settings"]["seed"]][-1]["loss"]
+    rows = []
+    for row in result["rows"]:
+        steps, sent = (sum(worker[name] for worker in row["workers"]) for name in ("steps", "sent"))
+        at = reached(row["curve"], target, "seconds")
+        rows.append(
+            [
+                row["name"].partition(", lr")[0],
+                f"{row['settings']['lr']:g}",
+                str(steps),
+                f"{sent / 1e6:.0f}",
+                f"{row['curve'][-1]['loss']:.4f}",
+                "not" if at is None else f"{at:.0f}",
+            ]
+        )
+    titles = ["", "learning rate", "local steps of all", "MB sent by all", "held-out loss at the end"]
+    return table([*titles, f"at DDP's {target:.4f} after, s"], rows)
 
 
 def share_table(result: dict[str, Any]) -> str:
@@ -150,6 +171,9 @@ def main() -> None:
     speeds = [each for each in map(_read, ("throughput.json", "throughput-slower.json")) if each is not None]
     if speeds:
         text = fill(text, "throughput", throughput_table(*speeds))
+    peers = _read("peers.json")
+    if peers is not None:
+        text = fill(text, "peers", peers_table(peers, curves))
     for name, make in (
         ("share", share_table),
         ("storm", storm_table),

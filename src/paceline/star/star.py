@@ -83,7 +83,7 @@ class Star:
 
     Attributes:
         counts: steps, what was sent, taken in, withheld. lr_scale: what the hub had this worker multiply its learning
-            rate by. loss: may be set, for the hub's table.
+            rate by. loss: may be set, for the hub's table. unscaled: see `Stepped`.
 
     Raises:
         UsageError: a value is out of range, the key is missing or no key, model and optimizer don't belong together.
@@ -153,7 +153,9 @@ class Star:
         self._score, self._folder = score, folder
         self._name = name or f"{socket.gethostname()}-{os.getpid()}"
         self.loss: float | None = None
+        self.unscaled: list[float] | None = None
         self._worker: Worker | None = None
+        self._last: Worker | None = None  # of the block before
         self._talks: list[Communication] = []
         self._hooks: list[Any] = []
         self._step_seconds, self._stepped_at = 0.0, 0.0
@@ -380,6 +382,3 @@ class Star:
     def cadence(self) -> Cadence:
         """k, fragments and d as they are now."""
         return self._worker.cadence if self._worker is not None else self._cadence
-
-    _last: Worker | None = None
-    unscaled: list[float] | None = None
