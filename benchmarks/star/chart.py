@@ -100,8 +100,10 @@ def draw_ways(result: dict[str, Any]) -> Chart:
         axes.annotate(told, (max(losses), row), (9, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(found)), [name for name, _ in reversed(found)], fontsize=9)
     axes.grid(axis="y", linewidth=0.4)
-    told = f" (far off: {', '.join(lost)})" if lost else ""
-    axes.set_xlabel(f"held-out loss after {result['settings']['steps']} steps, nats per byte{told}")
+    told = f"\nfar off: {'; '.join(lost)}" if lost else ""
+    axes.set_xlabel(
+        f"held-out loss after {result['settings']['steps']} steps, nats per byte{told}", loc="right"
+    )
     return Chart(figure)
 
 
