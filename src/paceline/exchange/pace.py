@@ -128,16 +128,18 @@ def parse_share(text: str, link: float | None = None) -> float:
     """
     share, of, told = (each.strip() for each in text.partition(" of "))
     whole = _rate(text, told) if of else link
-    if not share.endswith("%"):
-        if of:
-            raise UsageError(f"{text!r}: {share!r} is no share", remedy="write 30% of 200Mbit/s")
-        rate = _rate(text, share)
-    elif whole is None:
-        raise UsageError(
-            f"{text!r} is a share of a link whose rate is not known", remedy=f"write {share} of 200Mbit/s"
-        )
+    if share.endswith("%"):
+        part = _part(text, share)
+        if whole is None:
+            raise UsageError(
+                f"{text!r} is a share of a link whose rate is not known",
+                remedy=f"write {share} of 200Mbit/s",
+            )
+        rate = part * whole
+    elif of:
+        raise UsageError(f"{text!r}: {share!r} is no share", remedy="write 30% of 200Mbit/s")
     else:
-        rate = _part(text, share) * whole
+        rate = _rate(text, share)
     if link is not None and rate > link * (1 + 1e-9):
         raise UsageError(
             f"{text!r} is {format_decimal(rate)}/s, more than the link's {format_decimal(link)}/s",

@@ -71,7 +71,8 @@ class HubExchange(End):
         if keys is None and not asked.is_local and not insecure:
             raise UsageError(
                 f"a hub at {address} is within reach of other machines, and has no keys",
-                remedy="give keys (paceline.exchange.keys), or bind tcp://127.0.0.1:PORT",
+                remedy="make keys (`paceline hub keygen FOLDER`) and give them (--keys FOLDER), "
+                "bind tcp://127.0.0.1:PORT, or let everybody in (--insecure)",
             )
         super().__init__(HUB, run, settings or Settings())
         self._recent, self._most_peers = recent, most_peers

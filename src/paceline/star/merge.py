@@ -71,7 +71,7 @@ class Outer:
         if self.name == "nesterov" and self.lr * self.momentum > _STABLE and not self.unstable:
             raise UsageError(
                 f"Nesterov momentum {self.momentum:g} at every arrival with lr {self.lr:g} diverges",
-                remedy="use delayed-nesterov, or averaging; to see it diverge ask for it with unstable=True",
+                remedy="use delayed-nesterov, or averaging; to see it diverge ask for it (--unstable, unstable=True)",
             )
 
     @property
