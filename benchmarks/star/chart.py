@@ -47,19 +47,8 @@ def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
         axes.axhline(
             curves["ddp"]["curves"][seed][-1]["loss"], color=INK, linewidth=0.6, linestyle=(0, (2, 3))
         )
-    settings = result["settings"]
-    speeds = " : ".join(map(str, settings["speeds"]))
-    axes.set_title(
-        f"Held-out loss of {settings['size']}, {settings['hosts']} machines of speeds {speeds}, {settings['rate']}",
-        loc="left",
-        fontsize=11,
-        fontweight="bold",
-    )
     axes.set_xlabel("seconds (dotted: what DDP ends with)")
-    axes.set_ylabel("nats per token")
-    axes.set_xlim(0, None)
-    axes.set_ylim(None, _HIGHEST)
-    axes.legend(frameon=False, fontsize=10)
+    _finish(axes, result["settings"])
     return Chart(figure)
 
 
@@ -70,18 +59,20 @@ def draw_peers(result: dict[str, Any]) -> Chart:
     for row, colour in zip(result["rows"], COLOURS, strict=False):
         points = [(each["seconds"], each["loss"]) for each in row["curve"]]
         axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=row["name"])
-    settings = result["settings"]
-    speeds = " : ".join(map(str, settings["speeds"]))
-    title = (
-        f"Held-out loss of {settings['size']}, machines of speeds {speeds}, {settings['rate']}, by library"
-    )
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_xlabel("seconds")
+    _finish(axes, result["settings"])
+    return Chart(figure)
+
+
+def _finish(axes: Any, settings: dict[str, Any]) -> None:
+    """Say what is trained where, and how the loss is counted."""
+    speeds = " : ".join(map(str, settings["speeds"]))
+    title = f"Held-out loss of {settings['size']}, machines of speeds {speeds}, {settings['rate']}"
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.set_ylabel("nats per token")
     axes.set_xlim(0, None)
     axes.set_ylim(None, _HIGHEST)
     axes.legend(frameon=False, fontsize=10)
-    return Chart(figure)
 
 
 @drawn

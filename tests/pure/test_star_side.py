@@ -86,37 +86,24 @@ def test_the_whole_drops_what_was_learnt() -> None:
     assert side.whole is False
 
 
-def test_after_declining_the_next_update_begins_behind_what_was_offered() -> None:
+@pytest.mark.parametrize(("was_offered", "delta"), [(True, -0.5), (False, -1.5)])
+def test_after_declining_only_what_was_withheld_is_offered_again(was_offered: bool, delta: float) -> None:
     net, side = made()
     side.whole = True
     arrive(side, torch.zeros(24))
     side.take()
     learn(net, 1.0)
     side.snapshot()
-    side.offered = True
-    side.pack()
+    side.offered = was_offered
+    if was_offered:
+        side.pack()
     arrive(side, torch.full((24,), 9.0), revision=2)
     side.decline()
     assert torch.equal(weights(net), torch.ones(24))
     learn(net, 0.5)
     side.snapshot()
-    assert torch.equal(offered(side), torch.full((24,), -0.5))
-    assert side.revision == 2
-
-
-def test_what_was_withheld_and_then_declined_is_offered_the_next_time() -> None:
-    net, side = made()
-    side.whole = True
-    arrive(side, torch.zeros(24))
-    side.take()
-    learn(net, 1.0)
-    side.snapshot()
-    side.offered = False
-    arrive(side, torch.full((24,), 9.0), revision=2)
-    side.decline()
-    learn(net, 0.5)
-    side.snapshot()
-    assert torch.equal(offered(side), torch.full((24,), -1.5))
+    assert torch.equal(offered(side), torch.full((24,), delta))
+    assert (side.revision == 2) == was_offered
 
 
 def test_swapping_twice_changes_nothing() -> None:

@@ -11,6 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.hub_options import (
+    BoundOption,
+    DownOption,
+    MarginOption,
+    OuterLrOption,
+    OuterMomentumOption,
+    OuterOption,
+    OuterWarmupOption,
+    PopulationOption,
+    StalenessOption,
+    UnstableOption,
+    outer_of,
+)
 from paceline.errors import UsageError
 from paceline.units import parse_seconds
 
@@ -40,39 +53,22 @@ def hub(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Let everybody in who can reach the address.")
     ] = False,
-    outer: Annotated[
-        str, typer.Option(help="What becomes of updates: averaging, delayed-nesterov, nesterov.")
-    ] = "averaging",
-    outer_lr: Annotated[
-        float | None, typer.Option(help="Of the outer optimizer: 1 for averaging, else 0.7.")
-    ] = None,
-    outer_momentum: Annotated[float, typer.Option(help="Of the outer optimizer.")] = 0.9,
-    outer_warmup: Annotated[
-        int, typer.Option(help="Rounds that are only averaged before momentum starts.")
-    ] = 1,
-    unstable: Annotated[
-        bool, typer.Option("--unstable", help="Allow Nesterov at every arrival, which diverges.")
-    ] = False,
-    staleness: Annotated[
-        str, typer.Option(help="What becomes of old updates: accept, down-weight, drop, wait.")
-    ] = "accept",
-    bound: Annotated[float, typer.Option(help="Rounds beyond which an update is too old.")] = 16.0,
+    outer: OuterOption = "averaging",
+    outer_lr: OuterLrOption = None,
+    outer_momentum: OuterMomentumOption = 0.9,
+    outer_warmup: OuterWarmupOption = 1,
+    unstable: UnstableOption = False,
+    staleness: StalenessOption = "accept",
+    bound: BoundOption = 16.0,
     exploding: Annotated[
         float, typer.Option(help="Refuse updates of so many times the usual norm; 0: none.")
     ] = 10.0,
     worse: Annotated[float, typer.Option(help="Refuse updates whose score got worse by so much.")] = 0.05,
     strikes: Annotated[int, typer.Option(help="Refusals of ten after which a worker is in quarantine.")] = 3,
     quarantine: Annotated[str, typer.Option(help="How long, the first time.")] = "60s",
-    down: Annotated[
-        str, typer.Option(help="How the centre is packed for workers: bf16, fp16, fp32, int8.")
-    ] = "bf16",
-    population: Annotated[
-        int | None,
-        typer.Option(metavar="STEPS", help="Train apart for so many steps; the best are adopted."),
-    ] = None,
-    margin: Annotated[
-        float, typer.Option(help="Of a population: share behind the best at which the worst is replaced.")
-    ] = 0.05,
+    down: DownOption = "bf16",
+    population: PopulationOption = None,
+    margin: MarginOption = 0.05,
     perturb: Annotated[
         float, typer.Option(help="Of a population: factor on the learning rate of who is replaced.")
     ] = 1.0,
@@ -94,16 +90,14 @@ def hub(
     """
     if context.invoked_subcommand is not None:
         return
-    from paceline.star.merge import Outer
     from paceline.star.population import PopulationRules
     from paceline.star.rules import HubRules, Shard
     from paceline.star.screen import ScreenRules
     from paceline.star.share import share_of_link
     from paceline.star.stale import Staleness
 
-    lr = outer_lr if outer_lr is not None else 1.0 if outer == "averaging" else 0.7
     rules = HubRules(
-        outer=Outer(outer, lr, outer_momentum, outer_warmup, unstable),  # type: ignore[arg-type]
+        outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=Staleness(staleness, bound),
         screen=ScreenRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
         population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),

@@ -9,6 +9,19 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.hub_options import (
+    BoundOption,
+    DownOption,
+    MarginOption,
+    OuterLrOption,
+    OuterMomentumOption,
+    OuterOption,
+    OuterWarmupOption,
+    PopulationOption,
+    StalenessOption,
+    UnstableOption,
+)
+
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,33 +76,18 @@ def async_(
     ] = "0,5",
     fragments: Annotated[int, typer.Option(help="Parts of the model that are sent in turn.")] = 1,
     compression: Annotated[str, typer.Option(help="Of updates: int4, int8, bf16, fp16, none.")] = "int4",
-    down: Annotated[str, typer.Option(help="How the centre is packed: bf16, fp16, fp32, int8.")] = "bf16",
-    outer: Annotated[
-        str, typer.Option(help="What becomes of updates: averaging, delayed-nesterov, nesterov.")
-    ] = "averaging",
-    outer_lr: Annotated[
-        float | None, typer.Option(help="Of the outer optimizer: 1 for averaging, else 0.7.")
-    ] = None,
-    outer_momentum: Annotated[float, typer.Option(help="Of the outer optimizer.")] = 0.9,
-    outer_warmup: Annotated[
-        int, typer.Option(help="Rounds that are only averaged before momentum starts.")
-    ] = 1,
-    unstable: Annotated[
-        bool, typer.Option("--unstable", help="Allow Nesterov at every arrival, to see it diverge.")
-    ] = False,
-    staleness: Annotated[
-        str, typer.Option(help="What becomes of old updates: accept, down-weight, drop, wait.")
-    ] = "accept",
-    bound: Annotated[float, typer.Option(help="Rounds beyond which an update is too old.")] = 16.0,
+    down: DownOption = "bf16",
+    outer: OuterOption = "averaging",
+    outer_lr: OuterLrOption = None,
+    outer_momentum: OuterMomentumOption = 0.9,
+    outer_warmup: OuterWarmupOption = 1,
+    unstable: UnstableOption = False,
+    staleness: StalenessOption = "accept",
+    bound: BoundOption = 16.0,
     send: Annotated[str, typer.Option(help="What workers send, by score: all, better, best.")] = "all",
     receive: Annotated[str, typer.Option(help="What they take in, by score: all, better, best.")] = "all",
-    population: Annotated[
-        int | None,
-        typer.Option(metavar="STEPS", help="Train apart for so many steps; the best are adopted."),
-    ] = None,
-    margin: Annotated[
-        float, typer.Option(help="Of a population: share behind the best at which the worst is replaced.")
-    ] = 0.05,
+    population: PopulationOption = None,
+    margin: MarginOption = 0.05,
     bad_lr: Annotated[
         str | None,
         typer.Option(

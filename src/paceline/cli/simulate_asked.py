@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.hub_options import outer_of
 from paceline.errors import UsageError, unknown
 from paceline.units import format_seconds, parse_count, parse_rate, parse_seconds, parse_share
 
@@ -203,16 +204,14 @@ def _plan(options: Mapping[str, Any], machines: Sequence[Machine], seconds: floa
 
 
 def _rules(options: Mapping[str, Any]) -> HubRules:
-    from paceline.star.merge import Outer
     from paceline.star.population import PopulationRules
     from paceline.star.rules import HubRules
     from paceline.star.stale import Staleness
 
-    lr, outer = options["outer_lr"], options["outer"]
-    lr = lr if lr is not None else 1.0 if outer == "averaging" else 0.7
+    named = ("outer", "outer_lr", "outer_momentum", "outer_warmup", "unstable")
     population = options["population"]
     return HubRules(
-        outer=Outer(outer, lr, options["outer_momentum"], options["outer_warmup"], options["unstable"]),
+        outer=outer_of(*(options[name] for name in named)),
         staleness=Staleness(options["staleness"], options["bound"]),
         population=None
         if population is None
