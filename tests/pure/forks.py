@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -18,8 +20,11 @@ def start(work: Callable[[], object]) -> int:
     if pid == 0:
         code = 1
         try:
+            gc.disable()  # else descriptors that earlier tests left in cycles may be closed in the midst of it
             torch.set_num_threads(1)  # the parent's other threads are not here
             code = 0 if work() is True else 1
+        except BaseException:  # noqa: BLE001 - the exit code tells that it failed, this tells why
+            traceback.print_exc()
         finally:
             os._exit(code)
     return pid
