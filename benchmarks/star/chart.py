@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import typer
+from loss_figures import loss_at
 
 from paceline.report.canvas import COLOURS, INK, Chart, drawn, stacked_panels
 
@@ -54,11 +55,20 @@ def draw_time(result: dict[str, Any], curves: dict[str, Any]) -> Chart:
 
 @drawn
 def draw_peers(result: dict[str, Any]) -> Chart:
-    """Return held-out loss over wall time, by library."""
+    """Return held-out loss over wall time, by library: thick at the best of its learning rates."""
     figure, (axes,) = stacked_panels(width=10, height=5.2)
-    for row, colour in zip(result["rows"], COLOURS, strict=False):
-        points = [(each["seconds"], each["loss"]) for each in row["curve"]]
-        axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=row["name"])
+    of_library: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        of_library.setdefault(row["name"].partition(", lr")[0], []).append(row)
+    for (name, rows), colour in zip(of_library.items(), COLOURS, strict=False):
+        ordered = sorted(rows, key=lambda row: loss_at(row["curve"], result["settings"]["seconds"]))
+        for row in ordered:
+            points = [(each["seconds"], each["loss"]) for each in row["curve"]]
+            best = row is ordered[0]
+            style: dict[str, Any] = {"linewidth": 2.0 if best else 1.0, "alpha": 1.0 if best else 0.5}
+            if best:
+                style["label"] = f"{name}, lr {row['settings']['lr']:g}"
+            axes.plot(*zip(*points, strict=True), color=colour, **style)
     axes.set_xlabel("seconds")
     _finish(axes, result["settings"])
     return Chart(figure)

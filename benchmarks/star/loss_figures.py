@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["Seed", "alone_share", "reached", "read"]
+__all__ = ["Seed", "alone_share", "loss_at", "reached", "read"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Seed:
 def reached(curve: Sequence[Mapping[str, float]], target: float, column: str) -> float | None:
     """Return `column` of the first point whose loss is at most `target`."""
     return next((point[column] for point in curve if point["loss"] <= target), None)
+
+
+def loss_at(curve: Sequence[Mapping[str, float]], seconds: float) -> float:
+    """Return the loss of the point that is nearest to a time."""
+    return min(curve, key=lambda point: abs(point["seconds"] - seconds))["loss"]
 
 
 def read(result: Mapping[str, Any], curves: Mapping[str, Any]) -> list[Seed]:

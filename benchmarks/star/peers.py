@@ -4,8 +4,8 @@
 
 Trains the reference model `mini` on four hosts that `paceline.lab` plays (as root, on Linux), whose speeds are
 1 : 1 : 2 : 4, on links of 200 Mbit/s, for as long as the star's schedule lasts: by hivemind's optimizer with local
-updates, by torchft's streaming DiLoCo, by the star. The loss is that of the mean of the four machines' parameters,
-which is the best that any of them has; of the star, the centre's. ``benchmarks/peers/set_up.py`` makes environments.
+updates, by torchft's streaming DiLoCo, by the star. The loss is that of the mean of the four machines' parameters; of
+the star, the centre's. ``benchmarks/peers/set_up.py`` makes the environments.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who takes part: the script, the name of the environment that runs it, its settings; ``""``: the star."""
+    """Who takes part.
+
+    Attributes:
+        home: the library, by the name of its environment; ``""``: the star. settings: of its training.
+    """
 
     home: str
     settings: dict[str, Any]
@@ -54,6 +58,8 @@ CONTESTANTS = {
     "hivemind, local updates, lr 1e-3": Contestant("hivemind", {"lr": 1e-3, "samples": 64}),
     "hivemind, local updates, lr 5e-4": Contestant("hivemind", {"lr": 5e-4, "samples": 64}),
     "torchft DiLoCo, 2 fragments": _torchft(2e-3),
+    "torchft DiLoCo, 2 fragments, lr 1e-3": _torchft(1e-3),
+    "torchft DiLoCo, 2 fragments, lr 4e-3": _torchft(4e-3),
 }
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import typer
-from loss_figures import alone_share, reached, read
+from loss_figures import alone_share, loss_at, reached, read
 
 from paceline.report.markdown import fill, table
 
@@ -69,7 +69,8 @@ def throughput_table(*results: dict[str, Any]) -> str:
 
 def peers_table(result: dict[str, Any], curves: dict[str, Any]) -> str:
     """Return the table of what libraries learn in the same time."""
-    target = curves["ddp"]["curves"][result["settings"]["seed"]][-1]["loss"]
+    settings = result["settings"]
+    target = curves["ddp"]["curves"][settings["seed"]][-1]["loss"]
     rows = []
     for row in result["rows"]:
         steps, sent = (sum(worker[name] for worker in row["workers"]) for name in ("steps", "sent"))
@@ -80,12 +81,13 @@ def peers_table(result: dict[str, Any], curves: dict[str, Any]) -> str:
                 f"{row['settings']['lr']:g}",
                 str(steps),
                 f"{sent / 1e6:.0f}",
-                f"{row['curve'][-1]['loss']:.4f}",
+                f"{loss_at(row['curve'], settings['seconds']):.4f}",
                 "not" if at is None else f"{at:.0f}",
             ]
         )
-    titles = ["", "learning rate", "local steps of all", "MB sent by all", "held-out loss at the end"]
-    return table([*titles, f"at DDP's {target:.4f} after, s"], rows)
+    titles = ["", "learning rate", "local steps of all", "MB sent by all"]
+    found = [f"held-out loss after {settings['seconds']:.0f} s", f"at DDP's {target:.4f} after, s"]
+    return table([*titles, *found], rows)
 
 
 def share_table(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers as numpy arrays or torch tensors: the same to the bit either way."""
+"""Numbers as numpy arrays or torch tensors: computed alike, and bfloat16 as torch has it, to the bit."""
 
 from __future__ import annotations
 
