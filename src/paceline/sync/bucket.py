@@ -1,7 +1,7 @@
 """Which parameter lies where in which contiguous gradient buffer.
 
-`plan_buckets` decides over plain numbers; `Bucket` is the memory. A parameter's gradient is a view into
-its bucket, so backward writes where the collective reads: nothing is packed or unpacked.
+`paceline.plan.bucket.plan_buckets` decides over plain numbers; `Bucket` is the memory. A parameter's gradient
+is a view into its bucket, so backward writes where the collective reads: nothing is packed or unpacked.
 
     flat   | grad 0 | grad 1 |..pad..| grad 2 | ledger or padding |
              └ slots[0].view
@@ -9,7 +9,7 @@ its bucket, so backward writes where the collective reads: nothing is packed or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,45 +18,13 @@ import torch
 if TYPE_CHECKING:
     from paceline.sync.freight import Freight
 
-__all__ = ["ALIGN", "Allocate", "Bucket", "Piece", "Slot", "plan_buckets", "storage_dtype", "storage_numel"]
+__all__ = ["ALIGN", "Allocate", "Bucket", "Piece", "Slot", "storage_dtype", "storage_numel"]
 
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
 
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
-
-
-def plan_buckets(
-    order: Iterable[int], nbytes: Sequence[int], kinds: Sequence[object], cap: float
-) -> list[list[int]]:
-    """Return the parameters of each bucket, buckets in the order in which they fill.
-
-    A bucket is full when it reaches `cap`, as in torch's DistributedDataParallel; parameters are not split,
-    so it may hold up to one parameter more.
-
-    Args:
-        order: parameter indices in the order in which their gradients become ready.
-        nbytes: bytes of each parameter's gradient, by parameter index.
-        kinds: what must not be mixed in one buffer (device, dtype), by parameter index.
-        cap: bytes per bucket; 0: one parameter each; ``math.inf``: one bucket per kind.
-
-    Example:
-        >>> plan_buckets([2, 1, 0], nbytes=[8, 6, 4], kinds=["f", "f", "f"], cap=10)
-        [[2, 1], [0]]
-    """
-    filling: dict[object, list[int]] = {}
-    held: dict[object, int] = {}
-    full: list[list[int]] = []
-    for index in order:
-        kind = kinds[index]
-        if kind not in filling:
-            filling[kind], held[kind] = [], 0
-        filling[kind].append(index)
-        held[kind] += nbytes[index]
-        if held[kind] >= cap:
-            full.append(filling.pop(kind))
-    return full + list(filling.values())
 
 
 def storage_dtype(param: torch.Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.plan.bucket import plan_buckets
 from paceline.sync import ledger
-from paceline.sync.bucket import ALIGN, Bucket, Slot, plan_buckets, storage_dtype, storage_numel
+from paceline.sync.bucket import ALIGN, Bucket, Slot, storage_dtype, storage_numel
 from paceline.sync.courier import Courier
 from paceline.sync.freight import Freight
 from paceline.sync.plan import Sync
