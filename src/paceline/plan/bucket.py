@@ -15,7 +15,20 @@ from paceline.errors import UsageError
 from paceline.plan.timeline import Call, Compute, Launch, Timeline, Wait, run
 from paceline.units import MIB
 
-__all__ = ["Backward", "Best", "Channel", "Ready", "best_bucket", "caps_for", "plan_buckets", "simulate"]
+__all__ = [
+    "Backward",
+    "Best",
+    "Channel",
+    "Ready",
+    "best_bucket",
+    "caps_for",
+    "plan_buckets",
+    "simulate",
+    "update_parts",
+]
+
+_PART_NBYTES = 4 << 20
+"""Gradients that a sharded optimizer updates together: enough to outweigh the fixed cost of an optimizer's step."""
 
 SecondsOf = Callable[[float], float]
 
@@ -140,6 +153,24 @@ def plan_buckets(
             full.append(filling.pop(kind))
             closed[kind] = closed.get(kind, 0) + 1
     return full + list(filling.values())
+
+
+def update_parts(nbytes: Iterable[float]) -> list[list[int]]:
+    """Return which buckets a sharded optimizer updates together: runs of 4 MiB or more, as every update costs a call.
+
+    Example:
+        >>> update_parts([3 << 20, 3 << 20, 5 << 20, 1 << 20])
+        [[0, 1], [2], [3]]
+    """
+    parts: list[list[int]] = [[]]
+    held = 0.0
+    for index, each in enumerate(nbytes):
+        if held >= _PART_NBYTES:
+            parts.append([])
+            held = 0.0
+        parts[-1].append(index)
+        held += each
+    return parts
 
 
 def simulate(

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.plan.entries import RATES, CallCost, CollectiveCost, Rate
+from paceline.plan.fit import Fit
+from paceline.plan.step_entries import ExchangeCost
 from paceline.units import format_size
 
-__all__ = ["Difference", "collective_differences", "other_differences"]
+__all__ = ["Difference", "collective_differences", "exchange_differences", "other_differences"]
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,40 @@ def collective_differences(
     """
     theirs, found = {each.key: each for each in other}, []
     for mine in own:
-        if mine.key not in theirs:
-            continue
-        one, two = mine.fit, theirs[mine.key].fit
-        common = set(one.ranks) & set(two.ranks)
-        low, high = max(one.low, two.low), min(one.high, two.high)
-        if not common or low > high:
-            continue
-        ranks, error = max(common), _p90(mine) + _p90(theirs[mine.key])
-        for nbytes in sorted({low, math.sqrt(low * high), high}):
-            what = f"{one.op} on {mine.backend}, {mine.network}, {ranks} ranks, {format_size(nbytes)}"
-            found.append(Difference(what, "s", one.seconds(nbytes, ranks), two.seconds(nbytes, ranks), error))
+        if mine.key in theirs:
+            what = f"{mine.fit.op} on {mine.backend}, {mine.network}"
+            found += _fit_differences(what, mine.fit, theirs[mine.key].fit)
     return found
+
+
+def exchange_differences(own: Iterable[ExchangeCost], other: Iterable[ExchangeCost]) -> list[Difference]:
+    """Return the predicted times of exchanges that both have, as `collective_differences` does."""
+    theirs, found = {each.key: each for each in other}, []
+    for mine in own:
+        if mine.key in theirs:
+            how = "in a row" if mine.queued else "alone"
+            what = f"{mine.fit.op} of {mine.caller} {how} on {mine.backend}, {mine.network}"
+            found += _fit_differences(what, mine.fit, theirs[mine.key].fit)
+    return found
+
+
+def _fit_differences(what: str, one: Fit, two: Fit) -> list[Difference]:
+    """Return the differences of two fits at three sizes; none where sizes or ranks have none in common."""
+    common = set(one.ranks) & set(two.ranks)
+    low, high = max(one.low, two.low), min(one.high, two.high)
+    if not common or low > high:
+        return []
+    ranks, error = max(common), _p90(one) + _p90(two)
+    return [
+        Difference(
+            f"{what}, {ranks} ranks, {format_size(nbytes)}",
+            "s",
+            one.seconds(nbytes, ranks),
+            two.seconds(nbytes, ranks),
+            error,
+        )
+        for nbytes in sorted({low, math.sqrt(low * high), high})
+    ]
 
 
 def other_differences(own: Iterable[CallCost | Rate], other: Iterable[CallCost | Rate]) -> list[Difference]:
@@ -81,5 +105,5 @@ def other_differences(own: Iterable[CallCost | Rate], other: Iterable[CallCost |
     return found
 
 
-def _p90(cost: CollectiveCost) -> float:
-    return cost.fit.sizes_error.p90 if cost.fit.sizes_error else 0.0
+def _p90(fit: Fit) -> float:
+    return fit.sizes_error.p90 if fit.sizes_error else 0.0

@@ -78,6 +78,14 @@ class Fields:
             self._wrong(name, f"a list of whole numbers of {least} or more")
         return tuple(values)
 
+    def numbers(self, name: str, *, least: float = -math.inf) -> tuple[float, ...]:
+        """Return a list of finite numbers of `least` or more, at least one."""
+        values = self._list(name)
+        real = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        if not values or not real or not all(max(least, -_LARGEST) <= value <= _LARGEST for value in values):
+            self._wrong(name, f"a list of numbers of {least:g} or more")
+        return tuple(float(value) for value in values)
+
     def mapping(self, name: str) -> dict[str, Any]:
         """Return an object as it is."""
         value = self._get(name)
@@ -91,8 +99,10 @@ class Fields:
         """Return an object for reading its fields, or None for null."""
         return None if self._get(name) is None else self.fields(name)
 
-    def rows(self, name: str) -> Iterator[Fields]:
-        """Yield the objects of a list."""
+    def rows(self, name: str, *, optional: bool = False) -> Iterator[Fields]:
+        """Yield the objects of a list; none where it is missing and may be."""
+        if optional and name not in self._record:
+            return
         for at, row in enumerate(self._list(name)):
             yield Fields(row, f"{self._where}.{name}[{at}]")
 

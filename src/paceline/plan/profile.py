@@ -14,7 +14,12 @@ from typing import Any, Protocol, TypeVar
 
 from paceline.durable import write_text
 from paceline.errors import UsageError, unknown
-from paceline.plan.compare import Difference, collective_differences, other_differences
+from paceline.plan.compare import (
+    Difference,
+    collective_differences,
+    exchange_differences,
+    other_differences,
+)
 from paceline.plan.entries import CallCost, CollectiveCost, Rate, Source
 from paceline.plan.fields import Fields
 from paceline.plan.forms import OPS
@@ -26,6 +31,15 @@ from paceline.plan.records import (
     rate_from,
     rate_record,
     source_from,
+)
+from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
+from paceline.plan.step_records import (
+    contention_from,
+    contention_record,
+    exchange_from,
+    exchange_record,
+    model_from,
+    model_record,
 )
 
 __all__ = ["KIND", "SCHEMA", "Profile"]
@@ -49,6 +63,9 @@ class Profile:
         collectives: costs, at most one for each backend, operation and network.
         calls: what calls cost that move next to nothing.
         rates: memory bandwidth and matrix rate of one machine.
+        exchanges: costs of exchanges as a training makes them.
+        models: what the computing of a model's step takes.
+        contentions: what computing and exchanges do to each other.
 
     Example:
         >>> Profile().collectives
@@ -58,6 +75,9 @@ class Profile:
     collectives: tuple[CollectiveCost, ...] = ()
     calls: tuple[CallCost, ...] = ()
     rates: tuple[Rate, ...] = ()
+    exchanges: tuple[ExchangeCost, ...] = ()
+    models: tuple[ModelStep, ...] = ()
+    contentions: tuple[Contention, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
@@ -101,6 +121,9 @@ class Profile:
             tuple(collective_from(each, sources) for each in top.rows("collectives")),
             tuple(call_from(each, sources) for each in top.rows("calls")),
             tuple(rate_from(each, sources) for each in top.rows("rates")),
+            tuple(exchange_from(each, sources) for each in top.rows("exchanges", optional=True)),
+            tuple(model_from(each, sources) for each in top.rows("models", optional=True)),
+            tuple(contention_from(each, sources) for each in top.rows("contentions", optional=True)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -112,17 +135,16 @@ class Profile:
                 sources.append(source)
             return sources.index(source)
 
-        collectives = [collective_record(each, number(each.source)) for each in self.collectives]
-        calls = [call_record(each, number(each.source)) for each in self.calls]
-        rates = [rate_record(each, number(each.source)) for each in self.rates]
-        return {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "sources": [dict(vars(source)) for source in sources],
-            "collectives": collectives,
-            "calls": calls,
-            "rates": rates,
+        lists = {
+            "collectives": [collective_record(each, number(each.source)) for each in self.collectives],
+            "calls": [call_record(each, number(each.source)) for each in self.calls],
+            "rates": [rate_record(each, number(each.source)) for each in self.rates],
+            "exchanges": [exchange_record(each, number(each.source)) for each in self.exchanges],
+            "models": [model_record(each, number(each.source)) for each in self.models],
+            "contentions": [contention_record(each, number(each.source)) for each in self.contentions],
         }
+        told = [dict(vars(source)) for source in sources]
+        return {"kind": KIND, "schema": SCHEMA, "sources": told, **lists}
 
     def save(self, path: str | Path) -> None:
         """Write the profile; the file is whole at every instant, old or new.
@@ -142,15 +164,23 @@ class Profile:
         collectives: Iterable[CollectiveCost] = (),
         calls: Iterable[CallCost] = (),
         rates: Iterable[Rate] = (),
+        exchanges: Iterable[ExchangeCost] = (),
+        models: Iterable[ModelStep] = (),
+        contentions: Iterable[Contention] = (),
     ) -> Profile:
         """Return the profile with these entries too; one of the same key takes the place of the old one."""
         return Profile(
-            _merged(self.collectives, collectives), _merged(self.calls, calls), _merged(self.rates, rates)
+            _merged(self.collectives, collectives),
+            _merged(self.calls, calls),
+            _merged(self.rates, rates),
+            _merged(self.exchanges, exchanges),
+            _merged(self.models, models),
+            _merged(self.contentions, contentions),
         )
 
     def merged(self, other: Profile) -> Profile:
         """Return the profile with the entries of `other`, which win where both have one."""
-        return self.with_entries(other.collectives, other.calls, other.rates)
+        return self.with_entries(**vars(other))
 
     def compare(self, other: Profile) -> list[Difference]:
         """Return what both profiles measured, side by side; see `paceline.plan.compare`."""
@@ -158,6 +188,7 @@ class Profile:
             *collective_differences(self.collectives, other.collectives),
             *other_differences(self.calls, other.calls),
             *other_differences(self.rates, other.rates),
+            *exchange_differences(self.exchanges, other.exchanges),
         ]
 
     def collective(self, op: str, backend: str, network: str | None = None) -> CollectiveCost:

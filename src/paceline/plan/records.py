@@ -23,6 +23,7 @@ __all__ = [
     "rate_from",
     "rate_record",
     "source_from",
+    "source_of",
 ]
 
 
@@ -71,7 +72,7 @@ def collective_from(record: Fields, sources: Sequence[Source]) -> CollectiveCost
         sizes_error=_accuracy_from(record.fields_or_none("sizes_error")),
         ranks_error=_accuracy_from(record.fields_or_none("ranks_error")),
     )
-    return CollectiveCost(record.text("backend"), record.text("network"), fit, _source_of(record, sources))
+    return CollectiveCost(record.text("backend"), record.text("network"), fit, source_of(record, sources))
 
 
 def call_record(cost: CallCost, source: int) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def call_from(record: Fields, sources: Sequence[Source]) -> CallCost:
         ranks=record.whole("ranks", least=2),
         nbytes=record.whole("nbytes", least=1),
         seconds=record.positive("seconds"),
-        source=_source_of(record, sources),
+        source=source_of(record, sources),
     )
 
 
@@ -118,7 +119,7 @@ def rate_from(record: Fields, sources: Sequence[Source]) -> Rate:
         low=record.positive("low"),
         high=record.positive("high"),
         shape=record.text("shape"),
-        source=_source_of(record, sources),
+        source=source_of(record, sources),
     )
 
 
@@ -170,7 +171,12 @@ def _accuracy_from(record: Fields | None) -> Accuracy | None:
     return Accuracy(median, mean, p90, most, record.whole("points", least=1))
 
 
-def _source_of(record: Fields, sources: Sequence[Source]) -> Source:
+def source_of(record: Fields, sources: Sequence[Source]) -> Source:
+    """Return the source that an entry names by its number.
+
+    Raises:
+        UsageError: there is none of that number.
+    """
     at = record.whole("source")
     if at >= len(sources):
         raise record.wrong("source", f"the number of one of {len(sources)} sources, from 0,")

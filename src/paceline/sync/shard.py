@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from paceline import trace
 from paceline.errors import UsageError
+from paceline.plan.bucket import update_parts
 from paceline.sync.bucket import Bucket, Piece
 from paceline.sync.engine import DataParallel
 from paceline.sync.gate import ConsumesShards
@@ -27,9 +28,6 @@ from paceline.sync.reducer import Reducer
 from paceline.whereabouts import here
 
 __all__ = ["ShardedOptimizer"]
-
-_PART_NBYTES = 4 << 20
-"""Gradients that are updated together: enough to outweigh the fixed cost of an optimizer's step."""
 
 _Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -154,7 +152,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     def _build(self, reducer: Reducer) -> list[_Part]:
         """Return the parts of the update: this rank's shards of some buckets each, with any loaded state."""
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
-        for buckets in _in_parts([bucket for bucket in reducer.buckets if bucket.slots]):
+        full = [bucket for bucket in reducer.buckets if bucket.slots]
+        for members in update_parts([bucket.flat.nbytes for bucket in full]):
+            buckets = [full[index] for index in members]
             pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
             for piece in (
                 p for bucket in buckets for p in bucket.pieces(reducer.wire.rank, reducer.wire.size)
@@ -265,16 +265,6 @@ class _Part:
             for piece, param in held:
                 param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
         self.optimizer.step()
-
-
-def _in_parts(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Return the buckets in runs of at least `_PART_NBYTES`, so that small ones don't cost an update each."""
-    parts: list[list[Bucket]] = [[]]
-    for bucket in buckets:
-        if sum(held.flat.nbytes for held in parts[-1]) >= _PART_NBYTES:
-            parts.append([])
-        parts[-1].append(bucket)
-    return parts
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:

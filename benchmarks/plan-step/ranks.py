@@ -1,0 +1,90 @@
+"""What each rank of `measure.py` runs: the parts of a step into a profile, then whole steps of all contestants in turn.
+
+    torchrun … benchmarks/plan-step/ranks.py JOB.json
+
+Both happen in the same processes, one after the other, so that profile and steps are of the same ranks on the same
+links. Rank 0 writes both.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.bench.contestants import Contestant, build, random_batch, step
+from paceline.bench.entries import Entry
+from paceline.bench.parts.measure import measure_parts
+from paceline.bench.parts.settings import PartsSettings
+from paceline.bench.parts.workload import reference
+from paceline.bench.turns import turn_order
+from paceline.lm.sizes import Size
+from paceline.plan.entries import Source
+from paceline.plan.profile import Profile
+from paceline.world import init, shutdown
+
+_WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
+
+
+def time_steps(
+    contestants: Sequence[Contestant], batch: Any, rounds: int, steps: int, ranks: int
+) -> list[list[list[list[list[float]]]]]:
+    """Return ``[entry][round][step][rank]`` of (forward, backward, optimizer, waited) in seconds."""
+    for contestant in contestants:
+        for _ in range(_WARM_UP):
+            step(contestant, batch)
+        tick()
+    own = torch.zeros(len(contestants), rounds, steps, 4, dtype=torch.float64)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    for number in range(rounds):
+        for index in turn_order(len(contestants), number):
+            dist.barrier()
+            turns = [step(contestants[index], batch) for _ in range(steps)]
+            rows = [[each.forward, each.backward, each.optimizer, each.waited] for each in turns]
+            own[index, number] = torch.tensor(rows, dtype=torch.float64)
+            tick()
+    gc.enable()
+    every = [torch.empty_like(own) for _ in range(ranks)]
+    dist.all_gather(every, own)
+    return torch.stack(every, dim=3).tolist()
+
+
+def tick() -> None:
+    """Tell whoever follows that one more turn is done."""
+    if dist.get_rank() == 0:
+        print("tick", flush=True)
+
+
+def main(job_file: str) -> None:
+    """Do the job that a file describes."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    settings, size = PartsSettings(**job["parts"]), Size(**job["size"])
+    world = init(settings.backend)
+    workload = reference(size, settings.batch_size, settings.context, world.device)
+    earlier = Profile.load(job["profile"]) if Path(job["profile"]).exists() else Profile()
+    found = measure_parts(world, settings, workload, earlier, Source(**job["source"]))
+    if world.rank == 0:
+        earlier.merged(found).save(job["profile"])
+    tick()
+    torchs = dist.new_group(backend="gloo") if world.backend == "paceline" else None
+    assert not isinstance(torchs, int)
+    entries = [Entry(**each) for each in job["entries"]]
+    contestants = [build(entry, size, world.device, 0, torchs) for entry in entries]
+    batch = random_batch(size, settings.batch_size, settings.context, world.rank, world.device)
+    seconds = time_steps(contestants, batch, job["rounds"], job["steps"], world.size)
+    if world.rank == 0:
+        Path(job["out"]).write_text(json.dumps(seconds), encoding="utf-8")
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,185 @@
+"""What a prediction of steps needs from a profile: the model's computing and the prices of its exchanges (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paceline.errors import UsageError
+from paceline.plan.bucket import Channel
+from paceline.plan.bucket_formula import EqualBuckets
+from paceline.plan.line import fit_line
+from paceline.plan.profile import Profile
+from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
+
+__all__ = ["ExchangePrice", "StepCosts", "pick"]
+
+_WITHIN = 1.1  # a size at most so many times the largest measured one is not called beyond it
+
+
+@dataclass(frozen=True)
+class ExchangePrice:
+    """The price of one kind of exchange.
+
+    Attributes:
+        alone, queued: fitted costs; see `ExchangeCost`.
+        contention: what it and computing do to each other.
+        ranks: that take part.
+    """
+
+    alone: ExchangeCost
+    queued: ExchangeCost
+    contention: Contention
+    ranks: int
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the seconds of an exchange that is alone."""
+        return self.alone.fit.seconds(max(nbytes, 1.0), self.ranks)
+
+    def gap(self, nbytes: float) -> float:
+        """Return the seconds until the next exchange can follow; at most those of one that is alone."""
+        return min(self.queued.fit.seconds(max(nbytes, 1.0), self.ranks), self.seconds(nbytes))
+
+    @property
+    def error(self) -> float:
+        """What nine in ten measurements that were held out were off by at most, relatively."""
+        fit = self.alone.fit
+        accuracy = fit.sizes_error if self.ranks in fit.ranks else fit.ranks_error or fit.sizes_error
+        return accuracy.p90 if accuracy else 0.0
+
+    @property
+    def channel(self) -> Channel:
+        """The price as `paceline.plan.bucket` takes it."""
+        return Channel(
+            self.seconds,
+            self.gap,
+            lanes=np.inf,
+            launch_seconds=self.contention.launch_seconds,
+            computing_slows=self.contention.computing_slows,
+            calls_slow=self.contention.calls_slow,
+        )
+
+    def beyond(self, nbytes: float) -> str | None:
+        """Return in words what of an exchange of so many bytes was not measured; None if all was."""
+        fit = self.alone.fit
+        if self.ranks not in fit.ranks:
+            return f"{fit.op} was measured with {', '.join(map(str, fit.ranks))} ranks"
+        if nbytes > _WITHIN * fit.high:
+            return f"{fit.op} was measured up to {fit.high / 2**20:.3g} MiB"
+        return None
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What steps of one model are made of, on one backend and network.
+
+    Attributes:
+        step: its computing.
+        ranks: that train.
+        engine: prices of Paceline's exchanges, by operation.
+        torchs: price of the all-reduce as torch's DDP makes it; None: not measured.
+        noted: what of this was measured elsewhere than it is predicted for; empty if all was measured here.
+    """
+
+    step: ModelStep
+    ranks: int
+    engine: dict[str, ExchangePrice]
+    torchs: ExchangePrice | None
+    noted: tuple[str, ...] = ()
+
+    def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets:
+        """Return the closed form's values: o and w of the line through the times of exchanges in a row.
+
+        Args:
+            op: the exchange in backward; ``"reduce-scatter"`` where the optimizer is sharded.
+        """
+        price = self.engine[op]
+        of_ranks = [point for point in price.queued.points if point.ranks == self.ranks]
+        points = of_ranks or [
+            point for point in price.queued.points if point.ranks == price.queued.points[0].ranks
+        ]
+        line = fit_line(
+            np.ones(len(points)),
+            np.array([float(point.nbytes) for point in points]),
+            np.array([point.seconds for point in points]),
+        )
+        if line.beta == 0.0:
+            raise UsageError(f"{op} takes the same time at all sizes", remedy="measure larger sizes")
+        return EqualBuckets(self.step.nbytes, 1 / line.beta, line.alpha, self.step.buffered)
+
+
+def pick(
+    profile: Profile,
+    model: str | None = None,
+    *,
+    ranks: int | None = None,
+    backend: str | None = None,
+    network: str | None = None,
+    batch: int | None = None,
+) -> StepCosts:
+    """Return what a profile knows about the steps of a model.
+
+    Args:
+        profile: with what ``paceline bench parts`` measured.
+        model: its name; may be left out where only one was measured.
+        ranks: that shall train; by default as many as were measured.
+        backend: of Paceline's exchanges; may be left out where only one was measured.
+        network: may be left out where only one was measured.
+        batch: samples of a rank; by default what was measured.
+
+    Raises:
+        UsageError: it was not measured, or several were and none is named.
+    """
+    if not profile.models or not profile.exchanges:
+        raise UsageError(
+            "the profile knows no training step", remedy="measure with paceline bench parts --profile FILE"
+        )
+    steps = _only([s for s in profile.models if batch in (None, s.batch)], "model", model)
+    costs = [each for each in profile.exchanges if each.caller == "paceline"]
+    costs = _only(_only(costs, "backend", backend), "network", network)
+    backend, network = costs[0].backend, costs[0].network
+    contentions = [each for each in profile.contentions if each.network == network]
+    usual = max({each.ranks for each in steps} & {each.ranks for each in contentions}, default=steps[0].ranks)
+    wanted = usual if ranks is None else ranks
+    if wanted < 2:
+        raise UsageError(f"{wanted} ranks exchange nothing", remedy="give 2 or more")
+    step = min(steps, key=lambda each: (abs(each.ranks - wanted), each.batch))
+    ours = [each for each in contentions if each.caller == "paceline" and each.backend == backend]
+    engine = {op: _price(costs, ours, op, wanted) for op in sorted({each.fit.op for each in costs})}
+    others = [each for each in profile.exchanges if each.caller == "torch" and each.network == network]
+    theirs = [each for each in contentions if each.caller == "torch"]
+    torchs = _price(others, theirs, "all-reduce", wanted) if others else None
+    noted = (
+        [] if step.ranks == wanted else [f"computing was measured with {step.ranks} ranks at the same time"]
+    )
+    return StepCosts(step, wanted, engine, torchs, tuple(noted))
+
+
+def _price(
+    costs: Sequence[ExchangeCost], contentions: Sequence[Contention], op: str, ranks: int
+) -> ExchangePrice:
+    of_mode = {each.queued: each for each in costs if each.fit.op == op}
+    beside = [each for each in contentions if each.op == op]
+    if set(of_mode) != {False, True} or not beside:
+        raise UsageError(
+            f"the profile lacks {op}: alone, in a row, or beside computing",
+            remedy="measure with paceline bench parts --profile FILE",
+        )
+    nearest = min(beside, key=lambda each: abs(each.ranks - ranks))
+    return ExchangePrice(of_mode[False], of_mode[True], nearest, ranks)
+
+
+def _only(entries: Sequence[Any], what: str, wanted: str | None) -> list[Any]:
+    """Return the entries whose `what` is wanted."""
+    there = list(dict.fromkeys(getattr(each, what) for each in entries))
+    if wanted is None and len(there) == 1:
+        wanted = there[0]
+    if wanted not in there:
+        raise UsageError(
+            f"the profile has no step of {what} {wanted!r}" if wanted else f"the profile has several: {what}",
+            remedy=f"name one of: {', '.join(there)}" if there else "measure with paceline bench parts",
+        )
+    return [each for each in entries if getattr(each, what) == wanted]
