@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+
+import pytest
 
 
-def pytest_configure() -> None:
-    """Take SIGINT as usual, here and in all processes that tests start: a shell's background job ignores it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare this process, and so all that tests start.
+
+    SIGINT is taken as usual: a shell's background job ignores it. What is kept from run to run is kept elsewhere.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder = tempfile.TemporaryDirectory(prefix="paceline-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["XDG_CACHE_HOME"] = folder.name

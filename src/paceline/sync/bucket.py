@@ -18,7 +18,16 @@ import torch
 if TYPE_CHECKING:
     from paceline.sync.freight import Freight
 
-__all__ = ["ALIGN", "Allocate", "Bucket", "Piece", "Slot", "storage_dtype", "storage_numel"]
+__all__ = [
+    "ALIGN",
+    "Allocate",
+    "Bucket",
+    "Piece",
+    "Slot",
+    "shaped_as",
+    "storage_dtype",
+    "storage_numel",
+]
 
 ALIGN = 16
 """Views start at multiples of this many elements (64 bytes of float32: a cache line)."""
@@ -124,7 +133,11 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """Return `slot`'s part of `flat` with the parameter's shape and, where it is dense, its strides."""
-    param, part = slot.param, flat[slot.start : slot.start + slot.numel]
+    return shaped_as(slot.param, flat[slot.start : slot.start + slot.numel])
+
+
+def shaped_as(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return `part` [`storage_numel(param)`] as a view with `param`'s shape and, where it is dense, its strides."""
     if param.is_complex():
         return torch.view_as_complex(part.view(*param.shape, 2))
     if param.numel() and torch._debug_has_internal_overlap(param) == 0 and _is_dense(param):

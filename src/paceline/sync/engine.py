@@ -24,6 +24,7 @@ from paceline.sync.plan import Sync
 from paceline.sync.reducer import Reducer
 from paceline.sync.replica import broadcast_tensors, describe
 from paceline.sync.timings import SyncTimings
+from paceline.sync.tune import DEFAULT, Tuner
 from paceline.sync.weights import counted_filler
 from paceline.sync.wire import Wire
 from paceline.tally import tally
@@ -45,7 +46,8 @@ class DataParallel(torch.nn.Module):
     Args:
         module: the model, on its device; the same on every rank.
         sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
-            ``"full-shard"``) or a `Sync`, which may also say how gradients are compressed.
+            ``"full-shard"``) or a `Sync`, which may also say how gradients are compressed; or ``"auto"``, which
+            finds the fastest exact way while it trains, see `paceline.sync.tune`.
         group: the ranks to synchronise with, as a process group or the data axis of a device mesh; None: all.
             Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
@@ -74,26 +76,39 @@ class DataParallel(torch.nn.Module):
     ) -> None:
         super().__init__()
         faults.read_environment()
-        self.plan = Sync.of(sync)
-        _refuse_unfit(module, self.plan.squeeze)
+        tuned = sync == "auto"
+        plan = DEFAULT if tuned else Sync.of(sync)
+        _refuse_unfit(module, plan.squeeze)
         wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
-        facts = describe(module, f"{self.plan}, reduce dtype {reduce_dtype}")
+        facts = describe(module, f"{'auto' if tuned else plan}, reduce dtype {reduce_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module
         self.wire = wire
-        self.engine = self._build_engine(reduce_dtype, units)
+        self.engine = self._build_engine(plan, reduce_dtype, units)
+        if tuned and self.wire.size > 1:
+            self.engine.tuner = Tuner(self.engine)
         gate.guard(self.engine)
 
     def _build_engine(
-        self, reduce_dtype: torch.dtype | None, units: list[torch.nn.Module] | None
+        self, plan: Sync, reduce_dtype: torch.dtype | None, units: list[torch.nn.Module] | None
     ) -> Reducer | FullShard:
-        if self.plan.shard == "parameters" and self.wire.size > 1:
-            return FullShard(self.module, self.wire, self.plan, reduce_dtype, units)
+        if plan.shard == "parameters" and self.wire.size > 1:
+            return FullShard(self.module, self.wire, plan, reduce_dtype, units)
         named = list(self.module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
-        return Reducer(trained, self.wire, self.plan, reduce_dtype, frozen)
+        return Reducer(trained, self.wire, plan, reduce_dtype, frozen)
+
+    @property
+    def plan(self) -> Sync:
+        """How gradients are synchronised; with ``sync="auto"``, now."""
+        return self.engine.plan
+
+    @property
+    def tuning(self) -> Tuner | None:
+        """What ``sync="auto"`` is doing and has found; None without it, and in a world of one."""
+        return self.engine.tuner
 
     # ------------------------------------------------------------------ forward and backward
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -20,6 +20,9 @@ from paceline.errors import UnsyncedGradients, UsageError
 from paceline.sync.wire import Wire
 from paceline.whereabouts import here
 
+if TYPE_CHECKING:
+    from paceline.sync.tune import Tuner
+
 __all__ = ["ConsumesShards", "Gated", "close", "guard"]
 
 
@@ -28,6 +31,7 @@ class Gated(Protocol):
 
     wire: Wire
     sharded: bool
+    tuner: Tuner | None
     step: int
     frozen: Sequence[tuple[str, torch.nn.Parameter]]
 
@@ -115,6 +119,8 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 step=engine.step,
                 remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
             )
+        if engine.tuner is not None:
+            engine.tuner.stepped(optimizer)
         close(engine)
         here.enter("optimizer")
 

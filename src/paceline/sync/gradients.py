@@ -8,6 +8,7 @@ each rank carries its own shard.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +18,16 @@ from paceline.sync.flight import Flight
 from paceline.sync.gauge import Broken, Gauge
 from paceline.sync.late import LateGradients
 from paceline.sync.ledger import Page
+from paceline.sync.leftovers import Leftovers
 from paceline.sync.plan import Sync
+from paceline.sync.settle import build_buckets
 from paceline.sync.timings import SyncTimings
 from paceline.sync.weights import Weights
 from paceline.sync.wire import Wire
 from paceline.tally import tally
+
+if TYPE_CHECKING:
+    from paceline.sync.tune import Tuner
 
 __all__ = ["Gradients"]
 
@@ -33,14 +39,29 @@ class Gradients:
         named: the trainable parameters with their names, in registration order, each once.
         wire: the ranks.
         plan: how gradients are synchronised.
+        reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced;
+            None: their own.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], wire: Wire, plan: Sync) -> None:
-        self.wire, self.plan = wire, plan
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        wire: Wire,
+        plan: Sync,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.wire, self.plan, self.reduce_dtype = wire, plan, reduce_dtype
         self.sharded = plan.shard == "optimizer" and wire.size > 1
         self.slots = [Slot(index, name, param) for index, (name, param) in enumerate(named)]
         self.flight = Flight(wire, sharded=self.sharded, overlap=plan.overlap)
+        self.leftovers = Leftovers(self.flight)
+        self.order: list[int] = []
+        """The order in which gradients become ready, as all ranks adopted it; empty before there are buckets."""
         self.weights = Weights(wire.rank, wire.size)
+        self.tuner: Tuner | None = None
+        """Changes the plan between steps, where that is asked."""
+        self.arrivals: dict[int, float] | None = None
+        """When the gradients of slots were complete in the latest backward (`time.perf_counter`), while asked for."""
         self.step = 0
         """Rounds so far: optimizer steps, where every step has one."""
         self.gauge: Gauge | None = None
@@ -113,7 +134,45 @@ class Gradients:
             parts[slot.name] += [slot.param.grad] if slot.param.grad is not None else []
         return parts
 
+    # ------------------------------------------------------------------ their places
+
+    def _lay_out(self) -> None:
+        self.flight.buckets = build_buckets(
+            self.slots,
+            self.order,
+            self.plan,
+            self.wire,
+            flags=len(self._used_flags()),
+            sharded=self.sharded,
+            reduce_dtype=self.reduce_dtype,
+        )
+        self.leftovers.resume()
+
+    def change_plan(self, plan: Sync) -> None:
+        """Lay out the buckets anew, between two steps; kept gradients move along. Every rank does the same.
+
+        To a plan that shards, or from one, only without kept gradients. Not for plans that compress, whose buckets
+        have a memory.
+        """
+        assert self.settled, "there are buckets"
+        assert not self._local, "nothing waits for a round"
+        self.flight.arrive_all()
+        kept = [slot.param.grad is not None for slot in self.slots]
+        for slot, has in zip(self.slots, kept, strict=True):
+            slot.early = slot.view if has and slot.staged else None
+        self.plan, self.flight.buckets = plan, []
+        self.sharded = self.flight.sharded = plan.shard == "optimizer" and self.wire.size > 1
+        self.flight.overlap = plan.overlap
+        self._lay_out()
+        for slot, has in zip(self.slots, kept, strict=True):
+            slot.show(has)
+
     # ------------------------------------------------------------------ before backward
+
+    @property
+    def dropped(self) -> bool:
+        """Whether there are no gradients, of this rank or reduced."""
+        return not self._kept()
 
     def _kept(self) -> set[int]:
         """Return the slots whose gradients were not dropped by zero_grad()."""

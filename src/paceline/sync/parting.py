@@ -44,6 +44,11 @@ def engine_to_part(model: nn.Module, wire: Wire) -> Reducer | None:
             f"the model synchronises gradients among ranks {sorted(inner)}, this {sorted(outer)}",
             remedy="give the group of ranks that are in the same place of each of the model's groups",
         )
+    if model.engine.tuner is not None:
+        raise UsageError(
+            "sync='auto' seeks the fastest way to synchronise gradients, which are not synchronised here",
+            remedy="use 'bucketed'",
+        )
     if model.engine.splits_gradients:
         raise UsageError(
             f"sync={model.plan.name!r} leaves each rank a part of the gradient, so no rank can train on its own",

@@ -79,12 +79,16 @@ class Sync:
         """Return the point that `sync` names; a `Sync` is returned as it is.
 
         Raises:
-            UsageError: no strategy has that name (the nearest one is suggested).
+            UsageError: no strategy has that name (the nearest one is suggested); ``"auto"`` is a search for one.
         """
         if isinstance(sync, Sync):
             return sync
+        if sync == "auto":
+            raise UsageError(
+                "sync='auto' is a search for a strategy, not one", remedy="it goes to paceline.DataParallel"
+            )
         if sync not in STRATEGIES:
-            raise unknown("strategy", sync, STRATEGIES)
+            raise unknown("strategy", sync, [*STRATEGIES, "auto"])
         return STRATEGIES[sync]
 
     @property
@@ -95,6 +99,18 @@ class Sync:
         if self.bucket_mib == 0:
             return "overlap" if self.overlap else "naive"
         return "bucketed" if self.overlap else "flat"
+
+    @property
+    def words(self) -> str:
+        """The plan in words: ``"bucketed, 25 MiB"``."""
+        if (
+            self.shard == "parameters"
+            or (self.bucket_mib == 0 and self.shard == "none")
+            or self.name == "flat"
+        ):
+            return self.name  # that says it all
+        size = {0.0: "per parameter", math.inf: "one bucket"}.get(self.bucket_mib, f"{self.bucket_mib:g} MiB")
+        return f"{self.name}, {size}"
 
     @property
     def bucket_nbytes(self) -> float:

@@ -35,9 +35,8 @@ from paceline.sync.bucket import Slot, storage_dtype
 from paceline.sync.gauge import bad_peaks, examine, surely_finite
 from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
-from paceline.sync.leftovers import Leftovers
 from paceline.sync.plan import Sync
-from paceline.sync.settle import agree_order, build_buckets
+from paceline.sync.settle import agree_order
 from paceline.sync.weights import Weights, counted_filler
 from paceline.sync.wire import Wire
 from paceline.tally import tally
@@ -66,12 +65,10 @@ class Reducer(Gradients):
         reduce_dtype: torch.dtype | None = None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
-        super().__init__(named, wire, plan)
-        self.reduce_dtype = reduce_dtype
+        super().__init__(named, wire, plan, reduce_dtype)
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
         self.sync_enabled = True
         """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
-        self.leftovers = Leftovers(self.flight)
         self.apart = False
         """Whether this rank trains as in a world of one; `train_apart` decides."""
         self.parted = False
@@ -79,7 +76,7 @@ class Reducer(Gradients):
 
         self._open = False  # a backward is under way
         self._syncing = False  # ... and closes with a round
-        self._order: list[int] = []  # firings of the first backward
+        self._firings: list[int] = []  # firings of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
         self._handles = [
             register(_hook(weakref.ref(self), slot.index, event))
@@ -135,6 +132,12 @@ class Reducer(Gradients):
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return what `reach` is told when backward comes to this forward: nothing here."""
+        self._let_tune()
+
+    def _let_tune(self) -> None:
+        """Let the plan change where nothing waits for a round."""
+        if self.tuner is not None and not self._local and not self.apart:
+            self.tuner.at_rest()
 
     def reach(self, call: object) -> None:
         """Open the backward that has come to the outputs of a forward; `before_forward` returned `call`."""
@@ -166,6 +169,7 @@ class Reducer(Gradients):
         here.begin(self.step, "backward")
         self.wire.note_step(self.step)
         self.flight.arrive_all()  # the result of the last round, if nobody used it
+        self._let_tune()
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
             self._forget()
@@ -178,7 +182,7 @@ class Reducer(Gradients):
             )
         self._open, self._syncing, self.weights.status = True, self.sync_enabled, status
         if not self.settled:
-            self._order.clear()
+            self._firings.clear()
             for slot in self.slots:
                 self._attach_early(slot)
         else:
@@ -203,7 +207,7 @@ class Reducer(Gradients):
         slot.fired += 1
         if not self.settled:
             self._refuse_sparse(slot)
-            self._order.append(index)
+            self._firings.append(index)
             if self.reduce_dtype is not None:
                 slot.keep_early(storage_dtype(slot.param, self.reduce_dtype))
             return
@@ -215,6 +219,8 @@ class Reducer(Gradients):
             self._move_in(slot)
         if slot.fired == slot.expected:
             bucket.pending -= 1
+            if self.arrivals is not None:
+                self.arrivals[index] = time.perf_counter()
             if bucket.pending == 0 and self._syncing and self.plan.overlap and not self.apart:
                 self.flight.launch_full(self.weights.averaged, self.gauge)
 
@@ -298,17 +304,8 @@ class Reducer(Gradients):
 
     def _settle(self) -> None:
         """Build the buckets; see [Note: the first round]."""
-        order = agree_order(self.wire, self.slots, self._order)
-        self.flight.buckets = build_buckets(
-            self.slots,
-            order,
-            self.plan,
-            self.wire,
-            flags=len(self._used_flags()),
-            sharded=self.sharded,
-            reduce_dtype=self.reduce_dtype,
-        )
-        self.leftovers.resume()
+        self.order = agree_order(self.wire, self.slots, self._firings)
+        self._lay_out()
 
     def _alone(self, failed: bool) -> ledger.Page:
         """Return the page of a world of one, where this rank's own gradients are the result."""
@@ -354,11 +351,12 @@ class Reducer(Gradients):
         self._scale(factor)
         self._attach_result(page)
         self._reduced = True
-        if self.gauge is None:
-            return
-        self.gauge.norm = None
-        if self.gauge.measures and self.broken is None:
-            self._look(page, factor)
+        if self.gauge is not None:
+            self.gauge.norm = None
+            if self.gauge.measures and self.broken is None:
+                self._look(page, factor)
+        if self.tuner is not None and not self.apart:
+            self.tuner.round_ended()
 
     def _look(self, page: ledger.Page, factor: float) -> None:
         """Find out whether the result is finite; see [Note: peaks] in `gauge`."""

@@ -11,8 +11,10 @@ elementwise: what happens to a number may depend on that number's own past only.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -21,10 +23,12 @@ import torch.distributed as dist
 from paceline import trace
 from paceline.errors import UsageError
 from paceline.plan.bucket import update_parts
-from paceline.sync.bucket import Bucket, Piece
+from paceline.sync.bucket import Bucket, Piece, storage_numel
+from paceline.sync.elementwise import elementwise_keys, is_elementwise, probe
 from paceline.sync.engine import DataParallel
 from paceline.sync.gate import ConsumesShards
 from paceline.sync.reducer import Reducer
+from paceline.sync.reshard import StateOf, cut, flattened, gather, shaped
 from paceline.whereabouts import here
 
 __all__ = ["ShardedOptimizer"]
@@ -66,18 +70,16 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 remedy="wrap the model: paceline.DataParallel(model)",
             )
         engine = model.engine
-        self._reducer = engine if isinstance(engine, Reducer) and engine.sharded else None
+        self._engine = engine
         self._class, self._options = optimizer, options
-        probe = _probe(optimizer, options)
+        tried = probe(optimizer, options)
         given = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
-        super().__init__(cast(Any, given), dict(probe.defaults))
+        super().__init__(cast(Any, given), dict(tried.defaults))
         self._check_owned(model)
         self._whole: torch.optim.Optimizer | None = None
         if self._reducer is None:
-            self._whole = optimizer(self.param_groups, **options)
-            self._whole.param_groups = self.param_groups  # one list: schedulers change what the update reads
-            self.state = self._whole.state
-        elif not _is_elementwise(optimizer, options):
+            self._update_whole()
+        elif not self.can_shard:
             raise UsageError(
                 f"{optimizer.__name__} is not elementwise, so it can't update parts of parameters",
                 remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
@@ -85,6 +87,29 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         self._parts: list[_Part] = []
         self._loaded: dict[str, list[dict[str, Any]]] = {}
         self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
+        if engine.tuner is not None:
+            engine.tuner.attach(self)
+
+    @property
+    def _reducer(self) -> Reducer | None:
+        """The engine, where it leaves each rank a shard of the gradients."""
+        return self._engine if self._engine.sharded else None
+
+    @cached_property
+    def can_shard(self) -> bool:
+        """Whether the optimizer may update parts of parameters: whether it is elementwise."""
+        return is_elementwise(self._class, self._options)
+
+    @cached_property
+    def _elementwise(self) -> frozenset[str]:
+        """The names of what the state has of every element, rather than of a whole parameter."""
+        return elementwise_keys(self._class, self._options)
+
+    def _update_whole(self) -> None:
+        """From now on be the optimizer of whole parameters."""
+        self._whole = self._class(self.param_groups, **self._options)
+        self._whole.param_groups = self.param_groups  # one list: schedulers change what the update reads
+        self.state = self._whole.state
 
     def _check_owned(self, model: DataParallel) -> None:
         for group in self.param_groups:
@@ -107,7 +132,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             The closure's result, or None.
         """
         if self._whole is not None:
-            return self._whole.step(closure) if closure is not None else self._whole.step()
+            done = self._whole.step(closure) if closure is not None else self._whole.step()
+            if self._engine.tuner is not None:
+                self._engine.drop()  # as where it shards: a program must not depend on what is chosen
+            return done
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -169,7 +197,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             part = _Part(buckets, pieces, self._class(groups, **self._options))
             for piece, param in part.flat_pieces():
                 if piece.slot.name in self._loaded:
-                    part.optimizer.state[param] = _cut(piece, self._loaded[piece.slot.name])
+                    state = cut(piece, self._loaded[piece.slot.name], self._elementwise)
+                    part.optimizer.state[param] = state
             self._parts.append(part)
         self._loaded = {}
         return self._parts
@@ -206,6 +235,46 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 held = {"start": piece.start, "stop": piece.stop, "state": state}
                 shards.setdefault(piece.slot.name, []).append(held)
         return shards
+
+    def includes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether `optimizer` is this one, or what it updates whole parameters with."""
+        return optimizer is self or optimizer is self._whole
+
+    @property
+    def movable(self) -> bool:
+        """Whether the state can move to another layout now: not before loaded shards were taken up."""
+        return self._whole is not None or not (self._expected or self._loaded)
+
+    def gather_state(self) -> StateOf:
+        """Return the whole state of every parameter, in the form of `paceline.sync.reshard`; all ranks call this."""
+        if self._whole is not None:
+            name_of = {id(param): name for name, param in self._engine.named_parameters()}
+            return {
+                name_of[id(param)]: flattened(state, param, self._elementwise)
+                for param, state in self._whole.state.items()
+                if state
+            }
+        held = [
+            (piece, part.optimizer.state.get(param, {}))
+            for part in self._parts
+            for piece, param in part.flat_pieces()
+        ]
+        return gather(held, [bucket for part in self._parts for bucket in part.buckets], self._engine.wire)
+
+    def resume_state(self, state_of: StateOf) -> None:
+        """Go on with a state that was gathered, in the layout that the engine has now."""
+        self._parts, self._loaded, self._whole = [], {}, None
+        held = [(name, param) for name, param in self._engine.named_parameters() if name in state_of]
+        if self._reducer is None:
+            self._update_whole()
+            self.state.update((param, shaped(state_of[name], param)) for name, param in held)
+            return
+        self.state = defaultdict(dict)
+        self._loaded = {
+            name: [{"start": 0, "stop": storage_numel(param), "state": state_of[name]}]
+            for name, param in held
+        }
+        self._build(self._reducer)
 
     def forget_state(self) -> None:
         """Begin with a fresh state."""
@@ -270,59 +339,3 @@ class _Part:
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _probe(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Return the optimizer on one small matrix, to see whether it takes the options."""
-    try:
-        return optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{optimizer.__name__} rejects its options: {error}") from error
-
-
-def _is_elementwise(optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Tell whether updating two halves of a matrix, flattened, gives what updating the matrix gives."""
-    generator = torch.Generator().manual_seed(0)
-    start, grads = torch.randn(4, 4, generator=generator), torch.randn(3, 4, 4, generator=generator)
-    whole = torch.nn.Parameter(start.clone())
-    halves = [torch.nn.Parameter(half.clone()) for half in start.reshape(2, 8)]
-    try:
-        one, two = optimizer([whole], **options), optimizer(halves, **options)
-        for grad in grads:
-            whole.grad = grad.clone()
-            for half, part in zip(halves, grad.reshape(2, 8), strict=True):
-                half.grad = part.clone()
-            one.step()
-            two.step()
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return False  # it wants matrices, a closure, sparse gradients …
-    return torch.allclose(whole.detach().reshape(2, 8), torch.stack([half.detach() for half in halves]))
-
-
-def _cut(piece: Piece, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of `piece`, put together from `parts` of the same parameter."""
-    state: dict[str, Any] = {}
-    covered = 0
-    for part in parts:
-        low, high = max(piece.start, part["start"]), min(piece.stop, part["stop"])
-        if low >= high:
-            continue
-        covered += high - low
-        for key, value in part["state"].items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.numel() == part["stop"] - part["start"]
-                and value.dim()
-            ):
-                whole = state.setdefault(key, value.new_zeros(piece.stop - piece.start))
-                whole[low - piece.start : high - piece.start] = value[
-                    low - part["start"] : high - part["start"]
-                ]
-            else:  # a number that belongs to the whole parameter, such as the step count
-                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    if parts and any(part["state"] for part in parts) and covered < piece.stop - piece.start:
-        raise UsageError(
-            f"the state of parameter {piece.slot.name!r} covers {covered} of {piece.stop - piece.start} elements",
-            remedy="load the shards of all ranks that wrote the state",
-        )
-    return state
