@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.bench.entries import DDP_PACELINE, NO_SYNC, Entry
+from paceline.bench.entries import AUTO, DDP_PACELINE, NO_SYNC, Entry
 from paceline.lm.batches import Batch
 from paceline.lm.model import GPT, loss
 from paceline.lm.sizes import Size
@@ -35,7 +35,7 @@ from paceline.sync.full_shard import default_units
 from paceline.sync.plan import STRATEGIES, Sync
 from paceline.sync.shard import ShardedOptimizer
 
-__all__ = ["Contestant", "Turn", "build", "drift", "random_batch", "step"]
+__all__ = ["Contestant", "Turn", "build", "drift", "random_batch", "settle", "step"]
 
 _ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-3, "fused": True}
 
@@ -88,7 +88,7 @@ def build(entry: Entry, size: Size, device: str, seed: int, torchs: ProcessGroup
     """
     torch.manual_seed(seed)
     net = GPT(size).to(device)
-    if entry.strategy in STRATEGIES:
+    if entry.strategy in STRATEGIES or entry.strategy == AUTO:
         return _ours(entry, net)
     if entry.strategy == NO_SYNC:
         return Contestant(entry, net, torch.optim.AdamW(net.parameters(), **_ADAMW), Tensor.backward, _never)
@@ -101,8 +101,8 @@ def build(entry: Entry, size: Size, device: str, seed: int, torchs: ProcessGroup
 
 
 def _ours(entry: Entry, net: GPT) -> Contestant:
-    plan = STRATEGIES[entry.strategy]
-    if entry.bucket_mib is not None:
+    plan = AUTO if entry.strategy == AUTO else STRATEGIES[entry.strategy]
+    if isinstance(plan, Sync) and entry.bucket_mib is not None:
         plan = Sync(bucket_mib=entry.bucket_mib, overlap=plan.overlap, shard=plan.shard)
     model = DataParallel(net, sync=plan)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, **_ADAMW)
@@ -180,6 +180,16 @@ def _now(batch: Batch) -> float:
     if batch.inputs.is_cuda:
         torch.cuda.synchronize(batch.inputs.device)
     return time.perf_counter()
+
+
+def settle(contestant: Contestant, batch: Batch) -> int:
+    """Run the steps that ``sync="auto"`` takes to settle on a plan, and return how many: none for the others."""
+    tuning = contestant.model.tuning if isinstance(contestant.model, DataParallel) else None
+    steps = 0
+    while tuning is not None and tuning.settled is None:
+        step(contestant, batch)
+        steps += 1
+    return steps
 
 
 def drift(contestant: Contestant, reference: Contestant) -> float:

@@ -12,6 +12,7 @@ Each of our strategies also has a *peer*, torch doing the same kind of work:
 | bucketed   | DDP with the same bucket size                                                          |
 | sharded    | DDP with the same bucket size + ZeroRedundancyOptimizer                                |
 | full-shard | torch's fully_shard with the same units                                                |
+| auto       | DDP with its default buckets                                                           |
 
 On the CPU ours run on the paceline backend and torch's on gloo, which is what they have without Paceline;
 `ddp-paceline` shows DDP, unchanged, on our backend.
@@ -26,13 +27,15 @@ from typing import Any
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DDP", "DDP_PACELINE", "NO_SYNC", "OURS", "TITLES", "Entry", "entries", "parse_bucket"]
+__all__ = ["AUTO", "DDP", "DDP_PACELINE", "NO_SYNC", "OURS", "TITLES", "Entry", "entries", "parse_bucket"]
 
 NO_SYNC = "no-sync"
 OURS = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
 DDP = ("ddp", "ddp-static")
 DDP_PACELINE = "ddp-paceline"
+AUTO = "auto"
 TITLES = {name: name for name in OURS} | {
+    AUTO: "auto, once settled",
     NO_SYNC: "no synchronisation",
     "ddp": "torch DDP",
     "ddp-static": "torch DDP static",
@@ -112,6 +115,8 @@ def entries(strategies: Sequence[str], bucket_mib: Sequence[float], nbytes: int)
         if name in strategies:
             for size in kept if name in _HAS_BUCKETS else [None]:
                 peer_of[Entry(name, size)] = _peer(name, size, whole)
+    if AUTO in strategies:
+        peer_of[Entry(AUTO)] = Entry("ddp")
     wanted = {peer for peer in peer_of.values() if peer is not None}
     for name in (*DDP, DDP_PACELINE, "ddp-zero", "fully-shard"):
         own: set[Entry] = {peer for peer in wanted if peer.strategy == name}

@@ -123,6 +123,7 @@ def run_job(
         }
         job.write_text(json.dumps(description), encoding="utf-8")
         env = {"OMP_NUM_THREADS": str(settings.threads), "KINETO_LOG_LEVEL": "99"}
+        env["XDG_CACHE_HOME"] = folder  # "auto" finds nothing of earlier runs, and leaves nothing
         if kind == "memory":
             env["MALLOC_ARENA_MAX"] = "1"  # else what a thread leaves unused in its own heap blurs the peak
         start(["-m", "paceline.bench.worker", str(job)], settings.ranks, env=env)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.bench.contestants import Contestant, Turn, build, drift, random_batch, step
+from paceline.bench.contestants import Contestant, Turn, build, drift, random_batch, settle, step
 from paceline.bench.entries import Entry
 from paceline.bench.memory import PeakMemory
 from paceline.bench.progress import TurnBar
@@ -27,7 +27,7 @@ from paceline.lm.batches import Batch
 from paceline.lm.sizes import Size, size_of
 from paceline.world import World, init, shutdown
 
-__all__ = ["main", "time_contestants"]
+__all__ = ["main", "of_all_ranks", "take_turns", "time_contestants"]
 
 CHECK_STEPS = 5  # steps after which parameters are compared; they also warm up
 _PROFILED_STEPS = 5
@@ -68,19 +68,16 @@ def time_contestants(
     reference = next(each for each in contestants if each.entry.strategy == "ddp")
     with TurnBar(f"{size.name}, {world.size} ranks", turns, shown=world.rank == 0) as tick:
         drifts = _check(contestants, reference, batches, tick)
-        mine = _rounds(contestants, batches, settings, tick)
+        for contestant in contestants:
+            settle(contestant, batches[0])
+        mine = take_turns(contestants, batches, settings.rounds, settings.steps, tick)
     traffic = [_traffic(contestant, batches[0], world.size) for contestant in contestants]
     under_way = [_under_way(contestant, batches[0], world.device) for contestant in contestants]
     rows = [drifts, [each.calls for each in traffic], [each.nbytes for each in traffic], under_way]
     facts = torch.tensor(rows, dtype=torch.float64, device=world.device)
     dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-    mine = mine.to(world.device)
-    every = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(every, mine)
     names = ("drift", "calls", "nbytes", "under_way")
-    return dict(zip(names, facts.tolist(), strict=True)) | {
-        "seconds": torch.stack(every, dim=3).tolist()  # [entry, round, step, rank, part]
-    }
+    return dict(zip(names, facts.tolist(), strict=True)) | {"seconds": of_all_ranks(mine, world)}
 
 
 def _torchs_group(world: World) -> dist.ProcessGroup | None:
@@ -112,27 +109,41 @@ def _check(
     return [drift(contestant, reference) for contestant in contestants]
 
 
-def _rounds(
+def take_turns(
     contestants: Sequence[Contestant],
     batches: Sequence[Batch],
-    settings: StepSettings,
+    rounds: int,
+    steps: int,
     tick: Callable[[], None],
 ) -> torch.Tensor:
-    """Let the contestants take turns; return this rank's seconds ``[entry, round, step, part]`` in float64."""
-    seconds = torch.zeros(len(contestants), settings.rounds, settings.steps, 4, dtype=torch.float64)
+    """Let the contestants take turns; return this rank's seconds ``[entry, round, step, part]`` in float64.
+
+    Args:
+        contestants: in the order of the result. batches: used in turn.
+        rounds: turns of each. steps: of a turn. tick: called after each turn.
+    """
+    seconds = torch.zeros(len(contestants), rounds, steps, 4, dtype=torch.float64)
     gc.collect()
     gc.freeze()  # what is there stays there, so that collecting between turns is quick
-    for turn in range(settings.rounds):
+    for turn in range(rounds):
         for index in turn_order(len(contestants), turn):
             gc.collect()
             gc.disable()
             dist.barrier()
-            turns = [step(contestants[index], batches[at % len(batches)]) for at in range(settings.steps)]
+            turns = [step(contestants[index], batches[at % len(batches)]) for at in range(steps)]
             gc.enable()
             seconds[index, turn] = torch.tensor([_parts(each) for each in turns], dtype=torch.float64)
             tick()
     gc.unfreeze()
     return seconds
+
+
+def of_all_ranks(mine: torch.Tensor, world: World) -> list[Any]:
+    """Return ``[entry][round][step][rank][part]`` from what `take_turns` returned on each rank; all call this."""
+    mine = mine.to(world.device)
+    every = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(every, mine)
+    return torch.stack(every, dim=3).tolist()
 
 
 def _parts(turn: Turn) -> list[float]:

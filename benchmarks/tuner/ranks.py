@@ -1,0 +1,68 @@
+"""What each rank of `measure.py` runs: ``auto`` until it has settled, then all contestants in turn.
+
+torchrun … benchmarks/tuner/ranks.py JOB.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.bench.contestants import build, random_batch, settle, step
+from paceline.bench.entries import AUTO, Entry
+from paceline.bench.worker import of_all_ranks, take_turns
+from paceline.lm.sizes import Size
+from paceline.sync.engine import DataParallel
+from paceline.world import init, shutdown
+
+_WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
+
+
+def main(job_file: str) -> None:
+    """Do the job that a file describes; rank 0 writes what was found."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    os.environ["XDG_CACHE_HOME"] = job["cache"]  # nothing of earlier runs
+    torch.set_num_threads(1)
+    world = init()
+    torchs = dist.new_group(backend="gloo")
+    assert isinstance(torchs, dist.ProcessGroup), "every rank belongs to it"
+    size = Size(**job["size"])
+    contestants = [build(Entry.from_json(record), size, world.device, 0, torchs) for record in job["entries"]]
+    batch = random_batch(size, job["batch"], size.context, world.rank, world.device)
+    auto = next(each for each in contestants if each.entry.strategy == AUTO)
+    searched = settle(auto, batch)
+    for contestant in contestants:
+        for _ in range(_WARM_UP):
+            step(contestant, batch)
+    tick()
+    mine = take_turns(contestants, [batch], job["rounds"], job["steps"], tick)
+    seconds = of_all_ranks(mine, world)
+    if world.rank == 0:
+        assert isinstance(auto.model, DataParallel), "it is ours"
+        tuning = auto.model.tuning
+        assert tuning is not None, "there is something to tune"
+        assert tuning.settled is not None, "it has settled"
+        found = {
+            "searched": searched,
+            "sentences": tuning.sentences,
+            "settled": tuning.settled.to_json({}),
+            "entries": job["entries"],
+            "seconds": seconds,
+        }
+        Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
+    shutdown()
+
+
+def tick() -> None:
+    """Tell whoever follows that one more turn is done."""
+    if dist.get_rank() == 0:
+        print("tick", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
