@@ -148,13 +148,13 @@ def slow(rank, size, settings, seconds):
 
 
 def test_auto_chooses_an_ordinary_strategy_where_the_network_is_fast(pool, settings):
-    settings = replace(settings, batch_size=32, context=64, steps=3)
+    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)  # see the note in sync/clip.py
     named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
     measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]
     assert measured[1][1] == chosen
     assert (chosen.strategy, chosen.every) == ("sharded", None)
-    assert equal(measured[0][0], named[0][1]), "measuring has changed nothing"
+    assert equal(measured[0][0], named[0][1]), "measuring and tuning have changed nothing"
 
 
 def test_auto_finds_a_remedy_where_it_is_slow_and_stays_with_it(pool, settings):

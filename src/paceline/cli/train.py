@@ -45,7 +45,7 @@ def train(
     sync: Annotated[
         str | None,
         typer.Option(
-            help=f"Strategy: {', '.join(STRATEGIES)}, or auto: what fits the measured network. "
+            help=f"Strategy: {', '.join(STRATEGIES)}, or auto: what fits the measured network, tuned while it trains. "
             "Else sharded; with --every or --compression bucketed."
         ),
     ] = None,

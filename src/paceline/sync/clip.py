@@ -1,4 +1,9 @@
-"""Clipping by the norm of the whole gradient, wherever its parts lie."""
+"""Clipping by the norm of the whole gradient, wherever its parts lie.
+
+[Note: one norm for all plans] A sum over shards is rounded otherwise than a sum over whole gradients. Where the plan
+may change from step to step (``sync="auto"``) that would change parameters in their last bits. So there the norm is
+summed in float64 and rounded to float32: what the order of a sum changes in float64 is gone then.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,9 @@ import torch
 from paceline.sync.reducer import Reducer
 
 __all__ = ["clip_global_norm_", "global_norm", "note_norm"]
+
+_BLOCK = 1 << 16
+"""Elements that are turned into float64 at a time: they stay in the cache."""
 
 
 def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -45,11 +53,12 @@ def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
 def _global(
     engine: Reducer, shards: list[torch.Tensor], wholes: list[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
-    norm = _norm(wholes, norm_type, engine.device)
+    take = _norm if engine.tuner is None else _precise_norm
+    norm = take(wholes, norm_type, engine.device)
     if engine.splits_gradients:
-        part = engine.wire.combine_norms(_norm(shards, norm_type, engine.device), norm_type)
+        part = engine.wire.combine_norms(take(shards, norm_type, engine.device), norm_type)
         norm = _join(part, norm, norm_type)
-    return norm
+    return norm if engine.tuner is None else norm.to(torch.float32)
 
 
 def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
@@ -57,6 +66,23 @@ def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> 
     if not grads:
         return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(grads, norm_type)
+
+
+def _precise_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Return the norm in float64; see [Note: one norm for all plans]."""
+    parts = [
+        torch.linalg.vector_norm(part, norm_type, dtype=_precise(grad.dtype))
+        for grad in grads
+        for part in grad.reshape(-1).split(_BLOCK)
+        if part.numel()
+    ]
+    if not parts:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack(parts), norm_type)
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
 
 
 def _join(one: torch.Tensor, other: torch.Tensor, norm_type: float) -> torch.Tensor:

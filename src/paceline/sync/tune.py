@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -65,12 +65,14 @@ class Tuner:
         wanted: the plan that the engine shall have from the next step on.
         settled: what is known of it; None while candidates are tried.
         sentences: what was told so far: what was chosen, what that gains, how it was found.
+        tell: how rank 0 says a sentence; by default on stderr.
     """
 
     def __init__(self, engine: Reducer) -> None:
         self.wanted = DEFAULT
         self.settled: Tuned | None = None
         self.sentences: list[str] = []
+        self.tell: Callable[[str], object] = _on_stderr
         self._engine_ref = weakref.ref(engine)
         self._wire = engine.wire
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
@@ -210,7 +212,11 @@ class Tuner:
     def _tell(self, text: str) -> None:
         self.sentences.append(f'sync="auto": {text}')
         if self._wire.rank == 0:
-            print(self.sentences[-1], file=sys.stderr)
+            self.tell(self.sentences[-1])
+
+
+def _on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _steps(plan: Sync, count: int) -> Generator[Sync, float, list[float]]:

@@ -4,6 +4,8 @@
     step    a copy of the model trains some steps by itself; the slowest rank counts
     choice  `paceline.plan.slow_network.advise`
 
+Where gradients are sent whole in every step, the training then tunes how, see `paceline.sync.tune`.
+
 Neither touches the training: the copy is dropped, and the training draws its random numbers afterwards. A run that is
 resumed goes on as it began, whatever the network is like now.
 """
@@ -53,6 +55,11 @@ class Choice:
     settings: Settings
     sentences: tuple[str, ...]
     facts: Mapping[str, Any]
+
+    @property
+    def sends_all(self) -> bool:
+        """Whether gradients are sent whole in every step; when and in which pieces is found while it trains."""
+        return self.settings.apart is None and self.settings.plan.compression is None
 
 
 def choose(settings: Settings, size: Size, batches: Batches, world: World) -> Choice:

@@ -20,7 +20,7 @@ from paceline.sync.shard import ShardedOptimizer
 from paceline.train.auto import Choice, choose
 from paceline.train.evaluate import held_out_loss
 from paceline.train.folder import RunFolder
-from paceline.train.settings import Settings
+from paceline.train.settings import AUTO, Settings
 from paceline.train.snapshot import check_facts, facts_of
 from paceline.train.traffic import Traffic, interface_nbytes, would_be_nbytes
 from paceline.world import World
@@ -128,7 +128,8 @@ def build(settings: Settings, world: World) -> Job:
         settings = choice.settings
 
     torch.manual_seed(settings.seed)
-    model = DataParallel(GPT(size).to(world.device), sync=settings.plan)
+    sync = AUTO if choice is not None and choice.sends_all else settings.plan
+    model = DataParallel(GPT(size).to(world.device), sync=sync)
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, **_options(settings))
     folder = RunFolder(settings.out)
     apart = settings.apart

@@ -141,6 +141,8 @@ def _begin(job: Job, progress: Progress) -> None:
     )
     for sentence in job.choice.sentences if job.choice is not None else ():
         progress.say(sentence)
+    if job.model.tuning is not None:
+        job.model.tuning.tell = progress.say
     _tell_resumed(job, progress)
     if world.rank == 0:
         job.folder.forget_steps_after(job.step)
@@ -203,6 +205,8 @@ def _end(job: Job, progress: Progress, val_loss: float, seconds: float) -> None:
     job.folder.sample.write_text(text + "\n", encoding="utf-8")
     result = {"first held-out loss": job.first_val_loss, "last held-out loss": val_loss, "seconds": seconds}
     job.folder.add_facts(result=result, sent=_sent(job))
+    if job.model.tuning is not None:
+        job.folder.add_facts(tuned=job.model.tuning.sentences)
     checkpoint = sum(path.stat().st_size for path in job.folder.checkpoint.rglob("*") if path.is_file())
     progress.say(
         f"\nheld-out loss {job.first_val_loss:.4f} → {val_loss:.4f} after {job.step} steps "
