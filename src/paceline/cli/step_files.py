@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.units import MIB
 
 if TYPE_CHECKING:
+    from paceline.plan.bucket_formula import Buckets
     from paceline.plan.step_costs import StepCosts
     from paceline.plan.step_measured import MeasuredStep
     from paceline.plan.step_time import StepTime
@@ -34,9 +35,11 @@ def facts(
     for op in ("all-reduce", "reduce-scatter"):
         if op in costs.engine:
             job, found = costs.equal_buckets(op), simulated_bucket(costs, op)
-            formula = {name: _finite(value) for name, value in vars(job.best()).items()}
-            simulated = {"nbytes": _finite(found.cap), "overhead": found.backward.exposed}
-            buckets[op] = {"inputs": asdict(job), "closed_form": formula, "simulated": simulated}
+            buckets[op] = {
+                "inputs": None if job is None else asdict(job),
+                "closed_form": None if job is None else _told(job.best()),
+                "simulated": {"nbytes": _finite(found.cap), "overhead": found.backward.exposed},
+            }
     return {
         "kind": "plan-step",
         "schema": 1,
@@ -54,10 +57,14 @@ def facts(
 
 
 def _row(time: StepTime, seen: MeasuredStep | None) -> dict[str, Any]:
-    way = {name: _finite(value) for name, value in vars(time.way).items()}
+    way = _told(time.way)
     parts = {name: value for name, value in vars(time).items() if name != "way"}
     told = None if seen is None else {name: value for name, value in vars(seen).items() if name != "way"}
     return {"label": time.way.label, **way, "seconds": time.seconds, **parts, "measured": told}
+
+
+def _told(entry: Buckets | Way) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in vars(entry).items()}
 
 
 def _finite(value: Any) -> Any:
@@ -82,8 +89,9 @@ def draw(
         step_chart(bars, title=title).save(path)
         return
     bare = step.forward + step.backward + step.optimizer
-    formula = costs.equal_buckets().best()
-    marked = [] if math.isinf(formula.count) else [("closed form", formula.nbytes / MIB)]
+    job = costs.equal_buckets()
+    formula = None if job is None else job.best()
+    marked = [] if formula is None or math.isinf(formula.count) else [("closed form", formula.nbytes / MIB)]
     bucket_chart(_lines(costs, measured), title=title, bare=bare, marked=marked).save(path)
 
 

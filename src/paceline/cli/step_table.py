@@ -93,7 +93,13 @@ def sentences(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Way
 
 def _bucket(costs: StepCosts, op: str, simulated: Best) -> str:
     """Return the best bucket for an exchange: simulated with the model's gradients, and by the closed form."""
+    told = (
+        f"Best bucket for {op}: {_size(simulated.cap)}, which adds {format_seconds(simulated.backward.exposed)} to "
+        "backward, simulated with this model's gradients"
+    )
     job = costs.equal_buckets(op)
+    if job is None:
+        return f"{told}."
     formula = job.best()
     count = "without end" if formula.count == math.inf else f"n = {formula.count:g}"
     bound = "computing" if job.compute_bound else "the network"
@@ -101,11 +107,8 @@ def _bucket(costs: StepCosts, op: str, simulated: Best) -> str:
         f"o = {format_seconds(job.call_seconds)} a call, s/w = {format_seconds(job.wire_seconds)}, "
         f"backward {format_seconds(job.backward_seconds)}, so {bound} decides"
     )
-    return (
-        f"Best bucket for {op}: {_size(simulated.cap)}, which adds {format_seconds(simulated.backward.exposed)} to "
-        f"backward, simulated with this model's gradients;\n  closed form: {format_bytes(formula.nbytes)}, {count}, "
-        f"{format_seconds(formula.overhead)} ({inputs})."
-    )
+    closed = f"{format_bytes(formula.nbytes)}, {count}, {format_seconds(formula.overhead)}"
+    return f"{told};\n  closed form: {closed} ({inputs})."
 
 
 def _size(cap: float) -> str:

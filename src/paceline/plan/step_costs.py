@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import UsageError
+from paceline.plan.accuracy import Accuracy
 from paceline.plan.bucket import Channel
 from paceline.plan.bucket_formula import EqualBuckets
+from paceline.plan.fitting import held_out_ranks, held_out_sizes
 from paceline.plan.line import fit_line
 from paceline.plan.profile import Profile
 from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
@@ -18,6 +21,7 @@ from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
 __all__ = ["ExchangePrice", "StepCosts", "pick"]
 
 _WITHIN = 1.1  # a size at most so many times the largest measured one is not called beyond it
+_LARGE_NBYTES = 64 << 10
 _MEASURE = "measure with paceline bench parts --profile FILE"
 
 
@@ -44,11 +48,16 @@ class ExchangePrice:
         """Return the seconds until the next exchange can follow; at most those of one that is alone."""
         return min(self.queued.fit.seconds(max(nbytes, 1.0), self.ranks), self.seconds(nbytes))
 
-    @property
+    @cached_property
     def error(self) -> float:
-        """What nine in ten measurements that were held out were off by at most, relatively."""
-        fit = self.alone.fit
-        accuracy = fit.sizes_error if self.ranks in fit.ranks else fit.ranks_error or fit.sizes_error
+        """What nine in ten measurements that were held out were off by at most, relatively.
+
+        Of large ones, if there are any: what calls of a few bytes are off by hardly counts in a step.
+        """
+        points, op = self.alone.points, self.alone.fit.op
+        found = [] if self.ranks in self.alone.fit.ranks else held_out_ranks(points, op)
+        found = found or held_out_sizes(points, op)
+        accuracy = Accuracy.of(found, least_nbytes=_LARGE_NBYTES) or Accuracy.of(found)
         return accuracy.p90 if accuracy else 0.0
 
     @property
@@ -91,8 +100,10 @@ class StepCosts:
     torchs: ExchangePrice | None
     noted: tuple[str, ...] = ()
 
-    def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets:
+    def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets | None:
         """Return the closed form's values: o and w of the line through the times of exchanges in a row.
+
+        None where times don't grow with the size: there is no w then.
 
         Args:
             op: the exchange in backward; ``"reduce-scatter"`` where the optimizer is sharded.
@@ -108,7 +119,7 @@ class StepCosts:
             np.array([point.seconds for point in points]),
         )
         if line.beta == 0.0:
-            raise UsageError(f"{op} takes the same time at all sizes", remedy="measure larger sizes")
+            return None
         return EqualBuckets(self.step.nbytes, 1 / line.beta, line.alpha, self.step.buffered)
 
 

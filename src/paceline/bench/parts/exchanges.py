@@ -28,6 +28,7 @@ __all__ = ["OPS", "Exchanger", "Key", "measure_points", "priced", "sizes_up_to"]
 
 OPS = ("all-reduce", "reduce-scatter", "all-gather")
 _LEAST_NBYTES = 1024
+_LEAST_LARGEST = 1 << 20  # a smaller one tells nothing of the bandwidth
 _MOST_ITERATIONS, _FEWEST_ITERATIONS = 60, 2
 _QUEUED_BELOW = ((4 << 20, 16), (16 << 20, 4))  # bytes, calls in a row of messages that are smaller
 _QUEUED_LARGEST = 2
@@ -81,16 +82,17 @@ class Exchanger:
 
 
 def sizes_up_to(nbytes: int) -> list[int]:
-    """Return sizes from 1 KiB, each four times the one before, and at last `nbytes` itself.
+    """Return sizes from 1 KiB, each four times the one before, and at last `nbytes` itself, but 1 MiB at least.
 
     Example:
-        >>> sizes_up_to(100_000)
-        [1024, 4096, 16384, 65536, 100000]
+        >>> sizes_up_to(2_000_000)
+        [1024, 4096, 16384, 65536, 262144, 1048576, 2000000]
     """
+    most = max(nbytes, _LEAST_LARGEST)
     ladder = itertools.takewhile(
-        lambda size: size < 0.7 * nbytes, (_LEAST_NBYTES * 4**step for step in range(20))
+        lambda size: size < 0.7 * most, (_LEAST_NBYTES * 4**step for step in range(20))
     )
-    return [*ladder, max(nbytes, _LEAST_NBYTES)]
+    return [*ladder, most]
 
 
 def measure_points(
