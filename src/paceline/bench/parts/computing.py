@@ -8,6 +8,7 @@ nothing. A barrier before each step has all ranks compute at the same time, sinc
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from paceline.bench.parts.clock import now, of_all_ranks
+from paceline.bench.parts.clock import Moment, mark, now, of_all_ranks, seconds_between
 from paceline.bench.parts.workload import Workload, fingerprint, unit_of_parameter
 from paceline.plan.entries import Source
 from paceline.plan.line import fit_line
@@ -33,36 +34,42 @@ class Wrapped:
 
     Attributes:
         model: the wrapped module, its buckets built.
-        arrivals: names of parameters and the clock when their gradients were ready, in the latest backward.
+        arrivals: names of parameters and the moments when their gradients were ready, in the latest backward.
     """
 
     def __init__(self, workload: Workload, device: str) -> None:
         self._workload, self._device = workload, device
         self.model = DataParallel(workload.build(), sync="bucketed")
-        self.arrivals: list[tuple[str, float]] = []
+        self.arrivals: list[tuple[str, Moment]] = []
         self.model.backward(workload.loss_of(self.model))  # the first round builds the buckets
         self.model.zero_grad()
         for name, param in self.model.module.named_parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._noting(name))
 
-    def _noting(self, name: str):  # noqa: ANN202 — a hook
+    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            self.arrivals.append((name, now(self._device)))
+            self.arrivals.append((name, mark(self._device)))
 
         return note
 
-    def step(self) -> tuple[float, float, float]:
-        """Run forward and backward; return the clock before, between and after."""
+    def step(self) -> tuple[float, float, dict[str, float]]:
+        """Run forward and backward.
+
+        Returns:
+            The seconds of both; and for each parameter, from the beginning of backward until its gradient was ready,
+            at its last arrival.
+        """
         self.arrivals.clear()
         began = now(self._device)
         value = self._workload.loss_of(self.model)
-        ran = now(self._device)
+        ran, start = now(self._device), mark(self._device)
         with self.model.accumulate():
             self.model.backward(value)
         ended = now(self._device)
         self.model.zero_grad()
-        return began, ran, ended
+        ready = {name: seconds_between(start, moment) for name, moment in self.arrivals}
+        return ran - began, ended - ran, ready
 
 
 @dataclass(frozen=True)
@@ -90,11 +97,10 @@ def measure_model(workload: Workload, device: str, steps: int, source: Source) -
     for step in range(-_WARM_UP, steps):
         parts = _plain_step(workload, plain, optimizer, device)
         dist.barrier()
-        _, ran, ended = wrapped.step()
-        last_of = dict(wrapped.arrivals)  # a parameter is ready at its last arrival
+        _, backward, ready = wrapped.step()
         if step >= 0:
-            names = names or sorted(last_of, key=last_of.__getitem__)
-            rows.append([ended - ran, *(last_of[name] - ran for name in names)])
+            names = names or sorted(ready, key=ready.__getitem__)
+            rows.append([backward, *(ready[name] for name in names)])
             own[step] = torch.tensor(parts)
     found = _slowest_steps(own, torch.tensor(rows, dtype=torch.float64), device)
     call, byte = _update_line(workload, plain, device)

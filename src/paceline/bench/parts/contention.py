@@ -30,6 +30,7 @@ _NBYTES = 1 << 20
 _OUTLAST = 1.6  # exchanges take so many times as long as the computing beside them
 _MOST_CALLS = 4000
 _BUFFERS = 8
+_LEAST_PASSED = 0.01  # of the exchanges; less can't be told from nothing
 
 
 def measure_contention(
@@ -51,8 +52,8 @@ def measure_contention(
     (each,) = slowest([_alone(exchanger, op, buffers, 4 * _BUFFERS) / (4 * _BUFFERS)], exchanger.device)
     calls = max(_BUFFERS, min(_MOST_CALLS, math.ceil(_OUTLAST * (step.forward + step.buffered) / each)))
     found = [_together(exchanger, op, buffers, calls, wrapped) for _ in range(rounds + 1)][1:]
-    launch, bare, beside, busy, alone, rest = (median(column) for column in zip(*found, strict=True))
-    passed = alone - rest
+    launch, bare, beside, busy, alone, rest = zip(*found, strict=True)
+    passed = [max(0.0, each - left) / during for each, left, during in zip(alone, rest, busy, strict=True)]
     return Contention(
         caller=exchanger.caller,
         backend=exchanger.backend,
@@ -62,9 +63,9 @@ def measure_contention(
         ranks=step.ranks,
         threads=step.threads,
         nbytes=buffers[0].nbytes,
-        launch_seconds=launch,
-        computing_slows=max(1.0, beside / bare),
-        calls_slow=max(1.0, busy / passed) if passed > 0 else 1.0,
+        launch_seconds=median(launch),
+        computing_slows=max(1.0, median(beside) / median(bare)),
+        calls_slow=max(1.0, 1.0 / max(median(passed), _LEAST_PASSED)),
         source=source,
     )
 
@@ -88,16 +89,16 @@ def _together(
     """
     device = exchanger.device
     dist.barrier()
-    began, _, ended = wrapped.step()
-    bare = ended - began
+    bare = sum(wrapped.step()[:2])
     alone = _alone(exchanger, op, buffers, calls)
     dist.barrier()
     started = now(device)
     under_way = [exchanger.launch(op, buffers[call % len(buffers)]) for call in range(calls)]
-    began, _, ended = wrapped.step()
+    launched = now(device)
+    beside = sum(wrapped.step()[:2])
     computed = now(device)
     for pending in under_way:
         pending.wait()
     rest = now(device) - computed
-    own = [(began - started) / calls, bare, ended - began, computed - started, alone, rest]
+    own = [(launched - started) / calls, bare, beside, computed - started, alone, rest]
     return slowest(own, device)
