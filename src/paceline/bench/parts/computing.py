@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -92,15 +92,14 @@ def measure_model(workload: Workload, device: str, steps: int, source: Source) -
     plain, wrapped = workload.build(), Wrapped(workload, device)
     optimizer = workload.optimizer([param for param in plain.parameters() if param.requires_grad])
     own = torch.zeros(steps, 3, dtype=torch.float64)
-    names, rows = [], []
+    names, rows = [name for name, param in plain.named_parameters() if param.requires_grad], []
     gc.collect()
     for step in range(-_WARM_UP, steps):
         parts = _plain_step(workload, plain, optimizer, device)
         dist.barrier()
         _, backward, ready = wrapped.step()
         if step >= 0:
-            names = names or sorted(ready, key=ready.__getitem__)
-            rows.append([backward, *(ready[name] for name in names)])
+            rows.append([backward, *(ready.get(name, backward) for name in names)])
             own[step] = torch.tensor(parts)
     found = _slowest_steps(own, torch.tensor(rows, dtype=torch.float64), device)
     call, byte = _update_line(workload, plain, device)
@@ -169,17 +168,11 @@ def _entry(
     source: Source,
 ) -> ModelStep:
     buffered = found.buffered.median().item()
-    ready = np.minimum(np.maximum.accumulate(found.ready.median(0).values.numpy()), buffered)
+    ready = found.ready.median(0).values.clamp(max=buffered).tolist()
     units, params = unit_of_parameter(model), dict(model.named_parameters())
     parameters = tuple(
-        Parameter(
-            name,
-            params[name].nbytes,
-            float(at),
-            f"{params[name].device.type} {params[name].dtype}",
-            units[name],
-        )
-        for name, at in zip(names, ready, strict=True)
+        Parameter(name, params[name].nbytes, at, _kind(params[name]), units[name])
+        for name, at in sorted(zip(names, ready, strict=True), key=lambda pair: pair[1])
     )
     whole = found.forward + found.backward
     low, high = whole.quantile(0.1).item(), whole.quantile(0.9).item()
@@ -199,6 +192,10 @@ def _entry(
         update_call=update[0],
         update_byte=update[1],
         spread=(high - low) / 2 / whole.median().item(),
-        parameters=tuple(replace(each, kind=each.kind.replace("torch.", "")) for each in parameters),
+        parameters=parameters,
         source=source,
     )
+
+
+def _kind(param: torch.Tensor) -> str:
+    return f"{param.device.type} {str(param.dtype).removeprefix('torch.')}"

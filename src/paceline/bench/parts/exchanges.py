@@ -24,7 +24,7 @@ from paceline.plan.step_entries import ExchangeCost
 from paceline.sync.bucket import ALIGN
 from paceline.sync.wire import Wire
 
-__all__ = ["OPS", "Exchanger", "Key", "measure_points", "priced", "sizes_up_to"]
+__all__ = ["OPS", "Exchanger", "Key", "Pending", "measure_points", "priced", "sizes_up_to"]
 
 OPS = ("all-reduce", "reduce-scatter", "all-gather")
 _LEAST_NBYTES = 1024
@@ -36,7 +36,9 @@ _QUEUED_LARGEST = 2
 Key = tuple[str, str, bool]  # caller, operation, queued
 
 
-class _Pending(Protocol):
+class Pending(Protocol):
+    """An exchange under way."""
+
     def wait(self) -> object: ...
 
 
@@ -67,7 +69,7 @@ class Exchanger:
         made = [self.wire.allocate(numel, torch.float32, torch.device(self.device)) for _ in range(count)]
         return [flat.zero_() for flat in made]
 
-    def launch(self, op: str, flat: torch.Tensor) -> _Pending:
+    def launch(self, op: str, flat: torch.Tensor) -> Pending:
         """Launch an exchange of a buffer."""
         if self.caller == "torch":
             work = dist.all_reduce(flat, group=self.wire.group, async_op=True)
