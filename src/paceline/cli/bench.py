@@ -15,6 +15,7 @@ from paceline.cli.bench_collectives import collectives
 from paceline.cli.bench_compare import compare
 from paceline.cli.bench_fit import fit
 from paceline.cli.bench_machine import machine
+from paceline.cli.bench_parts import parts
 from paceline.cli.writable import check_writable
 from paceline.errors import UsageError
 
@@ -35,6 +36,7 @@ app.command()(collectives)
 app.command()(compare)
 app.command()(machine)
 app.command()(fit)
+app.command()(parts)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from paceline.cli.plan_network import network
+from paceline.cli.plan_step import step
 
 __all__ = ["app"]
 
@@ -17,3 +18,4 @@ def plan() -> None:
 
 
 app.command()(network)
+app.command()(step)

@@ -60,6 +60,10 @@ class Fields:
         """Return a finite number of `least` or more, or None for null."""
         return None if self._get(name) is None else self.number(name, least=least)
 
+    def size_or_none(self, name: str) -> float | None:
+        """Return a number of 0 or more, infinity for ``"inf"`` (JSON has none), or None for null."""
+        return math.inf if self._get(name) == "inf" else self.number_or_none(name, least=0.0)
+
     def positive(self, name: str) -> float:
         """Return a finite number above 0."""
         return self.number(name) if self.number(name) > 0 else self._wrong(name, "a number above 0")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from paceline.errors import UsageError
+from paceline.plan.accuracy import Accuracy
 from paceline.plan.bucket import Channel
 from paceline.plan.bucket_formula import EqualBuckets
+from paceline.plan.fitting import held_out_ranks, held_out_sizes
 from paceline.plan.line import fit_line
 from paceline.plan.profile import Profile
 from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
@@ -18,6 +21,8 @@ from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
 __all__ = ["ExchangePrice", "StepCosts", "pick"]
 
 _WITHIN = 1.1  # a size at most so many times the largest measured one is not called beyond it
+_LARGE_NBYTES = 64 << 10
+_MEASURE = "measure with paceline bench parts --profile FILE"
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,16 @@ class ExchangePrice:
         """Return the seconds until the next exchange can follow; at most those of one that is alone."""
         return min(self.queued.fit.seconds(max(nbytes, 1.0), self.ranks), self.seconds(nbytes))
 
-    @property
+    @cached_property
     def error(self) -> float:
-        """What nine in ten measurements that were held out were off by at most, relatively."""
-        fit = self.alone.fit
-        accuracy = fit.sizes_error if self.ranks in fit.ranks else fit.ranks_error or fit.sizes_error
+        """What nine in ten measurements that were held out were off by at most, relatively.
+
+        Of large ones, if there are any: what calls of a few bytes are off by hardly counts in a step.
+        """
+        points, op = self.alone.points, self.alone.fit.op
+        found = [] if self.ranks in self.alone.fit.ranks else held_out_ranks(points, op)
+        found = found or held_out_sizes(points, op)
+        accuracy = Accuracy.of(found, least_nbytes=_LARGE_NBYTES) or Accuracy.of(found)
         return accuracy.p90 if accuracy else 0.0
 
     @property
@@ -90,8 +100,10 @@ class StepCosts:
     torchs: ExchangePrice | None
     noted: tuple[str, ...] = ()
 
-    def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets:
+    def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets | None:
         """Return the closed form's values: o and w of the line through the times of exchanges in a row.
+
+        None where times don't grow with the size: there is no w then.
 
         Args:
             op: the exchange in backward; ``"reduce-scatter"`` where the optimizer is sharded.
@@ -107,7 +119,7 @@ class StepCosts:
             np.array([point.seconds for point in points]),
         )
         if line.beta == 0.0:
-            raise UsageError(f"{op} takes the same time at all sizes", remedy="measure larger sizes")
+            return None
         return EqualBuckets(self.step.nbytes, 1 / line.beta, line.alpha, self.step.buffered)
 
 
@@ -119,6 +131,8 @@ def pick(
     backend: str | None = None,
     network: str | None = None,
     batch: int | None = None,
+    shape: str | None = None,
+    threads: int | None = None,
 ) -> StepCosts:
     """Return what a profile knows about the steps of a model.
 
@@ -128,25 +142,33 @@ def pick(
         ranks: that shall train; by default as many as were measured.
         backend: of Paceline's exchanges; may be left out where only one was measured.
         network: may be left out where only one was measured.
-        batch: samples of a rank; by default what was measured.
+        batch, shape, threads: as the model was measured; each may be left out where there was one only.
 
     Raises:
         UsageError: it was not measured, or several were and none is named.
     """
     if not profile.models or not profile.exchanges:
-        raise UsageError(
-            "the profile knows no training step", remedy="measure with paceline bench parts --profile FILE"
-        )
-    steps = _only([s for s in profile.models if batch in (None, s.batch)], "model", model)
+        raise UsageError("the profile knows no training step", remedy=_MEASURE)
+    steps = list(profile.models)
+    for what, wanted in (
+        ("model", model),
+        ("batch", batch),
+        ("shape", shape),
+        ("threads", threads),
+        ("device", None),
+    ):
+        steps = _only(steps, what, wanted)
     costs = [each for each in profile.exchanges if each.caller == "paceline"]
     costs = _only(_only(costs, "backend", backend), "network", network)
+    if not costs:
+        raise UsageError("the profile has no exchanges of Paceline's", remedy=_MEASURE)
     backend, network = costs[0].backend, costs[0].network
     contentions = [each for each in profile.contentions if each.network == network]
     usual = max({each.ranks for each in steps} & {each.ranks for each in contentions}, default=steps[0].ranks)
     wanted = usual if ranks is None else ranks
     if wanted < 2:
         raise UsageError(f"{wanted} ranks exchange nothing", remedy="give 2 or more")
-    step = min(steps, key=lambda each: (abs(each.ranks - wanted), each.batch))
+    step = min(steps, key=lambda each: abs(each.ranks - wanted))
     ours = [each for each in contentions if each.caller == "paceline" and each.backend == backend]
     engine = {op: _price(costs, ours, op, wanted) for op in sorted({each.fit.op for each in costs})}
     others = [each for each in profile.exchanges if each.caller == "torch" and each.network == network]
@@ -166,20 +188,23 @@ def _price(
     if set(of_mode) != {False, True} or not beside:
         raise UsageError(
             f"the profile lacks {op}: alone, in a row, or beside computing",
-            remedy="measure with paceline bench parts --profile FILE",
+            remedy=_MEASURE,
         )
     nearest = min(beside, key=lambda each: abs(each.ranks - ranks))
     return ExchangePrice(of_mode[False], of_mode[True], nearest, ranks)
 
 
-def _only(entries: Sequence[Any], what: str, wanted: str | None) -> list[Any]:
-    """Return the entries whose `what` is wanted."""
+def _only(entries: Sequence[Any], what: str, wanted: object) -> list[Any]:
+    """Return the entries whose `what` is wanted; all where it is not said and they have it in common."""
     there = list(dict.fromkeys(getattr(each, what) for each in entries))
-    if wanted is None and len(there) == 1:
-        wanted = there[0]
-    if wanted not in there:
+    if wanted is None and len(there) > 1:
         raise UsageError(
-            f"the profile has no step of {what} {wanted!r}" if wanted else f"the profile has several: {what}",
-            remedy=f"name one of: {', '.join(there)}" if there else "measure with paceline bench parts",
+            f"the profile has steps that differ in {what}: {', '.join(map(str, there))}",
+            remedy=f"name one {what}",
         )
-    return [each for each in entries if getattr(each, what) == wanted]
+    if wanted is not None and wanted not in there:
+        raise UsageError(
+            f"the profile has no step with {what} {wanted!r}",
+            remedy=f"it has: {', '.join(map(str, there))}" if there else _MEASURE,
+        )
+    return [each for each in entries if wanted in (None, getattr(each, what))]

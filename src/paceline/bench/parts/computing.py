@@ -8,14 +8,15 @@ nothing. A barrier before each step has all ranks compute at the same time, sinc
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from paceline.bench.parts.clock import now, of_all_ranks
+from paceline.bench.parts.clock import Moment, mark, now, of_all_ranks, seconds_between
 from paceline.bench.parts.workload import Workload, fingerprint, unit_of_parameter
 from paceline.plan.entries import Source
 from paceline.plan.line import fit_line
@@ -33,36 +34,42 @@ class Wrapped:
 
     Attributes:
         model: the wrapped module, its buckets built.
-        arrivals: names of parameters and the clock when their gradients were ready, in the latest backward.
+        arrivals: names of parameters and the moments when their gradients were ready, in the latest backward.
     """
 
     def __init__(self, workload: Workload, device: str) -> None:
         self._workload, self._device = workload, device
         self.model = DataParallel(workload.build(), sync="bucketed")
-        self.arrivals: list[tuple[str, float]] = []
+        self.arrivals: list[tuple[str, Moment]] = []
         self.model.backward(workload.loss_of(self.model))  # the first round builds the buckets
         self.model.zero_grad()
         for name, param in self.model.module.named_parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._noting(name))
 
-    def _noting(self, name: str):  # noqa: ANN202 — a hook
+    def _noting(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            self.arrivals.append((name, now(self._device)))
+            self.arrivals.append((name, mark(self._device)))
 
         return note
 
-    def step(self) -> tuple[float, float, float]:
-        """Run forward and backward; return the clock before, between and after."""
+    def step(self) -> tuple[float, float, dict[str, float]]:
+        """Run forward and backward.
+
+        Returns:
+            The seconds of both; and for each parameter, from the beginning of backward until its gradient was ready,
+            at its last arrival.
+        """
         self.arrivals.clear()
         began = now(self._device)
         value = self._workload.loss_of(self.model)
-        ran = now(self._device)
+        ran, start = now(self._device), mark(self._device)
         with self.model.accumulate():
             self.model.backward(value)
         ended = now(self._device)
         self.model.zero_grad()
-        return began, ran, ended
+        ready = {name: seconds_between(start, moment) for name, moment in self.arrivals}
+        return ran - began, ended - ran, ready
 
 
 @dataclass(frozen=True)
@@ -85,16 +92,14 @@ def measure_model(workload: Workload, device: str, steps: int, source: Source) -
     plain, wrapped = workload.build(), Wrapped(workload, device)
     optimizer = workload.optimizer([param for param in plain.parameters() if param.requires_grad])
     own = torch.zeros(steps, 3, dtype=torch.float64)
-    names, rows = [], []
+    names, rows = [name for name, param in plain.named_parameters() if param.requires_grad], []
     gc.collect()
     for step in range(-_WARM_UP, steps):
         parts = _plain_step(workload, plain, optimizer, device)
         dist.barrier()
-        _, ran, ended = wrapped.step()
-        last_of = dict(wrapped.arrivals)  # a parameter is ready at its last arrival
+        _, backward, ready = wrapped.step()
         if step >= 0:
-            names = names or sorted(last_of, key=last_of.__getitem__)
-            rows.append([ended - ran, *(last_of[name] - ran for name in names)])
+            rows.append([backward, *(ready.get(name, backward) for name in names)])
             own[step] = torch.tensor(parts)
     found = _slowest_steps(own, torch.tensor(rows, dtype=torch.float64), device)
     call, byte = _update_line(workload, plain, device)
@@ -163,17 +168,11 @@ def _entry(
     source: Source,
 ) -> ModelStep:
     buffered = found.buffered.median().item()
-    ready = np.minimum(np.maximum.accumulate(found.ready.median(0).values.numpy()), buffered)
+    ready = found.ready.median(0).values.clamp(max=buffered).tolist()
     units, params = unit_of_parameter(model), dict(model.named_parameters())
     parameters = tuple(
-        Parameter(
-            name,
-            params[name].nbytes,
-            float(at),
-            f"{params[name].device.type} {params[name].dtype}",
-            units[name],
-        )
-        for name, at in zip(names, ready, strict=True)
+        Parameter(name, params[name].nbytes, at, _kind(params[name]), units[name])
+        for name, at in sorted(zip(names, ready, strict=True), key=lambda pair: pair[1])
     )
     whole = found.forward + found.backward
     low, high = whole.quantile(0.1).item(), whole.quantile(0.9).item()
@@ -193,6 +192,10 @@ def _entry(
         update_call=update[0],
         update_byte=update[1],
         spread=(high - low) / 2 / whole.median().item(),
-        parameters=tuple(replace(each, kind=each.kind.replace("torch.", "")) for each in parameters),
+        parameters=parameters,
         source=source,
     )
+
+
+def _kind(param: torch.Tensor) -> str:
+    return f"{param.device.type} {str(param.dtype).removeprefix('torch.')}"

@@ -24,10 +24,11 @@ from paceline.plan.step_entries import ExchangeCost
 from paceline.sync.bucket import ALIGN
 from paceline.sync.wire import Wire
 
-__all__ = ["OPS", "Exchanger", "Key", "measure_points", "priced", "sizes_up_to"]
+__all__ = ["OPS", "Exchanger", "Key", "Pending", "measure_points", "priced", "sizes_up_to"]
 
 OPS = ("all-reduce", "reduce-scatter", "all-gather")
 _LEAST_NBYTES = 1024
+_LEAST_LARGEST = 1 << 20  # a smaller one tells nothing of the bandwidth
 _MOST_ITERATIONS, _FEWEST_ITERATIONS = 60, 2
 _QUEUED_BELOW = ((4 << 20, 16), (16 << 20, 4))  # bytes, calls in a row of messages that are smaller
 _QUEUED_LARGEST = 2
@@ -35,7 +36,9 @@ _QUEUED_LARGEST = 2
 Key = tuple[str, str, bool]  # caller, operation, queued
 
 
-class _Pending(Protocol):
+class Pending(Protocol):
+    """An exchange under way."""
+
     def wait(self) -> object: ...
 
 
@@ -66,7 +69,7 @@ class Exchanger:
         made = [self.wire.allocate(numel, torch.float32, torch.device(self.device)) for _ in range(count)]
         return [flat.zero_() for flat in made]
 
-    def launch(self, op: str, flat: torch.Tensor) -> _Pending:
+    def launch(self, op: str, flat: torch.Tensor) -> Pending:
         """Launch an exchange of a buffer."""
         if self.caller == "torch":
             work = dist.all_reduce(flat, group=self.wire.group, async_op=True)
@@ -81,16 +84,17 @@ class Exchanger:
 
 
 def sizes_up_to(nbytes: int) -> list[int]:
-    """Return sizes from 1 KiB, each four times the one before, and at last `nbytes` itself.
+    """Return sizes from 1 KiB, each four times the one before, and at last `nbytes` itself, but 1 MiB at least.
 
     Example:
-        >>> sizes_up_to(100_000)
-        [1024, 4096, 16384, 65536, 100000]
+        >>> sizes_up_to(2_000_000)
+        [1024, 4096, 16384, 65536, 262144, 1048576, 2000000]
     """
+    most = max(nbytes, _LEAST_LARGEST)
     ladder = itertools.takewhile(
-        lambda size: size < 0.7 * nbytes, (_LEAST_NBYTES * 4**step for step in range(20))
+        lambda size: size < 0.7 * most, (_LEAST_NBYTES * 4**step for step in range(20))
     )
-    return [*ladder, max(nbytes, _LEAST_NBYTES)]
+    return [*ladder, most]
 
 
 def measure_points(

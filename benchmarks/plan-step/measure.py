@@ -1,0 +1,160 @@
+"""Profiles, and steps of all contestants, on hosts around a slow switch and on one host.
+
+    python benchmarks/plan-step/measure.py
+
+Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each. For every number of hosts and every rate the
+same ranks first measure the parts of a step into ``profile.json``, then whole steps, which go to ``steps-….json`` in
+the form of ``paceline bench step --json``. ``table.py`` holds one against the other.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from paceline.bench.entries import NO_SYNC, Entry
+from paceline.bench.facts import head, machine_record, versions, write_result
+from paceline.bench.parts.settings import PartsSettings
+from paceline.bench.progress import TurnBar
+from paceline.bench.rounds import round_of, split
+from paceline.cli.profiles import load_or_new, now
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError, UsageError
+from paceline.lab import Lab
+from paceline.launch.local import run_ranks
+from paceline.lm.sizes import Size
+from paceline.plan.entries import Source
+
+HERE = Path(__file__).parent
+SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+BATCH = 2
+CONTESTANTS = [
+    Entry(NO_SYNC),
+    Entry("naive"),
+    Entry("flat"),
+    Entry("overlap"),
+    *(Entry("bucketed", size) for size in (1.0, 5.0, 25.0, 100.0)),
+    *(Entry("sharded", size) for size in (1.0, 5.0, 25.0)),
+    Entry("full-shard"),
+    Entry("ddp"),
+    Entry("ddp", 1.0),
+    Entry("ddp", 5.0),
+]
+ONE_HOST = "one host"
+
+
+def main(
+    hosts: Annotated[str, typer.Option(help="Numbers of hosts, a rank on each.")] = "2,4",
+    rates: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s,1Gbit/s",
+    local: Annotated[
+        str, typer.Option(help="Backends of two ranks on one host; empty: none.")
+    ] = "paceline,gloo",
+    backend: Annotated[str, typer.Option(help="Of Paceline's exchanges between hosts.")] = "paceline",
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Time for an exchange of one size, at most about.")] = 3.0,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go.")] = HERE,
+) -> None:
+    """Measure parts and steps in every setting; an existing profile and files of other settings stay."""
+    if rounds < 1 or steps < 1:
+        raise UsageError(f"--rounds {rounds} --steps {steps}: nothing to measure", remedy="give 1 or more")
+    profile = out / "profile.json"
+    load_or_new(profile)
+    places = [(int(number), rate, backend) for rate in _names(rates) for number in _names(hosts)]
+    places += [(2, ONE_HOST, name) for name in _names(local)]
+    for number, rate, over in places:
+        network = ONE_HOST if rate == ONE_HOST else f"lab, {rate}"
+        parts = PartsSettings(
+            ranks=number,
+            size="mini",  # the job has the real one
+            batch_size=BATCH,
+            context=SIZE.context,
+            backend=over,
+            network=network,
+            steps=12,
+            seconds=1.0 if rate == ONE_HOST else seconds,
+        )
+        path = out / f"steps-{_place(number, rate, over)}.json"
+        check_writable(path)
+        found = run(number, None if rate == ONE_HOST else rate, parts, profile, rounds, steps)
+        settings = {
+            "hosts": 1 if rate == ONE_HOST else number,
+            "ranks": number,
+            "network": network,
+            "backend": over,
+        }
+        settings |= {"rounds": rounds, "steps": steps, "threads": 1, "batch": BATCH, "model": vars(SIZE)}
+        write_result(path, head("bench-step") | {"settings": settings, "rows": rows_of(found, number)})
+        print(path)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _place(hosts: int, rate: str, backend: str) -> str:
+    return f"{hosts}-{backend}" if rate == ONE_HOST else f"{hosts}x{rate.removesuffix('/s')}"
+
+
+def run(
+    ranks: int, rate: str | None, parts: PartsSettings, profile: Path, rounds: int, steps: int
+) -> list[list[list[list[list[float]]]]]:
+    """Start the ranks, on hosts if there is a rate, and return the seconds that rank 0 wrote."""
+    turns = 1 + (1 + rounds) * len(CONTESTANTS)
+    source = Source(head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"]))
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
+        job = {
+            "parts": parts.to_json(),
+            "size": asdict(SIZE),
+            "profile": str(profile.absolute()),
+            "source": vars(source),
+            "entries": [asdict(entry) for entry in CONTESTANTS],
+            "rounds": rounds,
+            "steps": steps,
+            "out": str(found),
+        }
+        asked.write_text(json.dumps(job), encoding="utf-8")
+        program = [str(HERE / "ranks.py"), str(asked)]
+        if rate is None:
+            run_ranks(program, ranks, env={"OMP_NUM_THREADS": "1"})
+        else:
+            with Lab(ranks, rate) as lab, TurnBar(f"{ranks} hosts, {rate}", turns) as tick:
+                lab.start_torchrun(program, ranks_per_host=1).follow(tick, turns)
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def rows_of(seconds: Sequence[Any], ranks: int) -> list[dict[str, Any]]:
+    """Return the rows of a result from ``[entry][round][step][rank]`` of (forward, backward, optimizer, waited)."""
+    rounds_of = {
+        entry: [round_of(turn) for turn in turns] for entry, turns in zip(CONTESTANTS, seconds, strict=True)
+    }
+    rows = []
+    for entry, rounds in rounds_of.items():
+        parts = split(rounds, rounds_of[Entry(NO_SYNC)])
+        rows.append(
+            {
+                "model": SIZE.name,
+                **entry.to_json(),
+                "ranks": ranks,
+                "step_ms": 1e3 * median(each.step for each in rounds),
+                **{f"{name}_ms": 1e3 * value for name, value in vars(parts).items()},
+                "rounds": [1e3 * each.step for each in rounds],
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))

@@ -1,0 +1,168 @@
+"""Predicted steps beside measured ones: the comparison as JSON, charts, and the tables of README.md.
+
+    python benchmarks/plan-step/table.py
+
+Reads ``profile.json`` and the ``steps-….json`` beside this file. No figure in the README is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from paceline.bench.facts import head, write_result
+from paceline.cli.step_files import draw
+from paceline.plan.accuracy import Accuracy
+from paceline.plan.profile import Profile
+from paceline.plan.step_costs import StepCosts, pick
+from paceline.plan.step_measured import MeasuredStep, accuracy_of, beside, load_measured, ways_measured
+from paceline.plan.step_time import StepTime, predict_all, simulated_bucket
+from paceline.plan.step_way import Way
+from paceline.report.markdown import fill, table
+from paceline.units import MIB
+
+HERE = Path(__file__).parent
+DRAWN = ("steps-4x200Mbit", "steps-2x1Gbit")
+BOUNDS = "full-shard"  # predicted is a lower bound: in the tables, not in the accuracy
+
+Pairs = Sequence[tuple[StepTime, MeasuredStep]]
+
+
+def main(folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = HERE) -> None:
+    """Compare every setting, write predicted.json and charts, and fill the tables."""
+    profile, pairs_of, costs_of = Profile.load(folder / "profile.json"), {}, {}
+    for path in sorted(folder.glob("steps-*.json")):
+        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        name, ranks = settings["model"]["name"], settings["ranks"]
+        costs = pick(profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"])
+        seen = ways_measured(load_measured(path), name, ranks)
+        times = predict_all(costs, seen)
+        setting = f"{ranks} ranks, {settings['network']}, {settings['backend']}"
+        pairs_of[setting], costs_of[setting] = beside(times, seen), costs
+        if path.stem in DRAWN:
+            _draw(folder, path.stem, costs, times, seen)
+    settings = {setting: _facts(pairs, costs_of[setting].ranks) for setting, pairs in pairs_of.items()}
+    counted = [pair for pairs in pairs_of.values() for pair in _counted(pairs)]
+    whole = accuracy_of(counted, 0)
+    write_result(
+        folder / "predicted.json",
+        head("plan-step-accuracy") | {"accuracy": vars(whole) if whole else None, "settings": settings},
+    )
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    text = fill(text, "accuracy", accuracy_figures(pairs_of, costs_of, whole))
+    text = fill(text, "steps", step_figures(pairs_of))
+    text = fill(text, "buckets", bucket_figures(pairs_of, costs_of))
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    print(folder / "README.md")
+
+
+def accuracy_figures(
+    pairs_of: Mapping[str, Pairs], costs_of: Mapping[str, StepCosts], whole: Accuracy | None
+) -> str:
+    """Return the table of errors: a row per setting, and all of them."""
+    rows = []
+    for setting, pairs in pairs_of.items():
+        found = accuracy_of(_counted(pairs), costs_of[setting].ranks)
+        if found is not None:
+            inside = sum(time.low <= seen.seconds <= time.high for time, seen in _counted(pairs))
+            rows.append([setting, *_error_cells(found), f"{inside} of {found.points}"])
+    if whole is not None:
+        every = [pair for pairs in pairs_of.values() for pair in _counted(pairs)]
+        inside = sum(time.low <= seen.seconds <= time.high for time, seen in every)
+        rows.append(["**all**", *_error_cells(whole), f"{inside} of {whole.points}"])
+    return table(["", "points", "median error", "9 in 10", "largest", "within the range"], rows)
+
+
+def step_figures(pairs_of: Mapping[str, Pairs]) -> str:
+    """Return the table of steps: a row per way, for each setting measured, predicted and how far that was off."""
+    labels = list(dict.fromkeys(time.way.label for pairs in pairs_of.values() for time, _ in pairs))
+    rows = []
+    for label in labels:
+        cells = [label]
+        for pairs in pairs_of.values():
+            found = next(((time, seen) for time, seen in pairs if time.way.label == label), None)
+            cells.append("" if found is None else _beside(*found))
+        rows.append(cells)
+    return table(["", *pairs_of], rows)
+
+
+def bucket_figures(pairs_of: Mapping[str, Pairs], costs_of: Mapping[str, StepCosts]) -> str:
+    """Return the table of bucket sizes: by simulation, by the closed form, and what the best measured one was."""
+    rows = []
+    for setting, pairs in pairs_of.items():
+        costs = costs_of[setting]
+        job, simulated = costs.equal_buckets(), simulated_bucket(costs)
+        formula = None if job is None else job.best()
+        tried = [(time, seen) for time, seen in pairs if time.way.strategy == "bucketed"]
+        fastest = min(tried, key=lambda pair: pair[1].seconds)
+        chosen = min(tried, key=lambda pair: pair[0].seconds)
+        rows.append(
+            [
+                setting,
+                f"{simulated.cap / MIB:.3g}",
+                "" if formula is None else f"{formula.nbytes / MIB:.3g}",
+                f"{fastest[0].way.bucket_mib:g}",
+                f"{chosen[0].way.bucket_mib:g}",
+                f"{100 * (chosen[1].seconds / fastest[1].seconds - 1):.1f} %",
+            ]
+        )
+    titles = [
+        "",
+        "simulated, MiB",
+        "closed form, MiB",
+        "fastest measured",
+        "fastest predicted",
+        "costs more by",
+    ]
+    return table(titles, rows)
+
+
+def _counted(pairs: Pairs) -> list[tuple[StepTime, MeasuredStep]]:
+    return [(time, seen) for time, seen in pairs if time.way.strategy != BOUNDS]
+
+
+def _error_cells(found: Accuracy) -> list[str]:
+    return [
+        str(found.points),
+        *(f"{100 * value:.1f} %" for value in (found.median, found.p90, found.maximum)),
+    ]
+
+
+def _beside(time: StepTime, seen: MeasuredStep) -> str:
+    return f"{seen.seconds:.3g} · {time.seconds:.3g} · {100 * (time.seconds / seen.seconds - 1):+.0f} %"
+
+
+def _facts(pairs: Pairs, ranks: int) -> dict[str, Any]:
+    found = accuracy_of(_counted(pairs), ranks)
+    rows = [
+        {
+            "way": time.way.label,
+            "predicted": {name: value for name, value in vars(time).items() if name not in ("way", "beyond")},
+            "predicted_seconds": time.seconds,
+            "measured": {name: value for name, value in vars(seen).items() if name != "way"},
+            "error": time.seconds / seen.seconds - 1,
+        }
+        for time, seen in pairs
+    ]
+    parts = ("forward", "backward", "exposed", "optimizer")
+    off = {name: median(getattr(time, name) - getattr(seen, name) for time, seen in pairs) for name in parts}
+    return {"accuracy": None if found is None else vars(found), "median_seconds_off": off, "rows": rows}
+
+
+def _draw(
+    folder: Path, stem: str, costs: StepCosts, times: Sequence[StepTime], seen: Mapping[Way, MeasuredStep]
+) -> None:
+    """Draw the two figures of one setting."""
+    for figure in ("step-breakdown", "step-buckets"):
+        drawn = folder / f"{figure}.png"
+        draw(drawn, costs, times, seen)
+        drawn.rename(folder / f"{figure}-{stem.removeprefix('steps-')}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

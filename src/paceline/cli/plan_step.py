@@ -1,0 +1,142 @@
+"""``paceline plan step``: what a training step takes for every way to synchronise gradients, before any is run."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.writable import check_writable
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.plan.step_costs import StepCosts
+    from paceline.plan.step_measured import MeasuredStep
+    from paceline.plan.step_way import Way
+
+__all__ = ["step"]
+
+_FIGURES = ("step-breakdown", "step-buckets")
+
+
+def step(
+    profile_file: Annotated[
+        Path, typer.Option("--profile", metavar="FILE", help="What paceline bench parts measured.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Its name; may be left out where there is one only.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="That train; else as many as were measured.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Of Paceline's exchanges; may be left out where there is one only.")
+    ] = None,
+    network: Annotated[str | None, typer.Option(help="May be left out where there is one only.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples of a rank, as measured.")] = None,
+    shape: Annotated[str | None, typer.Option(help="What a sample is, as measured: 'context 64'.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of a rank, as measured.")] = None,
+    bucket_mib: Annotated[
+        str, typer.Option(help="Bucket sizes in MiB, separated by commas; inf: one for all.")
+    ] = "1,5,25,100",
+    compression: Annotated[
+        str, typer.Option(help="Buckets in bf16, int8, int4 too, separated by commas.")
+    ] = "",
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What paceline bench step measured: shown beside.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw where time goes, and time by bucket size.")
+    ] = None,
+) -> None:
+    """Predict a training step for every strategy and bucket size, name the best, and set torch's default beside it.
+
+    Example: paceline plan step --profile profile.json --ranks 4 --bucket-mib 1,5,25,100
+    """
+    from paceline.cli.step_table import sentences, step_table
+    from paceline.cli.wide_table import print_wide
+    from paceline.plan.profile import Profile
+    from paceline.plan.step_costs import pick
+    from paceline.plan.step_measured import load_measured, ways_measured
+    from paceline.plan.step_time import predict_all
+
+    sizes, squeezed = _sizes(bucket_mib), _names(compression)
+    files = _files(json_file, out)
+    costs = pick(
+        Profile.load(profile_file),
+        model,
+        ranks=ranks,
+        backend=backend,
+        network=network,
+        batch=batch_size,
+        shape=shape,
+        threads=threads,
+    )
+    seen = {} if measured is None else ways_measured(load_measured(measured), costs.step.model, costs.ranks)
+    times = predict_all(costs, _ways(costs, sizes, squeezed, seen))
+    print_wide(step_table(costs, times, seen))
+    typer.echo("\n".join(sentences(costs, times, seen)))
+    for path in files:
+        if path.suffix == ".json":
+            from paceline.cli.step_files import facts
+
+            told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **facts(costs, times, seen)}
+            path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        else:
+            from paceline.cli.step_files import draw
+
+            draw(path, costs, times, seen)
+        typer.echo(path)
+
+
+def _ways(
+    costs: StepCosts, sizes: tuple[float, ...], compressions: tuple[str, ...], seen: dict[Way, MeasuredStep]
+) -> list[Way]:
+    """Return the ways to predict: the usual ones, and those that were measured; one bucket for all only once."""
+    from paceline.plan.step_way import usual_ways
+    from paceline.units import MIB
+
+    whole = costs.step.nbytes / MIB
+    parts = [size for size in sizes if size < whole]
+    kept = parts + ([math.inf] if len(parts) < len(sizes) else [])
+    ways = usual_ways(kept, torchs=costs.torchs is not None, compressions=compressions)
+    there = [way for way in seen if costs.torchs is not None or not way.is_torchs]
+    return list(dict.fromkeys([*ways, *there]))
+
+
+def _files(json_file: Path | None, out: Path | None) -> list[Path]:
+    """Return what will be written, once it is clear that it can be.
+
+    Raises:
+        UsageError: a file can't be written, or there is nothing to draw charts with.
+    """
+    files = [] if json_file is None else [json_file]
+    if json_file is not None and json_file.suffix != ".json":
+        raise UsageError(f"--json {json_file}", remedy="name a .json file")
+    if out is not None:
+        from paceline.report.canvas import require_matplotlib
+
+        require_matplotlib()
+        files += [out / f"{name}{suffix}" for name in _FIGURES for suffix in (".png", ".svg")]
+    for path in files:
+        check_writable(path, make_folder=True)
+    return files
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _sizes(text: str) -> tuple[float, ...]:
+    """Return bucket sizes in MiB, ascending, each once."""
+    try:
+        sizes = {float(name) for name in _names(text)}
+    except ValueError:
+        sizes = set()
+    if not sizes or not all(size > 0 for size in sizes):
+        raise UsageError(f"--bucket-mib {text!r}", remedy="give MiB above 0, or inf, such as 1,5,25")
+    return tuple(sorted(sizes))

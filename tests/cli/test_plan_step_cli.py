@@ -1,0 +1,150 @@
+"""`paceline plan step` as a user runs it, on a profile of round numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.app import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
+from step_profile import model, profile
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "plan", "step", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "profile.json"
+    profile(call=0.02).save(path)
+    return path
+
+
+def steps_file(tmp_path):
+    rows = []
+    for strategy, size, milliseconds in (
+        ("naive", None, 2000.0),
+        ("bucketed", 2.0, 1800.0),
+        ("ddp", None, 1900.0),
+    ):
+        parts = {
+            "forward_ms": 500.0,
+            "backward_ms": 900.0,
+            "exposed_ms": milliseconds - 1600.0,
+            "optimizer_ms": 200.0,
+        }
+        row = {"model": "net", "strategy": strategy, "bucket_mib": size, "ranks": 2, "step_ms": milliseconds}
+        rows.append(row | parts)
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({"kind": "bench-step", "schema": 1, "rows": rows}))
+    return path
+
+
+def test_table_best_default_and_buckets(call, saved):
+    code, told, error = call("--profile", saved, "--bucket-mib", "1,2,5,100", "--compression", "int4")
+    assert (code, error) == (0, "")
+    lines = told.splitlines()
+    assert lines[0].startswith("net, 4 samples a rank (context 8), 2 ranks, gloo, lab")
+    assert sum(line.startswith("→") for line in lines) == 1
+    (default,) = (line for line in lines if line.startswith("DDP "))
+    assert "torch DDP, its default" in default
+    for words in ("naive", "bucketed, one bucket", "sharded 5 MiB", "full-shard", "bucketed 25 MiB, int4"):
+        assert words in told
+    assert "Best bucket for all-reduce:" in told
+    assert "o = 20 ms a call, s/w = 100 ms, backward 1 s, so computing decides" in told
+    assert "Compressed buckets are lower bounds" in told
+    assert "Beyond what was measured" not in told
+
+
+def test_one_bucket_for_all_is_there_once(call, saved):
+    told = call("--profile", saved, "--bucket-mib", "5,100,200,inf")[1]
+    assert told.count("bucketed, one bucket") == 1
+    assert "100 MiB" not in told
+
+
+def test_measured_steps_beside(call, saved, tmp_path):
+    profile(call=0.15).save(saved)  # few large buckets are best, so the closed form's is on the axis
+    measured, out = steps_file(tmp_path), tmp_path / "out"
+    code, told, _ = call(
+        "--profile", saved, "--measured", measured, "--json", tmp_path / "a" / "plan.json", "--out", out
+    )
+    assert code == 0
+    assert "bucketed 2 MiB" in told, "what was measured is predicted too"
+    assert "Predicted steps beside measured ones: off by" in told
+    assert "3 points" in told
+    written = json.loads((tmp_path / "a" / "plan.json").read_text())
+    assert written["command"].startswith("paceline plan step --profile")
+    rows = {row["label"]: row for row in written["rows"]}
+    assert rows["naive"]["measured"]["seconds"] == 2.0
+    assert rows["flat"]["measured"] is None
+    assert rows["naive"]["forward"] == 0.5
+    assert rows["bucketed, one bucket"]["bucket_mib"] == "inf"
+    assert written["best"] in rows
+    assert set(written["buckets"]) == {"all-reduce", "reduce-scatter"}
+    names = {"step-breakdown.png", "step-breakdown.svg", "step-buckets.png", "step-buckets.svg"}
+    assert {path.name for path in out.iterdir()} == names
+    assert "bucketed 2 MiB" in (out / "step-breakdown.svg").read_text()
+    assert "closed form" in (out / "step-buckets.svg").read_text()
+
+
+def test_other_numbers_of_ranks_are_said_to_be_beyond(call, saved):
+    told = call("--profile", saved, "--ranks", 8)[1]
+    assert "Beyond what was measured: computing was measured with 2 ranks at the same time" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--bucket-mib", "0"], "--bucket-mib '0'"),
+        (["--bucket-mib", "five"], "--bucket-mib 'five'"),
+        (["--bucket-mib", ","], "give MiB above 0"),
+        (["--compression", "int2"], "int2"),
+        (["--ranks", "1"], "1 ranks"),
+        (["--model", "nett"], "no step with model 'nett'"),
+        (["--network", "wifi"], "it has: lab"),
+        (["--backend", "nccl"], "it has: gloo"),
+        (["--threads", "9"], "no step with threads 9"),
+        (["--measured", "/nowhere/steps.json"], "can't read"),
+        (["--json", "/dev/null/a.json"], "can't write"),
+        (["--json", "plan.txt"], "name a .json file"),
+    ],
+)
+def test_bad_input_is_one_clear_message(call, saved, arguments, said):
+    code, told, error = call("--profile", saved, *arguments)
+    assert code == 2
+    assert said in error
+    assert told == ""
+    assert "Traceback" not in error
+
+
+def test_a_profile_without_steps_says_what_to_do(call, tmp_path):
+    type(profile())().save(tmp_path / "p.json")
+    assert "measure with paceline bench parts" in call("--profile", tmp_path / "p.json")[2]
+    code, _, error = call()
+    assert code == 2
+    assert "--profile" in error
+
+
+def test_models_are_told_apart(call, tmp_path):
+    profile(models=(model(), model(name="other"))).save(tmp_path / "p.json")
+    assert "differ in model: net, other" in call("--profile", tmp_path / "p.json")[2]
+    assert call("--profile", tmp_path / "p.json", "--model", "other")[1].startswith("other,")

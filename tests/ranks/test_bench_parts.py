@@ -1,0 +1,189 @@
+"""`paceline bench parts` with real ranks: it predicts every way, with the engine's own buckets and calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.bench.parts.exchanges import OPS, priced, sizes_up_to
+from paceline.errors import UsageError
+from paceline.lm.sizes import size_of
+from paceline.plan.bucket import plan_buckets
+from paceline.plan.entries import Source
+from paceline.plan.fitting import Point
+from paceline.plan.profile import Profile
+from paceline.plan.step_costs import pick
+from paceline.plan.step_time import predict
+from paceline.plan.step_way import Way, usual_ways
+
+SIZE = size_of("tiny")
+SOURCE = Source("test", "2026-01-02T03:04:05+00:00")
+WAYS = usual_ways([0.25, 1.0, math.inf], compressions=["bf16"])
+
+
+def measure(rank, size, backend):
+    """Return the entries of a short measurement, as JSON."""
+    import paceline
+    from paceline.bench.parts.measure import measure_parts
+    from paceline.bench.parts.settings import PartsSettings
+    from paceline.bench.parts.workload import reference
+
+    settings = PartsSettings(
+        ranks=size, size="tiny", batch_size=1, context=8, backend=backend, steps=3, rounds=1, seconds=0.02
+    )
+    world = paceline.init()
+    workload = reference(SIZE, 1, 8, world.device)
+    return measure_parts(world, settings, workload, Profile(), SOURCE).to_json()
+
+
+def engines(rank, size, ways):
+    """Return, by way, the engine's buckets as names of parameters, and the calls of a step."""
+    from paceline.bench.contestants import build, random_batch, step
+    from paceline.bench.entries import Entry
+
+    batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
+    found = []
+    for strategy, bucket_mib in ways:
+        contestant = build(Entry(strategy, bucket_mib), SIZE, "cpu", seed=0)
+        step(contestant, batch)
+        step(contestant, batch)
+        plan = [names for _, names in contestant.model.bucket_plan() if names]
+        found.append((plan, contestant.model.timings.calls))
+    return found
+
+
+@pytest.fixture(scope="module", params=["gloo", "paceline"])
+def measured(request, pool):
+    return Profile.from_json(
+        pool(2, request.param).run(measure, request.param, timeout=200)[0]
+    ), request.param
+
+
+def test_the_profile_has_all_parts(measured):
+    profile, backend = measured
+    (step,) = profile.models
+    assert step.nbytes == 4 * SIZE.parameters()
+    assert {each.name for each in step.parameters} == {f"{name}" for name in names_of_tiny()}
+    assert min(step.forward, step.backward, step.buffered, step.optimizer) > 0
+    assert step.parameters[-1].seconds <= step.buffered
+    assert {each.unit for each in step.parameters} == {0, 1, 2, 3, 4}  # the root and four blocks
+    ours = {
+        (each.backend, each.fit.op, each.queued) for each in profile.exchanges if each.caller == "paceline"
+    }
+    assert ours == {(backend, op, queued) for op in OPS for queued in (False, True)}
+    assert {each.backend for each in profile.exchanges if each.caller == "torch"} == {"gloo"}
+    assert len(profile.contentions) == len(OPS) + 1
+    assert all(each.launch_seconds > 0 for each in profile.contentions)
+
+
+def names_of_tiny():
+    from paceline.lm.model import GPT
+
+    return [name for name, param in GPT(SIZE).named_parameters() if param.requires_grad]
+
+
+def test_every_way_is_predicted(measured):
+    profile, backend = measured
+    costs = pick(profile, "tiny", ranks=2, backend=backend)
+    for way in WAYS:
+        time = predict(costs, way)
+        assert 0 < time.low <= time.seconds <= time.high < math.inf
+        assert time.beyond is None
+
+
+def test_predicted_are_the_engines_own_buckets_and_calls(measured, pool):
+    profile, backend = measured
+    costs = pick(profile, "tiny", backend=backend)
+    ways = [
+        Way("naive"),
+        Way("flat"),
+        Way("overlap"),
+        Way("bucketed", 0.25),
+        Way("bucketed", 1),
+        Way("sharded", 0.25),
+    ]
+    found = pool(2, backend).run(engines, [(way.strategy, way.bucket_mib) for way in ways], timeout=120)[0]
+    names, sizes, kinds = zip(*((p.name, p.nbytes, p.kind) for p in costs.step.parameters), strict=True)
+    for way, (plan, calls) in zip(ways, found, strict=True):
+        grouped = plan_buckets(range(len(names)), sizes, kinds, way.caps)
+        assert [[names[index] for index in members] for members in grouped] == plan
+        assert predict(costs, way).calls == calls
+
+
+def test_the_command_measures_and_the_plan_predicts(tmp_path):
+    env = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "300"}
+    profile = tmp_path / "profile.json"
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "paceline", *map(str, arguments)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env, check=False)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    short = ["--steps", 2, "--rounds", 1, "--seconds", 0.02]
+    own = tmp_path / "net.py"
+    own.write_text(
+        "import torch\n"
+        "def make():\n"
+        "    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))\n"
+        "    batch = torch.ones(8, 64)\n"
+        "    return net, lambda model: model(batch).square().mean(), 8\n"
+    )
+    told = run(
+        "bench", "parts", "--workload", f"{own}:make", "--backend", "gloo", *short, "--profile", profile
+    )
+    assert "net:make, 8 samples a rank" in told
+    assert Profile.load(profile).models[0].source.command.startswith("paceline bench parts --workload")
+    told = run(
+        "plan", "step", "--profile", profile, "--json", tmp_path / "plan.json", "--out", tmp_path / "out"
+    )
+    assert "The shortest step" in told
+    assert json.loads((tmp_path / "plan.json").read_text())["model"] == "net:make"
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg"}
+
+
+# ---------------------------------------------------------------- without ranks
+
+
+def test_sizes_end_with_the_model():
+    assert sizes_up_to(50 << 20)[-2:] == [16 << 20, 50 << 20]
+    assert sizes_up_to(17 << 20)[-2:] == [4 << 20, 17 << 20]
+    assert sizes_up_to(10) == [1024, 4096, 16384, 65536, 262144, 1 << 20]
+
+
+def test_other_numbers_of_ranks_join_the_fit():
+    def points(ranks):
+        return [Point(1024 * 4**at, ranks, 1e-4 * ranks + 1e-9 * 4**at) for at in range(6)]
+
+    two = priced(("paceline", "all-reduce", False), "gloo", "lab", points(2), [], SOURCE)
+    both = priced(("paceline", "all-reduce", False), "gloo", "lab", points(4), [two], SOURCE)
+    assert both.fit.ranks == (2, 4)
+    assert len(both.points) == 12
+    again = priced(("paceline", "all-reduce", False), "gloo", "lab", points(4), [both], SOURCE)
+    assert len(again.points) == 12
+    elsewhere = priced(("paceline", "all-reduce", False), "gloo", "wifi", points(4), [two], SOURCE)
+    assert elsewhere.fit.ranks == (4,)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("net.py", "names no file"),
+        ("nothing.py:make", "names no file"),
+        ("{}:other", "has no function 'other'"),
+    ],
+)
+def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
+    from paceline.bench.parts.workload import user_defined
+
+    path = tmp_path / "net.py"
+    path.write_text("def make():\n    return 3\n")
+    with pytest.raises(UsageError, match=said):
+        user_defined(text.format(path))
+    with pytest.raises(UsageError, match="returned int"):
+        user_defined(f"{path}:make")
