@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from paceline.cli.app import main
+from paceline.cli.plan_hardware import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 from paceline.cli.plan_xxl import show
 from paceline.plan.entries import CollectiveCost, Rate, Source
 from paceline.plan.fitting import Point, fit_points
+from paceline.plan.hardware import DEVICES, INTERCONNECTS
 from paceline.plan.profile import Profile
+from paceline.report.markdown import fill, table
 
 ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
 
@@ -159,3 +163,20 @@ def test_bad_input_is_one_clear_message(call, arguments, said):
     assert said in error
     assert told == ""
     assert "Traceback" not in error
+
+
+def test_every_name_that_is_known_is_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["paceline", "plan", "hardware", "--sources"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    told = capsys.readouterr().out
+    for row in (*DEVICES.values(), *INTERCONNECTS.values()):
+        assert f"{row.name} " in told
+        assert row.source in told
+
+
+def test_the_page_has_the_table_as_it_is():
+    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
+    tables = f"{table(DEVICE_COLUMNS, device_rows())}\n\n{table(LINK_COLUMNS, link_rows())}"
+    assert fill(page, "hardware", tables) == page, "fill docs/batch.md anew with these tables"

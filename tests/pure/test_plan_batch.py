@@ -46,8 +46,14 @@ def test_ddp_does_not_fit_better_on_more_devices():
 
 @pytest.mark.parametrize(
     ("memory", "activations", "shared", "said"),
-    [(0, 0, 0, "memory"), (-1, 0, 0, "memory"), (1e9, -1, 0, "activations"), (1e9, 0, 1.5, "shared"), (math.nan, 0, 0, "memory")],
-)  # fmt: skip
+    [
+        (0, 0, 0, "memory"),
+        (-1, 0, 0, "memory"),
+        (math.nan, 0, 0, "memory"),
+        (1e9, -1, 0, "activations"),
+        (1e9, 0, 1.5, "shared"),
+    ],
+)
 def test_numbers_without_sense_are_refused(memory, activations, shared, said):
     with pytest.raises(UsageError, match=said):
         devices_for(States(1.0), activations, memory, shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from paceline.cli.plan_batch import batch
+from paceline.cli.plan_hardware import hardware
 from paceline.cli.plan_network import network
 
 __all__ = ["app"]
@@ -18,4 +19,5 @@ def plan() -> None:
 
 
 app.command()(batch)
+app.command()(hardware)
 app.command()(network)
