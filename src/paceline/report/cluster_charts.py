@@ -69,10 +69,8 @@ def _shares(axes: Axes, rows: Sequence[ClusterRow], nodes: Sequence[int]) -> Non
     axes.plot(nodes, [100 * row.efficiency.mean for row in rows], color=INK, linewidth=1.8)
     axes.set_ylim(0, 100)
     axes.set_ylabel("% of all time")
-    labels = [
-        swatch(f"{name}" if name != "useful" else "useful (line: efficiency, 90 % of jobs)", colour)
-        for name, colour in zip(names, colours, strict=True)
-    ]
+    told = {"useful": "useful (line: mean;\nband: nine in ten jobs)"}
+    labels = [swatch(told.get(name, name), colour) for name, colour in zip(names, colours, strict=True)]
     for label in labels:
         label.set_alpha(0.55)
     axes.legend(

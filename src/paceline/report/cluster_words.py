@@ -39,7 +39,7 @@ def sentences(rows: Sequence[ClusterRow]) -> list[str]:
     fastest = max(rows, key=lambda row: row.speedup)
     if fastest is not last:
         told.append(
-            f"More than {_nodes(fastest)} make{'s' * (fastest.nodes == 1)} it slower: there it is {times(fastest.speedup)} × one rank."
+            f"Beyond {_nodes(fastest)} it gets slower: there it is {times(fastest.speedup)} × one rank."
         )
     if last.intervals is not None and last.intervals.daly is not None:
         told.append(_checkpoints(last))
