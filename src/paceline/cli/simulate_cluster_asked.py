@@ -236,7 +236,7 @@ def _speeds(text: str) -> tuple[float, ...]:
         return tuple(float(each) for each in text.split(":"))
     except ValueError:
         raise UsageError(
-            f"--speeds {text!r}", remedy="write numbers above 0 with colons between them: 1:1:2:4"
+            f"--speeds {text}", remedy="write numbers above 0 with colons between them: 1:1:2:4"
         ) from None
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["by_nodes"]
 
-_COLOUR_OF = dict(zip(("useful", *LOSSES), [COLOURS[0], *COLOURS[1:], MUTED], strict=True))
+_COLOUR_OF: dict[str, str] = dict(zip(("useful", *LOSSES), [COLOURS[0], *COLOURS[1:], MUTED], strict=True))
 _FAINT = 0.35
 
 

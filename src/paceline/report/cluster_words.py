@@ -43,17 +43,8 @@ def sentences(rows: Sequence[ClusterRow]) -> list[str]:
         )
     if last.intervals is not None and last.intervals.daly is not None:
         told.append(_checkpoints(last))
-    cheapest = min((row for row in rows if row.cost is not None), key=lambda row: row.cost.mean, default=None)
-    if (
-        cheapest is not None
-        and cheapest.cost is not None
-        and cheapest.job_seconds is not None
-        and len(rows) > 1
-    ):
-        told.append(
-            f"Cheapest: {_nodes(cheapest)}, {format_count(cheapest.cost.mean)} for "
-            f"{duration(cheapest.job_seconds.mean)}."
-        )
+    if last.cost is not None and len(rows) > 1:
+        told.append(_cheapest(rows))
     return told
 
 
@@ -131,6 +122,12 @@ def _checkpoints(row: ClusterRow) -> str:
         f"{_nodes(row)} fail every {duration(row.mtbf_seconds)} on average. The best time between checkpoints is "
         f"{', '.join(best)}; {duration(at.used)} is used."
     )
+
+
+def _cheapest(rows: Sequence[ClusterRow]) -> str:
+    costs = [(row.cost.mean, row.job_seconds.mean, row) for row in rows if row.cost and row.job_seconds]
+    cost, seconds, row = min(costs, key=lambda each: each[0])
+    return f"Cheapest: {_nodes(row)}, {format_count(cost)} for {duration(seconds)}."
 
 
 def _nodes(row: ClusterRow) -> str:

@@ -30,7 +30,14 @@ __all__ = ["LOSSES", "MOST_NODES", "Band", "ClusterRow", "Intervals", "simulate"
 
 Numbers = NDArray[np.float64]
 
-LOSSES = ("uneven machines", "varying steps", "communication", "checkpoints", "lost work", "restarts")
+LOSSES: tuple[str, ...] = (
+    "uneven machines",
+    "varying steps",
+    "communication",
+    "checkpoints",
+    "lost work",
+    "restarts",
+)
 MOST_NODES = 1_000_000
 _P90 = 1.6449
 """Nine in ten of normal numbers are no further than so many standard deviations from their mean."""
