@@ -54,6 +54,4 @@ def predict(
     if strategy.name != "flat":
         plan["bucket_nbytes"] = strategy.bucket_mib * 2**20
     computing = sum(alone) / len(alone) * shared
-    return simulate(
-        ClusterPlan(FittedNetwork(fit), computing, nbytes, algorithm=str(fit.form), **plan), ranks
-    )
+    return simulate(ClusterPlan(FittedNetwork(fit), computing, nbytes, **plan), ranks)

@@ -152,7 +152,7 @@ def test_too_few_devices_and_none_that_is_enough(call):
         ("--model tiny --device h100 --gradients 3", "--gradients 3"),
         ("--model tiny --device h100 --flops 0", "--flops 0"),
         ("--model tiny --memory 0GB", "memory"),
-        ("--parameters 0 --memory 1GB", "parameters=0"),
+        ("--parameters 0 --memory 1GB", "--parameters 0"),
         ("--model tiny --device h100 --profile /nowhere.json", "can't read the profile"),
         (f"{ASKED} --json /nowhere/a.json", "no such folder"),
     ],

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.model_option import parameters_of
 from paceline.cli.writable import check_writable
-from paceline.errors import UsageError, unknown
+from paceline.errors import UsageError
 from paceline.units import parse_bytes, parse_count, parse_rate, parse_share
 
 if TYPE_CHECKING:
@@ -149,20 +150,14 @@ def _model(options: dict[str, Any]) -> tuple[int, float | None, int]:
     from paceline.plan import xxl
     from paceline.plan.batch import token_nbytes
 
-    name, parameters = options["model"], options["parameters"]
-    if (name is None) == (parameters is None):
-        raise UsageError(
-            "which model?",
-            remedy="pass either --model NAME or --parameters, such as 7B, and only one of them",
-        )
+    name = options["model"]
+    count = parameters_of(name, options["parameters"])
     if name is None:
-        return parse_count(parameters), None, 1
+        return count, None, 1
     if name == "xxl":
-        return xxl.PARAMETERS, float(xxl.TOKEN_NBYTES), 1
-    if name not in SIZES:
-        raise unknown("model", name, [*SIZES, "xxl"])
+        return count, float(xxl.TOKEN_NBYTES), 1
     size = SIZES[name]
-    return size.parameters(), token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
+    return count, token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
 
 
 def _flops(options: dict[str, Any]) -> Quantity | None:

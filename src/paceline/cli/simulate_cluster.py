@@ -112,6 +112,7 @@ def cluster(
                 remedy=f"options of paceline simulate {context.invoked_subcommand} stand behind its name",
             )
         return
+    _check_network(context)
     from paceline.cli.simulate_cluster_asked import asked_of
     from paceline.cli.simulate_cluster_files import plan_files
     from paceline.cli.simulate_cluster_show import show
@@ -125,6 +126,18 @@ def cluster(
     for path, write in writer_of.items():
         write(path, asked, rows, command)
         typer.echo(path)
+
+
+def _check_network(context: typer.Context) -> None:
+    """Refuse links that are described beside a network that was measured."""
+    if context.params["profile"] is None:
+        return
+    for name in ("topology", "link", "latency", "inside", "inside_latency", "switch"):
+        if _was_given(context, name):
+            raise UsageError(
+                f"both --profile and --{name.replace('_', '-')}",
+                remedy="a profile is the network as it was measured: leave one of them out",
+            )
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError, unknown
+from paceline.cli.model_option import parameters_of
+from paceline.errors import UsageError
 from paceline.plan.hardware import interconnect
 from paceline.plan.profile import Profile
 from paceline.simulate.cluster.fitted import FittedNetwork
@@ -17,7 +18,7 @@ from paceline.simulate.cluster.machines import Machines
 from paceline.simulate.cluster.network import Carrier, Network
 from paceline.simulate.cluster.plan import ClusterPlan
 from paceline.simulate.cluster.run import MOST_NODES
-from paceline.units import parse_count, parse_rate, parse_seconds, parse_share
+from paceline.units import parse_rate, parse_seconds, parse_share
 
 __all__ = ["Asked", "asked_of", "measured_steps", "parse_nodes"]
 
@@ -52,7 +53,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         UsageError: one that makes no sense, is missing, or does not go with another.
     """
     nodes = parse_nodes(options["nodes"])
-    parameters = _parameters(options)
+    parameters = parameters_of(options["model"], options["parameters"])
     seconds, measured = _step(options["step"])
     if options["gradients"] not in (1, 2, 4):
         raise UsageError(f"--gradients {options['gradients']}", remedy="pass 4, 2 or 1 bytes")
@@ -175,28 +176,6 @@ def _step(text: str | None) -> tuple[float, tuple[float, ...]]:
         steps = measured_steps(Path(text))
         return math.fsum(steps) / len(steps), steps
     return _time("--step", text), ()
-
-
-def _parameters(options: Mapping[str, Any]) -> int:
-    from paceline.lm.sizes import SIZES
-    from paceline.plan import xxl
-
-    name, text = options["model"], options["parameters"]
-    if (name is None) == (text is None):
-        raise UsageError(
-            "which model?",
-            remedy="pass either --parameters, such as 7B, or --model NAME, and only one of them",
-        )
-    if text is not None:
-        count = parse_count(text)
-        if count < 1:
-            raise UsageError(f"--parameters {text}", remedy="pass 1 or more")
-        return count
-    if name == "xxl":
-        return xxl.PARAMETERS
-    if name not in SIZES:
-        raise unknown("model", name, [*SIZES, "xxl"])
-    return SIZES[name].parameters()
 
 
 def _carrier(options: Mapping[str, Any]) -> Carrier:

@@ -18,7 +18,8 @@ __all__ = ["FittedNetwork"]
 class FittedNetwork:
     """A network as it was measured.
 
-    The fit's own algorithm is what the library was seen to run; others are priced from the same α and β.
+    The fit's own algorithm is what the times looked like, and stands unless another is named; others are priced from
+    the same α and β.
 
     Attributes:
         fit: of the all-reduce.
@@ -37,6 +38,10 @@ class FittedNetwork:
         """Return the fit's own algorithm first, then those that have a closed form."""
         names = [name for op, name in CLOSED_FORMS if op == self.fit.op]
         return (self.own, *(name for name in names if name != self.own))
+
+    def usual(self) -> tuple[str, ...]:
+        """Return the fit's own algorithm: the others never ran."""
+        return (self.own,)
 
     def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
         """Return what one all-reduce costs; arguments and errors as for `Network.price`."""

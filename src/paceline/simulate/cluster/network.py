@@ -58,6 +58,10 @@ class Carrier(Protocol):
         """Return those that it can price."""
         ...
 
+    def usual(self) -> tuple[str, ...]:
+        """Return those that are chosen from where none is named."""
+        ...
+
     def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
         """Return what one all-reduce costs."""
         ...
@@ -110,6 +114,10 @@ class Network:
     def algorithms(self) -> tuple[str, ...]:
         """Return the algorithms that can run on it."""
         return ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in NESTED)
+
+    def usual(self) -> tuple[str, ...]:
+        """Return the algorithms that are chosen from where none is named: all."""
+        return self.algorithms()
 
     def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
         """Return what one all-reduce costs.

@@ -78,7 +78,7 @@ def cheapest(
     Raises:
         UsageError: the carrier has no such algorithm, or it has no such halves.
     """
-    names = carrier.algorithms() if algorithm == "auto" else (algorithm,)
+    names = carrier.usual() if algorithm == "auto" else (algorithm,)
     if halved:
         names = tuple(name for name in names if name.split(",")[0] in HALVED)
         if not names:

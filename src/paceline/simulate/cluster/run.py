@@ -39,6 +39,8 @@ LOSSES: tuple[str, ...] = (
     "restarts",
 )
 MOST_NODES = 1_000_000
+_ENOUGH_JOBS = 32
+"""With which intervals are compared, at least."""
 _P90 = 1.6449
 """Nine in ten of normal numbers are no further than so many standard deviations from their mean."""
 
@@ -258,5 +260,5 @@ def _intervals(plan: ClusterPlan, risk: Risk, nodes: int) -> Intervals | None:
         plan.interval or daly(risk),
         young(risk),
         daly(risk),
-        best_interval(risk, plan.jobs, [plan.seed, nodes, 4]),
+        best_interval(risk, max(_ENOUGH_JOBS, plan.jobs), [plan.seed, nodes, 4]),
     )
