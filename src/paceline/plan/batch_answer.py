@@ -7,11 +7,11 @@ communication. Every figure comes with its derivation (`paceline.plan.derived`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.plan.batch import BatchSplit, States, device_nbytes, devices_for, most_samples, split_batch
+from paceline.plan.batch import BatchSplit, States, devices_for, most_samples, split_batch
+from paceline.plan.batch_words import bound_words, devices_of, least_words, split_words
 from paceline.plan.compute_bound import Threshold, ddp_tokens, fsdp_tokens, hsdp_tokens
 from paceline.plan.derived import Derived
 from paceline.plan.rates import Quantity, intensity
@@ -98,7 +98,7 @@ def answer(asked: Asked) -> Answer:
     states = States.of(asked.parameters, asked.strategy)
     least = devices_for(states, asked.sample_activations, asked.memory * asked.usable, asked.shared)
     figures = [_state_figure(asked, states), _least_figure(asked, states, least)]
-    sentences = [_least_words(asked, states, least)]
+    sentences = [least_words(asked, states, least)]
     devices = asked.devices or least
     split = None
     if least is not None and devices is not None and devices >= least:
@@ -108,12 +108,12 @@ def answer(asked: Asked) -> Answer:
         if asked.samples is not None:
             split = split_batch(asked.samples, devices, most or asked.samples)
             figures.append(_split_figure(split))
-            sentences += _split_words(split)
+            sentences += split_words(split)
     elif least is not None:
         sentences.append(f"{devices} devices are too few for {asked.strategy}: nothing else is planned.")
     thresholds = _thresholds(asked, devices or 1)
     figures += [_threshold_figure(asked, name, each) for name, each in thresholds.items()]
-    sentences += _bound_words(asked, split, thresholds)
+    sentences += bound_words(asked, split, thresholds)
     return Answer(tuple(figures), tuple(sentences), least, split, thresholds)
 
 
@@ -159,21 +159,6 @@ def _least_figure(asked: Asked, states: States, least: int | None) -> Derived:
     )
 
 
-def _least_words(asked: Asked, states: States, least: int | None) -> str:
-    room = asked.memory * asked.usable
-    if least is None:
-        alone = states.whole + (1 - asked.shared) * asked.sample_activations
-        return (
-            f"No number of devices is enough: each would have to hold {format_decimal(alone)} by itself, and "
-            f"{format_decimal(room)} may be used. Share more (fsdp), recompute activations, or take shorter samples."
-        )
-    held = device_nbytes(states, asked.sample_activations, least, asked.shared)
-    return (
-        f"At least {_devices(least)}: each then holds {format_decimal(held)} of the {format_decimal(room)} that may "
-        "be used" + (", activations not counted." if asked.token_activations is None else ".")
-    )
-
-
 def _most(asked: Asked, states: States, devices: int) -> int | None:
     """Return the largest micro-batch in samples; None where nobody knows what a sample needs."""
     if not asked.sample_activations:
@@ -187,7 +172,7 @@ def _most_figure(asked: Asked, states: States, devices: int, most: int) -> Deriv
     each = asked.sample_activations * (asked.shared / devices + 1 - asked.shared)
     return Derived(
         "most_samples",
-        f"largest micro-batch on {_devices(devices)}",
+        f"largest micro-batch on {devices_of(devices)}",
         f"⌊({room / 1e9:,.4g} − {(room - left) / 1e9:,.4g}) GB / {each / 1e9:,.3g} GB a sample⌋",
         most,
         f"{most} sample{'s' * (most != 1)} of {asked.sample_tokens} token{'s' * (asked.sample_tokens > 1)}",
@@ -204,30 +189,6 @@ def _split_figure(split: BatchSplit) -> Derived:
         split.told,
         "ranks first, since they work at the same time; accumulation only for what memory does not hold",
     )
-
-
-def _split_words(split: BatchSplit) -> list[str]:
-    said = [
-        f"Global batch {split.asked}: {split.ranks} ranks, {split.accumulation} micro-batch"
-        f"{'es' * (split.accumulation > 1)} of {'up to ' * bool(split.missing)}{split.micro} samples."
-        + (f" {split.idle} devices stay idle: there are fewer samples than devices." if split.idle else "")
-    ]
-    if split.missing:
-        said.append(_rest_words(split))
-    return said
-
-
-def _rest_words(split: BatchSplit) -> str:
-    """Return what becomes of a global batch that does not divide."""
-    least, most = split.rank_samples
-    if least < most:
-        said = f"It does not divide by {split.ranks} ranks: they have {least} or {most} samples a step"
-    else:
-        parts = split.accumulation
-        said = f"A rank's {most} samples don't divide by {parts}: micro-batches have {most // parts} or {split.micro}"
-    near = " or ".join(str(each) for each in (split.below, split.above) if each)
-    same = "" if split.exact is None else f", or {split.asked} as {split.exact.told}"
-    return f"{said}, which Paceline weighs exactly. All alike are {near}{same} (micro-batch × accumulation × ranks)."
 
 
 def _thresholds(asked: Asked, devices: int) -> dict[str, Threshold]:
@@ -276,30 +237,3 @@ def _threshold_figure(asked: Asked, name: str, threshold: Threshold) -> Derived:
         f"W = {format_decimal(wire.value)}/s ({wire.source})",
         wrong,
     )
-
-
-def _bound_words(asked: Asked, split: BatchSplit | None, thresholds: dict[str, Threshold]) -> Sequence[str]:
-    said = []
-    for name, threshold in thresholds.items():
-        if split is None:
-            said.append(
-                f"{name}: bound by computing from {threshold.tokens:,.0f} tokens per {threshold.per} on."
-            )
-            continue
-        samples = split.asked / split.ranks
-        if threshold.per == "micro-batch":
-            samples /= split.accumulation
-        has = samples * asked.sample_tokens
-        verdict = (
-            "computing can hide communication"
-            if has >= threshold.tokens
-            else f"communication is {threshold.tokens / has:.3g} times as long as what could hide it"
-        )
-        said.append(
-            f"{name}: {has:,.0f} tokens on a device per {threshold.per}, {threshold.tokens:,.0f} are needed: {verdict}."
-        )
-    return said
-
-
-def _devices(count: int) -> str:
-    return f"{count} device{'s' * (count > 1)}"
