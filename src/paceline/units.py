@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 
 _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _PREFIX |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 
 
@@ -90,7 +90,7 @@ def parse_seconds(text: str | float) -> float:
     """Return a time in seconds.
 
     Args:
-        text: seconds as a number, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min``, ``h``.
+        text: seconds as a number, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min``, ``h``, ``d``.
 
     Raises:
         UsageError: `text` is no time.

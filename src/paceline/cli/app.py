@@ -36,7 +36,7 @@ COMMANDS = {
     "simulate": (
         "paceline.cli.simulate",
         "app",
-        "Tell what a job would do elsewhere, in virtual time.",
+        "Tell what a job would do on many nodes, or elsewhere.",
     ),
     "exchange": (
         "paceline.cli.exchange",

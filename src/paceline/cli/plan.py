@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from paceline.cli.plan_batch import batch
+from paceline.cli.plan_hardware import hardware
 from paceline.cli.plan_network import network
 from paceline.cli.plan_step import step
 
@@ -17,5 +19,7 @@ def plan() -> None:
     """Plan a training from measured numbers, before anything runs."""
 
 
+app.command()(batch)
+app.command()(hardware)
 app.command()(network)
 app.command()(step)

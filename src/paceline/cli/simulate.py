@@ -1,4 +1,4 @@
-"""``paceline simulate``: what a job would do on machines and links that are described, in virtual time."""
+"""``paceline simulate`` and ``paceline simulate async``: what a job would do on machines and links elsewhere."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ from paceline.cli.hub_options import (
     StalenessOption,
     UnstableOption,
 )
+from paceline.cli.simulate_cluster import cluster
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 
-@app.callback()
-def simulate() -> None:
-    """Tell what a job would do on other machines and links, in virtual time, with real gradients."""
+app.callback(invoke_without_command=True)(cluster)
 
 
 @app.command("async")

@@ -108,7 +108,7 @@ class Fit:
                 f"{self.op} of {format_size(nbytes)} by {ranks} ranks is beyond what was measured: {beyond}",
                 remedy="measure it with paceline bench collectives, or allow extrapolation",
             )
-        seconds, accuracy = self.seconds(nbytes, ranks), self._accuracy(ranks)
+        seconds, accuracy = self.seconds(nbytes, ranks), self.error_at(ranks)
         spread = 1.0 + (accuracy.p90 if accuracy else 0.0)
         return Prediction(
             seconds, seconds / spread, seconds * spread, accuracy.median if accuracy else None, beyond
@@ -158,8 +158,8 @@ class Fit:
                 below = middle
         return reached
 
-    def _accuracy(self, ranks: int) -> Accuracy | None:
-        """Return the errors that tell of this number of ranks."""
+    def error_at(self, ranks: int) -> Accuracy | None:
+        """Return the errors of what was held out that tell of this number of ranks; None if nothing was."""
         return self.sizes_error if ranks in self.ranks else self.ranks_error or self.sizes_error
 
     def _beyond(self, nbytes: float, ranks: int) -> str | None:

@@ -1,0 +1,154 @@
+"""Simulated steps beside measured ones: 2, 4 and 8 ranks on hosts behind slow links; and 10,000 nodes by the clock.
+
+    python benchmarks/simulate/measure.py
+
+Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each, and writes ``steps-200Mbit.json`` beside this
+file. `predict.py` says what goes into the prediction.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from predict import FIT_HOSTS, fitted, predict
+from strategies import ALONE, STRATEGIES
+from table import show
+
+from paceline.bench.facts import head, write_result
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.errors import PacelineError, UsageError
+from paceline.lab import Lab
+from paceline.lm.sizes import size_of
+from paceline.machine import machine
+from paceline.simulate.cluster.machines import Machines
+from paceline.simulate.cluster.network import Network
+from paceline.simulate.cluster.plan import DAY, ClusterPlan
+from paceline.simulate.cluster.run import simulate
+
+HERE = Path(__file__).parent
+SIZES = [65536, 262144, 1048576, 4194304, 13107200]
+CALLS = 7
+
+
+def main(
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks whose steps are measured, by commas.")
+    ] = "2,4,8",
+    rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
+    model: Annotated[str, typer.Option(help="Size of the reference GPT.")] = "mini",
+    batch: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Turns of each strategy.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 4,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write there; else steps-<rate>.json.")
+    ] = None,
+) -> None:
+    """Measure training steps on slow links, and hold what the simulator says beforehand against them."""
+    counts = [int(each) for each in ranks.split(",")]
+    if min(counts) < 2 or 2 not in counts or min(rounds, steps, batch) < 1:
+        raise UsageError(
+            f"--ranks {ranks} --rounds {rounds} --steps {steps} --batch {batch}: nothing to predict from",
+            remedy="computing is measured at 2 ranks: give 2 and more, and a round, a step and a window or more",
+        )
+    path = json_file or HERE / f"steps-{rate.removesuffix('/s')}.json"
+    check_writable(path, make_folder=True)
+    job = {"model": model, "batch": batch, "rounds": rounds, "steps": steps, "calls": CALLS}
+    found = {count: run(count, rate, job | wanted(count, counts)) for count in sorted({*FIT_HOSTS, *counts})}
+    settings = job | {"ranks": counts, "rate": rate, "threads": 1, "backend": "gloo", "sizes": SIZES}
+    result = head("simulate-validation", ("paceline", "torch", "numpy")) | {
+        "settings": settings,
+        "measured": found,
+        "rows": rows(found, counts, 4.0 * size_of(model).parameters()),
+        "clock": clock(),
+    }
+    write_result(path, result)
+    show(result)
+    print(path)
+
+
+def wanted(hosts: int, counts: list[int]) -> dict[str, Any]:
+    """Return what is measured with so many hosts."""
+    names = [name for name in STRATEGIES if name != ALONE]
+    return {"sizes": SIZES if hosts in FIT_HOSTS else [], "strategies": names if hosts in counts else []}
+
+
+def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Make the hosts, start the ranks, show how far they are, and return what rank 0 wrote."""
+    turns = len(job["sizes"])
+    if job["strategies"]:
+        turns += 1 + job["rounds"] * (1 + len(job["strategies"]))
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
+        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
+        asked.write_text(json.dumps(job | {"out": str(found)}), encoding="utf-8")
+        started = lab.start_torchrun([str(HERE / "ranks.py"), str(asked)], ranks_per_host=1)
+        with TurnBar(f"{hosts} hosts, {rate}", turns) as tick:
+            started.follow(tick, turns)
+        return json.loads(found.read_text(encoding="utf-8"))
+
+
+def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> list[dict[str, Any]]:
+    """Return measured beside simulated seconds a step, by number of ranks and strategy."""
+    fit = fitted({hosts: found[hosts]["all_reduce"] for hosts in FIT_HOSTS})
+    alone, cores, told = found[2]["alone"], machine().usable_cores, []
+    for count in counts:
+        for name in found[count]["rounds"]:
+            if name == ALONE:
+                continue
+            row = predict(name, count, fit, alone, found[2]["backward"], nbytes, cores)
+            seconds = median(found[count]["rounds"][name])
+            told.append(
+                {
+                    "ranks": count,
+                    "strategy": name,
+                    "measured": seconds,
+                    "simulated": row.step.p50,
+                    "low": row.step.p5,
+                    "high": row.step.p95,
+                    "error": row.step.p50 / seconds - 1,
+                    "computing": row.compute_seconds,
+                    "computing_measured": median(found[count]["rounds"][ALONE]),
+                }
+            )
+    return told
+
+
+def clock() -> dict[str, Any]:
+    """Return how long the simulator itself takes for 10,000 nodes of 8 ranks with everything in, and for a sweep."""
+    network = Network(link=400e9, latency=14e-6, per_node=8, inside=450e9, inside_latency=3.4e-6)
+    plan = ClusterPlan(
+        network,
+        1.2,
+        28e9,
+        Machines(spread=0.02, jitter=0.03),
+        node_mtbf=1800 * DAY,
+        write=60.0,
+        restart=300.0,
+    )
+    started = time.perf_counter()
+    simulate(plan, 10_000)
+    one = time.perf_counter() - started
+    started = time.perf_counter()
+    for nodes in [2**power for power in range(14)]:
+        simulate(plan, nodes)
+    return {
+        "nodes": 10_000,
+        "ranks": 80_000,
+        "seconds": one,
+        "sweep_seconds": time.perf_counter() - started,
+        "sweep": 14,
+    }
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))

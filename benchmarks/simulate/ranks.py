@@ -1,0 +1,150 @@
+"""What each rank of `measure.py` runs: all-reduces of several sizes, and training steps of several strategies in turn.
+
+    torchrun … benchmarks/simulate/ranks.py JOB.json
+
+Rank 0 writes, for all-reduces, the median over calls of the slowest rank's time; for strategies, the slowest rank's
+seconds a step of each round; for computing alone, every step of every rank, and how much of it is backward.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from strategies import ALONE, STRATEGIES
+
+import paceline as pl
+from paceline.bench.turns import turn_order
+from paceline.lm.model import GPT, loss
+from paceline.lm.sizes import size_of
+
+Step = Callable[[], object]
+
+
+def all_reduces(sizes: list[int], calls: int) -> dict[int, float]:
+    """Return by size the median over calls of the slowest rank's seconds."""
+    found = {}
+    for nbytes in sizes:
+        buffer, seconds = torch.zeros(nbytes // 4), torch.zeros(calls, dtype=torch.float64)
+        for call in range(-1, calls):  # the first one warms up
+            dist.barrier()
+            started = time.perf_counter()
+            dist.all_reduce(buffer)
+            if call >= 0:
+                seconds[call] = time.perf_counter() - started
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        found[nbytes] = median(seconds.tolist())
+        _tick()
+    return found
+
+
+def contestant(name: str, job: dict[str, Any]) -> Step:
+    """Return one training step of a strategy, warm; each has a model of its own."""
+    torch.manual_seed(0)
+    size = size_of(job["model"])
+    net = GPT(size)
+    tokens = torch.randint(
+        size.vocabulary, (job["batch"], size.context + 1), generator=torch.Generator().manual_seed(1)
+    )
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    strategy = STRATEGIES[name]
+    model = net if strategy is None else pl.DataParallel(net, sync=strategy.sync)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):  # learns the order of the buckets
+        step()
+    return step
+
+
+def backward_share(job: dict[str, Any]) -> float:
+    """Return the share of a step that is backward, where nothing is sent: medians."""
+    torch.manual_seed(0)
+    size = size_of(job["model"])
+    net = GPT(size)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(size.vocabulary, (job["batch"], size.context + 1))
+    backward, whole = [], []
+    dist.barrier()
+    for _ in range(job["steps"] + 2):
+        started = time.perf_counter()
+        value = loss(net(tokens[:, :-1]), tokens[:, 1:])
+        turned = time.perf_counter()
+        value.backward()
+        backward.append(time.perf_counter() - turned)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.append(time.perf_counter() - started)
+    return median(backward[2:]) / median(whole[2:])
+
+
+def turn(step: Step, steps: int) -> list[float]:
+    """Return the seconds of each step of a turn on this rank."""
+    dist.barrier()
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def strategies(job: dict[str, Any]) -> dict[str, Any]:
+    """Return by strategy, for each round, the slowest rank's seconds a step; for computing alone all steps of all."""
+    names = [ALONE, *job["strategies"]]
+    steps = {name: contestant(name, job) for name in names}
+    _tick()
+    rounds: dict[str, list[float]] = {name: [] for name in names}
+    alone: list[float] = []
+    gc.collect()
+    gc.disable()
+    for number in range(job["rounds"]):
+        for index in turn_order(len(names), number):
+            own = turn(steps[names[index]], job["steps"])
+            mean = torch.tensor(sum(own) / len(own), dtype=torch.float64)
+            dist.all_reduce(mean, op=dist.ReduceOp.MAX)
+            rounds[names[index]].append(float(mean))
+            if names[index] == ALONE:
+                of_ranks: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+                dist.all_gather_object(of_ranks, own)
+                alone += [each for of_rank in of_ranks for each in of_rank]
+            _tick()
+    gc.enable()
+    return {"rounds": rounds, "alone": alone, "backward": backward_share(job)}
+
+
+def _tick() -> None:
+    if dist.get_rank() == 0:
+        print("tick", flush=True)
+
+
+def main(job_file: str) -> None:
+    """Do the job that a file describes."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    if job["sizes"]:
+        found["all_reduce"] = all_reduces(job["sizes"], job["calls"])
+    if job["strategies"]:
+        found |= strategies(job)
+    if dist.get_rank() == 0:
+        Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,235 @@
+"""``paceline plan batch``: how many devices, which micro-batch, and what a step is bound by."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.model_option import parameters_of
+from paceline.cli.writable import check_writable
+from paceline.errors import UsageError
+from paceline.units import parse_bytes, parse_count, parse_rate, parse_share
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paceline.plan.batch import BatchSplit
+    from paceline.plan.batch_answer import Answer, Asked
+    from paceline.plan.rates import Quantity
+
+__all__ = ["batch"]
+
+
+def batch(
+    model: Annotated[
+        str | None, typer.Option(help="By name: tiny … 2.7b, or xxl; brings its sizes along.")
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="Of a model that is not known by name: 7B, 350M.")
+    ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="That a token saves for backward: 4MB. Else estimated with --model, or left out."),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Of a sample; else the model's context, or 1.")] = None,
+    strategy: Annotated[
+        str, typer.Option(help="Who keeps what: ddp, zero1, zero2, fsdp (everything shared).")
+    ] = "fsdp",
+    shared: Annotated[
+        str, typer.Option(help="Part of a micro-batch's activations that devices share.")
+    ] = "0%",
+    device: Annotated[
+        str | None, typer.Option(help="By name: gtx-1660 … b200; brings memory and FLOP/s along.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a device: 80GB.")] = None,
+    usable: Annotated[str, typer.Option(help="Part of it to plan with.")] = "80%",
+    devices: Annotated[int | None, typer.Option(help="How many there are; else as many as it takes.")] = None,
+    samples: Annotated[
+        int | None, typer.Option("--batch", metavar="SAMPLES", help="Global batch, in samples.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of matrix products: bf16, fp16, tf32, fp32; else the first that the device has."),
+    ] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="C, a device's FLOP/s: 400T; before profile and table.")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="W, one way: a name (nvlink4, pcie4, ndr, 10gbe) or a rate (12GB/s)."),
+    ] = None,
+    group: Annotated[int, typer.Option(help="Devices of a node, which --link connects; with --between.")] = 8,
+    between: Annotated[
+        str | None, typer.Option(help="Link of a device between nodes: a name or a rate; else all are alike.")
+    ] = None,
+    gradients: Annotated[int, typer.Option(help="Bytes of a gradient on the wire: 2 or 4.")] = 2,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="C and W as measured, with their errors: profile.json."),
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Of the profile: whose all-reduce.")] = "gloo",
+    network: Annotated[str | None, typer.Option(help="Of the profile: on which network.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+) -> None:
+    """Tell how many devices it takes, how a global batch is dealt, and what a step is then bound by.
+
+    Examples: paceline plan batch --model medium --device rtx-4090 --link 10gbe --devices 8 --batch 512
+
+    paceline plan batch --parameters 7B --activations 4MB --tokens 2048 --device h100 --devices 64 --batch 1024
+    --between ndr
+
+    paceline plan batch --model mini --memory 24GB --devices 4 --batch 64 --profile profile.json --dtype fp32
+    """
+    from paceline.cli.plan_xxl import show_derived
+    from paceline.cli.wide_table import print_wide
+    from paceline.plan.batch_answer import answer
+
+    options = dict(locals())
+    asked = _asked(options)
+    found = answer(asked)
+    if json_file is not None:
+        check_writable(json_file, "--json")
+    show_derived(found.figures)
+    typer.echo("")
+    if found.split is not None:
+        print_wide(_splits(found.split))
+    typer.echo("\n".join(found.sentences))
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps(_facts(asked, found), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
+        typer.echo(json_file)
+
+
+def _asked(options: dict[str, Any]) -> Asked:
+    """Return what the options ask for.
+
+    Raises:
+        UsageError: one makes no sense, or what is needed is missing.
+    """
+    from paceline.plan.batch_answer import Asked
+    from paceline.plan.hardware import device
+
+    count, token, context = _model(options)
+    memory = options["memory"]
+    if memory is None and options["device"] is None:
+        raise UsageError(
+            "no memory of a device is given", remedy="pass --device NAME or --memory, such as 24GB"
+        )
+    if options["gradients"] not in (1, 2, 4):
+        raise UsageError(f"--gradients {options['gradients']}", remedy="pass 1, 2 or 4 bytes")
+    if options["activations"] is not None:
+        token = float(parse_bytes(options["activations"]))
+    return Asked(
+        count,
+        options["strategy"],
+        parse_bytes(memory) if memory is not None else device(options["device"]).memory_nbytes,
+        parse_share(options["usable"]),
+        token,
+        parse_share(options["shared"]),
+        options["tokens"] if options["tokens"] is not None else context,
+        options["devices"],
+        options["samples"],
+        _flops(options),
+        _wire(options),
+        float(options["gradients"]),
+        _link("--between", options["between"]) if options["between"] is not None else None,
+        options["group"],
+    )
+
+
+def _model(options: dict[str, Any]) -> tuple[int, float | None, int]:
+    """Return parameters, activations of a token (None: not known) and tokens of a sample."""
+    from paceline.lm.sizes import SIZES
+    from paceline.plan import xxl
+    from paceline.plan.batch import token_nbytes
+
+    name = options["model"]
+    count = parameters_of(name, options["parameters"])
+    if name is None:
+        return count, None, 1
+    if name == "xxl":
+        return count, float(xxl.TOKEN_NBYTES), 1
+    size = SIZES[name]
+    return count, token_nbytes(size.d_model, size.layers, size.vocabulary), size.context
+
+
+def _flops(options: dict[str, Any]) -> Quantity | None:
+    from paceline.plan.profile import Profile
+    from paceline.plan.rates import Quantity, matmul_of, matmul_rate
+
+    if options["flops"] is not None:
+        rate = float(parse_count(options["flops"]))
+        if rate <= 0:
+            raise UsageError(f"--flops {options['flops']}", remedy="pass FLOP/s above 0, such as 400T")
+        return Quantity(rate, rate, rate, "given", measured=False)
+    if options["profile"] is not None:
+        return matmul_rate(
+            Profile.load(options["profile"]), options["dtype"] or "bf16", options["device"] or "cpu"
+        )
+    return matmul_of(options["device"], options["dtype"]) if options["device"] is not None else None
+
+
+def _wire(options: dict[str, Any]) -> Quantity | None:
+    from paceline.plan.hardware import device
+    from paceline.plan.profile import Profile
+    from paceline.plan.rates import wire_of, wire_rate
+
+    if options["link"] is not None:
+        return _link("--link", options["link"])
+    if options["profile"] is not None:
+        loaded = Profile.load(options["profile"])
+        return wire_rate(loaded, options["backend"], options["network"], max(2, options["devices"] or 2))
+    return wire_of(device(options["device"]).link) if options["device"] is not None else None
+
+
+def _link(option: str, text: str) -> Quantity:
+    """Return a rate that is given, or a known link's."""
+    from paceline.plan.rates import Quantity, wire_of
+
+    if "/s" not in text:
+        return wire_of(text)
+    rate = parse_rate(text)
+    if rate <= 0:
+        raise UsageError(f"{option} {text}", remedy="pass a rate above 0, such as 12GB/s")
+    return Quantity(rate, rate, rate, "given", measured=False)
+
+
+def _splits(split: BatchSplit) -> Table:
+    """Return the global batch that was asked for, and those near it that divide."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("global batch", "micro-batch", "accumulation", "ranks", "short of it"):
+        table.add_column(name, justify="right", no_wrap=True)
+    unit = split.ranks * split.accumulation
+    alike = [each for each in (split.below, split.above) if each and split.missing]
+    rows = [(split.asked, split.micro, split.accumulation, split.ranks, split.missing)]
+    rows += [(each, each // unit, split.accumulation, split.ranks, 0) for each in alike]
+    if split.exact is not None:
+        rows.append((split.asked, split.exact.micro, split.exact.accumulation, split.exact.ranks, 0))
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _facts(asked: Asked, found: Answer) -> dict[str, Any]:
+    """Return all of it for JSON."""
+    figures = [figure.facts() for figure in found.figures]
+    for figure in figures:
+        figure["value"] = None if figure["value"] == float("inf") else figure["value"]
+    return {
+        "kind": "plan-batch",
+        "schema": 1,
+        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "asked": asdict(asked),
+        "figures": figures,
+        "split": None if found.split is None else asdict(found.split),
+        "sentences": list(found.sentences),
+    }

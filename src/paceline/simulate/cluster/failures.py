@@ -1,0 +1,199 @@
+"""Checkpoints and failures: the interval that loses least, by formula and by simulation.
+
+A job computes for τ seconds, writes a checkpoint for δ, and so on. Failures come by chance, on average every M seconds
+(a node's mean time between failures by the number of nodes); each costs R seconds of restart and what was computed
+since the last checkpoint. Restarting and writing can fail too.
+
+    Young   τ = √(2·δ·M)                                             (CACM 17(9), 1974)
+    Daly    τ = √(2·δ·M)·[1 + ⅓·√(δ/2M) + ⅑·δ/2M] − δ,  M if δ ≥ 2M  (FGCS 22(3), 2006, eq. 37)
+    time    M·e^(R/M)·(e^((τ+δ)/M) − 1) for each τ of work           (the same, eq. 13: exact for such failures)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError
+
+__all__ = ["Course", "Risk", "best_interval", "course", "daly", "expected_ratio", "young"]
+
+Numbers = NDArray[np.float64]
+
+_STUCK = 1e4
+"""Times as long as without failures from which a job is taken never to end."""
+_REACH, _GRID = 4.0, 17
+"""Intervals that are tried: from a quarter of Daly's to four times as long."""
+_MANY = 100
+"""Failures of a job with which intervals are compared."""
+_NEAR, _ENOUGH = 1.02, 5
+"""Times that count as near the least, and how many intervals a parabola needs."""
+
+
+@dataclass(frozen=True)
+class Risk:
+    """What can go wrong, and what it costs.
+
+    Attributes:
+        mtbf: M, mean seconds between failures of the whole job; infinite: there are none.
+        write: δ, seconds that training waits for a checkpoint. restart: R, seconds from a failure to training again.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    mtbf: float
+    write: float
+    restart: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.mtbf > 0:
+            raise UsageError(f"mtbf={self.mtbf!r} seconds", remedy="give a time above 0")
+        for name in ("write", "restart"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}={getattr(self, name)!r} seconds", remedy="give a time of 0 or more")
+
+
+def young(risk: Risk) -> float:
+    """Return Young's interval in seconds; infinite without failures.
+
+    Example:
+        >>> young(Risk(mtbf=7200.0, write=16.0))
+        480.0
+    """
+    return math.sqrt(2 * risk.write * risk.mtbf)
+
+
+def daly(risk: Risk) -> float:
+    """Return Daly's interval in seconds, of higher order; infinite without failures.
+
+    Example:
+        >>> round(daly(Risk(mtbf=7200.0, write=16.0)), 1)
+        469.4
+    """
+    if risk.mtbf == math.inf:
+        return math.inf
+    if risk.write >= 2 * risk.mtbf:
+        return risk.mtbf
+    part = risk.write / (2 * risk.mtbf)
+    return young(risk) * (1 + math.sqrt(part) / 3 + part / 9) - risk.write
+
+
+def expected_ratio(risk: Risk, interval: float) -> float:
+    """Return how many times as long as its computing a job takes on average; infinite where it never ends.
+
+    Args:
+        risk: what can go wrong. interval: τ, seconds; infinite: no checkpoints, only without failures.
+    """
+    if risk.mtbf == math.inf:
+        return 1.0 if interval == math.inf else 1.0 + risk.write / interval
+    exponent = (interval + risk.write) / risk.mtbf
+    if exponent + risk.restart / risk.mtbf > 500:
+        return math.inf
+    return risk.mtbf * math.exp(risk.restart / risk.mtbf) * math.expm1(exponent) / interval
+
+
+@dataclass(frozen=True)
+class Course:
+    """What became of jobs, each an element: seconds.
+
+    Attributes:
+        work: computing that counts. writing: of checkpoints that were completed.
+        lost: computing and writing that failures undid. restarting: until training went on.
+        failures: how many. stuck: whether they never end; all else is then what was asked.
+    """
+
+    work: Numbers
+    writing: Numbers
+    lost: Numbers
+    restarting: Numbers
+    failures: NDArray[np.int64]
+    stuck: bool = False
+
+    @property
+    def seconds(self) -> Numbers:
+        """All of it."""
+        return self.work + self.writing + self.lost + self.restarting
+
+
+def course(risk: Risk, interval: float, work: Numbers, seed: Sequence[int]) -> Course:
+    """Return what becomes of jobs with failures drawn one by one.
+
+    Args:
+        risk: what can go wrong. interval: τ, seconds; infinite: no checkpoints.
+        work: seconds of computing of each job. seed: of the failures.
+    """
+    jobs = len(work)
+    zero, none = np.zeros(jobs), np.zeros(jobs, np.int64)
+    if interval == math.inf:
+        interval = float(work.max())  # one stretch, at whose end nothing is written
+    segments = np.maximum(0, np.ceil(work / interval - 1e-9).astype(np.int64) - 1)
+    writing = segments * risk.write
+    if risk.mtbf == math.inf:
+        return Course(work, writing, zero, zero, none)
+    if expected_ratio(risk, interval) > _STUCK:
+        return Course(work, zero, zero, zero, none, stuck=True)
+    rng = np.random.default_rng(list(seed))
+    period = interval + risk.write
+    done, failures = none.copy(), none.copy()
+    lost, restarting = zero.copy(), zero.copy()
+    running = np.arange(jobs)
+    while len(running):
+        drawn = rng.exponential(risk.mtbf, jobs)  # for all, so that a job that has ended changes no other
+        until = drawn[running]
+        left = segments[running] - done[running]
+        needed = work[running] - done[running] * interval + left * risk.write
+        failed = until < needed
+        running, until, left = running[failed], until[failed], left[failed]
+        complete = np.minimum((until // period).astype(np.int64), left)
+        done[running] += complete
+        lost[running] += until - complete * period
+        failures[running] += 1
+        seconds, more = _restart(risk, len(running), rng)
+        restarting[running] += seconds
+        failures[running] += more
+    return Course(work, writing, lost, restarting, failures)
+
+
+def _restart(risk: Risk, count: int, rng: np.random.Generator) -> tuple[Numbers, NDArray[np.int64]]:
+    """Return how long so many restarts take, and how often they fail themselves."""
+    seconds, failures = np.zeros(count), np.zeros(count, np.int64)
+    if not risk.restart:
+        return seconds, failures
+    trying = np.arange(count)
+    while len(trying):
+        until = rng.exponential(risk.mtbf, len(trying))
+        failed = until < risk.restart
+        seconds[trying] += np.minimum(until, risk.restart)
+        failures[trying[failed]] += 1
+        trying = trying[failed]
+    return seconds, failures
+
+
+def best_interval(risk: Risk, jobs: int, seed: Sequence[int]) -> float:
+    """Return the interval with which simulated jobs take least, in seconds; infinite without failures.
+
+    Jobs long enough for many failures are tried with intervals around Daly's and the same failures each, and a parabola
+    through the best ones tells where between them the least lies.
+
+    Args:
+        risk: what can go wrong. jobs: simulated with each interval. seed: of the failures.
+    """
+    if risk.mtbf == math.inf or not risk.write:
+        return daly(risk)
+    work = np.full(jobs, _MANY * risk.mtbf)
+    at = np.array([daly(risk) * _REACH ** (2 * step / (_GRID - 1) - 1) for step in range(_GRID)])
+    courses = [course(risk, float(interval), work, seed) for interval in at]
+    took = np.array([math.inf if found.stuck else float(found.seconds.mean()) for found in courses])
+    least = took.min()
+    if least == math.inf:
+        return daly(risk)
+    near = took <= _NEAR * least
+    if near.sum() < _ENOUGH:
+        near = np.isin(np.arange(_GRID), np.argsort(took)[:_ENOUGH])
+    bend, slope, _ = np.polyfit(np.log(at[near]), took[near], 2)
+    return float(np.exp(-slope / (2 * bend))) if bend > 0 else float(at[took.argmin()])

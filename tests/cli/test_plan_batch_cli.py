@@ -1,0 +1,182 @@
+"""``paceline plan batch`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.app import main
+from paceline.cli.plan_hardware import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
+from paceline.cli.plan_xxl import show
+from paceline.plan.entries import CollectiveCost, Rate, Source
+from paceline.plan.fitting import Point, fit_points
+from paceline.plan.hardware import DEVICES, INTERCONNECTS
+from paceline.plan.profile import Profile
+from paceline.report.markdown import fill, table
+
+ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "plan", "batch", *arguments.split()])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def figures_of(path):
+    return {each["key"]: each for each in json.loads(path.read_text())["figures"]}
+
+
+def test_figures_sentences_and_json(call, tmp_path):
+    code, told, _ = call(f"{ASKED} --json {tmp_path}/a.json")
+    assert code == 0
+    assert "At least 1 device: each then holds 5.39 GB of the 19.2 GB" in told
+    assert "they have 62 or 63 samples a step, which Paceline weighs exactly" in told
+    assert "All alike are 496 or 504, or 500 as 50 × 2 × 5" in told
+    assert "communication is 7.23 times as long as what could hide it" in told
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert written["command"].startswith("paceline plan batch --model medium")
+    assert (written["split"]["micro"], written["split"]["accumulation"], written["split"]["ranks"]) == (
+        63,
+        1,
+        8,
+    )
+    for figure in written["figures"]:
+        assert figure["formula"]
+        assert figure["shown"] in told
+    assert all(sentence in told for sentence in written["sentences"])
+
+
+def test_xxl_on_devices_of_95_gb(call, tmp_path):
+    asked = "--model xxl --device v5p --usable 100% --shared 50% --flops 460T --link 180GB/s"
+    assert call(f"{asked} --tokens 1024 --json {tmp_path}/a.json")[0] == 0
+    found = figures_of(tmp_path / "a.json")
+    assert found["devices"]["value"] == 41
+    assert "(S + A)/n would give 38" in found["devices"]["wrong"]
+    assert found["tokens_fsdp"]["value"] == pytest.approx(460e12 / 180e9 * 40 / 41)
+    assert call(f"{asked} --tokens 4096 --json {tmp_path}/b.json")[0] == 0
+    assert figures_of(tmp_path / "b.json")["devices"]["value"] == 61
+
+
+def test_the_derivation_of_xxl_is_shown_whole(capsys):
+    show()
+    told = capsys.readouterr().out
+    for words in (
+        "219.85 G",
+        "17,547,264",
+        "17,543,808",
+        "38 (92.6 GB",
+        "41 (95.0 GB",
+        "1,581 tokens",
+        "1,278",
+    ):
+        assert words in told
+
+
+def test_nodes_with_slower_links_between_them(call, tmp_path):
+    code, told, _ = call(
+        "--parameters 7B --activations 4MB --tokens 2048 --device h100 --devices 64 --batch 1024 --between ndr"
+        f" --json {tmp_path}/a.json"
+    )
+    assert code == 0
+    found = figures_of(tmp_path / "a.json")
+    assert found["tokens_fsdp"]["value"] == pytest.approx(989.4e12 / 50e9 * 63 / 64)
+    assert found["tokens_hsdp_inside_a_group"]["value"] == pytest.approx(989.4e12 / 450e9 * 7 / 8)
+    assert found["tokens_hsdp_between_groups"]["value"] == pytest.approx(989.4e12 / 50e9 / 8 * 7 / 8)
+    assert "A rank's 16 samples don't divide by 3: micro-batches have 5 or 6" in told
+
+
+def test_measured_rates_come_with_their_errors(call, tmp_path):
+    source = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
+    points = [
+        Point(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
+        for n in (4**k for k in range(6, 14))
+        for p in (2, 4)
+    ]
+    cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), source)
+    rate = Rate("matmul", "cpu", "float32", 2, 1e11, 0.8e11, 1.1e11, "1024", source)
+    Profile((cost,), (), (rate,)).save(tmp_path / "profile.json")
+    code, told, _ = call(
+        f"--model mini --memory 4GB --devices 4 --batch 64 --dtype fp32 --profile {tmp_path}/profile.json"
+    )
+    assert code == 0
+    assert "3,000 tokens per micro-batch (2,400 to 3,300)" in told
+    assert "fitted: all-reduce on gloo, star, ring, 4 ranks" in " ".join(told.split())
+
+
+def test_too_few_devices_and_none_that_is_enough(call):
+    code, told, _ = call("--parameters 70B --device a100 --devices 4 --batch 8")
+    assert code == 0
+    assert "4 devices are too few for fsdp" in told
+    code, told, _ = call("--parameters 7B --device t4 --strategy ddp")
+    assert code == 0
+    assert "No number of devices is enough: each would have to hold 112 GB by itself" in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--device h100", "which model?"),
+        ("--device h100 --model tiny --parameters 7B", "which model?"),
+        ("--model tiny", "no memory of a device"),
+        ("--model tyni --device h100", "did you mean 'tiny'?"),
+        ("--model tiny --device h1oo", "unknown device"),
+        ("--model tiny --device h100 --link warp", "unknown link"),
+        ("--model tiny --device h100 --link 0GB/s", "--link 0GB/s"),
+        ("--model tiny --device h100 --between 5", "unknown link"),
+        ("--model tiny --device v100 --dtype bf16", "no unit for bf16"),
+        ("--model tiny --device h100 --dtype fp9", "unknown number type"),
+        ("--model tiny --device h100 --devices 0", "devices=0"),
+        ("--model tiny --device h100 --batch 0", "samples=0"),
+        ("--model tiny --device h100 --tokens 0", "sample_tokens=0"),
+        ("--model tiny --device h100 --group 0", "group=0"),
+        ("--model tiny --device h100 --usable 0", "usable=0.0"),
+        ("--model tiny --device h100 --usable 120%", "usable=1.2"),
+        ("--model tiny --device h100 --shared 150%", "shared"),
+        ("--model tiny --device h100 --strategy zero9", "unknown strategy"),
+        ("--model tiny --device h100 --gradients 3", "--gradients 3"),
+        ("--model tiny --device h100 --flops 0", "--flops 0"),
+        ("--model tiny --memory 0GB", "memory"),
+        ("--parameters 0 --memory 1GB", "--parameters 0"),
+        ("--model tiny --device h100 --profile /nowhere.json", "can't read the profile"),
+        (f"{ASKED} --json /nowhere/a.json", "no such folder"),
+    ],
+)
+def test_bad_input_is_one_clear_message(call, arguments, said):
+    code, told, error = call(arguments)
+    assert code == 2
+    assert said in error
+    assert told == ""
+    assert "Traceback" not in error
+
+
+def test_every_name_that_is_known_is_listed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["paceline", "plan", "hardware", "--sources"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    told = capsys.readouterr().out
+    for row in (*DEVICES.values(), *INTERCONNECTS.values()):
+        assert f"{row.name} " in told
+        assert row.source in told
+
+
+def test_the_page_has_the_table_as_it_is():
+    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
+    tables = f"{table(DEVICE_COLUMNS, device_rows())}\n\n{table(LINK_COLUMNS, link_rows())}"
+    assert fill(page, "hardware", tables) == page, "fill docs/batch.md anew with these tables"

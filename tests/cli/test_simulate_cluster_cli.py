@@ -1,0 +1,219 @@
+"""``paceline simulate`` as a user runs it: a training on many nodes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+
+import pytest
+
+from paceline.cli.app import main
+from paceline.plan.entries import CollectiveCost, Source
+from paceline.plan.fitting import Point, fit_points
+from paceline.plan.profile import Profile
+
+BASE = "--parameters 20M --step 1s --link 200Mbit/s --latency 100us"
+RISKY = "--mtbf 100d --checkpoint 60s --restart 5min"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "simulate", *arguments.split()])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def written(path):
+    return json.loads(path.read_text())
+
+
+def test_table_sentences_and_files_hold_what_was_simulated(call, tmp_path):
+    code, told, _ = call(
+        f"{BASE} --nodes 1:64 --strategy flat --spread 5% --jitter 5% {RISKY} --job 1000h --price 2"
+        f" --json {tmp_path}/a.json --out {tmp_path}/out"
+    )
+    assert code == 0
+    for name in (
+        "all-reduce",
+        "1 in 20",
+        "efficiency",
+        "communication",
+        "× one rank",
+        "checkpoint every",
+        "the job",
+        "cost",
+    ):
+        assert name in told
+    found = written(tmp_path / "a.json")
+    assert found == written(tmp_path / "out" / "result.json")
+    assert found["command"].startswith("paceline simulate --parameters 20M")
+    assert (found["parameters"], found["step_seconds"], found["settings"]["strategy"]) == (
+        20_000_000,
+        1.0,
+        "flat",
+    )
+    assert [row["nodes"] for row in found["rows"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert all(sentence in told for sentence in found["sentences"])
+    for row in found["rows"]:
+        assert sum(row["ledger"].values()) == pytest.approx(1.0)
+        assert row["cost"]["mean"] == pytest.approx(2 * row["nodes"] * row["job_seconds"]["mean"] / 3600)
+    with (tmp_path / "out" / "table.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert [float(line["efficiency_p5"]) for line in lines] == [
+        row["efficiency"]["p5"] for row in found["rows"]
+    ]
+    assert [float(line["lost work"]) for line in lines] == [
+        row["ledger"]["lost work"] for row in found["rows"]
+    ]
+    assert (tmp_path / "out" / "nodes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_command_gives_the_same_numbers(call, tmp_path):
+    asked = f"{BASE} --nodes 3,100 --spread 5% --jitter 5% {RISKY} --json {tmp_path}/"
+    assert call(f"{asked}a.json --seed 3")[0] == call(f"{asked}b.json --seed 3")[0] == 0
+    assert call(f"{asked}c.json --seed 4")[0] == 0
+    first, again, other = (written(tmp_path / f"{name}.json")["rows"] for name in "abc")
+    assert first == again != other
+
+
+def test_steps_are_drawn_from_a_file(call, tmp_path):
+    (tmp_path / "steps.txt").write_text("900ms\n1100ms\n1s\n1\n", encoding="utf-8")
+    (tmp_path / "steps.json").write_text("[0.9, 1.1, 1.0, 1.0]", encoding="utf-8")
+    for name in ("steps.txt", "steps.json"):
+        asked = f"--parameters 20M --step {tmp_path}/{name} --nodes 1000 --link 400gbe"
+        assert call(f"{asked} --json {tmp_path}/{name}.out")[0] == 0
+    one, other = (written(tmp_path / f"steps.{kind}.out") for kind in ("txt", "json"))
+    assert one["rows"] == other["rows"]
+    assert one["step_seconds"] == pytest.approx(1.0)
+    assert one["rows"][0]["ledger"]["varying steps"] == pytest.approx(0.1 / 1.1, rel=0.02)
+
+
+def test_a_profile_prices_the_network(call, tmp_path):
+    points = [
+        Point(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
+        for n in (4**k for k in range(6, 15))
+        for p in (2, 4)
+    ]
+    source = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
+    cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), source)
+    Profile((cost,)).save(tmp_path / "profile.json")
+    asked = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
+    assert call(f"{asked} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
+    assert call(f"{BASE} --nodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0
+    one, other = (written(tmp_path / name)["rows"][0] for name in ("a.json", "b.json"))
+    assert one["step"]["mean"] == pytest.approx(other["step"]["mean"], rel=1e-3)
+
+
+def test_nodes_of_several_devices_and_a_model_by_name(call):
+    code, told, _ = call(
+        "--model xxl --gradients 2 --step 20s --nodes 16:1024:x8 --ranks-per-node 8 --link ndr --inside nvlink4"
+    )
+    assert code == 0
+    assert "8,192" in told
+    assert "two-level" in told
+
+
+def test_strong_scaling_says_where_it_gets_slower(call):
+    code, told, _ = call(f"{BASE} --nodes 1:64 --batch fixed --strategy flat")
+    assert code == 0
+    assert "Beyond 1 node it gets slower" in told
+
+
+def test_help_lists_both(call):
+    code, told, _ = call("--help")
+    assert code == 0
+    for name in ("--nodes", "--mtbf", "async"):
+        assert name in told
+    assert "--nodes" in call("")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--parameters 20M", "how long does a step compute?"),
+        ("--step 1s", "which model?"),
+        ("--step 1s --parameters 20M --model tiny", "which model?"),
+        ("--step 1s --model tyni", "did you mean 'tiny'?"),
+        ("--step 1s --parameters 0", "--parameters 0"),
+        ("--parameters 20M --step 0s", "--step 0s"),
+        ("--parameters 20M --step soon", "no time"),
+        (f"{BASE} --nodes 0", "no number of nodes"),
+        (f"{BASE} --nodes 10:1", "no sweep"),
+        (f"{BASE} --nodes 1:10:3", "is no sweep"),
+        (f"{BASE} --nodes 1:10:x1", "no sweep"),
+        (f"{BASE} --nodes many", "no number of nodes"),
+        (f"{BASE} --nodes 9999999", "no number of nodes"),
+        (f"{BASE} --ranks-per-node 8", "no link between them"),
+        (f"{BASE} --ranks-per-node 0 --inside pcie4", "per_node=0"),
+        (f"{BASE} --ranks-per-node 2 --inside pcie4 --topology ring", "nodes of 2 ranks in a ring"),
+        (f"{BASE} --topology mesh", "unknown topology"),
+        ("--parameters 20M --step 1s --link warp", "unknown link"),
+        ("--parameters 20M --step 1s --link 0MB/s", "--link 0MB/s"),
+        (f"{BASE} --switch fast", "no rate"),
+        (f"{BASE} --algorithm rnig", "rnig on a star"),
+        (f"{BASE} --algorithm tree --strategy sharded", "reduce-scatter"),
+        (f"{BASE} --strategy magic", "unknown strategy"),
+        (f"{BASE} --bucket-mib 0", "--bucket-mib 0"),
+        (f"{BASE} --gradients 3", "--gradients 3"),
+        (f"{BASE} --backward 100%", "backward"),
+        (f"{BASE} --every 0", "every=0"),
+        (f"{BASE} --every 4 --strategy full-shard", "whole parameters"),
+        (f"{BASE} --batch huge", "unknown batch"),
+        (f"{BASE} --speeds 1:fast", "--speeds 1:fast"),
+        (f"{BASE} --speeds 1:0", "speeds"),
+        (f"{BASE} --shares fair", "unknown shares"),
+        (f"{BASE} --spread lots", "no share"),
+        (f"{BASE} --jitter 900%", "jitter"),
+        (f"{BASE} --mtbf 100d", "checkpoints that take no time"),
+        (f"{BASE} --mtbf 0s --checkpoint 1s", "--mtbf 0s"),
+        (f"{BASE} --restart 5min", "--restart without failures"),
+        (f"{BASE} --checkpoint 5s", "--checkpoint without failures"),
+        (f"{BASE} --interval never", "no time"),
+        (f"{BASE} --job 0h", "--job 0h"),
+        (f"{BASE} --price 0", "price=0"),
+        (f"{BASE} --jobs 0", "jobs=0"),
+        (f"{BASE} --seed -1", "seed=-1"),
+        ("--parameters 20M --step 1s --profile /nowhere.json", "can't read the profile"),
+        (f"{BASE} --profile /nowhere.json", "both --profile and --link"),
+        (f"{BASE} --json /nowhere/a.json", "no such folder"),
+        (f"{BASE} --nodes 4 --out results", "two numbers of --nodes"),
+        (f"{BASE} async --workers 2", "stands before async"),
+    ],
+)
+def test_bad_input_is_one_clear_message(call, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    code, told, error = call(arguments)
+    assert code == 2
+    assert said in error
+    assert told == ""
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds 0 times"),
+        ("1s", "holds 1 times"),
+        ("1s\n0s", "above 0"),
+        ("[1, 'a']", "no list"),
+        ("a\nb", "no time"),
+    ],
+)
+def test_a_file_without_steps_is_refused(call, tmp_path, text, said):
+    (tmp_path / "steps").write_text(text, encoding="utf-8")
+    code, _, error = call(f"--parameters 20M --step {tmp_path}/steps")
+    assert code == 2
+    assert said in error
