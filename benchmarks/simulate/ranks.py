@@ -3,7 +3,8 @@
     torchrun … benchmarks/simulate/ranks.py JOB.json
 
 Rank 0 writes, for all-reduces, the median over calls of the slowest rank's time; for strategies, the slowest rank's
-seconds a step of each round; for computing alone, every step of every rank, and how much of it is backward.
+seconds a step of each round; for computing alone, the seconds of a core that steps of every rank took, and how much of
+a step is backward.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
 
 
 def backward_share(job: dict[str, Any]) -> float:
-    """Return the share of a step that is backward, where nothing is sent: medians."""
+    """Return the share of a step that is backward, where nothing is sent: medians of a core's time."""
     torch.manual_seed(0)
     size = size_of(job["model"])
     net = GPT(size)
@@ -79,30 +80,28 @@ def backward_share(job: dict[str, Any]) -> float:
     backward, whole = [], []
     dist.barrier()
     for _ in range(job["steps"] + 2):
-        started = time.perf_counter()
+        started = time.process_time()
         value = loss(net(tokens[:, :-1]), tokens[:, 1:])
-        turned = time.perf_counter()
+        turned = time.process_time()
         value.backward()
-        backward.append(time.perf_counter() - turned)
+        backward.append(time.process_time() - turned)
         optimizer.step()
         optimizer.zero_grad()
-        whole.append(time.perf_counter() - started)
+        whole.append(time.process_time() - started)
     return median(backward[2:]) / median(whole[2:])
 
 
-def turn(step: Step, steps: int) -> list[float]:
-    """Return the seconds of each step of a turn on this rank."""
+def turn(step: Step, steps: int) -> tuple[float, float]:
+    """Return the seconds a step of a turn on this rank, and those that a core worked for it."""
     dist.barrier()
-    seconds = []
+    started, worked = time.perf_counter(), time.process_time()
     for _ in range(steps):
-        started = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    return (time.perf_counter() - started) / steps, (time.process_time() - worked) / steps
 
 
 def strategies(job: dict[str, Any]) -> dict[str, Any]:
-    """Return by strategy, for each round, the slowest rank's seconds a step; for computing alone all steps of all."""
+    """Return by strategy, for each round, the slowest rank's seconds a step; for computing alone what cores worked."""
     names = [ALONE, *job["strategies"]]
     steps = {name: contestant(name, job) for name in names}
     _tick()
@@ -112,14 +111,14 @@ def strategies(job: dict[str, Any]) -> dict[str, Any]:
     gc.disable()
     for number in range(job["rounds"]):
         for index in turn_order(len(names), number):
-            own = turn(steps[names[index]], job["steps"])
-            mean = torch.tensor(sum(own) / len(own), dtype=torch.float64)
-            dist.all_reduce(mean, op=dist.ReduceOp.MAX)
-            rounds[names[index]].append(float(mean))
+            seconds, worked = turn(steps[names[index]], job["steps"])
+            slowest = torch.tensor(seconds, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            rounds[names[index]].append(float(slowest))
             if names[index] == ALONE:
-                of_ranks: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-                dist.all_gather_object(of_ranks, own)
-                alone += [each for of_rank in of_ranks for each in of_rank]
+                of_ranks = [0.0] * dist.get_world_size()
+                dist.all_gather_object(of_ranks, worked)
+                alone += of_ranks
             _tick()
     gc.enable()
     return {"rounds": rounds, "alone": alone, "backward": backward_share(job)}

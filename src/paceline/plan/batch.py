@@ -126,7 +126,7 @@ def most_samples(
     """
     left = memory - states.shared / devices - states.whole
     each = activations_of_sample * (shared / devices + 1.0 - shared)
-    return max(0, math.floor(left / each))
+    return max(0, math.floor(left / each * (1 + 1e-12)))  # a quotient that rounding put below a whole number
 
 
 def token_nbytes(d_model: int, layers: int, vocabulary: int) -> float:

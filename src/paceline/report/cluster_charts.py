@@ -15,6 +15,8 @@ __all__ = ["by_nodes"]
 
 _COLOUR_OF: dict[str, str] = dict(zip(("useful", *LOSSES), [COLOURS[0], *COLOURS[1:], MUTED], strict=True))
 _FAINT = 0.35
+_FEW = 11
+"""Numbers of nodes that are all written at the axis."""
 
 
 @drawn
@@ -79,10 +81,11 @@ def _shares(axes: Axes, rows: Sequence[ClusterRow], nodes: Sequence[int]) -> Non
 
 
 def _node_axis(axes: Axes, nodes: Sequence[int]) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
     axes.set_xscale("log")
     axes.set_xlim(min(nodes), max(nodes))
-    axes.xaxis.set_major_locator(LogLocator(numticks=12))
+    few = len(nodes) <= _FEW
+    axes.xaxis.set_major_locator(FixedLocator(list(nodes)) if few else LogLocator(numticks=12))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_minor_formatter(NullFormatter())
