@@ -54,11 +54,12 @@ class StepTime:
         return self.forward + self.backward + self.exposed + self.optimizer
 
 
-def predict(costs: StepCosts, way: Way) -> StepTime:
+def predict(costs: StepCosts, way: Way, *, calls: float = 1.0) -> StepTime:
     """Return what a step takes.
 
     Args:
         costs: of the model, backend and network; see `paceline.plan.step_costs.pick`. way: how it synchronises.
+        calls: what a step would take if exchanges took so many times as long: 0.5 for a network twice as fast.
 
     Raises:
         UsageError: an exchange of it was not measured.
@@ -67,9 +68,9 @@ def predict(costs: StepCosts, way: Way) -> StepTime:
     op = "reduce-scatter" if way.shares else "all-reduce"
     price = made.price(op)
 
-    def played(calls: float = 1.0, computing: float = 1.0) -> Timeline:
+    def played(off: float = 1.0, computing: float = 1.0) -> Timeline:
         return run(
-            [_scaled(step, calls, computing) for step in made.steps],
+            [_scaled(step, calls * off, computing) for step in made.steps],
             lanes=price.channel.lanes,
             computing_slows=price.contention.computing_slows,
             calls_slow=price.contention.calls_slow,

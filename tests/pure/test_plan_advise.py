@@ -1,0 +1,129 @@
+"""Advice: the best way among those allowed, scaling, what limits, what would help; every figure worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import step_profile as made
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import UsageError
+from paceline.plan.advice_words import scaling_rows, sentences
+from paceline.plan.advise import Batch, advise_step
+from paceline.plan.profile import Profile
+from paceline.plan.step_costs import pick
+from paceline.plan.step_time import predict_all
+from paceline.plan.step_way import Way
+
+BATCH = Batch(4)
+
+
+def slow(call=20.0):
+    """Return a profile in which every call takes so long that communication is most of a step."""
+    return made.profile(call=call)
+
+
+def test_the_best_way_is_the_shortest_of_those_allowed():
+    profile = made.profile()
+    advice = advise_step(profile, [1, 2], BATCH, ["flat", "bucketed"])
+    costs = pick(profile, ranks=2)
+    tried = predict_all(
+        costs, [Way("flat"), *(Way("bucketed", size) for size in (1, 2, 5, 10, float("inf")))]
+    )
+    assert advice.best.seconds == pytest.approx(min(each.seconds for each in tried))
+    assert advise_step(profile, [2], BATCH, ["flat"]).best.way == Way("flat")
+
+
+def test_one_rank_is_the_measure_of_efficiency():
+    alone, pair = advise_step(made.profile(), [1, 2], BATCH).points
+    assert alone.seconds == pytest.approx(0.5 + 0.9 + 0.2)
+    assert (alone.way, alone.efficiency) == (None, 1.0)
+    assert alone.samples_per_second == pytest.approx(4 / 1.6)
+    assert pair.efficiency == pytest.approx(pair.samples_per_second / 2 / alone.samples_per_second)
+    assert pair.least <= pair.efficiency <= pair.most
+
+
+def test_computing_grows_with_the_micro_batch():
+    (point,) = advise_step(made.profile(), [1, 2], Batch(8)).points[:1]
+    assert point.seconds == pytest.approx(2 * 1.4 + 0.2)
+    beyond = advise_step(made.profile(), [1, 2], Batch(8)).points[1].beyond
+    assert "measured with 4 samples" in (beyond or "")
+
+
+def test_accumulation_adds_micro_batches_that_are_not_sent():
+    once, thrice = (advise_step(made.profile(), [1, 2], Batch(4, k)) for k in (1, 3))
+    assert thrice.points[1].seconds == pytest.approx(once.points[1].seconds + 2 * 1.4)
+    assert thrice.points[1].efficiency > once.points[1].efficiency
+    assert thrice.shares["computing"] > once.shares["computing"]
+
+
+def test_shares_add_up_and_name_the_limit():
+    for profile, limit in ((made.profile(), "computing"), (slow(), "communication")):
+        advice = advise_step(profile, [2], BATCH)
+        assert sum(advice.shares.values()) == pytest.approx(1.0)
+        assert advice.limit == limit
+
+
+def test_what_would_help_depends_on_what_limits():
+    def factors(profile):
+        return {each.what: each.factor for each in advise_step(profile, [2], BATCH).remedies}
+
+    bound, free = factors(slow()), factors(made.profile())
+    assert "a network twice as fast" in bound
+    assert "a network twice as fast" not in free
+    assert free["processors twice as fast"] > bound.get("processors twice as fast", 1.0)
+    assert any(what.startswith("agreeing every") for what in bound)
+    assert not any(what.startswith("agreeing every") for what in free)
+    assert list(bound.values()) == sorted(bound.values(), reverse=True)
+
+
+def test_sharding_is_a_remedy_where_it_is_not_among_the_ways():
+    long_update = made.profile(models=(made.model(),))
+    advice = advise_step(long_update, [2], BATCH, ["flat"])
+    named = [each.what for each in advise_step(slow(1e-4), [2], BATCH, ["flat"]).remedies]
+    assert advice.best.way == Way("flat")
+    assert "sharding the optimizer" in named
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 8), st.integers(1, 8), st.floats(1e-5, 1.0))
+def test_predictions_keep_their_order(micro, accumulation, call):
+    advice = advise_step(made.profile(call=call), [1, 2, 4], Batch(micro, accumulation))
+    assert [point.ranks for point in advice.points] == [1, 2, 4]
+    for point in advice.points:
+        assert point.low <= point.seconds <= point.high
+        assert point.least <= point.efficiency <= point.most
+    assert all(each.factor > 1.0 for each in advice.remedies)
+
+
+def test_the_words_say_what_to_do_and_what_to_expect():
+    advice = advise_step(slow(), [1, 2, 4], BATCH)
+    told = " ".join(sentences(advice, BATCH))
+    assert f"Synchronise with {advice.best.way.label}: a step of 4 samples a rank takes" in told
+    assert "Limited by communication" in told
+    assert "What would help most: agreeing every" in told
+    assert "all-reduce was measured with 2 ranks" in told
+    rows = scaling_rows(advice)
+    assert [row[0] for row in rows] == ["1", "2", "4"]
+    assert rows[0][1] == "alone"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "strategies", "said"),
+    [
+        ([], BATCH, ["flat"], "ranks"),
+        ([1], BATCH, ["flat"], "2 or more"),
+        ([0, 2], BATCH, ["flat"], "1 or more"),
+        ([2], Batch(0), ["flat"], "micro-batch"),
+        ([2], Batch(1, 0), ["flat"], "accumulation"),
+        ([2], BATCH, [], "strategies"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ranks, batch, strategies, said):
+    with pytest.raises(UsageError, match=said):
+        advise_step(made.profile(), ranks, batch, strategies)
+
+
+def test_a_profile_without_steps_is_refused():
+    with pytest.raises(UsageError, match="knows no training step"):
+        advise_step(Profile(), [2], BATCH)
