@@ -35,8 +35,10 @@ def sentences(advice: StepAdvice, batch: Batch) -> list[str]:
         _limit(advice),
         _helps(advice),
     ]
-    beyond = dict.fromkeys(point.beyond for point in advice.points if point.beyond)
-    told += [f"Beyond what was measured: {note}." for note in beyond if note]
+    beyond = dict.fromkeys(
+        note for point in advice.points if point.beyond for note in point.beyond.split("; ")
+    )
+    told += [f"Beyond what was measured: {'; '.join(beyond)}."] if beyond else []
     return [each for each in told if each]
 
 

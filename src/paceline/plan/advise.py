@@ -22,7 +22,8 @@ from paceline.units import MIB
 __all__ = ["Batch", "Point", "Remedy", "StepAdvice", "advise_step", "ways_for"]
 
 _SIZES_MIB = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
-_NOTICEABLE = 0.1  # share of a step
+_NOTICEABLE = 1.05  # times as many samples per second
+_HARDLY = 1.005  # times as long
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Point:
         ranks: that train. way: with the shortest step; None on one rank, which sends nothing.
         seconds, low, high: of a step, and the range to expect.
         samples_per_second: of all ranks.
-        efficiency, least, most: samples per second a rank beside those of one alone, and its range.
+        efficiency, least, most: samples per second a rank beside those of one alone, and its range: how far off
+            exchanges may be; what computing varies by meets both.
         beyond: what of it was not measured; None if all was.
     """
 
@@ -168,10 +170,15 @@ def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCos
 
 
 def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
+    """Return the shortest step; of those that are hardly longer the usual one, with buckets of 25 MiB."""
     ways = ways_for(costs, strategies, torchs=False)
     if not ways:
         raise UsageError(f"strategies {list(strategies)}", remedy="give one or more that have a prediction")
-    return min(predict_all(costs, ways), key=lambda time: time.seconds)
+    times = predict_all(costs, ways)
+    least = min(time.seconds for time in times)
+    good = [time for time in times if time.seconds <= _HARDLY * least]
+    usual = [time for time in good if time.way.strategy == "bucketed" and time.way.caps == 25 * MIB]
+    return usual[0] if usual else min(good, key=lambda time: time.seconds)
 
 
 def _extra(costs: StepCosts, batch: Batch) -> float:
@@ -195,13 +202,15 @@ def _points(
             bounds = (alone * (1 - spread), alone * (1 + spread))
             points.append(Point(1, None, alone, *bounds, batch.samples / alone, 1.0, 1.0, 1.0))
             continue
+        error = 1.0 + max(price.error for price in costs.engine.values())
         time = best_of[number]
         seconds, low, high = (extra + part for part in (time.seconds, time.low, time.high))
         rate = number * batch.samples / seconds
+        cheap, dear = (extra + predict(costs, time.way, calls=by).seconds for by in (1 / error, error))
         points.append(
             Point(
                 *(number, time.way, seconds, low, high, rate),
-                *(alone / seconds, min(alone / high, 1.0), alone / low, time.beyond),
+                *(alone / seconds, alone / dear, alone / cheap, time.beyond),
             )
         )
     return points
@@ -256,7 +265,7 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
         )
     found += _apart(costs, now, batch)
     return sorted(
-        (each for each in found if each.factor > 1 + _NOTICEABLE / 2),
+        (each for each in found if each.factor > _NOTICEABLE),
         key=lambda each: -each.factor,
     )
 

@@ -103,11 +103,7 @@ class Sync:
     @property
     def words(self) -> str:
         """The plan in words: ``"bucketed, 25 MiB"``."""
-        if (
-            self.shard == "parameters"
-            or (self.bucket_mib == 0 and self.shard == "none")
-            or self.name == "flat"
-        ):
+        if self.shard == "parameters" or (self.bucket_mib in (0, math.inf) and self in STRATEGIES.values()):
             return self.name  # that says it all
         size = {0.0: "per parameter", math.inf: "one bucket"}.get(self.bucket_mib, f"{self.bucket_mib:g} MiB")
         return f"{self.name}, {size}"

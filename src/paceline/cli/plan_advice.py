@@ -1,0 +1,314 @@
+"""``paceline plan``: one page of advice. Does it fit, which batch, how to synchronise, what limits, what would help?"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.writable import check_writable
+from paceline.errors import UsageError
+from paceline.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from paceline.bench.footprint.micro_batch import Fitting
+    from paceline.plan.advise import Batch, StepAdvice
+    from paceline.plan.batch import BatchSplit
+    from paceline.plan.profile import Profile
+
+__all__ = ["Asked", "advise"]
+
+_KINDS = {
+    "bucketed": ("naive", "flat", "overlap", "bucketed"),
+    "sharded": ("sharded",),
+    "full-shard": ("full-shard",),
+}
+"""Strategies whose memory one of them tells."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``paceline plan`` is asked, as the command line says it; see its help."""
+
+    model: str
+    devices: str = "1,2,4,8"
+    batch: int | None = None
+    micro: int | None = None
+    context: int = 128
+    optimizer: str = "adamw"
+    autocast: str = "off"
+    checkpointing: bool = False
+    device: str | None = None
+    device_memory: str | None = None
+    profile: Path | None = None
+    backend: str | None = None
+    network: str | None = None
+    json_file: Path | None = None
+    out: Path | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of devices, ascending."""
+        try:
+            numbers = sorted({int(part) for part in self.devices.split(",")})
+        except ValueError:
+            numbers = []
+        if not numbers or numbers[0] < 1:
+            raise UsageError(
+                f"--devices {self.devices!r}", remedy="give numbers of 1 or more, for example 1,2,4,8"
+            )
+        return numbers
+
+    @property
+    def capacity(self) -> int | None:
+        """Bytes of a device; None: not told."""
+        if self.device_memory is not None:
+            nbytes = parse_bytes(self.device_memory)
+            if nbytes < 1:
+                raise UsageError(f"--device-memory {self.device_memory}", remedy="give more, such as 24GB")
+            return nbytes
+        if self.device is not None:
+            from paceline.plan.hardware import device
+
+            return device(self.device).memory_nbytes
+        return None
+
+
+@dataclass
+class Page:
+    """What is told: chapters of sentences, and the facts behind them."""
+
+    chapters: dict[str, list[str]] = field(default_factory=dict)
+    fitting: dict[str, Fitting] = field(default_factory=dict)
+    split: BatchSplit | None = None
+    batch: Batch | None = None
+    steps: StepAdvice | None = None
+
+    def tell(self, title: str, lines: Sequence[str]) -> None:
+        """Add a chapter and print it."""
+        self.chapters[title] = list(lines)
+        typer.echo("\n".join([title, *lines, ""]))
+
+    def facts(self) -> dict[str, Any]:
+        """Return all of it for JSON."""
+        steps = self.steps
+        return {
+            "advice": self.chapters,
+            "memory": {
+                name: {"samples": each.samples, **each.forecast.facts()}
+                for name, each in self.fitting.items()
+            },
+            "batch": None if self.split is None else asdict(self.split),
+            "steps": None
+            if steps is None
+            else {
+                "best": steps.best.way.label,
+                "limit": steps.limit,
+                "shares": steps.shares,
+                "points": [{**asdict(each), "way": each.way and each.way.label} for each in steps.points],
+                "remedies": [asdict(each) for each in steps.remedies],
+            },
+        }
+
+
+def advise(asked: Asked) -> None:
+    """Print the page, and write it where that is asked.
+
+    Raises:
+        UsageError: something makes no sense, or nothing can be answered.
+    """
+    numbers, capacity = asked.numbers, asked.capacity
+    if capacity is None and asked.profile is None:
+        raise UsageError(
+            "paceline plan has nothing to plan with",
+            remedy="pass --profile FILE, as paceline bench parts writes it, or --device, or both",
+        )
+    for name in ("batch", "micro"):
+        if getattr(asked, name) is not None and getattr(asked, name) < 1:
+            raise UsageError(f"--{name} {getattr(asked, name)}", remedy="give 1 or more")
+    files = _files(asked)
+    profile = _profile(asked)
+    page = Page()
+    if capacity is not None:
+        _fit(asked, numbers[-1], capacity, page)
+    _deal(asked, numbers[-1], profile, page)
+    _time(asked, numbers, profile, page)
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    for path in files:
+        if path.suffix == ".json":
+            told = {"command": command, **page.facts()}
+            path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        elif page.steps is not None:
+            from paceline.report.scaling_chart import scaling_chart
+
+            scaling_chart(page.steps.points, f"{asked.model}: {page.steps.best.way.label}").save(path)
+        typer.echo(path)
+
+
+def _profile(asked: Asked) -> Profile | None:
+    if asked.profile is None:
+        return None
+    from paceline.plan.profile import Profile
+
+    return Profile.load(asked.profile)
+
+
+def _files(asked: Asked) -> list[Path]:
+    """Return what will be written, once it is clear that it can be."""
+    files = [] if asked.json_file is None else [asked.json_file]
+    if asked.json_file is not None and asked.json_file.suffix != ".json":
+        raise UsageError(f"--json {asked.json_file}", remedy="name a .json file")
+    if asked.out is not None:
+        from paceline.report.canvas import require_matplotlib
+
+        require_matplotlib()
+        files.append(asked.out / "plan.json")
+        files += [asked.out / f"scaling{suffix}" for suffix in (".png", ".svg") if asked.profile is not None]
+    for path in files:
+        check_writable(path, make_folder=True)
+    return files
+
+
+# ---------------------------------------------------------------------- does it fit?
+
+
+def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
+    """Tell the largest micro-batch that fits, by strategy."""
+    from paceline.bench.footprint.forecast import Room
+    from paceline.bench.footprint.micro_batch import largest_micro_batch
+    from paceline.bench.footprint.setting import ALONE, Setting
+    from paceline.bench.footprint.subject import subject_of
+
+    subject = subject_of(asked.model)
+    room = Room.of_gpu(capacity)
+    setting = Setting(
+        ranks=devices, context=asked.context, optimizer=asked.optimizer, autocast=asked.autocast,
+        checkpointing=asked.checkpointing, device="cuda", backend="nccl",
+    )  # fmt: skip
+    wanted = asked.micro or (-(-asked.batch // devices) if asked.batch else _MOST)
+    lines = []
+    for kind in _KINDS:
+        strategy = kind if devices > 1 else ALONE
+        fitting = largest_micro_batch(subject, replace(setting, strategy=strategy), room, wanted)
+        page.fitting[kind] = fitting
+        lines.append(_told(strategy, fitting, wanted))
+        if devices == 1:
+            break
+    if not any(each.samples for each in page.fitting.values()):
+        lines.append(
+            f"paceline plan memory --model {asked.model} --devices {devices} tells what would make it fit."
+        )
+    page.tell("Does it fit?", lines)
+
+
+_MOST = 4096
+
+
+def _told(strategy: str, fitting: Fitting, wanted: int) -> str:
+    verdict = fitting.forecast.verdict
+    assert verdict is not None, "there is a capacity"
+    if not fitting.samples:
+        return f"{strategy}: not even one sample: {verdict.sentence}"
+    up_to = "all of" if fitting.samples == wanted else "up to"
+    return f"{strategy}: micro-batches of {up_to} {fitting.samples} {_samples(fitting.samples)}; {verdict.sentence}"
+
+
+def _samples(count: int) -> str:
+    return "sample" if count == 1 else "samples"
+
+
+# ---------------------------------------------------------------------- which batch?
+
+
+def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> None:
+    """Tell micro-batch and accumulation: as asked, as fits, or as measured."""
+    from paceline.plan.advise import Batch
+    from paceline.plan.batch import split_batch
+    from paceline.plan.batch_words import split_words
+
+    fits = max((each.samples for each in page.fitting.values()), default=None)
+    if fits == 0:
+        return
+    if asked.batch is None:
+        measured = _measured_batch(asked, profile)
+        micro = asked.micro or min(measured or _MOST, fits or _MOST)
+        page.batch = Batch(micro)
+        told = f"Micro-batches of {micro} {_samples(micro)} without accumulation: {micro * devices} in a step"
+        page.tell(
+            "Which batch?", [f"{told} of {devices} devices. --batch SAMPLES tells how any other is dealt."]
+        )
+        return
+    most = min(asked.micro or asked.batch, fits or asked.batch)
+    page.split = split_batch(asked.batch, devices, most)
+    page.batch = Batch(page.split.micro, page.split.accumulation)
+    page.tell("Which batch?", split_words(page.split))
+
+
+def _measured_batch(asked: Asked, profile: Profile | None) -> int | None:
+    models = () if profile is None else profile.models
+    return next((each.batch for each in models if each.model == asked.model), None)
+
+
+# ---------------------------------------------------------------------- how long does it take?
+
+
+def _time(asked: Asked, numbers: list[int], profile: Profile | None, page: Page) -> None:
+    """Tell how to synchronise, what a step takes, what limits it and what would help."""
+    from paceline.cli.wide_table import print_wide
+    from paceline.plan.advice_words import sentences
+    from paceline.plan.advise import advise_step
+
+    if page.batch is None:
+        return
+    title = "How to synchronise, and what it costs"
+    if profile is None:
+        page.tell(
+            title,
+            [
+                "Not known without measurements. On the machines that shall train, run paceline bench parts "
+                f"--size {asked.model} --profile profile.json, and pass that file here with --profile."
+            ],
+        )
+        return
+    if numbers[-1] < 2:
+        page.tell(title, ["One device sends nothing."])
+        return
+    micro = page.batch.micro
+    fitting = [kind for kind, each in page.fitting.items() if each.samples >= micro]
+    kinds = fitting if page.fitting else list(_KINDS)
+    kinds = [
+        kind for kind in kinds if kind != "full-shard"
+    ] or kinds  # it gathers parameters: where nothing else fits
+    page.steps = advise_step(
+        profile,
+        numbers,
+        page.batch,
+        [name for kind in kinds for name in _KINDS[kind]],
+        model=asked.model,
+        backend=asked.backend,
+        network=asked.network,
+    )
+    page.tell(title, sentences(page.steps, page.batch))
+    print_wide(_table(page.steps))
+
+
+def _table(steps: StepAdvice) -> Table:
+    from rich.table import Table
+
+    from paceline.plan.advice_words import scaling_rows
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("ranks", "how", "a step", "range", "samples/s", "efficiency", "range"):
+        table.add_column(name, justify="left" if name == "how" else "right", no_wrap=True)
+    for row in scaling_rows(steps):
+        table.add_row(*row)
+    return table

@@ -1,0 +1,166 @@
+"""What tuning tries, keeps and says, by plain values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.plan.bucket import Ready
+from paceline.sync.candidates import CallPrice, candidates
+from paceline.sync.plan import STRATEGIES, Sync
+from paceline.sync.tuned import Tuned, file_of, load, save
+from paceline.world.cache import cache_folder
+
+MIB = 1 << 20
+LAYERS = [Ready(4 * MIB, 0.02 * place) for place in range(1, 31)]
+KEY = {"model": "0123", "hosts": ["a", "b"]}
+ROWS = (
+    {"plan": "bucketed, 25 MiB", "seconds": [1.0, 1.1], "ratio": 1.0},
+    {"plan": "sharded, 5 MiB", "seconds": [0.8, 0.9], "ratio": 0.81},
+    {"plan": "flat", "seconds": [1.2, None], "ratio": 1.2},
+)
+TUNED = Tuned(Sync(5.0, shard="optimizer"), 0.85, 1.05, 0.81, "2026-01-02T03:04:05+00:00", ROWS)
+
+
+# ---------------------------------------------------------------------- candidates
+
+
+def test_the_default_comes_first_and_flat_last():
+    plans = candidates(LAYERS, CallPrice(1e-3, 1e-9), may_shard=False)
+    assert plans[0] == Sync()
+    assert plans[-1] == STRATEGIES["flat"]
+    assert len(plans) == 5
+    assert all(plan.shard == "none" for plan in plans)
+
+
+def test_sharding_is_tried_at_two_sizes_where_it_may_be():
+    plans = candidates(LAYERS, CallPrice(1e-3, 1e-9), may_shard=True)
+    assert [plan.shard for plan in plans].count("optimizer") == 2
+
+
+def test_dear_calls_ask_for_large_buckets_and_cheap_ones_for_small():
+    def sizes(call):
+        return [plan.bucket_mib for plan in candidates(LAYERS, CallPrice(call, 5e-9), may_shard=False)[1:-1]]
+
+    assert max(sizes(0.3)) > 25
+    assert min(sizes(1e-6)) < min(sizes(0.3))
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 24), st.floats(0, 0.1)), min_size=1, max_size=30),
+    st.floats(0, 0.1),
+    st.floats(0, 1e-7),
+    st.booleans(),
+    st.integers(2, 7),
+)
+def test_candidates_are_few_and_differ(sizes, call, byte, may_shard, most):
+    at, ready = 0.0, []
+    for nbytes, later in sizes:
+        at += later
+        ready.append(Ready(nbytes, at))
+    plans = candidates(ready, CallPrice(call, byte), may_shard=may_shard, most=most)
+    assert 2 <= len(plans) <= most
+    assert len(set(plans)) == len(plans)
+    assert plans[0] == Sync()
+    assert may_shard or all(plan.shard == "none" for plan in plans)
+
+
+def test_a_reduce_scatter_passes_the_bytes_once():
+    price = CallPrice(0.1, 1.0)
+    assert price.all_reduce(10) == pytest.approx(10.1)
+    assert price.reduce_scatter(10) == pytest.approx(5.1)
+
+
+# ---------------------------------------------------------------------- what is kept
+
+
+def test_what_is_kept_comes_back(tmp_path):
+    path = save(tmp_path / "tuned", KEY, TUNED)
+    assert path == file_of(tmp_path / "tuned", KEY)
+    assert load(tmp_path / "tuned", KEY) == TUNED
+    assert list((tmp_path / "tuned").iterdir()) == [path]
+
+
+def test_one_bucket_for_all_can_be_kept(tmp_path):
+    flat = Tuned(STRATEGIES["flat"], 1.0, 1.1, 0.9, "2026", ROWS)
+    save(tmp_path, KEY, flat)
+    found = load(tmp_path, KEY)
+    assert found is not None
+    assert found.plan.bucket_mib == math.inf
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: text.replace('"paceline-tuned"', '"something"'),
+        lambda text: text.replace('"schema": 1', '"schema": 2'),
+        lambda text: text.replace('"optimizer"', '"everything"'),
+        lambda text: text.replace('"b"', '"another host"'),
+        lambda text: text.replace('"ratio": 0.81,\n "date"', '"date"'),
+    ],
+)
+def test_what_is_damaged_or_of_others_is_as_if_nothing_were_kept(tmp_path, spoil):
+    path = save(tmp_path, KEY, TUNED)
+    assert path is not None
+    text = path.read_text()
+    assert spoil(text) != text
+    path.write_text(spoil(text))
+    assert load(tmp_path, KEY) is None
+
+
+def test_other_models_worlds_and_hosts_have_their_own(tmp_path):
+    save(tmp_path, KEY, TUNED)
+    assert load(tmp_path, {**KEY, "hosts": ["a"]}) is None
+    assert load(tmp_path / "nowhere", KEY) is None
+
+
+def test_where_nothing_can_be_kept_training_goes_on(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert save(tmp_path / "file" / "tuned", KEY, TUNED) is None
+
+
+def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "paceline"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "paceline"
+
+
+# ---------------------------------------------------------------------- what is said
+
+
+def test_the_sentence_names_the_choice_the_gain_and_the_evidence():
+    assert TUNED.sentence == (
+        "sharded, 5 MiB, 1.23 times as fast as the default (bucketed, 25 MiB) in the median of 2 rounds; a step takes "
+        "0.85 s. Seconds of a step, by rounds: bucketed, 25 MiB: 1 1.1; sharded, 5 MiB: 0.8 0.9; flat: 1.2 –."
+    )
+
+
+def test_a_default_that_stays_says_so():
+    stays = Tuned(Sync(), 1.0, 1.0, 1.0, "2026", ROWS)
+    assert stays.sentence.startswith("bucketed, 25 MiB, the default, stays: no other plan is faster")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Sync(), "bucketed, 25 MiB"),
+        (Sync(bucket_mib=0), "overlap"),
+        (Sync(bucket_mib=0, overlap=False), "naive"),
+        (Sync(bucket_mib=math.inf, overlap=False), "flat"),
+        (Sync(bucket_mib=math.inf), "bucketed, one bucket"),
+        (Sync(bucket_mib=0.5, overlap=False), "flat, 0.5 MiB"),
+        (Sync(bucket_mib=0, shard="optimizer"), "sharded, per parameter"),
+        (Sync(shard="parameters"), "full-shard"),
+    ],
+)
+def test_a_plan_in_words(plan, words):
+    assert plan.words == words
