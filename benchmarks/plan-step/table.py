@@ -2,7 +2,7 @@
 
     python benchmarks/plan-step/table.py
 
-Reads ``profile.json`` and the ``steps-….json`` beside this file. No figure in the README is typed by hand.
+Reads the ``profile-….json`` and ``steps-….json`` beside this file. No figure in the README is typed by hand.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Pairs = Sequence[tuple[StepTime, MeasuredStep]]
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = HERE) -> None:
     """Compare every setting, write predicted.json and charts, and fill the tables."""
-    profile, pairs_of, costs_of = Profile.load(folder / "profile.json"), {}, {}
+    pairs_of, costs_of = {}, {}
     for path in sorted(folder.glob("steps-*.json")):
         settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        profile = Profile.load(path.with_name(path.name.replace("steps-", "profile-")))
         name, ranks = settings["model"]["name"], settings["ranks"]
         costs = pick(profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"])
         seen = ways_measured(load_measured(path), name, ranks)

@@ -30,8 +30,7 @@ def facts(
     """Return a prediction for JSON, which has no infinity."""
     from paceline.plan.step_time import best_of, simulated_bucket
 
-    step, price = costs.step, next(iter(costs.engine.values()))
-    buckets = {}
+    step, buckets = costs.step, {}
     for op in ("all-reduce", "reduce-scatter"):
         if op in costs.engine:
             job, found = costs.equal_buckets(op), simulated_bucket(costs, op)
@@ -48,8 +47,8 @@ def facts(
         "batch": step.batch,
         "shape": step.shape,
         "ranks": costs.ranks,
-        "backend": price.alone.backend,
-        "network": price.alone.network,
+        "backend": costs.backend,
+        "network": costs.network,
         "best": best_of(times).way.label,
         "buckets": buckets,
         "rows": [_row(time, measured.get(time.way)) for time in times],
@@ -77,8 +76,7 @@ def draw(
     """Draw one of the two figures, the one that the file's name says."""
     from paceline.report.step_chart import StepBar, bucket_chart, step_chart
 
-    step, price = costs.step, next(iter(costs.engine.values()))
-    title = f"{step.model}, {costs.ranks} ranks, {price.alone.backend}, {price.alone.network}"
+    title = f"{costs.step.model}, {costs.ranks} ranks, {costs.backend}, {costs.network}"
     if path.stem == "step-breakdown":
         bars = []
         for time in times:
@@ -88,11 +86,10 @@ def draw(
             bars.append(StepBar(time.way.label, parts, told))
         step_chart(bars, title=title).save(path)
         return
-    bare = step.forward + step.backward + step.optimizer
     job = costs.equal_buckets()
     formula = None if job is None else job.best()
     marked = [] if formula is None or math.isinf(formula.count) else [("closed form", formula.nbytes / MIB)]
-    bucket_chart(_lines(costs, measured), title=title, bare=bare, marked=marked).save(path)
+    bucket_chart(_lines(costs, measured), title=title, bare=costs.bare_seconds, marked=marked).save(path)
 
 
 def _lines(costs: StepCosts, measured: Mapping[Way, MeasuredStep]) -> list[BucketLine]:
