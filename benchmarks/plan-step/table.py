@@ -8,6 +8,7 @@ Reads the ``profile-….json`` and ``steps-….json`` beside this file. No figur
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head, write_result
-from paceline.cli.step_files import draw
+from paceline.cli.step_files import draw_breakdown, draw_buckets
+from paceline.errors import PacelineError
 from paceline.plan.accuracy import Accuracy
 from paceline.plan.profile import Profile
 from paceline.plan.step_costs import StepCosts, pick
@@ -159,11 +161,13 @@ def _draw(
     folder: Path, stem: str, costs: StepCosts, times: Sequence[StepTime], seen: Mapping[Way, MeasuredStep]
 ) -> None:
     """Draw the two figures of one setting."""
-    for figure in ("step-breakdown", "step-buckets"):
-        drawn = folder / f"{figure}.png"
-        draw(drawn, costs, times, seen)
-        drawn.rename(folder / f"{figure}-{stem.removeprefix('steps-')}.png")
+    place = stem.removeprefix("steps-")
+    draw_breakdown(folder / f"step-breakdown-{place}.png", costs, times, seen)
+    draw_buckets(folder / f"step-buckets-{place}.png", costs, times, seen)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))
