@@ -3,7 +3,7 @@
     python benchmarks/plan-step/measure.py
 
 Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each. For every number of hosts and every rate the
-same ranks first measure the parts of a step into ``profile.json``, then whole steps, which go to ``steps-….json`` in
+same ranks first measure the parts of a step into ``profile-….json``, then whole steps, which go to ``steps-….json`` in
 the form of ``paceline bench step --json``. ``table.py`` holds one against the other.
 """
 
@@ -63,11 +63,9 @@ def main(
     seconds: Annotated[float, typer.Option(help="Time for an exchange of one size, at most about.")] = 3.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go.")] = HERE,
 ) -> None:
-    """Measure parts and steps in every setting; an existing profile and files of other settings stay."""
+    """Measure parts and steps in every setting; files of other settings stay."""
     if rounds < 1 or steps < 1:
         raise UsageError(f"--rounds {rounds} --steps {steps}: nothing to measure", remedy="give 1 or more")
-    profile = out / "profile.json"
-    load_or_new(profile)
     places = [(int(number), rate, backend) for rate in _names(rates) for number in _names(hosts)]
     places += [(2, ONE_HOST, name) for name in _names(local)]
     for number, rate, over in places:
@@ -82,8 +80,10 @@ def main(
             steps=12,
             seconds=1.0 if rate == ONE_HOST else seconds,
         )
-        path = out / f"steps-{_place(number, rate, over)}.json"
-        check_writable(path)
+        place = _place(number, rate, over)
+        path, profile = out / f"steps-{place}.json", out / f"profile-{place}.json"
+        check_writable(path, make_folder=True)
+        load_or_new(profile)
         found = run(number, None if rate == ONE_HOST else rate, parts, profile, rounds, steps)
         settings = {
             "hosts": 1 if rate == ONE_HOST else number,

@@ -2,12 +2,13 @@
 
     python benchmarks/plan-step/table.py
 
-Reads ``profile.json`` and the ``steps-….json`` beside this file. No figure in the README is typed by hand.
+Reads the ``profile-….json`` and ``steps-….json`` beside this file. No figure in the README is typed by hand.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,7 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head, write_result
-from paceline.cli.step_files import draw
+from paceline.cli.step_files import draw_breakdown, draw_buckets
+from paceline.errors import PacelineError
 from paceline.plan.accuracy import Accuracy
 from paceline.plan.profile import Profile
 from paceline.plan.step_costs import StepCosts, pick
@@ -35,9 +37,10 @@ Pairs = Sequence[tuple[StepTime, MeasuredStep]]
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = HERE) -> None:
     """Compare every setting, write predicted.json and charts, and fill the tables."""
-    profile, pairs_of, costs_of = Profile.load(folder / "profile.json"), {}, {}
+    pairs_of, costs_of = {}, {}
     for path in sorted(folder.glob("steps-*.json")):
         settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        profile = Profile.load(path.with_name(path.name.replace("steps-", "profile-")))
         name, ranks = settings["model"]["name"], settings["ranks"]
         costs = pick(profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"])
         seen = ways_measured(load_measured(path), name, ranks)
@@ -158,11 +161,13 @@ def _draw(
     folder: Path, stem: str, costs: StepCosts, times: Sequence[StepTime], seen: Mapping[Way, MeasuredStep]
 ) -> None:
     """Draw the two figures of one setting."""
-    for figure in ("step-breakdown", "step-buckets"):
-        drawn = folder / f"{figure}.png"
-        draw(drawn, costs, times, seen)
-        drawn.rename(folder / f"{figure}-{stem.removeprefix('steps-')}.png")
+    place = stem.removeprefix("steps-")
+    draw_breakdown(folder / f"step-breakdown-{place}.png", costs, times, seen)
+    draw_buckets(folder / f"step-buckets-{place}.png", costs, times, seen)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))

@@ -125,7 +125,6 @@ def test_other_numbers_of_ranks_are_said_to_be_beyond(call, saved):
         (["--threads", "9"], "no step with threads 9"),
         (["--measured", "/nowhere/steps.json"], "can't read"),
         (["--json", "/dev/null/a.json"], "can't write"),
-        (["--json", "plan.txt"], "name a .json file"),
     ],
 )
 def test_bad_input_is_one_clear_message(call, saved, arguments, said):

@@ -44,6 +44,7 @@ def model(ranks=2, batch=4, name="net", parameters=None, shape="context 8"):
         batch=batch,
         shape=shape,
         device="cpu",
+        backend="gloo",
         ranks=ranks,
         threads=1,
         forward=0.5,

@@ -173,8 +173,8 @@ def test_other_numbers_of_ranks_join_the_fit():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("net.py", "names no file"),
-        ("nothing.py:make", "names no file"),
+        ("net.py", "names no Python file"),
+        ("nothing.py:make", "names no Python file"),
         ("{}:other", "has no function 'other'"),
     ],
 )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +12,12 @@ from paceline.cli.writable import check_writable
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from paceline.cli.step_files import Writer
     from paceline.plan.step_costs import StepCosts
     from paceline.plan.step_measured import MeasuredStep
     from paceline.plan.step_way import Way
 
 __all__ = ["step"]
-
-_FIGURES = ("step-breakdown", "step-buckets")
 
 
 def step(
@@ -65,7 +61,7 @@ def step(
     from paceline.plan.step_time import predict_all
 
     sizes, squeezed = _sizes(bucket_mib), _names(compression)
-    files = _files(json_file, out)
+    writer_of = _writers(json_file, out)
     costs = pick(
         Profile.load(profile_file),
         model,
@@ -80,16 +76,8 @@ def step(
     times = predict_all(costs, _ways(costs, sizes, squeezed, seen))
     print_wide(step_table(costs, times, seen))
     typer.echo("\n".join(sentences(costs, times, seen)))
-    for path in files:
-        if path.suffix == ".json":
-            from paceline.cli.step_files import facts
-
-            told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **facts(costs, times, seen)}
-            path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        else:
-            from paceline.cli.step_files import draw
-
-            draw(path, costs, times, seen)
+    for path, write in writer_of.items():
+        write(path, costs, times, seen)
         typer.echo(path)
 
 
@@ -108,23 +96,25 @@ def _ways(
     return list(dict.fromkeys([*ways, *there]))
 
 
-def _files(json_file: Path | None, out: Path | None) -> list[Path]:
-    """Return what will be written, once it is clear that it can be.
+def _writers(json_file: Path | None, out: Path | None) -> dict[Path, Writer]:
+    """Return what will be written where, once it is clear that it can be.
 
     Raises:
         UsageError: a file can't be written, or there is nothing to draw charts with.
     """
-    files = [] if json_file is None else [json_file]
-    if json_file is not None and json_file.suffix != ".json":
-        raise UsageError(f"--json {json_file}", remedy="name a .json file")
+    from paceline.cli.step_files import draw_breakdown, draw_buckets, write_json
+
+    writer_of: dict[Path, Writer] = {} if json_file is None else {json_file: write_json}
     if out is not None:
         from paceline.report.canvas import require_matplotlib
 
         require_matplotlib()
-        files += [out / f"{name}{suffix}" for name in _FIGURES for suffix in (".png", ".svg")]
-    for path in files:
+        for suffix in (".png", ".svg"):
+            writer_of[out / f"step-breakdown{suffix}"] = draw_breakdown
+            writer_of[out / f"step-buckets{suffix}"] = draw_buckets
+    for path in writer_of:
         check_writable(path, make_folder=True)
-    return files
+    return writer_of
 
 
 def _names(text: str) -> tuple[str, ...]:

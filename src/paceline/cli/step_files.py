@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,20 +21,26 @@ if TYPE_CHECKING:
     from paceline.plan.step_way import Way
     from paceline.report.step_chart import BucketLine
 
-__all__ = ["draw", "facts"]
+__all__ = ["Writer", "draw_breakdown", "draw_buckets", "facts", "write_json"]
+
+Seen = Mapping["Way", "MeasuredStep"]
+Writer = Callable[[Path, "StepCosts", "Sequence[StepTime]", Seen], None]
 
 _CURVES = {"bucketed": "bucketed", "sharded": "sharded", "ddp": "torch DDP"}
 _LEAST_MIB, _POINTS = 0.25, 17
 
 
-def facts(
-    costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Way, MeasuredStep]
-) -> dict[str, Any]:
+def write_json(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> None:
+    """Write all of a prediction, and the command that made it."""
+    told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **facts(costs, times, measured)}
+    path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def facts(costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> dict[str, Any]:
     """Return a prediction for JSON, which has no infinity."""
     from paceline.plan.step_time import best_of, simulated_bucket
 
-    step, price = costs.step, next(iter(costs.engine.values()))
-    buckets = {}
+    step, buckets = costs.step, {}
     for op in ("all-reduce", "reduce-scatter"):
         if op in costs.engine:
             job, found = costs.equal_buckets(op), simulated_bucket(costs, op)
@@ -48,8 +57,8 @@ def facts(
         "batch": step.batch,
         "shape": step.shape,
         "ranks": costs.ranks,
-        "backend": price.alone.backend,
-        "network": price.alone.network,
+        "backend": costs.backend,
+        "network": costs.network,
         "best": best_of(times).way.label,
         "buckets": buckets,
         "rows": [_row(time, measured.get(time.way)) for time in times],
@@ -71,31 +80,36 @@ def _finite(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def draw(
-    path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Way, MeasuredStep]
-) -> None:
-    """Draw one of the two figures, the one that the file's name says."""
-    from paceline.report.step_chart import StepBar, bucket_chart, step_chart
+def draw_breakdown(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> None:
+    """Draw where the time of each way's step goes, measured bars below predicted ones."""
+    from paceline.report.step_chart import StepBar, step_chart
 
-    step, price = costs.step, next(iter(costs.engine.values()))
-    title = f"{step.model}, {costs.ranks} ranks, {price.alone.backend}, {price.alone.network}"
-    if path.stem == "step-breakdown":
-        bars = []
-        for time in times:
-            seen = measured.get(time.way)
-            told = None if seen is None else (seen.forward, seen.backward, seen.exposed, seen.optimizer)
-            parts = (time.forward, time.backward, time.exposed, time.optimizer)
-            bars.append(StepBar(time.way.label, parts, told))
-        step_chart(bars, title=title).save(path)
-        return
-    bare = step.forward + step.backward + step.optimizer
+    bars = []
+    for time in times:
+        seen = measured.get(time.way)
+        told = None if seen is None else (seen.forward, seen.backward, seen.exposed, seen.optimizer)
+        bars.append(
+            StepBar(time.way.label, (time.forward, time.backward, time.exposed, time.optimizer), told)
+        )
+    step_chart(bars, title=_title(costs)).save(path)
+
+
+def draw_buckets(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> None:
+    """Draw the time of a step against the bucket size, lines predicted, markers measured."""
+    from paceline.report.step_chart import bucket_chart
+
     job = costs.equal_buckets()
     formula = None if job is None else job.best()
     marked = [] if formula is None or math.isinf(formula.count) else [("closed form", formula.nbytes / MIB)]
-    bucket_chart(_lines(costs, measured), title=title, bare=bare, marked=marked).save(path)
+    chart = bucket_chart(_lines(costs, measured), title=_title(costs), bare=costs.bare_seconds, marked=marked)
+    chart.save(path)
 
 
-def _lines(costs: StepCosts, measured: Mapping[Way, MeasuredStep]) -> list[BucketLine]:
+def _title(costs: StepCosts) -> str:
+    return f"{costs.step.model}, {costs.ranks} ranks, {costs.backend}, {costs.network}"
+
+
+def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
     """Return a line for each way with buckets, from 1/4 MiB to the whole model; measured sizes beside."""
     from paceline.plan.step_time import predict
     from paceline.plan.step_way import Way

@@ -32,8 +32,7 @@ def step_table(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Wa
 
     from paceline.plan.step_time import best_of
 
-    step, price = costs.step, next(iter(costs.engine.values()))
-    where = f"{price.alone.backend}, {price.alone.network}"
+    step, where = costs.step, f"{costs.backend}, {costs.network}"
     title = f"{step.model}, {step.batch} samples a rank ({step.shape}), {costs.ranks} ranks, {where}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("", no_wrap=True)

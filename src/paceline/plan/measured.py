@@ -6,18 +6,17 @@ types, float32 counts, or else the first one: a type changes what is added, not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.collectives.closed_form import CLOSED_FORMS
-from paceline.errors import UsageError
 from paceline.plan.entries import CallCost, Source
 from paceline.plan.fields import Fields
 from paceline.plan.fitting import Point
 from paceline.plan.forms import OPS, USUAL, Form
+from paceline.plan.result_file import read_result
 
 __all__ = ["KIND", "SCHEMA", "Measured", "Measurement", "load", "pooled"]
 
@@ -90,23 +89,7 @@ def load(path: str | Path) -> Measurement:
         UsageError: the file can't be read, is no result of ``paceline bench collectives``, is of a newer schema, or a
             field is missing or wrong.
     """
-    name = Path(path).name
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"can't read {str(path)!r}: {error.strerror}", remedy=_REMEDY) from error
-    except ValueError as error:
-        raise UsageError(f"{str(path)!r} is no JSON: {error}", remedy=_REMEDY) from error
-    top = Fields(record, name)
-    if top.text("kind") != KIND:
-        raise UsageError(
-            f"{name} is no measurement of collectives: its kind is {top.text('kind')!r}", remedy=_REMEDY
-        )
-    if top.whole("schema", least=1) > SCHEMA:
-        raise UsageError(
-            f"{name} has schema {top.whole('schema')}; this version reads up to {SCHEMA}",
-            remedy="upgrade paceline, or measure anew",
-        )
+    top = read_result(path, KIND, SCHEMA, "measurement of collectives", _REMEDY)
     network = top.fields("settings").text("network")
     return Measurement(top.text("command"), network, top.mapping("machine"), _groups(list(top.rows("rows"))))
 

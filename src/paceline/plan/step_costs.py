@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,7 +67,7 @@ class ExchangePrice:
         return Channel(
             self.seconds,
             self.gap,
-            lanes=np.inf,
+            lanes=math.inf,
             launch_seconds=self.contention.launch_seconds,
             computing_slows=self.contention.computing_slows,
             calls_slow=self.contention.calls_slow,
@@ -99,6 +100,21 @@ class StepCosts:
     engine: dict[str, ExchangePrice]
     torchs: ExchangePrice | None
     noted: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> str:
+        """What Paceline's exchanges run on."""
+        return next(iter(self.engine.values())).alone.backend
+
+    @property
+    def network(self) -> str:
+        """What is between the ranks."""
+        return next(iter(self.engine.values())).alone.network
+
+    @property
+    def bare_seconds(self) -> float:
+        """Of a step without synchronisation."""
+        return self.step.forward + self.step.backward + self.step.optimizer
 
     def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets | None:
         """Return the closed form's values: o and w of the line through the times of exchanges in a row.
@@ -149,20 +165,22 @@ def pick(
     """
     if not profile.models or not profile.exchanges:
         raise UsageError("the profile knows no training step", remedy=_MEASURE)
-    steps = list(profile.models)
-    for what, wanted in (
-        ("model", model),
-        ("batch", batch),
-        ("shape", shape),
-        ("threads", threads),
-        ("device", None),
-    ):
-        steps = _only(steps, what, wanted)
     costs = [each for each in profile.exchanges if each.caller == "paceline"]
     costs = _only(_only(costs, "backend", backend), "network", network)
     if not costs:
         raise UsageError("the profile has no exchanges of Paceline's", remedy=_MEASURE)
     backend, network = costs[0].backend, costs[0].network
+    asked = {
+        "model": model,
+        "batch": batch,
+        "shape": shape,
+        "threads": threads,
+        "device": None,
+        "backend": backend,
+    }
+    steps = list(profile.models)
+    for what, value in asked.items():
+        steps = _only(steps, what, value)
     contentions = [each for each in profile.contentions if each.network == network]
     usual = max({each.ranks for each in steps} & {each.ranks for each in contentions}, default=steps[0].ranks)
     wanted = usual if ranks is None else ranks

@@ -52,6 +52,7 @@ class ModelStep:
         batch: samples of a rank.
         shape: what a sample is, such as ``"context 128"``.
         device: ``"cpu"``, or the name of a GPU.
+        backend: of the engine: its group may have memory of its own for buckets.
         ranks: that computed at the same time, in the whole world of the measurement.
         threads: of each rank; 0 on a GPU.
         forward: seconds. backward: seconds, each gradient kept where autograd made it.
@@ -71,6 +72,7 @@ class ModelStep:
     batch: int
     shape: str
     device: str
+    backend: str
     ranks: int
     threads: int
     forward: float
@@ -90,9 +92,9 @@ class ModelStep:
             )
 
     @property
-    def key(self) -> tuple[str, int, str, str, int, int]:
-        """What makes it one entry of a profile: model, batch, shape, device, ranks, threads."""
-        return self.model, self.batch, self.shape, self.device, self.ranks, self.threads
+    def key(self) -> tuple[str, int, str, str, str, int, int]:
+        """What makes it one entry of a profile: model, batch, shape, device, backend, ranks, threads."""
+        return self.model, self.batch, self.shape, self.device, self.backend, self.ranks, self.threads
 
     @property
     def nbytes(self) -> int:

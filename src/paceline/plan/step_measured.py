@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from paceline.errors import UsageError
 from paceline.plan.accuracy import Accuracy, Checked
 from paceline.plan.fields import Fields
+from paceline.plan.result_file import read_result
 from paceline.plan.step_time import StepTime
 from paceline.plan.step_way import STRATEGIES, Way
 
@@ -42,24 +42,7 @@ def load_measured(path: str | Path) -> list[MeasuredStep]:
         UsageError: the file can't be read, is no result of ``paceline bench step``, is of a newer schema, or a field is
             missing or wrong.
     """
-    name = Path(path).name
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"can't read {str(path)!r}: {error.strerror}", remedy=_REMEDY) from error
-    except ValueError as error:
-        raise UsageError(f"{str(path)!r} is no JSON: {error}", remedy=_REMEDY) from error
-    top = Fields(record, name)
-    if top.text("kind") != KIND:
-        raise UsageError(
-            f"{name} is no measurement of steps: its kind is {top.text('kind')!r}", remedy=_REMEDY
-        )
-    if top.whole("schema", least=1) > SCHEMA:
-        raise UsageError(
-            f"{name} has schema {top.whole('schema')}; this version reads up to {SCHEMA}",
-            remedy="upgrade paceline, or measure anew",
-        )
-    found = []
+    top, found = read_result(path, KIND, SCHEMA, "measurement of steps", _REMEDY), []
     for row in top.rows("rows"):
         way = _way(row)
         if way is not None:

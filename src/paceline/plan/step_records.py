@@ -85,6 +85,7 @@ def model_from(record: Fields, sources: Sequence[Source]) -> ModelStep:
         batch=record.whole("batch", least=1),
         shape=record.text("shape"),
         device=record.text("device"),
+        backend=record.text("backend"),
         ranks=record.whole("ranks", least=1),
         threads=record.whole("threads"),
         forward=record.positive("forward"),

@@ -22,6 +22,7 @@ from paceline.plan.entries import Source
 from paceline.plan.line import fit_line
 from paceline.plan.step_entries import ModelStep, Parameter
 from paceline.sync.engine import DataParallel
+from paceline.sync.wire import Wire
 
 __all__ = ["Wrapped", "measure_model"]
 
@@ -183,6 +184,7 @@ def _entry(
         batch=workload.batch,
         shape=workload.shape,
         device="cpu" if on_cpu else torch.cuda.get_device_name(),
+        backend=Wire().backend,
         ranks=dist.get_world_size(),
         threads=torch.get_num_threads() if on_cpu else 0,
         forward=found.forward.median().item(),

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
 from paceline.lm.sizes import size_of
 
-__all__ = ["PartsSettings"]
+__all__ = ["PartsSettings", "workload_place"]
+
+
+def workload_place(text: str) -> tuple[Path, str]:
+    """Return file and function of ``FILE.py:FUNCTION``.
+
+    Raises:
+        UsageError: there is no such file, or no function is named.
+    """
+    path, colon, name = text.rpartition(":")
+    if not colon or not name or not Path(path).is_file() or Path(path).suffix != ".py":
+        raise UsageError(
+            f"{text!r} names no Python file and function", remedy="give FILE.py:FUNCTION, such as net.py:make"
+        )
+    return Path(path), name
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,8 @@ class PartsSettings:
             raise UsageError("--network is empty", remedy="say what is between the ranks, such as loopback")
         if (self.size is None) == (self.workload is None):
             raise UsageError("one model is measured at a time", remedy="give --size or --workload")
+        if self.workload is not None:
+            workload_place(self.workload)
         if self.size is not None and self.context > size_of(self.size).context:
             raise UsageError(
                 f"--context {self.context}: model size {self.size!r} sees at most {size_of(self.size).context} tokens",

@@ -6,12 +6,12 @@ import hashlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.bench.contestants import random_batch
+from paceline.bench.parts.settings import workload_place
 from paceline.errors import UsageError
 from paceline.lm.model import GPT, loss
 from paceline.lm.sizes import Size
@@ -68,15 +68,10 @@ def user_defined(text: str) -> Workload:
     Raises:
         UsageError: there is no such file or function, or it returns something else.
     """
-    path, colon, name = text.rpartition(":")
-    if not colon or not Path(path).is_file():
-        raise UsageError(
-            f"{text!r} names no file and function", remedy="give FILE.py:FUNCTION, such as net.py:make"
-        )
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    path, name = workload_place(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a .py file has a loader"
-    if spec.loader is None:
-        raise UsageError(f"{path} is no Python file", remedy="give FILE.py:FUNCTION")
+    assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     make = getattr(module, name, None)
@@ -96,9 +91,7 @@ def user_defined(text: str) -> Workload:
         return found
 
     _, loss_of, batch = made()
-    return Workload(
-        f"{Path(path).stem}:{name}", int(batch), "as the file says", lambda: made()[0], loss_of, adamw
-    )
+    return Workload(f"{path.stem}:{name}", int(batch), "as the file says", lambda: made()[0], loss_of, adamw)
 
 
 def fingerprint(model: torch.nn.Module) -> str:
