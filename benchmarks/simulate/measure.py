@@ -44,7 +44,7 @@ def main(
     ] = "2,4,8",
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
     model: Annotated[str, typer.Option(help="Size of the reference GPT.")] = "mini",
-    batch: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 4,
+    batch: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 2,
     rounds: Annotated[int, typer.Option(help="Turns of each strategy.")] = 5,
     steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 4,
     json_file: Annotated[
@@ -97,7 +97,7 @@ def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
 def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> list[dict[str, Any]]:
     """Return measured beside simulated seconds a step, by number of ranks and strategy."""
     fit = fitted({hosts: found[hosts]["all_reduce"] for hosts in FIT_HOSTS})
-    alone, cores, told = found[2]["alone"], machine().usable_cores, []
+    alone, cores, told = found[2]["rounds"][ALONE], machine().usable_cores, []
     for count in counts:
         for name in found[count]["rounds"]:
             if name == ALONE:

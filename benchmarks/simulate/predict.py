@@ -1,9 +1,9 @@
 """What `paceline simulate` says of the steps that `measure.py` measures (pure): nothing measured there goes into it.
 
-What goes into it: α and β, fitted to all-reduces by 2 and 3 hosts; what a core works for a step, measured at 2 ranks;
-and how the cores are shared: hosts of the lab are processes of one machine, so N ranks of one thread on c cores take
-N/c times as long as a core works for one. They also finish together, however uneven they are: who is through early
-leaves its core to the others.
+What goes into it: α and β, fitted to all-reduces by 2 and 3 hosts; computing alone, measured at 2 ranks; and how the
+cores are shared: hosts of the lab are processes of one machine, so N ranks of one thread on c cores compute N/c times
+as long as where each has a core. They also finish together, however uneven they are: who is through early leaves its
+core to the others.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def predict(
     """Return what a strategy's step takes.
 
     Args:
-        name: of a strategy. ranks: how many, one a host. fit: of the all-reduce. alone: what a core works for a step,
-            at 2 ranks, seconds. backward: share of it that is backward. nbytes: of the gradients.
+        name: of a strategy. ranks: how many, one a host. fit: of the all-reduce. alone: seconds a step of
+            computing at 2 ranks, of several rounds. backward: share of it that is backward. nbytes: of the gradients.
         cores: of this machine.
     """
     strategy = STRATEGIES[name]
@@ -55,5 +55,5 @@ def predict(
     plan: dict[str, Any] = {"strategy": strategy.name, "backward": backward}
     if strategy.name != "flat":
         plan["bucket_nbytes"] = strategy.bucket_mib * 2**20
-    computing = median(alone) * max(1.0, ranks / cores)
+    computing = median(alone) * max(1.0, ranks / cores) / max(1.0, 2 / cores)
     return simulate(ClusterPlan(FittedNetwork(fit), computing, nbytes, **plan), ranks)

@@ -3,8 +3,7 @@
     torchrun … benchmarks/simulate/ranks.py JOB.json
 
 Rank 0 writes, for all-reduces, the median over calls of the slowest rank's time; for strategies, the slowest rank's
-seconds a step of each round; for computing alone, the seconds of a core that steps of every rank took, and how much of
-a step is backward.
+seconds a step of each round, computing alone among them, and how much of a step's computing is backward.
 """
 
 from __future__ import annotations
@@ -91,37 +90,31 @@ def backward_share(job: dict[str, Any]) -> float:
     return median(backward[2:]) / median(whole[2:])
 
 
-def turn(step: Step, steps: int) -> tuple[float, float]:
-    """Return the seconds a step of a turn on this rank, and those that a core worked for it."""
+def turn(step: Step, steps: int) -> float:
+    """Return the seconds a step of a turn takes on this rank."""
     dist.barrier()
-    started, worked = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
     for _ in range(steps):
         step()
-    return (time.perf_counter() - started) / steps, (time.process_time() - worked) / steps
+    return (time.perf_counter() - started) / steps
 
 
 def strategies(job: dict[str, Any]) -> dict[str, Any]:
-    """Return by strategy, for each round, the slowest rank's seconds a step; for computing alone what cores worked."""
+    """Return by strategy, for each round, the slowest rank's seconds a step, and backward's share."""
     names = [ALONE, *job["strategies"]]
     steps = {name: contestant(name, job) for name in names}
     _tick()
     rounds: dict[str, list[float]] = {name: [] for name in names}
-    alone: list[float] = []
     gc.collect()
     gc.disable()
     for number in range(job["rounds"]):
         for index in turn_order(len(names), number):
-            seconds, worked = turn(steps[names[index]], job["steps"])
-            slowest = torch.tensor(seconds, dtype=torch.float64)
+            slowest = torch.tensor(turn(steps[names[index]], job["steps"]), dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             rounds[names[index]].append(float(slowest))
-            if names[index] == ALONE:
-                of_ranks = [0.0] * dist.get_world_size()
-                dist.all_gather_object(of_ranks, worked)
-                alone += of_ranks
             _tick()
     gc.enable()
-    return {"rounds": rounds, "alone": alone, "backward": backward_share(job)}
+    return {"rounds": rounds, "backward": backward_share(job)}
 
 
 def _tick() -> None:
