@@ -174,7 +174,7 @@ def _files(asked: Asked) -> list[Path]:
         files.append(asked.out / "plan.json")
         files += [asked.out / f"scaling{suffix}" for suffix in (".png", ".svg") if asked.profile is not None]
     for path in files:
-        check_writable(path, make_folder=True)
+        check_writable(path, make_folder=path != asked.json_file)
     return files
 
 

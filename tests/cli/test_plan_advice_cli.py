@@ -1,0 +1,113 @@
+"""`paceline plan`, the page of advice, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.app import main
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
+from step_profile import profile
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["paceline", "plan", *map(str, arguments)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "profile.json"
+    profile(call=0.5).save(path)
+    return path
+
+
+def test_a_page_from_a_profile(call, saved, tmp_path):
+    out = tmp_path / "plan"
+    code, told, _ = call(
+        "--model", "net", "--devices", "1,2,4", "--batch", "10", "--profile", saved, "--out", out
+    )
+    assert code == 0
+    assert "Global batch 10: 4 ranks, 1 micro-batch of up to 3 samples." in told
+    assert "Synchronise with" in told
+    assert "What would help most:" in told
+    assert "Does it fit?" not in told
+    facts = json.loads((out / "plan.json").read_text())
+    assert [point["ranks"] for point in facts["steps"]["points"]] == [1, 2, 4]
+    assert facts["batch"]["micro"] == 3
+    assert sum(facts["steps"]["shares"].values()) == pytest.approx(1.0)
+    assert (out / "scaling.png").stat().st_size > 10_000
+    assert (out / "scaling.svg").read_text().startswith("<?xml")
+
+
+def test_without_a_batch_the_measured_one_is_planned(call, saved):
+    _, told, _ = call("--model", "net", "--devices", "2", "--profile", saved)
+    assert "Micro-batches of 4 samples without accumulation: 8 in a step of 2 devices." in told
+
+
+def test_what_fits_is_told_without_a_profile(call):
+    code, told, _ = call("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
+    assert code == 0
+    assert "bucketed: micro-batches of all of 4 samples; fits:" in told
+    assert "sharded: micro-batches of all of 4 samples; fits:" in told
+    assert "Not known without measurements" in told
+
+
+def test_what_does_not_fit_is_said_and_nothing_else_is_promised(call):
+    code, told, _ = call("--model", "mini", "--devices", "2", "--device-memory", "900MiB")
+    assert code == 0
+    assert "bucketed: not even one sample: does not fit" in told
+    assert "paceline plan memory --model mini --devices 2 tells what would make it fit." in told
+    assert "Which batch?" not in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "nothing to plan with"),
+        (["--devices", "two", "--device", "t4"], "--devices 'two'"),
+        (["--devices", "0", "--device", "t4"], "1 or more"),
+        (["--device", "t5"], "t4"),
+        (["--device-memory", "much"], "much"),
+        (["--device", "t4", "--batch", "0"], "--batch 0"),
+        (["--device", "t4", "--micro", "-1"], "--micro -1"),
+        (["--profile", "nowhere.json"], "can't read the profile"),
+        (["--device", "t4", "--json", "plan.txt"], "name a .json file"),
+        (["--device", "t4", "--json", "/nowhere/at/all/plan.json"], "/nowhere"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_computed(call, arguments, said):
+    code, out, err = call("--model", "tiny", *arguments)
+    assert code == 2
+    assert said in err
+    assert out == ""
+
+
+def test_a_model_that_was_not_measured_is_named_with_those_that_were(call, saved):
+    code, _, err = call("--model", "tiny", "--devices", "2", "--profile", saved)
+    assert code == 2
+    assert "no step with model 'tiny'" in err
+    assert "net" in err
+
+
+def test_without_a_model_there_is_help(call):
+    code, told, _ = call()
+    assert code == 2
+    assert "--model" in told
