@@ -46,8 +46,8 @@ class DataParallel(torch.nn.Module):
         module: the model, on its device; the same on every rank.
         sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
             ``"full-shard"``) or a `Sync`, which may also say how gradients are compressed.
-        group: the ranks to synchronise with, as a process group or the data axis of a device mesh; None: all.
-            Without a process group, a world of one.
+        group: the ranks to synchronise with, as a process group, the data axis of a device mesh or a `Wire`;
+            None: all. Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
             example ``torch.float32``; None: the parameters' own.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of
@@ -67,7 +67,7 @@ class DataParallel(torch.nn.Module):
         self,
         module: torch.nn.Module,
         sync: str | Sync = "bucketed",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | Wire | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
         units: list[torch.nn.Module] | None = None,
@@ -76,7 +76,7 @@ class DataParallel(torch.nn.Module):
         faults.read_environment()
         self.plan = Sync.of(sync)
         _refuse_unfit(module, self.plan.squeeze)
-        wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
+        wire = group if isinstance(group, Wire) else Wire(_process_group(group))
         facts = describe(module, f"{self.plan}, reduce dtype {reduce_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
@@ -260,6 +260,10 @@ class DataParallel(torch.nn.Module):
     def bucket_plan(self) -> list[tuple[int, list[str]]]:
         """Return (bytes, names of parameters) per collective, in launch order; empty before the first backward."""
         return self.engine.bucket_plan()
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
 def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> None:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -94,8 +93,7 @@ class FullShard(Reducer):
 
     def _shard(self, wire: Wire, reduce_dtype: torch.dtype | None, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
-        assert wire.group is not None, "a world of one shards nothing"
-        mesh = DeviceMesh.from_group(wire.group, device)
+        mesh = wire.mesh(device)
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         for part in [*self.units, self.module]:
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
@@ -133,8 +131,7 @@ class FullShard(Reducer):
         """Make sure, once, that every rank has seen inputs."""
         if self._shaken:
             return
-        have: list[Any] = [None] * self.wire.size
-        dist.all_gather_object(have, call is not None, group=self.wire.group)
+        have = self.wire.gather_objects(call is not None)
         if not any(have):
             return
         self._shaken = True
