@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ class Measured:
     Attributes:
         peak_nbytes: of each rank.
         peak_operators: in which rank 0 reached it, outermost first.
+        unreported_nbytes: of each rank, blocks whose end nobody reported; see `allocated`.
     """
 
     peak_nbytes: tuple[int, ...]
     peak_operators: tuple[str, ...]
+    unreported_nbytes: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -36,7 +38,7 @@ class Measured:
 
     def to_json(self) -> dict[str, Any]:
         """Return it for JSON."""
-        return {"peak_nbytes": list(self.peak_nbytes), "peak_operators": list(self.peak_operators)}
+        return {key: list(value) for key, value in asdict(self).items()}
 
 
 def measure(
@@ -82,4 +84,8 @@ def measure(
         env = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
         start(["-m", "paceline.bench.footprint.worker", str(job)], setting.ranks, env=env)
         every = json.loads(out.read_text(encoding="utf-8"))
-    return Measured(tuple(one["peak_nbytes"] for one in every), tuple(every[0]["peak_operators"]))
+    return Measured(
+        tuple(one["peak_nbytes"] for one in every),
+        tuple(every[0]["peak_operators"]),
+        tuple(one["unreported_nbytes"] for one in every),
+    )

@@ -52,7 +52,7 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     return {
         "peak_nbytes": allocated.nbytes,
         "peak_operators": list(peak.operators) if peak else [],
-        "changes": len(allocated.changes),
+        "unreported_nbytes": allocated.unreported_nbytes,
     }
 
 

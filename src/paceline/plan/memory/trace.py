@@ -36,7 +36,7 @@ from paceline.plan.memory.modules import ModulePaths
 from paceline.plan.memory.recording import Recording
 from paceline.plan.memory.timeline import Timeline
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "plain_tensors"]
 
 _aten = torch.ops.aten
 _ENTER, _LEAVE = (
@@ -104,7 +104,7 @@ class Tracer(TorchDispatchMode):
     def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Say what the memory of these tensors is for."""
         for tensor in tensors:
-            for plain in _plain(tensor):
+            for plain in plain_tensors(tensor):
                 known = self._of_storage.get(plain.untyped_storage()._cdata)
                 if known is not None:
                     self.recording.claim(known[0], category)
@@ -223,7 +223,7 @@ class Tracer(TorchDispatchMode):
                 return
 
 
-def _plain(tensor: object) -> Iterator[torch.Tensor]:
+def plain_tensors(tensor: object) -> Iterator[torch.Tensor]:
     """Yield the tensors with memory of their own that `tensor` is made of."""
     if not isinstance(tensor, torch.Tensor):
         return
@@ -232,7 +232,7 @@ def _plain(tensor: object) -> Iterator[torch.Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
-        yield from _plain(getattr(tensor, name))
+        yield from plain_tensors(getattr(tensor, name))
 
 
 def _valueless(tensor: object) -> bool:
