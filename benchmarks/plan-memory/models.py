@@ -16,7 +16,11 @@ def mlp(batch: int) -> Built:
     """Return four wide layers with ReLU, as a classifier of 1000 classes."""
     layers = [nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1000)]
     targets = torch.randint(1000, (batch,))
-    return nn.Sequential(*layers), torch.randn(batch, 1024), lambda out: functional.cross_entropy(out, targets)
+    return (
+        nn.Sequential(*layers),
+        torch.randn(batch, 1024),
+        lambda out: functional.cross_entropy(out, targets),
+    )
 
 
 class _Residual(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from paceline.cli.plan_memory import memory
 from paceline.cli.plan_network import network
 
 __all__ = ["app"]
@@ -16,4 +17,5 @@ def plan() -> None:
     """Plan a training from measured numbers, before anything runs."""
 
 
+app.command()(memory)
 app.command()(network)

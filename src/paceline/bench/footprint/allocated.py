@@ -5,8 +5,8 @@ The profiler is told of every allocation and every free of ``c10``'s CPU allocat
 gloo's buffers, scratch memory of MKL. Blocks that were there before the profiler count neither then nor when
 they are freed.
 
-It is told by the thread that allocates or frees, if that thread is profiled; gloo's are not. Now and then one of them is
-the last to let go of a message, soon after it was sent, and nobody reports that. So what no report has freed by the
+It is told by the thread that allocates or frees, if that thread is profiled; gloo's are not. Now and then one of them
+is the last to let go of a message, soon after it was sent, and nobody reports that. So what no report has freed by the
 end of the block, though no tensor has it any more, counts as freed with the report that follows its own;
 `unreported_nbytes` says how much that is.
 """

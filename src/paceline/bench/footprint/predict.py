@@ -53,6 +53,13 @@ class Prediction:
     seconds: float
 
 
+class _FakeTensorMode(FakeTensorMode):
+    """The one mode of a prediction, also of modules that are copied (``nn.TransformerEncoder`` copies its layer)."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _FakeTensorMode:
+        return self
+
+
 class _Watching(Tracer):
     """A tracer that also learns how large the model is."""
 
@@ -79,7 +86,7 @@ def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Predictio
         warnings.simplefilter("ignore")
         with rehearsed_world(setting.ranks) if setting.ranks > 1 else nullcontext():
             wire = RehearsedWire(setting.backend) if setting.ranks > 1 else Wire()
-            with _traceable(subject), FakeTensorMode(), tracer:
+            with _traceable(subject), _FakeTensorMode(), tracer:
                 train(subject, setting, wire, tracer, steps)
     return Prediction(
         setting,
