@@ -36,6 +36,8 @@ class Observer(Protocol):
 
     def model(self, module: torch.nn.Module) -> None: ...
 
+    def end(self) -> None: ...
+
 
 class Silent:
     """Observes nothing."""
@@ -51,6 +53,9 @@ class Silent:
         return nullcontext()
 
     def model(self, module: torch.nn.Module) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
         """Do nothing."""
 
 
@@ -91,6 +96,7 @@ def train(subject: Subject, setting: Setting, wire: Wire, observer: Observer, st
         _claim_states(observer, built.module)
         _claim_optimizer_state(observer, trained.optimizer)
         del held
+    observer.end()
 
 
 def _micro_step(built: Built, trained: _Trained, setting: Setting, observer: Observer, step: int) -> Any:

@@ -38,6 +38,7 @@ class Recording:
         self._lives: list[_Life] = []
         self._marks: list[Mark] = []
         self._tick = 0
+        self._closed = False
         self.step, self.phase = 0, "build"
 
     def begin(self, step: int, phase: str) -> None:
@@ -55,8 +56,14 @@ class Recording:
         self._tick += 1
         return len(self._lives) - 1
 
+    def close(self) -> None:
+        """Record no more deaths: what is alive stays alive."""
+        self._closed = True
+
     def death(self, number: int) -> None:
         """Note that block `number` was freed."""
+        if self._closed:
+            return
         self._lives[number].died = self._tick
         self._tick += 1
 

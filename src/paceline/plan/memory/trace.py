@@ -92,6 +92,11 @@ class Tracer(TorchDispatchMode):
         self._settle_sum()
         self.recording.begin(step, phase)
 
+    def end(self) -> None:
+        """Say that the steps are over: what is freed from now on is not part of them."""
+        self._settle_sum()
+        self.recording.close()
+
     @contextmanager
     def making(self, category: str) -> Iterator[None]:
         """Let everything that is made in this block belong to `category`."""
@@ -146,6 +151,8 @@ class Tracer(TorchDispatchMode):
         storage = leaf.untyped_storage()
         if storage._cdata in self._of_storage or not storage.nbytes():
             return
+        if any(storage._cdata == given for given in _storages(args)):
+            return  # a view of what was there before the tracer
         yield self._bear(storage, storage.nbytes(), self._purpose(func, args), str(func))
 
     def _bear(self, storage: Any, nbytes: int, category: str, operator: str) -> int:
@@ -207,8 +214,7 @@ class Tracer(TorchDispatchMode):
             return
         if torch._C._current_autograd_node() is not None:
             return
-        storages = [arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)]
-        summands = [self._of_storage[key][0] for key in storages if key in self._of_storage]
+        summands = [self._of_storage[key][0] for key in _storages(args) if key in self._of_storage]
         self._sum = number, summands
 
     def _settle_sum(self) -> None:
@@ -233,6 +239,11 @@ def plain_tensors(tensor: object) -> Iterator[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         yield from plain_tensors(getattr(tensor, name))
+
+
+def _storages(args: tuple[Any, ...]) -> list[int]:
+    """Return the addresses of the storages of the tensors among `args`."""
+    return [leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
 
 
 def _valueless(tensor: object) -> bool:
