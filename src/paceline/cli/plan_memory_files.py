@@ -101,7 +101,7 @@ def curve_of(model: str, forecast: Forecast) -> MemoryCurve:
     from paceline.report.memory_chart import MemoryCurve
     from paceline.units import format_bytes
 
-    timeline = forecast.prediction.timeline
+    timeline = forecast.steps
     marks = [mark for mark in timeline.marks if mark.phase not in ("build", "wrap")]
     start = marks[0].tick if marks else 0
     peak = timeline.peak()

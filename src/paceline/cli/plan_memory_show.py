@@ -35,6 +35,11 @@ def show(model: str, forecasts: Sequence[Forecast], others: Sequence[Alternative
     typer.echo(f"{model}, {first.setting.name}: the peak is in {first.ledger.where}.\n")
     print_wide(_ledger(first))
     print_wide(_largest(first))
+    if first.building_nbytes > first.steps.peak().nbytes:
+        typer.echo(
+            f"Before the first step it takes {format_bytes(first.building_nbytes)}, for every rank builds the whole model; "
+            "where a device has no room for that, build it on the host."
+        )
     if first.prediction.questions:
         typer.echo(
             f"The program asked {first.prediction.questions} times for a value and was told 1; memory that depends on "

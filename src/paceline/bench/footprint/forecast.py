@@ -11,6 +11,7 @@ from paceline.bench.footprint.setting import ALONE, Setting
 from paceline.bench.footprint.subject import Subject
 from paceline.plan.memory.allocator import Replay, replay
 from paceline.plan.memory.ledger import Ledger, Outside, ledger_of
+from paceline.plan.memory.timeline import Timeline
 from paceline.plan.memory.verdict import Alternative, Answer, Verdict, judge
 
 __all__ = ["Forecast", "Room", "alternatives", "forecast"]
@@ -38,12 +39,14 @@ class Forecast:
 
     Attributes:
         prediction: every block.
-        replay: by the CUDA allocator; None on the CPU, whose allocator takes what is asked for.
+        steps: its blocks that are there when steps run, or are made in them: what is judged.
+        replay: of these by the CUDA allocator; None on the CPU, whose allocator takes what is asked for.
         ledger: of the peak.
         verdict: None where no capacity is known.
     """
 
     prediction: Prediction
+    steps: Timeline
     replay: Replay | None
     ledger: Ledger
     verdict: Verdict | None
@@ -53,12 +56,18 @@ class Forecast:
         """How the model is trained."""
         return self.prediction.setting
 
+    @property
+    def building_nbytes(self) -> int:
+        """The most that building and wrapping the model takes, or the steps where they take more."""
+        return self.prediction.timeline.peak().nbytes
+
     def facts(self) -> dict[str, Any]:
         """Return the forecast for JSON."""
-        peak = self.prediction.timeline.peak()
+        peak = self.steps.peak()
         return {
             "setting": self.setting.to_json(),
             "peak_nbytes": peak.nbytes,
+            "building_nbytes": self.building_nbytes,
             "allocated_nbytes": self.replay.allocated_nbytes if self.replay else peak.nbytes,
             "reserved_nbytes": self.replay.reserved_nbytes if self.replay else peak.nbytes,
             "device_nbytes": self.ledger.nbytes,
@@ -80,11 +89,12 @@ def forecast(subject: Subject, setting: Setting, room: Room) -> Forecast:
     Raises: as `predict`.
     """
     prediction = predict(subject, setting)
-    replayed = replay(prediction.timeline.changes()) if setting.device == "cuda" else None
+    steps = prediction.timeline.steps()
+    replayed = replay(steps.changes()) if setting.device == "cuda" else None
     outside = room.outside if setting.device == "cuda" else Outside(data_nbytes=room.outside.data_nbytes)
-    ledger = ledger_of(prediction.timeline, replayed, outside)
+    ledger = ledger_of(steps, replayed, outside)
     verdict = judge(ledger.nbytes, room.capacity_nbytes) if room.capacity_nbytes is not None else None
-    return Forecast(prediction, replayed, ledger, verdict)
+    return Forecast(prediction, steps, replayed, ledger, verdict)
 
 
 def alternatives(subject: Subject, setting: Setting, room: Room) -> list[Alternative]:

@@ -131,7 +131,8 @@ class Timeline:
         before = [mark for mark in self.marks if mark.tick <= tick]
         return before[-1] if before else Mark(0, 0, "build")
 
-    def last_step(self) -> tuple[int, int]:
-        """Return first and one-past-last tick of the last step: a step as all later ones are."""
-        last = max((mark.step for mark in self.marks), default=0)
-        return min((mark.tick for mark in self.marks if mark.step == last), default=0), self.ticks
+    def steps(self) -> Timeline:
+        """Return the timeline without what was gone when the first step began: building and wrapping the model."""
+        start = next((mark.tick for mark in self.marks if mark.phase == "forward"), 0)
+        lasting = [block for block in self.blocks if block.died is None or block.died > start]
+        return Timeline(lasting, self.marks, self.ticks)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from paceline.plan.memory.modules import ModulePaths
+from paceline.plan.memory.patches import shapes_only, told_of_resizing
 from paceline.plan.memory.recording import Recording
 from paceline.plan.memory.timeline import Timeline
 
@@ -73,11 +74,13 @@ class Tracer(TorchDispatchMode):
         self._sections: list[str] = []
         self._sum: tuple[int, list[int]] | None = None  # of gradients: its block, and those of the summands
         self._category: str | None = None
+        self._ignored = False
         self._within = ExitStack()
 
     def __enter__(self) -> Tracer:
         self._within.enter_context(self.modules)
-        self._within.enter_context(_told_of_resizing(self._resized))
+        self._within.enter_context(told_of_resizing(self._resized))
+        self._within.enter_context(shapes_only(self._ignoring))
         super().__enter__()
         return self
 
@@ -114,6 +117,14 @@ class Tracer(TorchDispatchMode):
                 if known is not None:
                     self.recording.claim(known[0], category)
 
+    @contextmanager
+    def _ignoring(self) -> Iterator[None]:
+        before, self._ignored = self._ignored, True
+        try:
+            yield
+        finally:
+            self._ignored = before
+
     def timeline(self) -> Timeline:
         """Return what was recorded so far."""
         return self.recording.timeline()
@@ -126,6 +137,8 @@ class Tracer(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor unwraps itself; what it does to its parts comes here again
         kwargs = kwargs or {}
+        if self._ignored:
+            return func(*args, **kwargs)
         self._settle_sum()
         self._note_section(func, args)
         if func is _aten._local_scalar_dense.default and _valueless(args[0]):
@@ -250,22 +263,3 @@ def _valueless(tensor: object) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor) and tensor.constant is None
-
-
-@contextmanager
-def _told_of_resizing(tell: Callable[[Any, int], None]) -> Iterator[None]:
-    """Call `tell(storage, nbytes)` for every ``resize_`` of a storage: no operator, so no mode sees it."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        before = storage.nbytes()
-        result = original(storage, nbytes)
-        if storage.nbytes() != before:
-            tell(storage, storage.nbytes())
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original

@@ -1,10 +1,10 @@
 """What kernels take for themselves while they run, beside their results: by operator, with its source.
 
-These are rules for torch's CPU kernels, found by having the allocator report what an operator takes (`tests/ranks`
-holds them against it). On CUDA such memory is cuDNN's, chosen by its heuristics among algorithms; it is not known before.
+These are rules for torch's CPU kernels, found by having the allocator report what an operator takes; tests hold them
+against it. On CUDA such memory is cuDNN's, chosen by its heuristics among algorithms; it is not known before.
 
-[Note: oneDNN's layouts] A convolution on the CPU works in layouts of 8 or 16 channels a block. So its inputs are reordered
-first, and what comes out is reordered back; few channels (a picture's three) are taken as they are
+[Note: oneDNN's layouts] A convolution on the CPU works in layouts of 8 or 16 channels a block. So its inputs are
+reordered first, and what comes out is reordered back; few channels (a picture's three) are taken as they are
 (aten/src/ATen/native/mkldnn/Conv.cpp, ideep). Backward makes the gradient of the input first, then reorders input and
 gradient for that of the weight. Where a kernel has no direct way back (16-bit types, strides), there is a copy more.
 """
