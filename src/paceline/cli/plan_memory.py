@@ -37,6 +37,7 @@ def memory(
         str, typer.Option(help="adamw, sgd, sgd-momentum, or package.module:Class.")
     ] = "adamw",
     autocast: Annotated[str, typer.Option(help="off, bf16 or fp16.")] = "off",
+    gather: Annotated[str, typer.Option(help="off or bf16: the type in which full-shard gathers.")] = "off",
     checkpointing: Annotated[bool, typer.Option(help="Run blocks again in backward.")] = False,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     bucket_mib: Annotated[float | None, typer.Option(help="Instead of the strategy's own.")] = None,
@@ -64,7 +65,7 @@ def memory(
 
     room = _room(device, device_memory, cuda_context, data)
     settings = _settings(
-        strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast,
+        strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast, gather=gather,
         checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=device,
         backend=backend or ("nccl" if device == "cuda" else "gloo"),
     )  # fmt: skip

@@ -37,8 +37,8 @@ def show(model: str, forecasts: Sequence[Forecast], others: Sequence[Alternative
     print_wide(_largest(first))
     if first.building_nbytes > first.steps.peak().nbytes:
         typer.echo(
-            f"Before the first step it takes {format_bytes(first.building_nbytes)}, for every rank builds the whole model; "
-            "where a device has no room for that, build it on the host."
+            f"Before the first step it takes {format_bytes(first.building_nbytes)}, for every rank builds the whole "
+            "model; where a device has no room for that, build it on the host."
         )
     if first.prediction.questions:
         typer.echo(

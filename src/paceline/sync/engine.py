@@ -50,11 +50,15 @@ class DataParallel(torch.nn.Module):
             None: all. Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
             example ``torch.float32``; None: the parameters' own.
+        gather_dtype: for ``"full-shard"``, the dtype in which units are gathered and computed with, and their gradients
+            reduced unless `reduce_dtype` says otherwise; shards stay as they are. None: the parameters' own. Under
+            autocast alone every unit's lower copy is held from forward to backward, which is the whole model again.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of
             every ``ModuleList`` with at least 100,000 parameters.
 
     Raises:
-        UsageError: an unknown strategy, or parameters that can't be synchronised (sparse gradients).
+        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), or `gather_dtype`
+            where nothing is gathered.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -70,26 +74,35 @@ class DataParallel(torch.nn.Module):
         group: dist.ProcessGroup | DeviceMesh | Wire | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
         units: list[torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
         faults.read_environment()
         self.plan = Sync.of(sync)
+        if gather_dtype is not None and self.plan.shard != "parameters":
+            raise UsageError(
+                f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
+                remedy='use sync="full-shard", or autocast',
+            )
         _refuse_unfit(module, self.plan.squeeze)
         wire = group if isinstance(group, Wire) else Wire(_process_group(group))
-        facts = describe(module, f"{self.plan}, reduce dtype {reduce_dtype}")
+        facts = describe(module, f"{self.plan}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module
         self.wire = wire
-        self.engine = self._build_engine(reduce_dtype, units)
+        self.engine = self._build_engine(reduce_dtype, gather_dtype, units)
         gate.guard(self.engine)
 
     def _build_engine(
-        self, reduce_dtype: torch.dtype | None, units: list[torch.nn.Module] | None
+        self,
+        reduce_dtype: torch.dtype | None,
+        gather_dtype: torch.dtype | None,
+        units: list[torch.nn.Module] | None,
     ) -> Reducer | FullShard:
         if self.plan.shard == "parameters" and self.wire.size > 1:
-            return FullShard(self.module, self.wire, self.plan, reduce_dtype, units)
+            return FullShard(self.module, self.wire, self.plan, reduce_dtype, units, gather_dtype)
         named = list(self.module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]

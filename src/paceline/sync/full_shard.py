@@ -63,6 +63,7 @@ class FullShard(Reducer):
         plan: ``Sync(shard="parameters")``.
         reduce_dtype: dtype of FSDP2's reduce-scatter; None: the parameters' own.
         units: submodules gathered one at a time; None: `default_units`.
+        gather_dtype: of gathered parameters; None: their own.
     """
 
     def __init__(
@@ -72,11 +73,12 @@ class FullShard(Reducer):
         plan: Sync,
         reduce_dtype: torch.dtype | None,
         units: Sequence[torch.nn.Module] | None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.units = default_units(module) if units is None else _submodules(module, units)
         whole = _unshardable(module)
-        self._shard(wire, reduce_dtype, whole)
+        self._shard(wire, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
         named = list(module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -91,10 +93,9 @@ class FullShard(Reducer):
         self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
         self._shaken = False  # every rank has seen inputs
 
-    def _shard(self, wire: Wire, reduce_dtype: torch.dtype | None, whole: set[torch.nn.Parameter]) -> None:
+    def _shard(self, wire: Wire, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         mesh = wire.mesh(device)
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         for part in [*self.units, self.module]:
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
         for part in self._parts():

@@ -7,16 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.bench.footprint.predict import Prediction, predict
-from paceline.bench.footprint.setting import ALONE, Setting
+from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import Subject
 from paceline.plan.memory.allocator import Replay, replay
 from paceline.plan.memory.ledger import Ledger, Outside, ledger_of
 from paceline.plan.memory.timeline import Timeline
-from paceline.plan.memory.verdict import Alternative, Answer, Verdict, judge
+from paceline.plan.memory.verdict import Alternative, Verdict, judge
 
 __all__ = ["Forecast", "Room", "alternatives", "forecast"]
 
 _MOST_DEVICES = 1024
+_HARDLY = 0.98  # of the memory on half as many devices
 _NOTHING = Outside()
 
 
@@ -111,7 +112,7 @@ def alternatives(subject: Subject, setting: Setting, room: Room) -> list[Alterna
 
 def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     """Yield single changes that take less memory, in words."""
-    if setting.autocast == "off":
+    if setting.autocast == setting.gather == "off":
         yield "bf16 autocast", replace(setting, autocast="bf16")
     if not setting.checkpointing:
         yield "checkpointing", replace(setting, checkpointing=True)
@@ -127,18 +128,18 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def _fewest_devices(subject: Subject, setting: Setting, room: Room) -> Alternative | None:
-    """Return full-shard on the fewest devices (a power of two) that it fits on, or on the most there are to try."""
+    """Return full-shard on the fewest devices (a power of two) that it fits on; or where more hardly help."""
     assert room.capacity_nbytes is not None, "the caller has checked that"
     ranks = max(2, setting.ranks * (2 if setting.strategy == "full-shard" else 1))
-    verdict: Verdict | None = None
-    before: Verdict | None = None
+    found: Alternative | None = None
     while ranks <= _MOST_DEVICES:
-        backend = setting.backend if setting.strategy != ALONE else "nccl"
-        other = replace(setting, strategy="full-shard", ranks=ranks, backend=backend)
+        other = replace(setting, strategy="full-shard", ranks=ranks)
         verdict = judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes)
-        if verdict.answer is Answer.FITS or (before is not None and verdict.nbytes > 0.98 * before.nbytes):
+        hardly = found is not None and verdict.nbytes > _HARDLY * found.verdict.nbytes
+        if hardly and verdict.poor:
             break
-        before, ranks = verdict, 2 * ranks
-    if verdict is None:
-        return None
-    return Alternative(f"full-shard on {min(ranks, _MOST_DEVICES)} devices", verdict)
+        found = Alternative(f"full-shard on {ranks} devices", verdict)
+        if not verdict.poor:
+            break
+        ranks *= 2
+    return found

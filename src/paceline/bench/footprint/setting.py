@@ -29,6 +29,7 @@ class Setting:
         context: tokens of a sample, for models that read tokens.
         optimizer: ``adamw``, ``sgd``, ``sgd-momentum``, or the import path of an optimizer's class.
         autocast: ``off``, ``bf16`` or ``fp16``.
+        gather: ``off`` or ``bf16``: the type in which full-shard gathers parameters and computes.
         checkpointing: run the members of every ``ModuleList`` or ``Sequential`` again in backward.
         accumulate: micro-batches of a step.
         backend: whose collectives: ``gloo``, ``nccl`` or ``paceline``.
@@ -45,6 +46,7 @@ class Setting:
     context: int = 128
     optimizer: str = "adamw"
     autocast: str = "off"
+    gather: str = "off"
     checkpointing: bool = False
     accumulate: int = 1
     backend: str = "gloo"
@@ -56,6 +58,7 @@ class Setting:
             ("strategy", self.strategy, STRATEGY_NAMES),
             ("backend", self.backend, BACKENDS),
             ("autocast", self.autocast, _AUTOCASTS),
+            ("gather", self.gather, ("off", "bf16")),
             ("device", self.device, ("cpu", "cuda")),
         ):
             if given not in valid:
@@ -65,6 +68,10 @@ class Setting:
                 raise UsageError(f"{name}={getattr(self, name)}", remedy="give 1 or more")
         if self.strategy == ALONE and self.ranks > 1:
             raise UsageError(f"strategy 'alone' on {self.ranks} devices", remedy="give 1 device")
+        if self.gather != "off" and self.strategy not in ("full-shard", ALONE):
+            raise UsageError(
+                f"strategy {self.strategy!r} gathers no parameters", remedy="use full-shard, or autocast"
+            )
         if self.bucket_mib is not None and not self.bucket_mib > 0:
             raise UsageError(f"bucket_mib={self.bucket_mib}", remedy="give more than 0")
 
@@ -73,6 +80,7 @@ class Setting:
         """The setting in words."""
         words = [self.strategy, f"{self.ranks} device{'s' if self.ranks > 1 else ''}", self.optimizer]
         words += [] if self.autocast == "off" else [f"{self.autocast} autocast"]
+        words += [] if self.gather == "off" else [f"gathered in {self.gather}"]
         words += ["checkpointing"] if self.checkpointing else []
         words += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
         return ", ".join(words)

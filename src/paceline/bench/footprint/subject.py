@@ -150,7 +150,8 @@ def _linears(setting: Setting) -> Built:
     module = _Linears(16384, 53248, 126)
     if setting.checkpointing:
         _recompute_members(module)
-    dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[setting.autocast]
+    low = "bf16" if setting.gather == "bf16" else setting.autocast
+    dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[low]
     shape = (setting.batch, setting.context, 16384)
     return Built(module, lambda: torch.empty(shape, dtype=dtype), lambda model, x: model(x).float().mean())
 

@@ -125,7 +125,8 @@ def _wrapped(built: Built, setting: Setting, wire: Wire) -> _Trained:
     plan = STRATEGIES[setting.strategy]
     if setting.bucket_mib is not None:
         plan = Sync(bucket_mib=setting.bucket_mib, overlap=plan.overlap, shard=plan.shard)
-    model = DataParallel(built.module, sync=plan, group=wire)
+    gather_dtype = torch.bfloat16 if setting.gather == "bf16" else None
+    model = DataParallel(built.module, sync=plan, group=wire, gather_dtype=gather_dtype)
     return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
 
 

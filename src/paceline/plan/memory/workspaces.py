@@ -62,6 +62,16 @@ def _like_first(args: Sequence[Any], _result: Any) -> int:
     return args[0].nbytes
 
 
+def _gloo_all_gather(args: Sequence[Any], _result: Any) -> int:
+    """The whole result once more, from where it is copied out."""
+    return args[0].nbytes
+
+
+def _gloo_reduce_scatter(args: Sequence[Any], _result: Any) -> int:
+    """A copy of the input, on which a whole all-reduce runs."""
+    return args[1].nbytes
+
+
 _RULES: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "aten.convolution.default": _convolution,
     "aten.convolution_backward.default": _convolution_backward,
@@ -69,4 +79,7 @@ _RULES: dict[str, Callable[[Sequence[Any], Any], int]] = {
     "aten.native_batch_norm_backward.default": _like_second,
     # aten/src/ATen/native/Dropout.cpp, native_dropout_cpu: the mask as numbers
     "aten.native_dropout.default": _like_first,
+    # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
+    "c10d._allgather_base_.default": _gloo_all_gather,
+    "c10d._reduce_scatter_base_.default": _gloo_reduce_scatter,
 }
