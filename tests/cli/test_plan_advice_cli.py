@@ -71,7 +71,7 @@ def test_what_fits_is_told_without_a_profile(call):
 
 
 def test_what_does_not_fit_is_said_and_nothing_else_is_promised(call):
-    code, told, _ = call("--model", "mini", "--devices", "2", "--device-memory", "900MiB")
+    code, told, _ = call("--model", "mini", "--devices", "2", "--device-memory", "850MiB")
     assert code == 0
     assert "bucketed: not even one sample: does not fit" in told
     assert "paceline plan memory --model mini --devices 2 tells what would make it fit." in told

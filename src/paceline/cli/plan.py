@@ -9,6 +9,7 @@ import typer
 
 from paceline.cli.plan_batch import batch
 from paceline.cli.plan_hardware import hardware
+from paceline.cli.plan_memory import memory
 from paceline.cli.plan_network import network as network_command
 from paceline.cli.plan_step import step
 
@@ -72,5 +73,6 @@ def plan(
 
 app.command()(batch)
 app.command()(hardware)
+app.command()(memory)
 app.command("network")(network_command)
 app.command()(step)

@@ -187,9 +187,11 @@ def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
     from paceline.bench.footprint.micro_batch import largest_micro_batch
     from paceline.bench.footprint.setting import ALONE, Setting
     from paceline.bench.footprint.subject import subject_of
+    from paceline.cli.plan_memory import CUBLAS_NBYTES, CUDA_CONTEXT
+    from paceline.plan.memory.ledger import Outside
 
     subject = subject_of(asked.model)
-    room = Room.of_gpu(capacity)
+    room = Room(capacity, Outside(context_nbytes=parse_bytes(CUDA_CONTEXT), library_nbytes=CUBLAS_NBYTES))
     setting = Setting(
         ranks=devices, context=asked.context, optimizer=asked.optimizer, autocast=asked.autocast,
         checkpointing=asked.checkpointing, device="cuda", backend="nccl",

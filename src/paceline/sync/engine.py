@@ -48,15 +48,19 @@ class DataParallel(torch.nn.Module):
         sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
             ``"full-shard"``) or a `Sync`, which may also say how gradients are compressed; or ``"auto"``, which
             finds the fastest exact way while it trains, see `paceline.sync.tune`.
-        group: the ranks to synchronise with, as a process group or the data axis of a device mesh; None: all.
-            Without a process group, a world of one.
+        group: the ranks to synchronise with, as a process group, the data axis of a device mesh or a `Wire`;
+            None: all. Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
             example ``torch.float32``; None: the parameters' own.
+        gather_dtype: for ``"full-shard"``, the dtype in which units are gathered and computed with, and their gradients
+            reduced unless `reduce_dtype` says otherwise; shards stay as they are. None: the parameters' own. Under
+            autocast alone every unit's lower copy is held from forward to backward, which is the whole model again.
         units: for ``"full-shard"``, the submodules that are gathered one at a time; None: the members of
             every ``ModuleList`` with at least 100,000 parameters.
 
     Raises:
-        UsageError: an unknown strategy, or parameters that can't be synchronised (sparse gradients).
+        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), or `gather_dtype`
+            where nothing is gathered.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -69,32 +73,43 @@ class DataParallel(torch.nn.Module):
         self,
         module: torch.nn.Module,
         sync: str | Sync = "bucketed",
-        group: dist.ProcessGroup | DeviceMesh | None = None,
+        group: dist.ProcessGroup | DeviceMesh | Wire | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
         units: list[torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
         faults.read_environment()
         tuned = sync == "auto"
         plan = DEFAULT if tuned else Sync.of(sync)
+        if gather_dtype is not None and plan.shard != "parameters":
+            raise UsageError(
+                f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
+                remedy='use sync="full-shard", or autocast',
+            )
         _refuse_unfit(module, plan.squeeze)
-        wire = Wire(group.get_group() if isinstance(group, DeviceMesh) else group)
-        facts = describe(module, f"{'auto' if tuned else plan}, reduce dtype {reduce_dtype}")
+        wire = group if isinstance(group, Wire) else Wire(_process_group(group))
+        way = "auto" if tuned else str(plan)
+        facts = describe(module, f"{way}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module
         self.wire = wire
-        self.engine = self._build_engine(plan, reduce_dtype, units)
+        self.engine = self._build_engine(plan, reduce_dtype, gather_dtype, units)
         if tuned and self.wire.size > 1:
             self.engine.tuner = Tuner(self.engine)
         gate.guard(self.engine)
 
     def _build_engine(
-        self, plan: Sync, reduce_dtype: torch.dtype | None, units: list[torch.nn.Module] | None
+        self,
+        plan: Sync,
+        reduce_dtype: torch.dtype | None,
+        gather_dtype: torch.dtype | None,
+        units: list[torch.nn.Module] | None,
     ) -> Reducer | FullShard:
         if plan.shard == "parameters" and self.wire.size > 1:
-            return FullShard(self.module, self.wire, plan, reduce_dtype, units)
+            return FullShard(self.module, self.wire, plan, reduce_dtype, units, gather_dtype)
         named = list(self.module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -275,6 +290,10 @@ class DataParallel(torch.nn.Module):
     def bucket_plan(self) -> list[tuple[int, list[str]]]:
         """Return (bytes, names of parameters) per collective, in launch order; empty before the first backward."""
         return self.engine.bucket_plan()
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
 def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> None:

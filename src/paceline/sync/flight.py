@@ -148,9 +148,9 @@ class Flight:
         """Return the ledger, summed over ranks."""
         last = self.buckets[-1]
         if not last.slots:
-            return last.flat.view(self.wire.size, -1).sum(0).tolist()
+            return self.wire.read(last.flat.view(self.wire.size, -1).sum(0))
         scale = self.wire.size if self.takes_mean(last, mean) else 1
-        return [value * scale for value in last.ledger.tolist()]
+        return [value * scale for value in self.wire.read(last.ledger)]
 
     def own_part(self, bucket: Bucket) -> tuple[int, int]:
         """Return start and stop of what this rank holds reduced: its shard, or all of the bucket."""

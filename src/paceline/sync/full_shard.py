@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -64,6 +63,7 @@ class FullShard(Reducer):
         plan: ``Sync(shard="parameters")``.
         reduce_dtype: dtype of FSDP2's reduce-scatter; None: the parameters' own.
         units: submodules gathered one at a time; None: `default_units`.
+        gather_dtype: of gathered parameters; None: their own.
     """
 
     def __init__(
@@ -73,11 +73,12 @@ class FullShard(Reducer):
         plan: Sync,
         reduce_dtype: torch.dtype | None,
         units: Sequence[torch.nn.Module] | None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.units = default_units(module) if units is None else _submodules(module, units)
         whole = _unshardable(module)
-        self._shard(wire, reduce_dtype, whole)
+        self._shard(wire, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
         named = list(module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -92,11 +93,9 @@ class FullShard(Reducer):
         self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
         self._shaken = False  # every rank has seen inputs
 
-    def _shard(self, wire: Wire, reduce_dtype: torch.dtype | None, whole: set[torch.nn.Parameter]) -> None:
+    def _shard(self, wire: Wire, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
-        assert wire.group is not None, "a world of one shards nothing"
-        mesh = DeviceMesh.from_group(wire.group, device)
-        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        mesh = wire.mesh(device)
         for part in [*self.units, self.module]:
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
         for part in self._parts():
@@ -133,8 +132,7 @@ class FullShard(Reducer):
         """Make sure, once, that every rank has seen inputs."""
         if self._shaken:
             return
-        have: list[Any] = [None] * self.wire.size
-        dist.all_gather_object(have, call is not None, group=self.wire.group)
+        have = self.wire.gather_objects(call is not None)
         if not any(have):
             return
         self._shaken = True

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from paceline.errors import BackwardFailed, SyncError
 
-__all__ = ["Page", "Status", "decode", "encode", "length", "place_of_peak"]
+__all__ = ["Page", "Status", "alike", "decode", "encode", "length", "place_of_peak"]
 
 
 class Status(enum.IntEnum):
@@ -111,6 +111,18 @@ def encode(
     high = _float32(samples)
     page[rank], page[ranks + rank], page[2 * ranks + rank] = high, samples - high, float(status)
     return [*page, float(late), *map(float, used)]
+
+
+def alike(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
+    """Return what `ranks` ledgers sum to if every rank writes into its own columns what `rank` wrote into its.
+
+    Example:
+        >>> page = decode(alike(encode(1, 3, 8.0, Status.SAMPLES, [True, False]), 1, 3), 3)
+        >>> page.samples, page.used
+        ((8.0, 8.0, 8.0), (True, False))
+    """
+    columns = [mine[part * ranks + rank] for part in range(4) for _ in range(ranks)]
+    return [*columns, *(ranks * value for value in mine[4 * ranks :])]
 
 
 def decode(summed: Sequence[float], ranks: int) -> Page:

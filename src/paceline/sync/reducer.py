@@ -320,7 +320,7 @@ class Reducer(Gradients):
         mine = ledger.encode(
             self.wire.rank, self.wire.size, weights.samples, status, self._used_flags(), len(self._late)
         )
-        last.ledger.copy_(torch.tensor(mine, dtype=last.ledger.dtype))
+        self.wire.write(mine, last.ledger)
         if self.gauge is not None:
             self.flight.measure_rest(self.gauge)
             self.gauge.write(last.ledger[ledger.place_of_peak(self.wire.rank, self.wire.size)])

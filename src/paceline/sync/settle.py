@@ -34,9 +34,7 @@ def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> li
     seen = sorted(last, key=last.__getitem__)
     unseen = [slot.index for slot in reversed(slots) if slot.index not in last]
     device = slots[0].param.device if slots else torch.device("cpu")
-    agreed = torch.tensor([seen + unseen, [slot.fired for slot in slots]], dtype=torch.int64, device=device)
-    wire.broadcast(agreed)
-    order, expected = agreed.tolist()
+    order, expected = wire.agree([seen + unseen, [slot.fired for slot in slots]], device)
     for slot, count in zip(slots, expected, strict=True):
         slot.expected = max(count, 1)
     return order

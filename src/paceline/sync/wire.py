@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import PacelineError, SyncError
 from paceline.whereabouts import here
@@ -107,12 +109,17 @@ class Wire:
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else str(dist.get_backend(self.group))
-        self._native_parts = self.backend == "paceline" or "nccl" in self.backend
+        self._native_parts = self.has_native_parts(self.backend)
         self._under_way: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
             self._under_way = _under_way.setdefault(self.group, set())
             self._tag_reduce_scatter = self.reserve_tags(2)
             self._tag_all_gather = self._tag_reduce_scatter + 1
+
+    @staticmethod
+    def has_native_parts(backend: str) -> bool:
+        """Tell whether the backend's own reduce-scatter and all-gather work in place."""
+        return backend == "paceline" or "nccl" in backend
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -143,6 +150,11 @@ class Wire:
         if self.group is not None and offers is not None and offers(device):
             return self.group.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[attr-defined]
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """Return the ranks as a mesh of one dimension, as FSDP2 asks for them; `device` is a type."""
+        assert self.group is not None, "a world of one has no mesh"
+        return DeviceMesh.from_group(self.group, device)
 
     def note_step(self, step: int) -> None:
         """Tell the other ranks, for their messages, which step this rank is in, where the group can."""
@@ -272,6 +284,28 @@ class Wire:
         if self.size > 1:
             with here.awaited():
                 dist.broadcast(flat, group=self.group, group_src=source)
+
+    # ------------------------------------------------------------------ numbers by which the engine decides
+
+    def agree(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
+        """Return rank 0's `numbers`, rows of equal length, on all ranks; blocks for one broadcast."""
+        agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
+        self.broadcast(agreed)
+        return agreed.tolist()
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Return every rank's `mine`, by rank; blocks."""
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, mine, group=self.group)
+        return every
+
+    def write(self, numbers: list[float], place: torch.Tensor) -> None:
+        """Put the numbers of this rank's ledger into `place`, from where they are summed over ranks."""
+        place.copy_(torch.tensor(numbers, dtype=place.dtype))
+
+    def read(self, summed: torch.Tensor) -> list[float]:
+        """Return the numbers of the ledger, summed over ranks."""
+        return summed.tolist()
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         with _named_loss():
