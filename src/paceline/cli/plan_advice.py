@@ -183,6 +183,8 @@ def _files(asked: Asked) -> list[Path]:
 
 def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
     """Tell the largest micro-batch that fits, by strategy."""
+    from rich.console import Console
+
     from paceline.bench.footprint.forecast import Room
     from paceline.bench.footprint.micro_batch import largest_micro_batch
     from paceline.bench.footprint.setting import ALONE, Setting
@@ -200,7 +202,8 @@ def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
     lines = []
     for kind in _KINDS:
         strategy = kind if devices > 1 else ALONE
-        fitting = largest_micro_batch(subject, replace(setting, strategy=strategy), room, wanted)
+        with Console(stderr=True).status(f"tracing {asked.model}, {strategy}, {devices} devices"):
+            fitting = largest_micro_batch(subject, replace(setting, strategy=strategy), room, wanted)
         page.fitting[kind] = fitting
         lines.append(_told(strategy, fitting, wanted))
         if devices == 1:

@@ -28,8 +28,9 @@ class Fitting:
 def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: int) -> Fitting:
     """Return the largest micro-batch that fits into `room`, and what a step takes with it.
 
-    Memory grows about in line with the micro-batch, so one and two samples tell about how many fit; that many are
-    then predicted, and fewer until they fit.
+    Memory grows with the micro-batch, about in line once forward and backward take more than the optimizer's step.
+    So the answer is sought between one that fits and one that doesn't, where the line between them meets the margin,
+    until it is known to a thirty-second part.
 
     Args:
         subject: what is trained. setting: how; its `batch` is what is sought. room: with the memory of a device.
@@ -38,26 +39,25 @@ def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: in
     Raises: as `forecast`.
     """
     assert room.capacity_nbytes is not None, "there is something to fit into"
+    allowed = MARGIN * room.capacity_nbytes
 
     def of(samples: int) -> Forecast:
         return forecast(subject, replace(setting, batch=samples), room)
 
-    one = of(1)
-    if _poor(one) or most == 1:
-        return Fitting(0 if _poor(one) else 1, one)
-    two = of(2)
-    if _poor(two):
-        return Fitting(1, one)
-    growth = max(1, two.ledger.nbytes - one.ledger.nbytes)
-    samples = min(most, 1 + int((MARGIN * room.capacity_nbytes - one.ledger.nbytes) // growth))
-    found = two if samples == 2 else of(max(2, samples))
-    samples = max(2, samples)
-    while _poor(found):
-        over = found.ledger.nbytes - MARGIN * room.capacity_nbytes
-        samples = max(2, min(samples - 1, samples - int(over // growth)))
-        found = two if samples == 2 else of(samples)
-    return Fitting(samples, found)
-
-
-def _poor(found: Forecast) -> bool:
-    return found.verdict is None or found.verdict.poor
+    fits, found = 1, of(1)
+    if found.ledger.nbytes > allowed:
+        return Fitting(0, found)
+    if most == 1:
+        return Fitting(1, found)
+    over, largest = most, of(most)
+    if largest.ledger.nbytes <= allowed:
+        return Fitting(most, largest)
+    while over - fits > max(1, fits // 32):
+        share = (allowed - found.ledger.nbytes) / (largest.ledger.nbytes - found.ledger.nbytes)
+        samples = min(max(fits + 1, fits + int(share * (over - fits))), over - 1)
+        tried = of(samples)
+        if tried.ledger.nbytes <= allowed:
+            fits, found = samples, tried
+        else:
+            over, largest = samples, tried
+    return Fitting(fits, found)

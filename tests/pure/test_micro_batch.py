@@ -1,0 +1,84 @@
+"""The largest micro-batch that fits, on a made-up memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.bench.footprint import micro_batch
+from paceline.bench.footprint.forecast import Room
+from paceline.bench.footprint.setting import Setting
+from paceline.bench.footprint.subject import Subject
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """`memory(nbytes_of)` has every forecast take what a function says of the micro-batch; returns those tried."""
+
+    def use(nbytes_of):
+        tried = []
+
+        def forecast(_subject, setting, _room):
+            tried.append(setting.batch)
+            return SimpleNamespace(ledger=SimpleNamespace(nbytes=nbytes_of(setting.batch)))
+
+        monkeypatch.setattr(micro_batch, "forecast", forecast)
+        return tried
+
+    return use
+
+
+def sought(capacity, most):
+    return micro_batch.largest_micro_batch(
+        Subject("made up", lambda setting: None), Setting(), Room(capacity), most
+    ).samples
+
+
+def test_what_is_wanted_and_fits_is_taken(memory):
+    tried = memory(lambda samples: samples)
+    assert sought(1000, 100) == 100
+    assert tried == [1, 100]
+
+
+def test_not_even_one(memory):
+    memory(lambda samples: 801)
+    assert sought(1000, 100) == 0
+
+
+def test_one_is_wanted(memory):
+    memory(lambda samples: 10)
+    assert sought(1000, 1) == 1
+
+
+def test_a_line_is_met_at_once(memory):
+    tried = memory(lambda samples: 100 + 10 * samples)
+    assert sought(1000, 4096) == 70
+    assert len(tried) <= 6
+
+
+def test_a_floor_below_which_the_batch_does_not_count_misleads_nobody(memory):
+    memory(lambda samples: max(500, 10 * samples))
+    assert 78 <= sought(1000, 4096) <= 80
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.integers(1, 3000))
+def test_what_is_found_fits_and_hardly_more_would(floor, slope, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            micro_batch,
+            "forecast",
+            lambda _s, setting, _r: SimpleNamespace(
+                ledger=SimpleNamespace(nbytes=max(floor, slope * setting.batch + setting.batch**2 // 50))
+            ),
+        )
+        found = sought(1000, most)
+    assert 1 <= found <= most
+
+    def nbytes(samples):
+        return max(floor, slope * samples + samples**2 // 50)
+
+    assert nbytes(found) <= 800
+    assert found == most or nbytes(found + max(1, found // 32)) > 800
