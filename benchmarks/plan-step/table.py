@@ -143,7 +143,8 @@ def _error_cells(found: Accuracy, pairs: Pairs) -> list[str]:
 
 
 def _beside(time: StepTime, seen: MeasuredStep) -> str:
-    return f"{seen.seconds:.3g} · {time.seconds:.3g} · {100 * (time.seconds / seen.seconds - 1):+.0f} %"
+    off = f"{100 * (time.seconds / seen.seconds - 1):+.0f} %".replace("-", "−")
+    return f"{seen.seconds:.3g} · {time.seconds:.3g} · {off}"
 
 
 def _facts(pairs: Pairs, ranks: int) -> dict[str, Any]:
