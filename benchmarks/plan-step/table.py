@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.bench.entries import NO_SYNC
 from paceline.bench.facts import head, write_result
 from paceline.cli.step_files import draw_breakdown, draw_buckets
 from paceline.errors import PacelineError
@@ -37,9 +38,10 @@ Pairs = Sequence[tuple[StepTime, MeasuredStep]]
 
 def main(folder: Annotated[Path, typer.Argument(help="Where the results and README.md lie.")] = HERE) -> None:
     """Compare every setting, write predicted.json and charts, and fill the tables."""
-    pairs_of, costs_of = {}, {}
+    pairs_of, costs_of, quiet_of = {}, {}, {}
     for path in sorted(folder.glob("steps-*.json")):
-        settings = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        result = json.loads(path.read_text(encoding="utf-8"))
+        settings = result["settings"]
         profile = Profile.load(path.with_name(path.name.replace("steps-", "profile-")))
         name, ranks = settings["model"]["name"], settings["ranks"]
         costs = pick(profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"])
@@ -47,6 +49,8 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
         times = predict_all(costs, seen)
         setting = f"{ranks} ranks, {settings['network']}, {settings['backend']}"
         pairs_of[setting], costs_of[setting] = beside(times, seen), costs
+        bare = next(row["step_ms"] for row in result["rows"] if row["strategy"] == NO_SYNC) / 1e3
+        quiet_of[setting] = bare / costs.bare_seconds
         if path.stem in DRAWN:
             _draw(folder, path.stem, costs, times, seen)
     settings = {setting: _facts(pairs, costs_of[setting].ranks) for setting, pairs in pairs_of.items()}
@@ -57,7 +61,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
         head("plan-step-accuracy") | {"accuracy": vars(whole) if whole else None, "settings": settings},
     )
     text = (folder / "README.md").read_text(encoding="utf-8")
-    text = fill(text, "accuracy", accuracy_figures(pairs_of, costs_of, whole))
+    text = fill(text, "accuracy", accuracy_figures(pairs_of, quiet_of, whole))
     text = fill(text, "steps", step_figures(pairs_of))
     text = fill(text, "buckets", bucket_figures(pairs_of, costs_of))
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -65,20 +69,23 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
 
 
 def accuracy_figures(
-    pairs_of: Mapping[str, Pairs], costs_of: Mapping[str, StepCosts], whole: Accuracy | None
+    pairs_of: Mapping[str, Pairs], quiet_of: Mapping[str, float], whole: Accuracy | None
 ) -> str:
-    """Return the table of errors: a row per setting, and all of them."""
+    """Return the table of errors: a row per setting, and all of them.
+
+    Args:
+        quiet_of: a step without synchronisation among the steps, over that of the profile: 1 on a quiet machine.
+    """
     rows = []
     for setting, pairs in pairs_of.items():
-        found = accuracy_of(_counted(pairs), costs_of[setting].ranks)
+        found = accuracy_of(_counted(pairs), 0)
         if found is not None:
-            inside = sum(time.low <= seen.seconds <= time.high for time, seen in _counted(pairs))
-            rows.append([setting, *_error_cells(found), f"{inside} of {found.points}"])
+            rows.append([setting, *_error_cells(found, _counted(pairs)), f"{quiet_of[setting]:.2f}"])
     if whole is not None:
         every = [pair for pairs in pairs_of.values() for pair in _counted(pairs)]
-        inside = sum(time.low <= seen.seconds <= time.high for time, seen in every)
-        rows.append(["**all**", *_error_cells(whole), f"{inside} of {whole.points}"])
-    return table(["", "points", "median error", "9 in 10", "largest", "within the range"], rows)
+        rows.append(["**all**", *_error_cells(whole, every), ""])
+    titles = ["", "points", "median error", "9 in 10", "largest", "within the range", "no synchronisation ÷"]
+    return table(titles, rows)
 
 
 def step_figures(pairs_of: Mapping[str, Pairs]) -> str:
@@ -129,15 +136,15 @@ def _counted(pairs: Pairs) -> list[tuple[StepTime, MeasuredStep]]:
     return [(time, seen) for time, seen in pairs if time.way.strategy != BOUNDS]
 
 
-def _error_cells(found: Accuracy) -> list[str]:
-    return [
-        str(found.points),
-        *(f"{100 * value:.1f} %" for value in (found.median, found.p90, found.maximum)),
-    ]
+def _error_cells(found: Accuracy, pairs: Pairs) -> list[str]:
+    inside = sum(time.low <= seen.seconds <= time.high for time, seen in pairs)
+    errors = (f"{100 * value:.1f} %" for value in (found.median, found.p90, found.maximum))
+    return [str(found.points), *errors, f"{inside} of {found.points}"]
 
 
 def _beside(time: StepTime, seen: MeasuredStep) -> str:
-    return f"{seen.seconds:.3g} · {time.seconds:.3g} · {100 * (time.seconds / seen.seconds - 1):+.0f} %"
+    off = f"{100 * (time.seconds / seen.seconds - 1):+.0f} %".replace("-", "−")
+    return f"{seen.seconds:.3g} · {time.seconds:.3g} · {off}"
 
 
 def _facts(pairs: Pairs, ranks: int) -> dict[str, Any]:

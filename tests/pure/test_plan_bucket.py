@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.plan.bucket import Channel, Ready, best_bucket, caps_for, plan_buckets, simulate
 from paceline.plan.bucket_formula import EqualBuckets
+from paceline.plan.line import fit_line
 from paceline.units import MIB
 
 POSITIVE = st.floats(1e-3, 1e3)
@@ -228,3 +230,36 @@ def test_sizes_worth_trying_group_differently():
     assert len(groupings[-1]) == 1
     with pytest.raises(UsageError, match="no bucket size"):
         best_bucket(ready, Channel(lambda nbytes: 0.0), caps=[])
+
+
+# ---------------------------------------------------------------- somebody's measurement (docs/step-time.md)
+
+
+def medium_gradients():
+    """Bytes of the gradients of a GPT with three matrices in each feed-forward layer, the last one first."""
+    square, wide, ends = 1024 * 1024, 1024 * 4096, 10_000 * 1024
+    block = [1024, *[square] * 4, 1024, *[wide] * 3]
+    return [4 * numel for numel in reversed([ends, *block * 24, 1024, ends])]
+
+
+def test_our_grouping_makes_the_calls_that_were_counted_on_two_t4():
+    sizes = medium_gradients()
+    calls = {cap: len(plan_buckets(range(len(sizes)), sizes, [0] * len(sizes), cap * MIB)) for cap in T4}
+    assert calls == {cap: count // 10 for cap, (count, _) in T4.items()}
+
+
+T4 = {1: (1700, 2.745), 10: (980, 4.425), 100: (150, 28.52), 1000: (20, 214.9)}
+"""Bucket in MiB: all-reduce calls of ten steps, milliseconds of each."""
+
+
+def test_the_worked_example_of_the_documentation():
+    nbytes = float(sum(medium_gradients()))
+    calls = np.array([count / 10 for count, _ in T4.values()])
+    seconds = np.array([count * each / 1e4 for count, each in T4.values()])
+    line = fit_line(calls, np.full(4, nbytes), seconds)
+    assert line.alpha == pytest.approx(0.2035e-3, rel=1e-3)
+    assert 1 / line.beta == pytest.approx(3.985e9, rel=1e-3)
+    job = EqualBuckets(nbytes, 1 / line.beta, line.alpha, 0.5)
+    assert job.wire_seconds == pytest.approx(0.4247, rel=1e-3)
+    assert job.best_balanced().nbytes == pytest.approx(37.05e6, rel=1e-3)
+    assert job.best().count == 369, "more than there are parameters: one at a time is best, as was measured"

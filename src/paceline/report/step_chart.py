@@ -56,7 +56,8 @@ def step_chart(bars: Sequence[StepBar], *, title: str) -> Chart:
         rows.append(Bar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
         if bar.measured:
             off = 100 * (sum(bar.predicted) / sum(bar.measured) - 1)
-            rows.append(Bar("", _milliseconds(bar.measured), f"measured; predicted {off:+.0f} %"))
+            told = f"measured; predicted {off:+.0f} %".replace("-", "−")
+            rows.append(Bar("", _milliseconds(bar.measured), told))
     return breakdown({title: rows})
 
 
