@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["memory"]
 
+CUBLAS_NBYTES = 32 << 20
+"""Of cuBLAS's workspace on Hopper and later, the largest there is by default."""
+
 
 def memory(
     model: Annotated[
@@ -106,9 +109,6 @@ def _room(device: str, device_memory: str | None, cuda_context: str, data: str) 
         data_nbytes=parse_bytes(data),
     )
     return Room(capacity, outside)
-
-
-CUBLAS_NBYTES = 32 << 20
 
 
 def _settings(strategies: str, devices: str, **options: object) -> list[Setting]:

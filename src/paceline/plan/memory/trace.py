@@ -12,9 +12,9 @@ Where fake tensors behave otherwise than real ones, the tracer corrects it:
 - Kernels take memory of their own and give it back before they return. `workspaces` knows which.
 - Values do not exist. Where a program asks for one (``.item()``), it is told 1, and `questions` counts that.
 
-torch's own `torch.distributed._tools.mem_tracker.MemTracker` follows storages by weak references too. It is not used: it
-takes one forward and backward of a given module, hooks every module for it, and knows neither our buckets nor the whole
-of a step; its copy for FSDP2 labels activations as optimizer state. A test holds the two against each other.
+torch's own `torch.distributed._tools.mem_tracker.MemTracker` follows storages by weak references too. It is not used:
+it takes one forward and backward of a given module, hooks every module for it, and knows neither our buckets nor the
+whole of a step; its copy for FSDP2 labels activations as optimizer state. A test holds the two against each other.
 """
 
 from __future__ import annotations
