@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.device_room import capacity_of, room_of
 from paceline.cli.writable import check_writable
 from paceline.errors import UsageError
-from paceline.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,20 +68,6 @@ class Asked:
             )
         return numbers
 
-    @property
-    def capacity(self) -> int | None:
-        """Bytes of a device; None: not told."""
-        if self.device_memory is not None:
-            nbytes = parse_bytes(self.device_memory)
-            if nbytes < 1:
-                raise UsageError(f"--device-memory {self.device_memory}", remedy="give more, such as 24GB")
-            return nbytes
-        if self.device is not None:
-            from paceline.plan.hardware import device
-
-            return device(self.device).memory_nbytes
-        return None
-
 
 @dataclass
 class Page:
@@ -126,7 +112,7 @@ def advise(asked: Asked) -> None:
     Raises:
         UsageError: something makes no sense, or nothing can be answered.
     """
-    numbers, capacity = asked.numbers, asked.capacity
+    numbers, capacity = asked.numbers, capacity_of(asked.device, asked.device_memory)
     if capacity is None and asked.profile is None:
         raise UsageError(
             "paceline plan has nothing to plan with",
@@ -185,15 +171,12 @@ def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
     """Tell the largest micro-batch that fits, by strategy."""
     from rich.console import Console
 
-    from paceline.bench.footprint.forecast import Room
     from paceline.bench.footprint.micro_batch import largest_micro_batch
     from paceline.bench.footprint.setting import ALONE, Setting
     from paceline.bench.footprint.subject import subject_of
-    from paceline.cli.plan_memory import CUBLAS_NBYTES, CUDA_CONTEXT
-    from paceline.plan.memory.ledger import Outside
 
     subject = subject_of(asked.model)
-    room = Room(capacity, Outside(context_nbytes=parse_bytes(CUDA_CONTEXT), library_nbytes=CUBLAS_NBYTES))
+    room = room_of("cuda", capacity)
     setting = Setting(
         ranks=devices, context=asked.context, optimizer=asked.optimizer, autocast=asked.autocast,
         checkpointing=asked.checkpointing, device="cuda", backend="nccl",

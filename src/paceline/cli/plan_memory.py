@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.device_room import CUDA_CONTEXT, KINDS, capacity_of, room_of
 from paceline.errors import UsageError
-from paceline.units import parse_bytes
 
 if TYPE_CHECKING:
-    from paceline.bench.footprint.forecast import Room
     from paceline.bench.footprint.setting import Setting
 
-__all__ = ["CUBLAS_NBYTES", "CUDA_CONTEXT", "memory"]
-
-CUDA_CONTEXT, CUBLAS_NBYTES = "800MiB", 32 << 20
-"""What driver and kernels take of a GPU, about, and cuBLAS for its workspace."""
+__all__ = ["memory"]
 
 
 def memory(
@@ -44,7 +40,10 @@ def memory(
     checkpointing: Annotated[bool, typer.Option(help="Run blocks again in backward.")] = False,
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
     bucket_mib: Annotated[float | None, typer.Option(help="Instead of the strategy's own.")] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu: whose allocator and optimizer.")] = "cuda",
+    device: Annotated[
+        str,
+        typer.Option(help="cuda or cpu: whose allocator and optimizer; or a GPU by name."),
+    ] = "cuda",
     backend: Annotated[
         str | None, typer.Option(help="nccl, gloo or paceline; else what fits the device.")
     ] = None,
@@ -66,11 +65,13 @@ def memory(
     from paceline.cli.plan_memory_files import plan_files
     from paceline.cli.plan_memory_show import show
 
-    room = _room(device, device_memory, cuda_context, data)
+    capacity = capacity_of(device, device_memory)
+    kind = device if device in KINDS else "cuda"
+    room = room_of(kind, capacity, cuda_context, data)
     settings = _settings(
         strategy, devices, batch=batch, context=context, optimizer=optimizer, autocast=autocast, gather=gather,
-        checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=device,
-        backend=backend or ("nccl" if device == "cuda" else "gloo"),
+        checkpointing=checkpointing, accumulate=accumulate, bucket_mib=bucket_mib, device=kind,
+        backend=backend or ("nccl" if kind == "cuda" else "gloo"),
     )  # fmt: skip
     write = plan_files(json_file, out)
 
@@ -84,6 +85,10 @@ def memory(
     first = forecasts[0]
     others = alternatives(subject, first.setting, room) if first.verdict and first.verdict.poor else []
     show(model, forecasts, others)
+    if model == "xxl":
+        from paceline.cli import plan_xxl
+
+        plan_xxl.show()
     checks = []
     if verify:
         from paceline.cli.plan_memory_verify import verified
@@ -92,23 +97,6 @@ def memory(
     for path, writer in write.items():
         writer(path, model, forecasts, others, checks, shlex.join(["paceline", *sys.argv[1:]]))
         typer.echo(path)
-
-
-def _room(device: str, device_memory: str | None, cuda_context: str, data: str) -> Room:
-    from paceline.bench.footprint.forecast import Room
-    from paceline.plan.memory.ledger import Outside
-
-    capacity = parse_bytes(device_memory) if device_memory is not None else None
-    if capacity is not None and capacity < 1:
-        raise UsageError(
-            f"--device-memory {device_memory}", remedy="give the memory of one device, such as 24GiB"
-        )
-    outside = Outside(
-        context_nbytes=parse_bytes(cuda_context) if device == "cuda" else 0,
-        library_nbytes=CUBLAS_NBYTES if device == "cuda" else 0,
-        data_nbytes=parse_bytes(data),
-    )
-    return Room(capacity, outside)
 
 
 def _settings(strategies: str, devices: str, **options: object) -> list[Setting]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.plan.memory.trace import plain_tensors
 
@@ -105,8 +106,11 @@ def _addresses_of_tensors() -> set[int]:
     found: set[int] = set()
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor):  # not isinstance: some objects compute their class
-            for plain in plain_tensors(each):
-                found.add(plain.untyped_storage().data_ptr())
+            found |= {
+                plain.untyped_storage().data_ptr()
+                for plain in plain_tensors(each)
+                if not isinstance(plain, FakeTensor)
+            }
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedFakeTensorException,
@@ -19,11 +20,13 @@ from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import Subject
 from paceline.bench.footprint.training import STEPS, train
 from paceline.errors import UsageError
+from paceline.plan.memory.states import states_of
 from paceline.plan.memory.timeline import Timeline
 from paceline.plan.memory.trace import Tracer
 from paceline.plan.memory.workspaces import cpu_workspace
 from paceline.sync.rehearsal import RehearsedWire, rehearsed_world
 from paceline.sync.wire import Wire
+from paceline.units import format_bytes
 
 __all__ = ["Prediction", "Untraceable", "predict"]
 
@@ -77,7 +80,7 @@ def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Predictio
     """Return what training `subject` as `setting` says takes on each rank.
 
     Raises:
-        Untraceable: shapes depend on values (``nonzero``, boolean masks); measure a run instead.
+        Untraceable: shapes depend on values (``nonzero``, boolean masks); tells the states, which don't.
         UsageError: what the subject builds is no model.
     """
     began = time.perf_counter()
@@ -86,7 +89,7 @@ def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Predictio
         warnings.simplefilter("ignore")
         with rehearsed_world(setting.ranks) if setting.ranks > 1 else nullcontext():
             wire = RehearsedWire(setting.backend) if setting.ranks > 1 else Wire()
-            with _traceable(subject), _FakeTensorMode(), tracer:
+            with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
                 train(subject, _shortened(setting), wire, tracer, steps)
     return Prediction(
         setting,
@@ -104,11 +107,24 @@ def _shortened(setting: Setting) -> Setting:
 
 
 @contextmanager
-def _traceable(subject: Subject) -> Iterator[None]:
+def _traceable(subject: Subject, setting: Setting, tracer: _Watching) -> Iterator[None]:
+    """Say of what can't be traced what is known all the same: its states."""
     try:
         yield
-    except (DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+    except (
+        DynamicOutputShapeException,
+        DataDependentOutputException,
+        UnsupportedFakeTensorException,
+    ) as error:
         raise Untraceable(
-            f"the memory of {subject.name} depends on values: {error}",
-            remedy="give --verify: a real step is measured instead",
+            f"the memory of {subject.name} depends on values: {error}{_known(setting, tracer)}",
+            remedy="keep what depends on values out of the step that is planned, or plan it with a stand-in",
         ) from error
+
+
+def _known(setting: Setting, tracer: _Watching) -> str:
+    """Return the model states in words, by formula; "" for an optimizer without one."""
+    if not tracer.parameter_nbytes or ":" in setting.optimizer:
+        return ""
+    states = states_of(tracer.parameter_nbytes, setting.strategy, setting.ranks, setting.optimizer)
+    return f"; parameters, gradients and optimizer state alone take {format_bytes(round(states.nbytes))} a device"

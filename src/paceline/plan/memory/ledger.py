@@ -136,13 +136,13 @@ def _outsides(outside: Outside) -> list[Line]:
         Line(
             "libraries",
             outside.library_nbytes,
-            "cuBLAS's workspace: 32 MiB on Hopper and later, 8.1 MiB before",
+            "cuBLAS's workspace as on Hopper; 8.1 MiB before it",
             "aten/src/ATen/cuda/CublasHandlePool.cpp",
         ),
         Line(
             "CUDA context",
             outside.context_nbytes,
-            "driver and loaded kernels; 0.3 to 0.8 GiB were seen, NCCL adds its own buffers",
+            "driver and loaded kernels, as given; 781 MB were seen; NCCL adds its own buffers",
             "--cuda-context; github.com/pytorch/pytorch/issues/34323",
         ),
     ]

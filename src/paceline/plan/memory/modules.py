@@ -58,10 +58,13 @@ class ModulePaths:
         """Return the path of the module that runs now, or whose backward does; "" outside of all."""
         if self._stack:
             return self._stack[-1]
+        number = self.node()
+        return self._paths[bisect.bisect_right(self._numbers, number) - 1] if number is not None else ""
+
+    def node(self) -> int | None:
+        """Return the number of the node whose backward runs; None outside of backward, −1 for those without one."""
         node = torch._C._current_autograd_node()
-        if node is None:
-            return ""
-        return self._paths[bisect.bisect_right(self._numbers, _number(node)) - 1]
+        return _number(node) if node is not None else None
 
 
 def _number(node: Any) -> int:

@@ -41,11 +41,12 @@ def _convolution_backward(args: Sequence[Any], results: Any) -> int:
     """Reordered input and gradient, or the copies of the input's gradient. See [Note: oneDNN's layouts]."""
     grad, inputs, weight, strides = args[0], args[1], args[2], args[4]
     short = inputs.element_size() == 2
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     for_weight = _blocked(inputs) + grad.nbytes + (2 * weight.nbytes if short else 0)
     if results[0] is None:
-        return for_weight
+        return copied + for_weight
     indirect = short or any(stride > 1 for stride in strides)
-    return max(for_weight, 2 * inputs.nbytes - weight.nbytes if indirect else 0)
+    return copied + max(for_weight, 2 * inputs.nbytes - weight.nbytes if indirect else 0)
 
 
 def _blocked(inputs: Any) -> int:

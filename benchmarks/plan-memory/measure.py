@@ -1,0 +1,117 @@
+"""How far `paceline plan memory` is from what training takes, over models, strategies and precisions.
+
+    cd benchmarks/plan-memory && python measure.py
+
+Each case is predicted in this process, on tensors without memory, then run by real ranks over gloo, whose CPU allocator
+reports every block it gives out. Both are about the same: building, wrapping, two steps. Cases on 64 devices are
+predicted only. Writes ``accuracy.json`` beside this file; ``table.py`` makes the tables of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from paceline.bench.facts import head, write_result
+from paceline.bench.footprint.check import check
+from paceline.bench.footprint.predict import predict
+from paceline.bench.footprint.setting import Setting
+from paceline.bench.footprint.subject import subject_of
+from paceline.launch.local import run_ranks
+from paceline.plan.memory.verdict import MARGIN
+
+HERE = Path(__file__).parent
+_LONG: dict[str, Any] = {"context": 256}
+
+MEASURED: list[tuple[str, Setting]] = [
+    ("tiny", Setting("alone", 1, 8)),
+    ("tiny", Setting("bucketed", 2, 8, autocast="bf16")),
+    ("tiny", Setting("bucketed", 2, 4, accumulate=4)),
+    ("tiny", Setting("sharded", 4, 4)),
+    ("mini", Setting("naive", 2, 4)),
+    ("mini", Setting("sharded", 2, 4, autocast="bf16")),
+    ("mini", Setting("full-shard", 4, 2)),
+    ("mini", Setting("full-shard", 2, 8, checkpointing=True)),
+    ("44m", Setting("alone", 1, 2, **_LONG)),
+    ("44m", Setting("bucketed", 2, 2, **_LONG)),
+    ("44m", Setting("sharded", 2, 2, **_LONG)),
+    ("44m", Setting("full-shard", 2, 2, gather="bf16", **_LONG)),
+    ("small", Setting("alone", 1, 1, optimizer="sgd", **_LONG)),
+    ("small", Setting("full-shard", 2, 1, checkpointing=True, **_LONG)),
+    ("models:mlp", Setting("alone", 1, 256, optimizer="sgd")),
+    ("models:mlp", Setting("flat", 2, 256, optimizer="sgd-momentum")),
+    ("models:mlp", Setting("sharded", 3, 64)),
+    ("models:conv_net", Setting("alone", 1, 16)),
+    ("models:conv_net", Setting("bucketed", 2, 16, autocast="bf16")),
+    ("models:conv_net", Setting("full-shard", 2, 8, optimizer="sgd-momentum")),
+    ("models:encoder", Setting("alone", 1, 4)),
+    ("models:encoder", Setting("bucketed", 2, 4, checkpointing=True)),
+    ("models:encoder", Setting("sharded", 2, 4, autocast="bf16")),
+    ("models:recurrent", Setting("alone", 1, 4, 32)),
+    ("models:gpt2", Setting("bucketed", 2, 4)),
+]
+PREDICTED: list[tuple[str, Setting]] = [
+    ("medium", Setting(strategy, 64, 8, 1024, autocast="bf16", backend="nccl", device="cuda"))
+    for strategy in ("bucketed", "sharded", "full-shard")
+] + [("xxl", Setting("full-shard", 64, 1, 1024, gather="bf16", backend="nccl", device="cuda"))]
+
+
+def main(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE
+    / "accuracy.json",
+    only: Annotated[str, typer.Option(help="Cases of models whose names begin so.")] = "",
+) -> None:
+    """Predict and measure every case."""
+    out = out.absolute()
+    os.chdir(HERE)  # where the models are imported from, by ranks too
+    chosen = [case for case in MEASURED if case[0].startswith(only) and _is_there(case[0])]
+    checks = []
+    for name, setting in chosen:
+        checked = check(subject_of(name), setting, run_ranks)
+        checks.append(checked.facts())
+        typer.echo(f"{name:18} {setting.name:48} {100 * checked.error:+8.3f} %")
+    result = head("plan-memory-accuracy", ("paceline", "torch", "transformers")) | {
+        "checks": checks,
+        "predicted_only": [_predicted(*case) for case in PREDICTED if case[0].startswith(only)],
+        **_summary(checks),
+    }
+    write_result(out, result)
+    typer.echo(out)
+
+
+def _is_there(name: str) -> bool:
+    """Tell whether what a case needs is installed."""
+    return name != "models:gpt2" or importlib.util.find_spec("transformers") is not None
+
+
+def _predicted(name: str, setting: Setting) -> dict[str, Any]:
+    prediction = predict(subject_of(name), setting)
+    steps = prediction.timeline.steps()
+    typer.echo(f"{name:18} {setting.name:48} {steps.peak().nbytes / 2**30:8.3f} GiB")
+    return {
+        "model": name,
+        "setting": setting.to_json(),
+        "parameters": prediction.parameters,
+        "steps_nbytes": steps.peak().nbytes,
+        "prediction_seconds": round(prediction.seconds, 1),
+    }
+
+
+def _summary(checks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median and the worst error, and how many cases would wrongly be said to fit."""
+    errors = [abs(each["error"]) for each in checks]
+    wrong = [each for each in checks if each["measured_nbytes"] > each["predicted_nbytes"] / MARGIN]
+    return {
+        "median_error": median(errors) if errors else None,
+        "worst_error": max(errors, default=None),
+        "false_fits": len(wrong),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,119 @@
+"""``paceline plan memory``: what it prints, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.plan import app
+from paceline.errors import UsageError
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+def build(batch):
+    return Net(), torch.randn(batch, 16), lambda out: out.square().mean()
+
+def hungry(depth):
+    return Net()
+
+nothing = 7
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "plannable.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["memory", *arguments], catch_exceptions=False, env={"COLUMNS": "200"})
+
+    return run
+
+
+def test_the_answer_comes_first(run):
+    printed = run("--model", "tiny", "--device-memory", "24GiB").stdout
+    assert printed.splitlines()[0].startswith("tiny (853 k parameters), alone, 1 device, adamw")
+    assert "fits:" in printed.splitlines()[0]
+    assert "optimizer state" in printed
+    assert "CUDA context" in printed
+
+
+def test_what_does_not_fit_gets_computed_advice(run):
+    small = ("--device", "cpu", "--device-memory", "40MiB")
+    printed = run("--model", "tiny", "--batch", "8", *small).stdout
+    assert "does not fit" in printed.splitlines()[0]
+    assert printed.splitlines()[1].startswith("It fits with")
+    assert "a micro-batch of 1" in printed.splitlines()[1]
+
+
+def test_strategies_and_devices_side_by_side(run):
+    printed = run(
+        "--model", "tiny", "--devices", "1,2,64", "--strategy", "bucketed,sharded,full-shard"
+    ).stdout
+    rows = [line.split()[:2] for line in printed.splitlines()]
+    for row in (["alone", "1"], ["bucketed", "2"], ["sharded", "64"], ["full-shard", "64"]):
+        assert row in rows
+
+
+@pytest.mark.parametrize("named", [("plannable:build",), ("plannable:Net", "--inputs", "1x16")])
+def test_a_users_model(run, named):
+    printed = run("--model", named[0], *named[1:], "--device", "cpu").stdout
+    assert "(676 parameters)" in printed.splitlines()[0]
+
+
+def test_files_hold_what_is_printed(run, tmp_path):
+    pytest.importorskip("matplotlib", reason="charts need matplotlib")
+    run("--model", "plannable:build", "--batch", "4", "--json", "all.json", "--out", "drawn")
+    told = json.loads((tmp_path / "all.json").read_text())
+    (forecast,) = told["forecasts"]
+    assert forecast["device_nbytes"] == sum(line["nbytes"] for line in forecast["ledger"])
+    assert forecast["peak_nbytes"] <= forecast["allocated_nbytes"] <= forecast["reserved_nbytes"]
+    with (tmp_path / "drawn" / "ledger.csv").open() as file:
+        assert sum(int(row["nbytes"]) for row in csv.DictReader(file)) == forecast["device_nbytes"]
+    assert (tmp_path / "drawn" / "memory.png").stat().st_size > 10_000
+
+
+def test_verify_prints_predicted_beside_measured(run, tmp_path):
+    printed = run(
+        "--model", "tiny", "--devices", "2", "--context", "32", "--verify", "--json", "all.json"
+    ).stdout
+    assert "off by" in printed
+    (checked,) = json.loads((tmp_path / "all.json").read_text())["checks"]
+    assert abs(checked["error"]) < 0.10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "smal"], "did you mean 'small'"),
+        (["--model", "plannable:nothing"], "name a Module class or a function"),
+        (["--model", "plannable:hungry"], "needs depth"),
+        (["--model", "plannable:Net"], "brings no inputs"),
+        (["--model", "plannable:Net", "--inputs", "1xA"], "is no shape"),
+        (["--model", "absent:Net"], "can't import"),
+        (["--devices", "two"], "give numbers"),
+        (["--devices", "0"], "give 1 or more"),
+        (["--strategy", "buckted"], "did you mean 'bucketed'"),
+        (["--optimizer", "adam"], "is no optimizer"),
+        (["--device-memory", "much"], "is no size"),
+        (["--json", "absent/all.json"], "no such folder"),
+    ],
+)
+def test_what_is_wrong_is_refused(run, arguments, told):
+    with pytest.raises(UsageError, match=told):
+        run(*arguments)

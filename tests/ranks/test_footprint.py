@@ -1,0 +1,39 @@
+"""Predictions of memory against real ranks: building, wrapping and two steps over gloo."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.footprint.check import check
+from paceline.bench.footprint.setting import Setting
+from paceline.bench.footprint.subject import subject_of
+from paceline.errors import UsageError
+from paceline.launch.local import run_ranks
+
+
+def start(argv, ranks, *, env):
+    run_ranks(argv, ranks, env=env, timeout=240)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("bucketed", 2, 4, 64, autocast="bf16"),
+        Setting("sharded", 2, 2, 64),
+        Setting("full-shard", 2, 2, 64, checkpointing=True),
+        Setting("full-shard", 2, 2, 64, gather="bf16", optimizer="sgd-momentum"),
+        Setting("naive", 3, 2, 32, accumulate=2),
+    ],
+    ids=lambda setting: setting.name,
+)
+def test_a_prediction_is_what_ranks_take(setting):
+    found = check(subject_of("tiny"), setting, start)
+    assert abs(found.error) < 0.10
+    assert (
+        found.measured.nbytes <= found.predicted_nbytes / 0.8
+    )  # of a device that it fits, it does not run out
+
+
+def test_what_this_machine_has_no_memory_for_is_refused_before_it_is_run():
+    with pytest.raises(UsageError, match="are available"):
+        check(subject_of("xl"), Setting("bucketed", 64, 8, 256), start)
