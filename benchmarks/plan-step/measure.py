@@ -58,8 +58,8 @@ def main(
         str, typer.Option(help="Backends of two ranks on one host; empty: none.")
     ] = "paceline,gloo",
     backend: Annotated[str, typer.Option(help="Of Paceline's exchanges between hosts.")] = "paceline",
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 5,
-    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of a turn, of which the median counts.")] = 3,
     seconds: Annotated[float, typer.Option(help="Time for an exchange of one size, at most about.")] = 3.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go.")] = HERE,
 ) -> None:

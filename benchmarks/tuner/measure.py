@@ -50,8 +50,8 @@ CONTESTANTS = [
 def main(
     only: Annotated[str | None, typer.Option(help="One setting; else all.")] = None,
     batch: Annotated[int, typer.Option(help="Windows of 128 tokens a rank.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 7,
-    steps: Annotated[int, typer.Option(help="Steps of a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of a turn, of which the median counts.")] = 5,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the files go.")] = HERE,
 ) -> None:
     """Let auto search, then time it in turns with the sweep."""

@@ -14,10 +14,11 @@ from paceline.collectives.catalogue import schedule
 from paceline.collectives.closed_form import closed_form
 from paceline.collectives.cost import cost
 from paceline.errors import UsageError
+from paceline.plan.bucket_formula import EqualBuckets
 from paceline.plan.fitting import Point, fit_points
 from paceline.simulate.cluster.fitted import FittedNetwork
 from paceline.simulate.cluster.network import Network
-from paceline.simulate.cluster.overlap import cheapest
+from paceline.simulate.cluster.overlap import cheapest, exposed_seconds
 from paceline.simulate.cluster.rounds import ALGORITHMS, NESTED, phases
 
 NBYTES = 1e6
@@ -173,3 +174,9 @@ def test_a_measured_network_gives_back_what_was_measured():
 def test_what_makes_no_sense_is_refused(ask, said):
     with pytest.raises(UsageError, match=said):
         ask()
+
+
+@given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 50), st.floats(0, 10))
+def test_what_overlap_leaves_is_the_closed_form_of_equal_buckets(call, transfer, buckets, window):
+    told = EqualBuckets(transfer, 1.0, call, window).overhead(buckets)
+    assert exposed_seconds(call, transfer, buckets, np.array(window)) == pytest.approx(told)

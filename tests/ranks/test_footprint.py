@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paceline.bench.footprint.check import check
+from paceline.bench.footprint.measure import measure
 from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import subject_of
 from paceline.errors import UsageError
@@ -32,6 +34,19 @@ def test_a_prediction_is_what_ranks_take(setting):
     assert (
         found.measured.nbytes <= found.predicted_nbytes / 0.8
     )  # of a device that it fits, it does not run out
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
+def test_a_prediction_is_what_a_gpu_gives_out(autocast):
+    setting = Setting("alone", 1, 8, 128, autocast=autocast, device="cuda", backend="nccl")
+    assert abs(check(subject_of("mini"), setting, start).error) < 0.10
+
+
+def test_more_gpus_than_there_are_can_not_be_measured():
+    setting = Setting("bucketed", 1 + torch.cuda.device_count(), 1, 32, device="cuda", backend="nccl")
+    with pytest.raises(UsageError, match="can't run here"):
+        measure("tiny", setting, start)
 
 
 def test_what_this_machine_has_no_memory_for_is_refused_before_it_is_run():

@@ -161,7 +161,13 @@ class Gradients:
         for slot, has in zip(self.slots, kept, strict=True):
             slot.early = slot.view if has and slot.staged else None
         self.plan, self.flight.buckets = plan, []
-        self.sharded = self.flight.sharded = plan.shard == "optimizer" and self.wire.size > 1
+        before, self.sharded = self.sharded, plan.shard == "optimizer" and self.wire.size > 1
+        self.flight.sharded = self.sharded
+        if (
+            before and not self.sharded
+        ):  # out of the buffers, whose memory may be shared, and slower to compute with
+            for slot in self.slots:
+                slot.param.data = slot.param.detach().clone()
         self.flight.overlap = plan.overlap
         self._lay_out()
         for slot, has in zip(self.slots, kept, strict=True):

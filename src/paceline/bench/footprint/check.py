@@ -14,6 +14,7 @@ from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import Subject
 from paceline.bench.step import StartRanks
 from paceline.errors import UsageError
+from paceline.plan.memory.allocator import replay
 from paceline.units import format_bytes
 
 __all__ = ["Check", "check"]
@@ -60,8 +61,10 @@ def check(subject: Subject, setting: Setting, start: StartRanks, *, inputs: Sequ
     """
     prediction = predict(subject, setting)
     predicted = prediction.timeline.peak().nbytes
+    if setting.device == "cuda":
+        predicted = replay(prediction.timeline.changes()).allocated_nbytes
     available = psutil.virtual_memory().available
-    if predicted * setting.ranks > available:
+    if setting.device == "cpu" and predicted * setting.ranks > available:
         raise UsageError(
             f"{setting.name} needs {format_bytes(predicted * setting.ranks)} here; "
             f"{format_bytes(available)} are available",

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.bench.footprint.setting import ALONE, Setting
 from paceline.bench.footprint.training import STEPS
 from paceline.bench.step import StartRanks
@@ -61,13 +63,14 @@ def measure(
         threads: of each rank.
 
     Raises:
-        UsageError: the setting is of another device.
+        UsageError: the devices are not there.
         RankFailed: a rank ended with an error.
     """
-    if setting.device != "cpu" or setting.backend == "nccl":
+    gpus = torch.cuda.device_count() if setting.device == "cuda" else setting.ranks
+    if setting.ranks > gpus or (setting.device == "cpu" and setting.backend == "nccl"):
         raise UsageError(
-            f"a run on {setting.device} with {setting.backend} is not measured here",
-            remedy="leave out --device and --backend to verify on this machine's processors",
+            f"{setting.ranks} ranks on {setting.device} with {setting.backend} can't run here",
+            remedy="give --device cpu to verify on this machine's processors",
         )
     assert setting.ranks == 1 or setting.strategy != ALONE, "the setting has checked that"
     with tempfile.TemporaryDirectory(prefix="paceline-footprint-") as folder:

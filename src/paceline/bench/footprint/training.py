@@ -115,7 +115,9 @@ def _autocast(setting: Setting) -> AbstractContextManager[object]:
     if setting.autocast == "off":
         return nullcontext()
     dtype = torch.bfloat16 if setting.autocast == "bf16" else torch.float16
-    return torch.autocast("cpu", dtype)
+    return torch.autocast(
+        torch.get_default_device().type, dtype
+    )  # a prediction's tensors are on the CPU, of any device
 
 
 def _wrapped(built: Built, setting: Setting, wire: Wire) -> _Trained:

@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(job["threads"])
     world = init(setting.backend) if setting.ranks > 1 else None
+    if setting.device == "cuda":
+        torch.set_default_device("cuda" if world is None else world.device)
     subject = subject_of(job["subject"], job["inputs"])
     found = _measure(subject, setting, job["steps"])
     every: list[Any] = [found]
@@ -42,10 +44,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
-    """Return the peak of this rank and the operators in which it was reached."""
+    """Return the peak of this rank and, on the CPU, the operators in which it was reached."""
     _warm_up(setting)
     gc.collect()
     gc.disable()  # cycles would be collected at other times than in a prediction
+    if setting.device == "cuda":
+        return _measure_gpu(subject, setting, steps)
     with Allocated() as allocated:
         train(subject, setting, Wire(), Silent(), steps)
     peak = allocated.at_peak()
@@ -54,6 +58,14 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
         "peak_operators": list(peak.operators) if peak else [],
         "unreported_nbytes": allocated.unreported_nbytes,
     }
+
+
+def _measure_gpu(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    train(subject, setting, Wire(), Silent(), steps)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
 
 
 def _warm_up(setting: Setting) -> None:

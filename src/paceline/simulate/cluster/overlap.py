@@ -6,7 +6,7 @@ bucket needs is never hidden; nor is what does not fit into the window:
     exposed = max( transfer/n + call,  window/n + n·call + transfer − window )
 
 With a window of 0 that is n·call + transfer: nothing overlaps. The first term is the last bucket's own time, the second
-the end of a queue that began with the first bucket (Stanford CS336, spring 2025, assignment 2, made general).
+the end of a queue that began with the first bucket: `paceline.plan.bucket_formula`, of arrays.
 """
 
 from __future__ import annotations
