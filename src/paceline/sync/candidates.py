@@ -2,7 +2,8 @@
 
 What a rank saw in one backward (when each gradient was ready) and in a few calls (what one costs) is enough to rank
 bucket sizes. It is not enough to trust the ranking to a few per cent, so candidates differ by a factor of two or more
-in the number of their buckets, and the run decides among them.
+in the number of their buckets, and the run decides among them. Sharding is first tried at the usual size: what it
+gains, a shorter update, does not depend on the buckets.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ def candidates(
     """
     picked: list[tuple[Sync, int]] = [(Sync(), _buckets(ready, Sync()))]
     whole = _ranked(ready, Channel(price.all_reduce), "none")
-    rows = [_ranked(ready, Channel(price.reduce_scatter), "optimizer"), whole] if may_shard else [whole]
+    rows = [whole]
+    if may_shard:
+        usual = Sync(shard="optimizer")
+        ranked = _ranked(ready, Channel(price.reduce_scatter), "optimizer")
+        rows = [[(usual, _buckets(ready, usual)), *ranked], whole]
     flat = STRATEGIES["flat"]
     while rows and len(picked) < most - 1:
         for row in list(rows):
