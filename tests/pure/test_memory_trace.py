@@ -146,6 +146,28 @@ def test_a_convolutions_workspace_is_that_of_the_cpu_kernel(stride, channels):
     assert tracer.timeline().peak().nbytes == pytest.approx(allocated.nbytes, rel=0.05)
 
 
+def test_sparse_gradients_are_their_indices_and_values():
+    def run():
+        embedding = nn.Embedding(1000, 64, sparse=True)
+        embedding(torch.arange(16)).sum().backward()
+        return embedding
+
+    with FakeTensorMode(), Tracer() as tracer:
+        run()
+    run()
+    with Allocated() as allocated:
+        run()
+    assert tracer.timeline().peak().nbytes == pytest.approx(allocated.nbytes, rel=1e-3)
+
+
+def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
+    bystanders = [torch.eye(3).to_sparse(), torch.zeros(3, 3).to_mkldnn()]
+    with Allocated() as allocated:
+        kept = torch.zeros(256)
+    assert allocated.nbytes == kept.nbytes
+    assert len(bystanders) == 2
+
+
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])
 def test_states_are_what_the_strategy_says_on_64_devices(strategy):
     found = predict(subject_of("tiny"), Setting(strategy, 64, 2, 32))

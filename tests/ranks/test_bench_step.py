@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.entries import DDP, DDP_PACELINE, OURS, TITLES, Entry, entries
+from paceline.bench.entries import AUTO, DDP, DDP_PACELINE, OURS, TITLES, Entry, entries
 from paceline.bench.results import make_rows
 from paceline.bench.settings import StepSettings
 from paceline.bench.step import run_job
@@ -21,7 +21,7 @@ from paceline.lm.sizes import size_of
 SIZE = size_of("tiny")
 MIB = 2**20
 ROUNDS, STEPS = 2, 3
-PEER_OF = entries([*OURS, *DDP, DDP_PACELINE], [1.0, math.inf], 4 * SIZE.parameters())
+PEER_OF = entries([*OURS, AUTO, *DDP, DDP_PACELINE], [1.0, math.inf], 4 * SIZE.parameters())
 
 
 def measure(rank, size, everyone, broken=None, doubled=()):

@@ -45,6 +45,17 @@ _ENTER, _LEAVE = (
     torch.ops.profiler._record_function_exit,
 )
 _ALIKE = {_aten.allclose.default, _aten.equal.default}
+_COMPRESSED = {
+    "row": ("crow_indices", "col_indices", "values"),
+    "column": ("ccol_indices", "row_indices", "values"),
+}
+_PARTS_OF = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED["row"],
+    torch.sparse_bsr: _COMPRESSED["row"],
+    torch.sparse_csc: _COMPRESSED["column"],
+    torch.sparse_bsc: _COMPRESSED["column"],
+}
 _GATHERING = ("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward", "FSDP::backward_prefetch")
 
 Workspace = Callable[[Any, Sequence[Any], dict[str, Any], Any], int]
@@ -149,7 +160,8 @@ class Tracer(TorchDispatchMode):
             self.questions += 1
             return True
         result = func(*args, **kwargs)
-        born = [number for leaf in tree_leaves(result) for number in self._note(leaf, func, args)]
+        parts = [plain for leaf in tree_leaves(result) for plain in plain_tensors(leaf)]
+        born = [number for plain in parts for number in self._note(plain, func, args)]
         if self._workspace is not None:
             nbytes = self._workspace(func, args, kwargs, result)
             if nbytes:
@@ -158,11 +170,9 @@ class Tracer(TorchDispatchMode):
             self._note_sum(born[0], args)
         return result
 
-    def _note(self, leaf: object, func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+    def _note(self, plain: torch.Tensor, func: Any, args: tuple[Any, ...]) -> Iterator[int]:
         """Note the storage of a result, unless it is known; yield its block."""
-        if not isinstance(leaf, torch.Tensor):
-            return
-        storage = leaf.untyped_storage()
+        storage = plain.untyped_storage()
         if storage._cdata in self._of_storage or not storage.nbytes():
             return
         if any(storage._cdata == given for given in _storages(args)):
@@ -245,20 +255,27 @@ class Tracer(TorchDispatchMode):
 
 
 def plain_tensors(tensor: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory of their own that `tensor` is made of."""
+    """Yield the tensors with memory of their own that `tensor` is made of.
+
+    Those are the parts of a DTensor, the indices and values of a sparse tensor; none for oneDNN's own layout, whose
+    memory torch does not show.
+    """
     if not isinstance(tensor, torch.Tensor):
         return
-    if not is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
         yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from plain_tensors(getattr(tensor, name))
+    else:
+        for part in _PARTS_OF.get(tensor.layout, ()):
+            yield getattr(tensor, part)()
 
 
 def _storages(args: tuple[Any, ...]) -> list[int]:
     """Return the addresses of the storages of the tensors among `args`."""
-    return [leaf.untyped_storage()._cdata for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+    return [plain.untyped_storage()._cdata for leaf in tree_leaves(args) for plain in plain_tensors(leaf)]
 
 
 def _valueless(tensor: object) -> bool:
