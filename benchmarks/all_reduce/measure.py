@@ -25,11 +25,12 @@ import typer
 from figures import ARENA, BEST, COPY, MPICH, ORDINARY, contestants_at
 from rich.table import Table
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.paired import Times
 from paceline.bench.progress import TurnBar
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.machine.cores import usable_cores
 from paceline.units import format_bytes, format_count, format_seconds, parse_bytes
@@ -89,7 +90,7 @@ def main(
         "mpich_settings_tried": tried,
         "rows": rows,
     }
-    write_result(path, result)
+    write_json(path, result)
     show(ranks, [Times(**row) for row in rows])
     print(path)
 

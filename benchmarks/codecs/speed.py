@@ -21,9 +21,10 @@ import torch
 import typer
 from plain import plain_of
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
+from paceline.durable import write_json
 from paceline.sync import blockwise
 from paceline.sync.codecs import Blocks, Codec, Half, Raw, ratio
 from paceline.sync.sparse import TopK
@@ -82,7 +83,7 @@ def main(
         "chunks": {"name": "int8", "work": "compress", "seconds": chunks}
         | {"gb_per_s": rates(chunks, values.nbytes)},
     }
-    write_result(out, result)
+    write_json(out, result)
 
 
 def work_of(codec: Codec, values: torch.Tensor) -> dict[str, dict[str, Work]]:

@@ -26,10 +26,11 @@ import typer
 
 import paceline as pl
 from paceline.bench.contestants import random_batch
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
 from paceline.checkpoint.digest import digest_of
+from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 from paceline.lm.model import GPT, loss
 from paceline.lm.sizes import size_of
@@ -61,7 +62,7 @@ def main(
         "settings": {"ranks": RANKS, "size": SIZE, "batch_size": BATCH, "context": CONTEXT, "steps": STEPS},
         "rows": rows,
     }
-    write_result(out, result)
+    write_json(out, result)
     print(json.dumps([{**row, "seconds": "…"} for row in rows], indent=1))
 
 

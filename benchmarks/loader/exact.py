@@ -23,10 +23,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.data.dispatch import deal
 from paceline.data.epoch import Row
 from paceline.data.position import Position, Recipe
+from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 
 HERE = Path(__file__).parent
@@ -203,7 +204,7 @@ def main() -> None:
         },
         "rows": rows,
     }
-    write_result(HERE / "exact.json", result)
+    write_json(HERE / "exact.json", result)
     for row in rows:
         print(f"{row['error']:.2e}  {row['steps']:3d} steps  {row['name']}")
 

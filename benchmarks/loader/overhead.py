@@ -25,9 +25,10 @@ import typer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline as pl
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
+from paceline.durable import write_json
 
 HERE = Path(__file__).parent
 WIDTH, BATCH = 32, 64
@@ -62,7 +63,7 @@ def main(
         "rows": [beside_torch(workers, rounds) for workers in PLANS],
         "start": start_of_a_huge_epoch(),
     }
-    write_result(out, result)
+    write_json(out, result)
     print(json.dumps({**result["start"], "rows": [row["ratio"] for row in result["rows"]]}, indent=1))
 
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
+from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 
 HERE = Path(__file__).parent
@@ -154,7 +155,7 @@ def main() -> None:
         },
         "rows": rows,
     }
-    write_result(HERE / "shares.json", result)
+    write_json(HERE / "shares.json", result)
     for name, row in rows.items():
         print(name, row["times_faster"], row["first_epoch_times_faster"], row["error"], row["shares"][-1])
 

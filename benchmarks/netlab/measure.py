@@ -18,10 +18,11 @@ import typer
 from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
 from rich.table import Table
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import Lab
 from paceline.units import format_count, format_seconds, parse_bytes
@@ -70,7 +71,7 @@ def main(
         },
         "rows": rows,
     }
-    write_result(path, result)
+    write_json(path, result)
     show([Row.from_json(row) for row in rows])
     print(path)
 

@@ -17,11 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.footprint.check import check
 from paceline.bench.footprint.predict import predict
 from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import subject_of
+from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 from paceline.plan.memory.verdict import MARGIN
 
@@ -80,7 +81,7 @@ def main(
         "predicted_only": [_predicted(*case) for case in PREDICTED if case[0].startswith(only)],
         **_summary(checks),
     }
-    write_result(out, result)
+    write_json(out, result)
     typer.echo(out)
 
 

@@ -21,12 +21,13 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.entries import NO_SYNC, Entry
-from paceline.bench.facts import head, machine_record, versions, write_result
+from paceline.bench.facts import head, machine_record, versions
 from paceline.bench.parts.settings import PartsSettings
 from paceline.bench.progress import TurnBar
 from paceline.bench.rounds import round_of, split
 from paceline.cli.profiles import load_or_new, now
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import Lab
 from paceline.launch.local import run_ranks
@@ -92,7 +93,7 @@ def main(
             "backend": over,
         }
         settings |= {"rounds": rounds, "steps": steps, "threads": 1, "batch": BATCH, "model": vars(SIZE)}
-        write_result(path, head("bench-step") | {"settings": settings, "rows": rows_of(found, number)})
+        write_json(path, head("bench-step") | {"settings": settings, "rows": rows_of(found, number)})
         print(path)
 
 

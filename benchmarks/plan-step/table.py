@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.entries import NO_SYNC
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.cli.step_files import draw_breakdown, draw_buckets
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.plan.accuracy import Accuracy
 from paceline.plan.profile import Profile
@@ -56,7 +57,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
     settings = {setting: _facts(pairs, costs_of[setting].ranks) for setting, pairs in pairs_of.items()}
     counted = [pair for pairs in pairs_of.values() for pair in _counted(pairs)]
     whole = accuracy_of(counted, 0)
-    write_result(
+    write_json(
         folder / "predicted.json",
         head("plan-step-accuracy") | {"accuracy": vars(whole) if whole else None, "settings": settings},
     )

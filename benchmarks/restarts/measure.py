@@ -23,8 +23,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.lab import Lab
 
 HERE = Path(__file__).parent
@@ -77,7 +78,7 @@ def main(
         },
         "rows": rows,
     }
-    write_result(json_file, result)
+    write_json(json_file, result)
     print(json_file)
 
 

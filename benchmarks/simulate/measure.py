@@ -12,18 +12,20 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
-from predict import FIT_HOSTS, fitted, predict
+from predict import FIT_HOSTS, Host, fitted, predict
 from strategies import ALONE, STRATEGIES
 from table import show
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
@@ -34,7 +36,8 @@ from paceline.simulate.cluster.plan import DAY, ClusterPlan
 from paceline.simulate.cluster.run import simulate
 
 HERE = Path(__file__).parent
-SIZES = [65536, 262144, 1048576, 4194304, 13107200]
+SIZES = [262144, 1048576, 4194304, 13107200]
+"""Bytes; smaller ones pass in the burst that an idle link of the lab has saved up."""
 CALLS = 7
 
 
@@ -69,7 +72,7 @@ def main(
         "rows": rows(found, counts, 4.0 * size_of(model).parameters()),
         "clock": clock(),
     }
-    write_result(path, result)
+    write_json(path, result)
     show(result)
     print(path)
 
@@ -84,7 +87,7 @@ def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
     """Make the hosts, start the ranks, show how far they are, and return what rank 0 wrote."""
     turns = len(job["sizes"])
     if job["strategies"]:
-        turns += 1 + job["rounds"] * (1 + len(job["strategies"]))
+        turns += 2 + job["rounds"] * (1 + len(job["strategies"]))
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
         asked, found = Path(folder, "job.json"), Path(folder, "found.json")
         asked.write_text(json.dumps(job | {"out": str(found)}), encoding="utf-8")
@@ -97,12 +100,15 @@ def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
 def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> list[dict[str, Any]]:
     """Return measured beside simulated seconds a step, by number of ranks and strategy."""
     fit = fitted({hosts: found[hosts]["all_reduce"] for hosts in FIT_HOSTS})
-    alone, cores, told = found[2]["rounds"][ALONE], machine().usable_cores, []
+    two, cores, told = Host.measured(found[2]), machine().usable_cores, []
     for count in counts:
+        here = Host.measured(found[count])
         for name in found[count]["rounds"]:
             if name == ALONE:
                 continue
-            row = predict(name, count, fit, alone, found[2]["backward"], nbytes, cores)
+            row, from_two = (
+                predict(name, count, fit, host, nbytes) for host in (here, two.among(count, cores))
+            )
             seconds = median(found[count]["rounds"][name])
             told.append(
                 {
@@ -113,8 +119,8 @@ def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> 
                     "low": row.step.p5,
                     "high": row.step.p95,
                     "error": row.step.p50 / seconds - 1,
-                    "computing": row.compute_seconds,
-                    "computing_measured": median(found[count]["rounds"][ALONE]),
+                    "from_two": from_two.step.p50 / seconds - 1,
+                    **asdict(here),
                 }
             )
     return told

@@ -1,18 +1,20 @@
 """What `paceline simulate` says of the steps that `measure.py` measures (pure): nothing measured there goes into it.
 
-What goes into it: α and β, fitted to all-reduces by 2 and 3 hosts; computing alone, measured at 2 ranks; and how the
-cores are shared: hosts of the lab are processes of one machine, so N ranks of one thread on c cores compute N/c times
-as long as where each has a core. They also finish together, however uneven they are: who is through early leaves its
-core to the others.
+What goes into it: α and β, fitted to all-reduces by 2 and 3 hosts; and what a host is like: its computing alone, and
+what computing and exchanges do to each other. Hosts of the lab are processes of one machine, which N of them share, so
+a host is another one at another N and is measured there, without a training step. `Host.among` tells what can be said
+of it from 2 of them: N ranks of one thread on c cores compute N/c times as long as where each has a core. They also
+finish together, however uneven they are: who is through early leaves its core to the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from strategies import STRATEGIES
+from strategies import ALONE, STRATEGIES
 
 from paceline.plan.fit import Fit
 from paceline.plan.fitting import Point, fit_points
@@ -20,7 +22,7 @@ from paceline.simulate.cluster.fitted import FittedNetwork
 from paceline.simulate.cluster.plan import ClusterPlan
 from paceline.simulate.cluster.run import ClusterRow, simulate
 
-__all__ = ["FIT_HOSTS", "fitted", "predict"]
+__all__ = ["FIT_HOSTS", "NAMES", "Host", "fitted", "predict"]
 
 FIT_HOSTS = (2, 3)
 """Numbers of hosts whose all-reduces are fitted; steps are predicted at others too."""
@@ -40,20 +42,43 @@ def fitted(all_reduce: Mapping[int, Mapping[str, float]]) -> Fit:
     return fit_points(points, "all-reduce")
 
 
-def predict(
-    name: str, ranks: int, fit: Fit, alone: Sequence[float], backward: float, nbytes: float, cores: float
-) -> ClusterRow:
+@dataclass(frozen=True)
+class Host:
+    """What hosts are like where so many share this machine.
+
+    Attributes:
+        computing: seconds of a step without exchanges. backward: share of it that is backward.
+        computing_slows, calls_slow: as `ClusterPlan` has them.
+    """
+
+    computing: float
+    backward: float
+    computing_slows: float
+    calls_slow: float
+
+    @classmethod
+    def measured(cls, found: Mapping[str, Any]) -> Host:
+        """Return what `ranks.py` found of it."""
+        return cls(median(found["rounds"][ALONE]), *(found["host"][name] for name in NAMES))
+
+    def among(self, ranks: int, cores: float) -> Host:
+        """Return what one of so many is like if this is one of 2."""
+        return replace(self, computing=self.computing * max(1.0, ranks / cores) / max(1.0, 2 / cores))
+
+
+NAMES = ("backward", "computing_slows", "calls_slow")
+
+
+def predict(name: str, ranks: int, fit: Fit, host: Host, nbytes: float) -> ClusterRow:
     """Return what a strategy's step takes.
 
     Args:
-        name: of a strategy. ranks: how many, one a host. fit: of the all-reduce. alone: seconds a step of
-            computing at 2 ranks, of several rounds. backward: share of it that is backward. nbytes: of the gradients.
-        cores: of this machine.
+        name: of a strategy. ranks: how many, one a host. fit: of the all-reduce. host: what they are like.
+        nbytes: of the gradients.
     """
     strategy = STRATEGIES[name]
     assert strategy is not None
-    plan: dict[str, Any] = {"strategy": strategy.name, "backward": backward}
+    plan: dict[str, Any] = {"strategy": strategy.name} | {each: getattr(host, each) for each in NAMES}
     if strategy.name != "flat":
         plan["bucket_nbytes"] = strategy.bucket_mib * 2**20
-    computing = median(alone) * max(1.0, ranks / cores) / max(1.0, 2 / cores)
-    return simulate(ClusterPlan(FittedNetwork(fit), computing, nbytes, **plan), ranks)
+    return simulate(ClusterPlan(FittedNetwork(fit), host.computing, nbytes, **plan), ranks)

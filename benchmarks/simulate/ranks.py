@@ -3,7 +3,7 @@
     torchrun … benchmarks/simulate/ranks.py JOB.json
 
 Rank 0 writes, for all-reduces, the median over calls of the slowest rank's time; for strategies, the slowest rank's
-seconds a step of each round, computing alone among them, and how much of a step's computing is backward.
+seconds a step of each round, computing alone among them, and what hosts are like that share this machine.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ import torch.distributed as dist
 from strategies import ALONE, STRATEGIES
 
 import paceline as pl
+from paceline.bench.parts.computing import Wrapped, measure_model
+from paceline.bench.parts.contention import measure_contention
+from paceline.bench.parts.exchanges import Exchanger
+from paceline.bench.parts.workload import reference
 from paceline.bench.turns import turn_order
 from paceline.lm.model import GPT, loss
 from paceline.lm.sizes import size_of
+from paceline.plan.entries import Source
+from paceline.sync.wire import Wire
 
 Step = Callable[[], object]
 
@@ -69,25 +75,20 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
     return step
 
 
-def backward_share(job: dict[str, Any]) -> float:
-    """Return the share of a step that is backward, where nothing is sent: medians of a core's time."""
-    torch.manual_seed(0)
+def host(job: dict[str, Any]) -> dict[str, float]:
+    """Return what the computing of a step and exchanges do to each other, and the share of it that is backward."""
     size = size_of(job["model"])
-    net = GPT(size)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(size.vocabulary, (job["batch"], size.context + 1))
-    backward, whole = [], []
-    dist.barrier()
-    for _ in range(job["steps"] + 2):
-        started = time.process_time()
-        value = loss(net(tokens[:, :-1]), tokens[:, 1:])
-        turned = time.process_time()
-        value.backward()
-        backward.append(time.process_time() - turned)
-        optimizer.step()
-        optimizer.zero_grad()
-        whole.append(time.process_time() - started)
-    return median(backward[2:]) / median(whole[2:])
+    workload = reference(size, job["batch"], size.context, "cpu")
+    source = Source("benchmarks/simulate/measure.py", "")
+    step = measure_model(workload, "cpu", job["steps"] * job["rounds"], source)
+    exchanger, wrapped = Exchanger("paceline", "gloo", Wire(), "cpu"), Wrapped(workload, "cpu")
+    beside = measure_contention(exchanger, "all-reduce", wrapped, step, "lab", job["rounds"], source)
+    whole = step.forward + step.backward + step.optimizer
+    return {
+        "backward": step.backward / whole,
+        "computing_slows": beside.computing_slows,
+        "calls_slow": beside.calls_slow,
+    }
 
 
 def turn(step: Step, steps: int) -> float:
@@ -100,7 +101,7 @@ def turn(step: Step, steps: int) -> float:
 
 
 def strategies(job: dict[str, Any]) -> dict[str, Any]:
-    """Return by strategy, for each round, the slowest rank's seconds a step, and backward's share."""
+    """Return by strategy, for each round, the slowest rank's seconds a step, and what hosts are like."""
     names = [ALONE, *job["strategies"]]
     steps = {name: contestant(name, job) for name in names}
     _tick()
@@ -114,7 +115,9 @@ def strategies(job: dict[str, Any]) -> dict[str, Any]:
             rounds[names[index]].append(float(slowest))
             _tick()
     gc.enable()
-    return {"rounds": rounds, "backward": backward_share(job)}
+    measured = host(job)
+    _tick()
+    return {"rounds": rounds, "host": measured}
 
 
 def _tick() -> None:

@@ -22,9 +22,10 @@ import typer
 from loss_figures import LossResult
 from ways import DDP, OURS, Way
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
@@ -119,7 +120,7 @@ def main(
         },
         "ours": {"way": asdict(OURS), "curves": ours},
     }
-    write_result(path, result)
+    write_json(path, result)
     for row in LossResult.from_json(result).rows():
         print(row)
     print(path)

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lab import Job, Lab
 
@@ -118,7 +119,7 @@ def main(
         },
         **told,
     }
-    write_result(path, result)
+    write_json(path, result)
     print(path)
 
 

@@ -33,11 +33,12 @@ from figures import (
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.bench.turns import turn_order
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import HostFailed, PacelineError, UsageError, unknown
 from paceline.lab import Lab
 
@@ -118,7 +119,7 @@ def main(
         | {"batch": BATCH, "model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
         "rows": run(chosen, peers, asked),
     }
-    write_result(path, result)
+    write_json(path, result)
     show(PeerResult.load(path))
     print(path)
 

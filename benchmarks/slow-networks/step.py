@@ -20,10 +20,11 @@ from figures import NO_SYNC, StepResult
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.lab import Lab
 
@@ -60,7 +61,7 @@ def main(
         "settings": settings | {"model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
         "rows": run(hosts, rate, {"names": names, "rounds": rounds, "steps": steps}),
     }
-    write_result(path, result)
+    write_json(path, result)
     show(StepResult.load(path))
     print(path)
 

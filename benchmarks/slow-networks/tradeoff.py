@@ -18,9 +18,10 @@ import typer
 from loss import BATCH, SIZE, staged
 from ways import TRADEOFF
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lm.sizes import size_of
 
@@ -58,7 +59,7 @@ def main(
         },
         "rows": rows,
     }
-    write_result(path, result)
+    write_json(path, result)
     print(path)
 
 

@@ -23,9 +23,10 @@ from typing import Annotated, Any
 import typer
 from training import BATCH, SIZE, SPEEDS, Training
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
@@ -185,7 +186,7 @@ def main(
         "local": {"options": local["options"], "seconds": local_steps},
         "star": runs,
     }
-    write_result(path, result)
+    write_json(path, result)
     print(path)
 
 

@@ -23,9 +23,10 @@ import typer
 from loss import LEAD_SECONDS, Stage, StarSettings
 from training import BATCH, SIZE, SPEEDS, Training
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.lab import Lab
 
@@ -109,7 +110,7 @@ def main(
         "settings": settings,
         "rows": [rows[name] for name in CONTESTANTS if name in rows],
     }
-    write_result(path, result)
+    write_json(path, result)
     print(path)
 
 

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lab import Job, Lab
 from paceline.units import parse_rate
@@ -102,7 +103,7 @@ def main(
         "file_beside": {name: each / link for name, each in beside.items()},
         "rows": rows,
     }
-    write_result(path, result)
+    write_json(path, result)
     print(
         json.dumps(
             {name: result[name] for name in ("busiest", "mean", "file_alone", "file_beside")}, indent=1

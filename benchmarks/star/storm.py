@@ -18,11 +18,12 @@ from typing import Annotated
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.bench.storm.plan import drawn
 from paceline.bench.storm.run import Storm, count
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lab import Lab
 
@@ -75,7 +76,7 @@ def main(
         "memory": [{"seconds": each["t"] - began, "pid": each["pid"], "rss": each["rss"]} for each in memory],
         "refused": memory[-1]["refused"],
     }
-    write_result(path, result)
+    write_json(path, result)
     print(found)
     print(path)
 

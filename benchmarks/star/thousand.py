@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
 from paceline.simulate.tasks import LinearTask
@@ -68,7 +69,7 @@ def main(
         "settings": {"workers": workers, "rounds": rounds},
         "rows": rows,
     }
-    write_result(path, result)
+    write_json(path, result)
     print(path)
 
 

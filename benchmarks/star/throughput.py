@@ -18,9 +18,10 @@ from loss import Stage, StarSettings
 from loss_figures import alone_share
 from training import SPEEDS
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lab import Lab
 
@@ -55,7 +56,7 @@ def main(
         "settings": {"rate": rate, "fastest_step": fastest, "seconds": seconds, "speeds": list(SPEEDS)},
         "turns": found,
     }
-    write_result(path, result)
+    write_json(path, result)
     print([round(each, 3) for each in alone_share(found)])
     print(path)
 

@@ -19,9 +19,10 @@ from unittest import mock
 import torch
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError
 from paceline.lm.sizes import Size
 from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
@@ -183,7 +184,7 @@ def main(
         "settings": {"workers": WORKERS, "steps": STEPS, "batch": BATCH, "size": vars(SIZE)},
         "ways": rows,
     }
-    write_result(path, result)
+    write_json(path, result)
     print(path)
 
 

@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.entries import AUTO, NO_SYNC, Entry
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError, unknown
 from paceline.lab import Lab
 from paceline.launch.local import run_ranks
@@ -76,7 +77,7 @@ def main(
             "threads": 1,
         }
         settings |= {"model": asdict(SIZE), "parameters": SIZE.parameters()}
-        write_result(out / f"{name}.json", head("tuner") | {"settings": settings, **found})
+        write_json(out / f"{name}.json", head("tuner") | {"settings": settings, **found})
         print(out / f"{name}.json")
 
 

@@ -49,7 +49,7 @@ def main(job_file: str) -> None:
         assert tuning.settled is not None, "it has settled"
         found = {
             "searched": searched,
-            "sentences": tuning.sentences,
+            "sentences": [said.partition(" Kept in ")[0] for said in tuning.sentences],
             "settled": tuning.settled.to_json({}),
             "entries": job["entries"],
             "seconds": seconds,

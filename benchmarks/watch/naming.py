@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.progress import TurnBar
+from paceline.durable import write_json
 from paceline.lab import Job, Lab
 
 HERE = Path(__file__).parent
@@ -73,7 +74,7 @@ def main(
         "settings": {"hosts": HOSTS, "ranks_per_host": RANKS, "stall": STALL, "lost": LOST},
         "rows": [{"fault": name, "backend": b, "runs": runs} for (name, b), runs in rows.items()],
     }
-    write_result(out, result)
+    write_json(out, result)
 
 
 def one(lab: Lab, folder: Path, number: int, name: str, jobs: Sequence[Job]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from typing import Annotated, Any
 import typer
 from steps import BATCH, CONTEXT, STEPS
 
-from paceline.bench.facts import head, write_result
+from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
 from paceline.bench.progress import TurnBar
+from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 from paceline.whereabouts import Whereabouts
 
@@ -54,7 +55,7 @@ def main(
         "begin_seconds": min(timeit.repeat(lambda: here.begin(1, "forward"), number=1000, repeat=50)) / 1000,
         "pairs": found,
     }
-    write_result(out, result)
+    write_json(out, result)
     print(json.dumps({key: result[key] for key in ("step_seconds", "ratio", "core_share", "begin_seconds")}))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["FlushedEarly", "flush", "write_text", "write_whole"]
+__all__ = ["FlushedEarly", "flush", "write_json", "write_text", "write_whole"]
 
 
 def flush(path: Path) -> None:
@@ -45,6 +46,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Give the file at `path` this text; see `write_whole`."""
     write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: object, *, indent: int | None = 1) -> None:
+    """Give the file at `path` this value as JSON; see `write_whole`.
+
+    Raises:
+        ValueError: a number of it is NaN or infinite, which JSON doesn't have.
+    """
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
 class FlushedEarly:

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from paceline.cli.app import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from step_profile import profile
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "plan", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
+def call(command):
+    return partial(command, "plan")
 
 
 @pytest.fixture
@@ -62,8 +45,11 @@ def test_without_a_batch_the_measured_one_is_planned(call, saved):
     assert "Micro-batches of 4 samples without accumulation: 8 in a step of 2 devices." in told
 
 
-def test_what_fits_is_told_without_a_profile(call):
-    code, told, _ = call("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
+def test_what_fits_is_told_without_a_profile(call, tmp_path):
+    asked = ("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
+    code, told, _ = call(*asked, "--out", tmp_path / "plan")
+    assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.json"]  # nothing to draw
+    assert "scaling" not in told
     assert code == 0
     assert "bucketed: micro-batches of all of 4 samples; fits:" in told
     assert "sharded: micro-batches of all of 4 samples; fits:" in told
@@ -89,7 +75,6 @@ def test_what_does_not_fit_is_said_and_nothing_else_is_promised(call):
         (["--device", "t4", "--batch", "0"], "--batch 0"),
         (["--device", "t4", "--micro", "-1"], "--micro -1"),
         (["--profile", "nowhere.json"], "can't read the profile"),
-        (["--device", "t4", "--json", "plan.txt"], "name a .json file"),
         (["--device", "t4", "--json", "/nowhere/at/all/plan.json"], "/nowhere"),
     ],
 )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.app import main
 from paceline.cli.plan_hardware import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 from paceline.cli.plan_xxl import show
 from paceline.plan.entries import CollectiveCost, Rate, Source
@@ -21,21 +19,8 @@ ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "plan", "batch", *arguments.split()])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
+def call(command):
+    return lambda text: command("plan", "batch", *text.split())
 
 
 def figures_of(path):
@@ -165,12 +150,9 @@ def test_bad_input_is_one_clear_message(call, arguments, said):
     assert "Traceback" not in error
 
 
-def test_every_name_that_is_known_is_listed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["paceline", "plan", "hardware", "--sources"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert not end.value.code
-    told = capsys.readouterr().out
+def test_every_name_that_is_known_is_listed(command):
+    code, told, _ = command("plan", "hardware", "--sources")
+    assert code == 0
     for row in (*DEVICES.values(), *INTERCONNECTS.values()):
         assert f"{row.name} " in told
         assert row.source in told

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
-
-from paceline.cli.app import main
 
 ASKED = "--parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "plan", "network", *arguments.split()])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
+def call(command):
+    return lambda text: command("plan", "network", *text.split())
 
 
 def test_options_advice_and_json(call, tmp_path):

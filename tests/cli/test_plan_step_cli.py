@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from paceline.cli.app import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 from step_profile import model, profile
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "plan", "step", *map(str, arguments)])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
+def call(command):
+    return partial(command, "plan", "step")
 
 
 @pytest.fixture
@@ -85,13 +68,13 @@ def test_measured_steps_beside(call, saved, tmp_path):
     profile(call=0.15).save(saved)  # few large buckets are best, so the closed form's is on the axis
     measured, out = steps_file(tmp_path), tmp_path / "out"
     code, told, _ = call(
-        "--profile", saved, "--measured", measured, "--json", tmp_path / "a" / "plan.json", "--out", out
+        "--profile", saved, "--measured", measured, "--json", tmp_path / "plan.json", "--out", out
     )
     assert code == 0
     assert "bucketed 2 MiB" in told, "what was measured is predicted too"
     assert "Predicted steps beside measured ones: off by" in told
     assert "3 points" in told
-    written = json.loads((tmp_path / "a" / "plan.json").read_text())
+    written = json.loads((tmp_path / "plan.json").read_text())
     assert written["command"].startswith("paceline plan step --profile")
     rows = {row["label"]: row for row in written["rows"]}
     assert rows["naive"]["measured"]["seconds"] == 2.0

@@ -10,27 +10,13 @@ import sys
 import pytest
 
 from paceline.cli import simulate_asked
-from paceline.cli.app import main
 
 QUICK = "--for 20s --every 10 --delay 5"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "simulate", "async", *arguments.split()])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
+def call(command):
+    return lambda text: command("simulate", "async", *text.split())
 
 
 def rows_of(path):

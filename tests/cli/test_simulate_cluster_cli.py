@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 
 import pytest
 
-from paceline.cli.app import main
 from paceline.plan.entries import CollectiveCost, Source
 from paceline.plan.fitting import Point, fit_points
 from paceline.plan.profile import Profile
+from paceline.plan.step_entries import Contention
+from step_profile import profile
 
 BASE = "--parameters 20M --step 1s --link 200Mbit/s --latency 100us"
 RISKY = "--mtbf 100d --checkpoint 60s --restart 5min"
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "300")
-
-    def run(arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "simulate", *arguments.split()])
-        try:
-            main()
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return run
+def call(command):
+    return lambda text: command("simulate", *text.split())
 
 
 def written(path):
@@ -108,12 +95,27 @@ def test_a_profile_prices_the_network(call, tmp_path):
     ]
     source = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
     cost = CollectiveCost("gloo", "star", fit_points(points, "all-reduce"), source)
-    Profile((cost,)).save(tmp_path / "profile.json")
+    beside = Contention(
+        "paceline", "gloo", "star", "all-reduce", "cpu", 4, 1, 1 << 20, 0.0, 1.25, 1.5, source
+    )
+    Profile((cost,), contentions=(beside,)).save(tmp_path / "profile.json")
     asked = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
     assert call(f"{asked} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
     assert call(f"{BASE} --nodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0
+    assert [written(tmp_path / "a.json")[name] for name in ("computing_slows", "calls_slow")] == [1.25, 1.5]
     one, other = (written(tmp_path / name)["rows"][0] for name in ("a.json", "b.json"))
     assert one["step"]["mean"] == pytest.approx(other["step"]["mean"], rel=1e-3)
+
+
+def test_a_profile_of_parts_knows_exchanges_and_contention(call, tmp_path):
+    profile(computing=1.25, calls=1.5).save(tmp_path / "profile.json")
+    asked = f"--parameters 20M --step 1s --nodes 2 --profile {tmp_path}/profile.json"
+    assert call(f"{asked} --json {tmp_path}/a.json")[0] == 0
+    found = written(tmp_path / "a.json")
+    assert (found["computing_slows"], found["calls_slow"]) == (1.25, 1.5)
+    code, _, told = call(f"{asked} --backend nccl")
+    assert code == 2
+    assert "it has: all-reduce on gloo, lab" in told
 
 
 def test_nodes_of_several_devices_and_a_model_by_name(call):
@@ -185,6 +187,8 @@ def test_help_lists_both(call):
         (f"{BASE} --price 0", "price=0"),
         (f"{BASE} --jobs 0", "jobs=0"),
         (f"{BASE} --seed -1", "seed=-1"),
+        (f"{BASE} --contention 1.3", "write two factors"),
+        (f"{BASE} --contention 0.5:1", "computing_slows=0.5"),
         ("--parameters 20M --step 1s --profile /nowhere.json", "can't read the profile"),
         (f"{BASE} --profile /nowhere.json", "both --profile and --link"),
         (f"{BASE} --json /nowhere/a.json", "no such folder"),

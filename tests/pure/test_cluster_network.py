@@ -16,6 +16,7 @@ from paceline.collectives.cost import cost
 from paceline.errors import UsageError
 from paceline.plan.bucket_formula import EqualBuckets
 from paceline.plan.fitting import Point, fit_points
+from paceline.plan.timeline import Compute, Launch, Wait, run
 from paceline.simulate.cluster.fitted import FittedNetwork
 from paceline.simulate.cluster.network import Network
 from paceline.simulate.cluster.overlap import cheapest, exposed_seconds
@@ -174,6 +175,20 @@ def test_a_measured_network_gives_back_what_was_measured():
 def test_what_makes_no_sense_is_refused(ask, said):
     with pytest.raises(UsageError, match=said):
         ask()
+
+
+SLOWS = st.floats(1, 4)
+
+
+@given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 20), st.floats(0, 10), SLOWS, SLOWS)
+def test_what_contention_leaves_is_the_timeline_of_equal_buckets(call, transfer, buckets, window, slow, late):
+    program = []
+    for key in range(buckets):
+        program += [Compute(window / buckets), Launch(key, transfer / buckets + call)]
+    program += [Wait(key) for key in range(buckets)]
+    told = run(program, computing_slows=slow, calls_slow=late).end - window
+    found = exposed_seconds(call, transfer, buckets, np.array(window), slow, late)
+    assert found == pytest.approx(told, rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 10), st.integers(1, 50), st.floats(0, 10))

@@ -106,6 +106,15 @@ def test_overlap_is_worth_at_most_backward():
     assert flat - 2 / 3 < bucketed < flat
 
 
+def test_contention_lengthens_what_overlaps_and_nothing_else():
+    bare, slowed = (
+        {name: simulate(plan(strategy=name, **options), 8).step.mean for name in ("flat", "bucketed")}
+        for options in ({}, {"computing_slows": 1.3, "calls_slow": 1.5})
+    )
+    assert slowed["flat"] == bare["flat"]
+    assert bare["bucketed"] < slowed["bucketed"] < bare["flat"]
+
+
 def test_full_sharding_sends_half_as_much_again():
     row_of = {
         name: simulate(plan(strategy=name, algorithm="ring", bucket_nbytes=1e9), 8) for name in STRATEGIES
@@ -228,7 +237,9 @@ def test_words_name_what_limits():
     [
         ({"step": 0.0}, "step_seconds"), ({"nbytes": -1.0}, "nbytes"), ({"batch": "big"}, "unknown batch"),
         ({"strategy": "magic"}, "unknown strategy"), ({"bucket_nbytes": 0.0}, "bucket_nbytes"),
-        ({"backward": 1.0}, "backward"), ({"every": 0}, "every"), ({"jobs": 0}, "jobs"), ({"seed": -1}, "seed"),
+        ({"backward": 1.0}, "backward"), ({"computing_slows": 0.9}, "computing_slows"),
+        ({"calls_slow": math.nan}, "calls_slow"),
+        ({"every": 0}, "every"), ({"jobs": 0}, "jobs"), ({"seed": -1}, "seed"),
         ({"node_mtbf": 0.0}, "node_mtbf"), ({"write": -1.0}, "write"), ({"restart": math.inf}, "restart"),
         ({"interval": 0.0}, "interval"), ({"work": 0.0}, "work"), ({"price": -1.0}, "price"),
         ({"every": 4, "strategy": "sharded"}, "whole parameters"), ({"algorithm": "magic"}, "magic"),

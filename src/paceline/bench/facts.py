@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from paceline.durable import write_text
 from paceline.machine import machine
 
-__all__ = ["head", "machine_record", "versions", "write_result"]
+__all__ = ["head", "machine_record", "versions"]
 
 
 def head(kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int = 1) -> dict[str, Any]:
@@ -30,15 +27,6 @@ def head(kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int
         "machine": machine_record(),
         "versions": versions(packages),
     }
-
-
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result, whole or not at all.
-
-    Raises:
-        ValueError: a number of it is NaN or infinite.
-    """
-    write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def machine_record() -> dict[str, Any]:

@@ -22,12 +22,14 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from paceline.bench.entries import DDP, NO_SYNC, Entry
 from paceline.bench.rounds import Round, Split, ratio, round_of, split
+from paceline.durable import write_text
 from paceline.units import MIB
 
 __all__ = ["LARGEST_DRIFT", "Row", "make_rows", "write_csv"]
@@ -144,10 +146,10 @@ def _step_ms(rounds: Sequence[Round]) -> float:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows as CSV, one line each, without the single rounds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        for row in rows:
-            peer = None if row.peer is None else row.peer.label
-            writer.writerow(row.to_json() | {"peer": peer})
+    text = StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        peer = None if row.peer is None else row.peer.label
+        writer.writerow(row.to_json() | {"peer": peer})
+    write_text(path, text.getvalue())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from paceline.cli.bench_fit import fit
 from paceline.cli.bench_machine import machine
 from paceline.cli.bench_parts import parts
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) ->
 
 
 def _write_json(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(measured, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(path, measured)
 
 
 def _write_csv(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import UsageError
 from paceline.units import format_count, parse_bytes
 
@@ -71,7 +71,7 @@ def machine(
             tick()
     _show(rates)
     if json_file is not None:
-        json_file.write_text(json.dumps(_result(settings, rates, source), indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, _result(settings, rates, source))
         typer.echo(json_file)
     if profile is not None and profile_file is not None:
         profile.with_entries(rates=rates).save(profile_file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.table import Table
 from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.manifest import Manifest
 from paceline.cli.writable import check_writable
-from paceline.durable import write_text
+from paceline.durable import write_json
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.units import format_bytes
 
@@ -66,7 +65,7 @@ def checkpoint(
         if row.problem:
             console.print(f"{row.path.name}: {row.problem}", style="red", highlight=False, soft_wrap=True)
     if json_file is not None:
-        write_text(json_file, json.dumps([row.plain() for row in rows], indent=2) + "\n")
+        write_json(json_file, [row.plain() for row in rows], indent=2)
     if export is not None:
         from paceline.checkpoint.plain import export_weights
 

@@ -13,6 +13,7 @@ import typer
 
 from paceline.cli.lab import read_slow
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import UsageError, unknown
 from paceline.units import format_size, parse_bytes, parse_rate, parse_seconds
 
@@ -114,7 +115,7 @@ def collective(
         settings = {"nbytes": size, "link": link, "latency": latency, "run": run, "stream": stream}
         settings |= {"backend": backend if run != "none" else None, "seconds_per_byte_added": gamma}
         written = result(priced, net, settings, shlex.join(["paceline", *sys.argv[1:]]))
-        show.write_json(json_file, written)
+        write_json(json_file, written)
         typer.echo(json_file)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from paceline.bench.collectives.results import Result
 from paceline.bench.collectives.rows import Row
-from paceline.durable import write_whole
 from paceline.report.canvas import Chart, require_matplotlib
 from paceline.report.size_charts import SizeLine, bandwidth_by_size, time_by_size
 
@@ -34,7 +33,7 @@ def _write(path: Path, result: Result, *, op: str, draw: Callable[[Sequence[Row]
     rows = [row for row in result.rows if row.op == op]
     if rows:
         chart = draw(rows, f"{op} of {rows[0].dtype}, {result.settings['network']}")
-        write_whole(path, chart.save)
+        chart.save(path)
 
 
 def times(rows: Sequence[Row], title: str) -> Chart:

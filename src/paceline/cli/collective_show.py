@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -15,11 +14,10 @@ from paceline.cli.wide_table import print_wide
 from paceline.collectives.closed_form import CLOSED_FORMS, closed_form
 from paceline.collectives.prove import prove
 from paceline.collectives.tell import tell
-from paceline.durable import write_text, write_whole
 from paceline.topology import Topology
 from paceline.units import format_seconds, format_size
 
-__all__ = ["draw", "one", "ranking", "write_json"]
+__all__ = ["draw", "one", "ranking"]
 
 
 def one(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
@@ -132,10 +130,5 @@ def draw(rows: Sequence[Priced], what: str, path: Path) -> Path:
     else:
         bars = [Compared(row.case.label, row.price.seconds, row.seconds) for row in rows]
         chart = price_chart(bars, title=f"{rows[0].case.op}: {what}")
-    write_whole(path, chart.save)
+    chart.save(path)
     return path
-
-
-def write_json(path: Path, written: Mapping[str, object]) -> None:
-    """Write all of it."""
-    write_text(path, json.dumps(written, indent=1, allow_nan=False) + "\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from io import StringIO
@@ -14,7 +13,7 @@ from typing import Any
 from paceline.cli.dispatch_show import amounts, title
 from paceline.cli.writable import check_writable
 from paceline.data.forecast import SCHEMA, Asked, Forecast
-from paceline.durable import write_text, write_whole
+from paceline.durable import write_json, write_text
 from paceline.report.canvas import Chart, require_matplotlib
 
 __all__ = ["plan_files", "result"]
@@ -51,7 +50,7 @@ def result(asked: Asked, found: Sequence[Forecast], command: str) -> dict[str, A
 
 
 def _write_json(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
-    write_text(paths[0], json.dumps(result(asked, found, command), allow_nan=False) + "\n")
+    write_json(paths[0], result(asked, found, command), indent=None)
 
 
 def _write_csv(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], command: str) -> None:
@@ -97,4 +96,4 @@ def _draw_end(paths: Sequence[Path], asked: Asked, found: Sequence[Forecast], co
 
 def _save(paths: Sequence[Path], chart: Chart) -> None:
     for path in paths:
-        write_whole(path, chart.save)
+        chart.save(path)

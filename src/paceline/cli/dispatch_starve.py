@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import typer
 
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
-from paceline.durable import write_text
+from paceline.durable import write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +55,7 @@ def starve(
     found = result(setup, measure(setup, wanted, run_ranks), shlex.join(["paceline", *sys.argv[1:]]))
     _show(found)
     if json_file is not None:
-        write_text(json_file, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        write_json(json_file, found)
         typer.echo(json_file)
     return found
 

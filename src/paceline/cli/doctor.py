@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.local import run_ranks
 from paceline.machine import Finding, Loopback, Machine, findings, machine
@@ -40,7 +41,7 @@ def doctor(
     loopback = try_loopback(ranks) if ranks and facts.torch else None
     found = findings(facts, loopback)
     if json_file is not None:
-        json_file.write_text(json.dumps(record(facts, loopback, found), indent=2) + "\n", encoding="utf-8")
+        write_json(json_file, record(facts, loopback, found), indent=2)
     show(found)
     if any(finding.status == "broken" for finding in found):
         raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import EnvelopeError, UsageError
 from paceline.exchange.faults import FAULTS, parse_fault
 from paceline.exchange.frames import FRAME_NBYTES
@@ -189,5 +189,5 @@ def _write(path: Path, settings: ExchangeSettings, measured: Measured) -> None:
         "problems": [asdict(problem) for problem in measured.problems],
         "rounds": measured.rounds,
     }
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(path, result)
     typer.echo(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import UsageError
 from paceline.units import format_bytes, format_count, format_seconds, parse_seconds
 
@@ -86,7 +86,7 @@ def lab(
             _show(totals, watch, console)
             if json_file is not None:
                 measured = record(totals, watch, program, ranks, well)
-                json_file.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+                write_json(json_file, measured)
 
 
 def read_slow(texts: Sequence[str]) -> dict[int, str]:

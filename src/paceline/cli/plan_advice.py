@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.device_room import capacity_of, room_of
-from paceline.cli.writable import check_writable
+from paceline.cli.writable import checked_files
+from paceline.durable import write_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -121,23 +122,16 @@ def advise(asked: Asked) -> None:
     for name in ("batch", "micro"):
         if getattr(asked, name) is not None and getattr(asked, name) < 1:
             raise UsageError(f"--{name} {getattr(asked, name)}", remedy="give 1 or more")
-    files = _files(asked)
+    writer_of = _writers(asked)
     profile = _profile(asked)
     page = Page()
     if capacity is not None:
         _fit(asked, numbers[-1], capacity, page)
     _deal(asked, numbers[-1], profile, page)
     _time(asked, numbers, profile, page)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for path in files:
-        if path.suffix == ".json":
-            told = {"command": command, **page.facts()}
-            path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        elif page.steps is not None:
-            from paceline.report.scaling_chart import scaling_chart
-
-            scaling_chart(page.steps.points, f"{asked.model}: {page.steps.best.way.label}").save(path)
-        typer.echo(path)
+    for path, write in writer_of.items():
+        if write(path, asked, page):
+            typer.echo(path)
 
 
 def _profile(asked: Asked) -> Profile | None:
@@ -148,20 +142,28 @@ def _profile(asked: Asked) -> Profile | None:
     return Profile.load(asked.profile)
 
 
-def _files(asked: Asked) -> list[Path]:
-    """Return what will be written, once it is clear that it can be."""
-    files = [] if asked.json_file is None else [asked.json_file]
-    if asked.json_file is not None and asked.json_file.suffix != ".json":
-        raise UsageError(f"--json {asked.json_file}", remedy="name a .json file")
-    if asked.out is not None:
-        from paceline.report.canvas import require_matplotlib
+_Writer = Callable[[Path, Asked, Page], bool]
 
-        require_matplotlib()
-        files.append(asked.out / "plan.json")
-        files += [asked.out / f"scaling{suffix}" for suffix in (".png", ".svg") if asked.profile is not None]
-    for path in files:
-        check_writable(path, make_folder=path != asked.json_file)
-    return files
+
+def _writers(asked: Asked) -> dict[Path, _Writer]:
+    """Return what writes which files, and whether it did; once it is clear that they can be written."""
+    in_folder: dict[str, _Writer] = {"plan.json": _write_json, "scaling.png": _draw, "scaling.svg": _draw}
+    return checked_files(asked.json_file, _write_json, asked.out, in_folder)
+
+
+def _write_json(path: Path, asked: Asked, page: Page) -> bool:
+    command = shlex.join(["paceline", *sys.argv[1:]])
+    write_json(path, {"kind": "plan", "schema": 1, "command": command, **page.facts()})
+    return True
+
+
+def _draw(path: Path, asked: Asked, page: Page) -> bool:
+    if page.steps is None:
+        return False
+    from paceline.report.scaling_chart import scaling_chart
+
+    scaling_chart(page.steps.points, f"{asked.model}: {page.steps.best.way.label}").save(path)
+    return True
 
 
 # ---------------------------------------------------------------------- does it fit?

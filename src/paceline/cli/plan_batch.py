@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import typer
 
 from paceline.cli.model_option import parameters_of
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.errors import UsageError
 from paceline.units import parse_bytes, parse_count, parse_rate, parse_share
 
@@ -101,9 +101,7 @@ def batch(
         print_wide(_splits(found.split))
     typer.echo("\n".join(found.sentences))
     if json_file is not None:
-        json_file.write_text(
-            json.dumps(_facts(asked, found), indent=1, allow_nan=False) + "\n", encoding="utf-8"
-        )
+        write_json(json_file, _facts(asked, found))
         typer.echo(json_file)
 
 

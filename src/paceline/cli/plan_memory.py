@@ -13,7 +13,12 @@ from paceline.cli.device_room import CUDA_CONTEXT, KINDS, capacity_of, room_of
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.bench.footprint.forecast import Forecast, Room
     from paceline.bench.footprint.setting import Setting
+    from paceline.bench.footprint.subject import Subject
+    from paceline.plan.memory.verdict import Alternative
 
 __all__ = ["memory"]
 
@@ -75,15 +80,12 @@ def memory(
     )  # fmt: skip
     write = plan_files(json_file, out)
 
-    from paceline.bench.footprint.forecast import alternatives, forecast
     from paceline.bench.footprint.subject import subject_of
     from paceline.bench.footprint.training import optimizer_of
 
     subject = subject_of(model, tuple(inputs or ()))
     optimizer_of(settings[0])
-    forecasts = [forecast(subject, setting, room) for setting in settings]
-    first = forecasts[0]
-    others = alternatives(subject, first.setting, room) if first.verdict and first.verdict.poor else []
+    forecasts, others = _traced(subject, settings, room)
     show(model, forecasts, others)
     if model == "xxl":
         from paceline.cli import plan_xxl
@@ -97,6 +99,26 @@ def memory(
     for path, writer in write.items():
         writer(path, model, forecasts, others, checks, shlex.join(["paceline", *sys.argv[1:]]))
         typer.echo(path)
+
+
+def _traced(
+    subject: Subject, settings: Sequence[Setting], room: Room
+) -> tuple[list[Forecast], list[Alternative]]:
+    """Return a forecast of each setting, and what would fit where the first one doesn't; shows what is traced."""
+    from rich.console import Console
+
+    from paceline.bench.footprint.forecast import alternatives, forecast
+
+    forecasts: list[Forecast] = []
+    with Console(stderr=True).status("") as status:
+        for setting in settings:
+            status.update(f"tracing {subject.name}, {setting.name}")
+            forecasts.append(forecast(subject, setting, room))
+        verdict = forecasts[0].verdict
+        if verdict is None or not verdict.poor:
+            return forecasts, []
+        status.update(f"tracing what would make {subject.name} fit")
+        return forecasts, alternatives(subject, settings[0], room)
 
 
 def _settings(strategies: str, devices: str, **options: object) -> list[Setting]:

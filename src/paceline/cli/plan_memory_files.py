@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.writable import check_writable
-from paceline.durable import write_text, write_whole
+from paceline.cli.writable import checked_files
+from paceline.durable import write_json, write_text
 
 if TYPE_CHECKING:
     from paceline.bench.footprint.forecast import Forecast
@@ -31,23 +30,12 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
     Raises:
         UsageError: a file can't be written, or charts can't be drawn.
     """
-    writer_of: dict[Path, _Writer] = {}
-    if json_file is not None:
-        check_writable(json_file, "--json")
-        writer_of[json_file] = _write_json
-    if out is not None:
-        from paceline.report.canvas import require_matplotlib
-
-        require_matplotlib()
-        files: dict[Path, _Writer] = {
-            out / "memory.json": _write_json,
-            out / "ledger.csv": _write_csv,
-            out / "memory.png": _draw,
-        }
-        for path in files:
-            check_writable(path, "--out", make_folder=True)
-        writer_of |= files
-    return writer_of
+    in_folder: dict[str, _Writer] = {
+        "memory.json": _write_json,
+        "ledger.csv": _write_csv,
+        "memory.png": _draw,
+    }
+    return checked_files(json_file, _write_json, out, in_folder)
 
 
 def _write_json(
@@ -74,7 +62,7 @@ def _write_json(
         ],
         "checks": list(checks),
     }
-    write_text(path, json.dumps(told, indent=1, allow_nan=False) + "\n")
+    write_json(path, told)
 
 
 def _write_csv(path: Path, _model: str, forecasts: Sequence[Forecast], *_: object) -> None:
@@ -92,7 +80,7 @@ def _write_csv(path: Path, _model: str, forecasts: Sequence[Forecast], *_: objec
 def _draw(path: Path, model: str, forecasts: Sequence[Forecast], *_: object) -> None:
     from paceline.report.memory_chart import memory_over_step
 
-    write_whole(path, memory_over_step(curve_of(model, forecasts[0])).save)
+    memory_over_step(curve_of(model, forecasts[0])).save(path)
 
 
 def curve_of(model: str, forecast: Forecast) -> MemoryCurve:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli.writable import check_writable
+from paceline.durable import write_json
 from paceline.units import format_decimal, format_seconds, parse_count, parse_rate, parse_seconds, parse_share
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def network(
     typer.echo("\n".join(advice.sentences))
     if json_file is not None:
         told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **advice.facts()}
-        json_file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        write_json(json_file, told)
         typer.echo(json_file)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.writable import check_writable
+from paceline.cli.writable import checked_files
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,19 +102,11 @@ def _writers(json_file: Path | None, out: Path | None) -> dict[Path, Writer]:
     Raises:
         UsageError: a file can't be written, or there is nothing to draw charts with.
     """
-    from paceline.cli.step_files import draw_breakdown, draw_buckets, write_json
+    from paceline.cli.step_files import draw_breakdown, draw_buckets, write_facts
 
-    writer_of: dict[Path, Writer] = {} if json_file is None else {json_file: write_json}
-    if out is not None:
-        from paceline.report.canvas import require_matplotlib
-
-        require_matplotlib()
-        for suffix in (".png", ".svg"):
-            writer_of[out / f"step-breakdown{suffix}"] = draw_breakdown
-            writer_of[out / f"step-buckets{suffix}"] = draw_buckets
-    for path in writer_of:
-        check_writable(path, make_folder=True)
-    return writer_of
+    charts: dict[str, Writer] = {"step-breakdown": draw_breakdown, "step-buckets": draw_buckets}
+    in_folder = {f"{name}{suffix}": draw for name, draw in charts.items() for suffix in (".png", ".svg")}
+    return checked_files(json_file, write_facts, out, in_folder)
 
 
 def _names(text: str) -> tuple[str, ...]:

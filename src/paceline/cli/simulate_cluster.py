@@ -56,7 +56,7 @@ def cluster(
     switch: Annotated[str | None, typer.Option(help="What the switch carries in all; else no limit.")] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="All-reduce as measured, with its error, instead of links."),
+        typer.Option(metavar="FILE", help="All-reduce and contention as measured, instead of links."),
     ] = None,
     backend: Annotated[str, typer.Option(help="Of the profile.")] = "gloo",
     network: Annotated[str | None, typer.Option(help="Of the profile: on which network.")] = None,
@@ -72,6 +72,13 @@ def cluster(
     backward: Annotated[
         str, typer.Option(help="Share of computing in which gradients become ready.")
     ] = "66.7%",
+    contention: Annotated[
+        str | None,
+        typer.Option(
+            help="How many times as long computing takes beside exchanges, and they beside computing: 1.3:1.1; "
+            "else as the profile has it, or 1:1."
+        ),
+    ] = None,
     every: Annotated[int, typer.Option(help="H, steps between two exchanges (of parameters, above 1).")] = 1,
     mtbf: Annotated[
         str | None, typer.Option(help="Of a node, mean time between failures: 1000d; else none fails.")

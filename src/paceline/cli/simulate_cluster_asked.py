@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.cli.model_option import parameters_of
 from paceline.errors import UsageError
+from paceline.plan.fit import Fit
 from paceline.plan.hardware import interconnect
 from paceline.plan.profile import Profile
 from paceline.simulate.cluster.fitted import FittedNetwork
@@ -60,8 +61,10 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
     if not 0 < options["bucket_mib"] < math.inf:
         raise UsageError(f"--bucket-mib {options['bucket_mib']}", remedy="pass MiB above 0")
     interval = options["interval"]
+    profile = None if options["profile"] is None else Profile.load(options["profile"])
+    carrier = _carrier(options, profile)
     plan = ClusterPlan(
-        _carrier(options),
+        carrier,
         seconds,
         float(options["gradients"] * parameters),
         Machines(
@@ -75,6 +78,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         options["strategy"],
         options["bucket_mib"] * 2**20,
         parse_share(options["backward"]),
+        *_contention(options, profile),
         options["algorithm"],
         options["every"],
         _time("--mtbf", options["mtbf"]) if options["mtbf"] is not None else math.inf,
@@ -178,13 +182,10 @@ def _step(text: str | None) -> tuple[float, tuple[float, ...]]:
     return _time("--step", text), ()
 
 
-def _carrier(options: Mapping[str, Any]) -> Carrier:
+def _carrier(options: Mapping[str, Any], profile: Profile | None) -> Carrier:
     per_node = options["ranks_per_node"]
-    if options["profile"] is not None:
-        cost = Profile.load(options["profile"]).collective(
-            "all-reduce", options["backend"], options["network"]
-        )
-        return FittedNetwork(cost.fit, per_node)
+    if profile is not None:
+        return FittedNetwork(_fit(profile, options["backend"], options["network"]), per_node)
     link, latency = _link("--link", options["link"], options["latency"])
     inside: float | None = None
     inside_latency = 0.0
@@ -198,6 +199,13 @@ def _carrier(options: Mapping[str, Any]) -> Carrier:
     return Network(options["topology"], link, latency, per_node, inside, inside_latency, switch)
 
 
+def _fit(profile: Profile, backend: str, network: str | None) -> Fit:
+    """Return the cost of an all-reduce as ``bench fit`` found it; where it found none, as ``bench parts`` did."""
+    if profile.exchanges and not profile.collectives:
+        return profile.exchange("all-reduce", backend, network).fit
+    return profile.collective("all-reduce", backend, network).fit
+
+
 def _link(option: str, text: str, latency: str | None) -> tuple[float, float]:
     """Return bytes per second and seconds of a link that is given as a rate or by name."""
     if "/s" in text or text.lower().endswith("bps"):
@@ -208,6 +216,26 @@ def _link(option: str, text: str, latency: str | None) -> tuple[float, float]:
         known = interconnect(text)
         rate, usual = known.nbytes_per_second, known.latency_seconds
     return rate, usual if latency is None else parse_seconds(latency)
+
+
+def _contention(options: Mapping[str, Any], profile: Profile | None) -> tuple[float, float]:
+    """Return how many times as long computing takes beside exchanges, and exchanges beside computing."""
+    if options["contention"] is not None:
+        try:
+            computing, calls = (float(each) for each in options["contention"].split(":"))
+        except ValueError:
+            raise UsageError(
+                f"--contention {options['contention']}", remedy="write two factors of 1 or more: 1.3:1.1"
+            ) from None
+        return computing, calls
+    found = [
+        each
+        for each in (() if profile is None else profile.contentions)
+        if (each.caller, each.op, each.backend) == ("paceline", "all-reduce", options["backend"])
+        and options["network"] in (None, each.network)
+    ]
+    most = max(found, key=lambda each: each.ranks, default=None)
+    return (1.0, 1.0) if most is None else (most.computing_slows, most.calls_slow)
 
 
 def _speeds(text: str) -> tuple[float, ...]:

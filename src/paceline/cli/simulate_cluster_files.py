@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 from paceline.bench.facts import versions
 from paceline.cli.simulate_cluster_asked import Asked
-from paceline.cli.writable import check_writable
-from paceline.durable import write_text, write_whole
+from paceline.cli.writable import checked_files
+from paceline.durable import write_json, write_text
 from paceline.errors import UsageError
-from paceline.report.canvas import require_matplotlib
 from paceline.report.cluster_words import sentences
 from paceline.simulate.cluster.run import LOSSES, ClusterRow
 from paceline.units import format_count
@@ -35,23 +33,14 @@ def plan_files(json_file: Path | None, out: Path | None, numbers: int) -> dict[P
     Raises:
         UsageError: a file can't be written, or a chart can't be drawn.
     """
-    writer_of: dict[Path, _Writer] = {}
-    if json_file is not None:
-        check_writable(json_file, "--json")
-        writer_of[json_file] = _write_json
-    if out is not None:
-        require_matplotlib()
-        if numbers < 2:
-            raise UsageError("--out draws a chart over nodes", remedy="pass two numbers of --nodes or more")
-        written = {
-            out / "result.json": _write_json,
-            out / "table.csv": _write_csv,
-            out / "nodes.png": _draw,
-        }
-        for path in written:
-            check_writable(path, "--out", make_folder=True)
-        writer_of |= written
-    return writer_of
+    if out is not None and numbers < 2:
+        raise UsageError("--out draws a chart over nodes", remedy="pass two numbers of --nodes or more")
+    in_folder: dict[str, _Writer] = {
+        "result.json": _write_json,
+        "table.csv": _write_csv,
+        "nodes.png": _draw,
+    }
+    return checked_files(json_file, _write_json, out, in_folder)
 
 
 def result(asked: Asked, rows: Sequence[ClusterRow], command: str) -> dict[str, Any]:
@@ -64,13 +53,15 @@ def result(asked: Asked, rows: Sequence[ClusterRow], command: str) -> dict[str, 
         "settings": dict(asked.settings),
         "parameters": asked.parameters,
         "step_seconds": asked.plan.step_seconds,
+        "computing_slows": asked.plan.computing_slows,
+        "calls_slow": asked.plan.calls_slow,
         "rows": [row.facts() for row in rows],
         "sentences": sentences(rows),
     }
 
 
 def _write_json(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) -> None:
-    write_text(path, json.dumps(result(asked, rows, command), indent=1, allow_nan=False) + "\n")
+    write_json(path, result(asked, rows, command))
 
 
 def _write_csv(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) -> None:
@@ -103,4 +94,4 @@ def _draw(path: Path, asked: Asked, rows: Sequence[ClusterRow], command: str) ->
     title = f"{format_count(asked.parameters)} parameters, {how}, links of {asked.settings['link']}"
     if asked.settings["profile"] is not None:
         title = f"{format_count(asked.parameters)} parameters, {how}, {asked.settings['backend']} as measured"
-    write_whole(path, by_nodes(rows, title=title, price=asked.plan.price).save)
+    by_nodes(rows, title=title, price=asked.plan.price).save(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 from paceline.bench.facts import versions
 from paceline.cli.simulate_asked import Asked
-from paceline.cli.writable import check_writable
-from paceline.durable import write_text, write_whole
+from paceline.cli.writable import checked_files
+from paceline.durable import write_json, write_text
 from paceline.report.async_words import sentences
-from paceline.report.canvas import require_matplotlib
 from paceline.simulate.rows import Row
 
 __all__ = ["plan_files", "result"]
@@ -33,21 +31,13 @@ def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
     Raises:
         UsageError: a file can't be written, or charts can't be drawn.
     """
-    writer_of: dict[Path, _Writer] = {}
-    if json_file is not None:
-        check_writable(json_file, "--json")
-        writer_of[json_file] = _write_json
-    if out is not None:
-        require_matplotlib()
-        writer_of |= {
-            out / "result.json": _write_json,
-            out / "table.csv": _write_csv,
-            out / "loss.png": _draw_loss,
-            out / "time-to-loss.png": _draw_times,
-        }
-        for path in list(writer_of)[-4:]:
-            check_writable(path, "--out", make_folder=True)
-    return writer_of
+    in_folder: dict[str, _Writer] = {
+        "result.json": _write_json,
+        "table.csv": _write_csv,
+        "loss.png": _draw_loss,
+        "time-to-loss.png": _draw_times,
+    }
+    return checked_files(json_file, _write_json, out, in_folder)
 
 
 def result(asked: Asked, rows: Sequence[Row], command: str) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def result(asked: Asked, rows: Sequence[Row], command: str) -> dict[str, Any]:
 
 
 def _write_json(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
-    write_text(path, json.dumps(result(asked, rows, command), allow_nan=False) + "\n")
+    write_json(path, result(asked, rows, command), indent=None)
 
 
 def _write_csv(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
@@ -83,14 +73,14 @@ def _write_csv(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> N
 def _draw_loss(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
     from paceline.report.async_charts import losses
 
-    write_whole(path, losses(rows, title=_title(asked)).save)
+    losses(rows, title=_title(asked)).save(path)
 
 
 def _draw_times(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
     from paceline.report.async_charts import times
 
     aim = "the loss that DDP ends with" if asked.target is None else f"a loss of {asked.target:g}"
-    write_whole(path, times(rows, aim=aim).save)
+    times(rows, aim=aim).save(path)
 
 
 def _title(asked: Asked) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import sys
@@ -11,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.durable import write_json
 from paceline.units import MIB
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.plan.step_way import Way
     from paceline.report.step_chart import BucketLine
 
-__all__ = ["Writer", "draw_breakdown", "draw_buckets", "facts", "write_json"]
+__all__ = ["Writer", "draw_breakdown", "draw_buckets", "facts", "write_facts"]
 
 Seen = Mapping["Way", "MeasuredStep"]
 Writer = Callable[[Path, "StepCosts", "Sequence[StepTime]", Seen], None]
@@ -30,10 +30,10 @@ _CURVES = {"bucketed": "bucketed", "sharded": "sharded", "ddp": "torch DDP"}
 _LEAST_MIB, _POINTS = 0.25, 17
 
 
-def write_json(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> None:
+def write_facts(path: Path, costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> None:
     """Write all of a prediction, and the command that made it."""
     told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **facts(costs, times, measured)}
-    path.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(path, told)
 
 
 def facts(costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> dict[str, Any]:

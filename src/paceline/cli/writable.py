@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from paceline.errors import UsageError
 
-__all__ = ["check_writable"]
+__all__ = ["check_writable", "checked_files"]
 
+W = TypeVar("W", bound=Callable[..., Any])
 _REMEDY = "name a file in a folder that you may write to"
 
 
@@ -35,3 +38,31 @@ def check_writable(path: Path, option: str = "", *, make_folder: bool = False) -
         raise UsageError(f"can't write {told}: it is a folder", remedy=_REMEDY)
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise UsageError(f"can't write {told}: no permission", remedy=_REMEDY)
+
+
+def checked_files(
+    json_file: Path | None, write_json: W, out: Path | None, writer_of_name: Mapping[str, W]
+) -> dict[Path, W]:
+    """Return what writes which files, once it is clear that they can be written.
+
+    Args:
+        json_file: the file of ``--json``; None: not asked for. write_json: writes it.
+        out: the folder of ``--out``, made where it is absent; None: not asked for.
+        writer_of_name: what writes the files in it, charts among them.
+
+    Raises:
+        UsageError: a file can't be written, or charts can't be drawn.
+    """
+    writer_of: dict[Path, W] = {}
+    if json_file is not None:
+        check_writable(json_file, "--json")
+        writer_of[json_file] = write_json
+    if out is not None:
+        from paceline.report.canvas import require_matplotlib
+
+        require_matplotlib()
+        in_folder = {out / name: writer for name, writer in writer_of_name.items()}
+        for path in in_folder:
+            check_writable(path, "--out", make_folder=True)
+        writer_of |= in_folder
+    return writer_of

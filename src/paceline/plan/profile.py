@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from paceline.durable import write_text
+from paceline.durable import write_json
 from paceline.errors import UsageError, unknown
 from paceline.plan.compare import (
     Difference,
@@ -153,7 +153,7 @@ class Profile:
             UsageError: it can't be written.
         """
         try:
-            write_text(Path(path), json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+            write_json(Path(path), self.to_json())
         except OSError as error:
             raise UsageError(
                 f"can't write the profile {str(path)!r}: {error.strerror}", remedy="name another file"
@@ -207,6 +207,13 @@ class Profile:
         of = [each for each in self.collectives if (each.fit.op, each.backend) == (op, backend)]
         return _only(of, f"{op} on {backend}", network, self._collectives_there())
 
+    def exchange(self, op: str, backend: str, network: str | None = None) -> ExchangeCost:
+        """Return the cost of an exchange of Paceline's that is alone; arguments and errors as for `collective`."""
+        ours = [each for each in self.exchanges if each.caller == "paceline" and not each.queued]
+        of = [each for each in ours if (each.fit.op, each.backend) == (op, backend)]
+        there = "; ".join(f"{each.fit.op} on {each.backend}, {each.network}" for each in ours)
+        return _only(of, f"{op} on {backend}", network, there)
+
     def call(self, op: str, backend: str, ranks: int, network: str | None = None) -> CallCost:
         """Return what a call costs; arguments and errors as for `collective`."""
         of = [each for each in self.calls if (each.op, each.backend, each.ranks) == (op, backend, ranks)]
@@ -248,7 +255,7 @@ class Profile:
         return "; ".join(f"{each.fit.op} on {each.backend}, {each.network}" for each in self.collectives)
 
 
-N = TypeVar("N", CollectiveCost, CallCost)
+N = TypeVar("N", CollectiveCost, CallCost, ExchangeCost)
 
 
 def _only(of: list[N], what: str, network: str | None, there: str) -> N:

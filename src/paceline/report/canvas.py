@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from paceline.durable import write_whole
 from paceline.errors import UsageError
 from paceline.report.layout import spread
 
@@ -96,7 +97,7 @@ class Chart:
     figure: Figure
 
     def save(self, path: Path) -> Path:
-        """Write the chart to `path`, as PNG or SVG by its suffix, on white paper.
+        """Write the chart to `path`, whole, as PNG or SVG by its suffix, on white paper.
 
         Raises:
             UsageError: another suffix.
@@ -104,9 +105,11 @@ class Chart:
         if path.suffix not in (".png", ".svg"):
             raise UsageError(f"can't draw to {path.name!r}", remedy="name a .png or .svg file")
         path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if path.suffix == ".svg" else None
         with _style(path.stem):
-            self.figure.savefig(
-                path, dpi=200, facecolor=PAPER, metadata={"Date": None} if path.suffix == ".svg" else None
+            write_whole(
+                path,
+                lambda beside: self.figure.savefig(beside, dpi=200, facecolor=PAPER, metadata=metadata),
             )
         return path
 

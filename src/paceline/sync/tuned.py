@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from paceline.durable import write_text
+from paceline.durable import write_json
 from paceline.errors import UsageError
 from paceline.sync.plan import Sync
 
@@ -114,7 +114,7 @@ def save(folder: Path, key: Mapping[str, Any], tuned: Tuned) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             return None
-        write_text(file, json.dumps(tuned.to_json(key), indent=1, allow_nan=False) + "\n")
+        write_json(file, tuned.to_json(key))
     except OSError:
         return None
     return file

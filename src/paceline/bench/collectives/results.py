@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline import durable
 from paceline.bench.collectives.rows import Row
 from paceline.bench.facts import versions
-from paceline.durable import write_text, write_whole
 from paceline.errors import UsageError
 
 __all__ = ["KIND", "SCHEMA", "Result", "installed", "read_result", "write_csv", "write_json"]
@@ -59,7 +59,7 @@ def installed() -> dict[str, str]:
 
 def write_json(path: Path, result: Result) -> None:
     """Write a measurement; the file is whole or not there at all."""
-    write_text(path, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+    durable.write_json(path, result.to_json())
 
 
 def read_result(path: Path) -> Result:
@@ -92,4 +92,4 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
             writer.writeheader()
             writer.writerows(row.to_json() for row in rows)
 
-    write_whole(path, write)
+    durable.write_whole(path, write)

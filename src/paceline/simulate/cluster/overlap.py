@@ -1,12 +1,14 @@
 """What of communication computing does not hide: the seam behind which a finer model of buckets may stand (pure).
 
-Gradients become ready evenly over a window of computing and travel in n buckets, one after another. What the last
-bucket needs is never hidden; nor is what does not fit into the window:
+Gradients become ready evenly over a window of computing and travel in n buckets, one after another; a bucket takes
+b = transfer/n + call. Beside them computing takes s times as long, beside computing they take k times as long: the two
+clocks of `paceline.plan.timeline`, whose closed form for equal buckets this is. The end of the step is delayed by
 
-    exposed = max( transfer/n + call,  window/n + n·call + transfer − window )
+    b + (n − 1)·b·k·(1 − 1/s)                             if each is through before the next is ready: b·k ≤ s·window/n
+    n·b − (1 − 1/n)·window·(1 + s/k − s)                  else: a queue that began with the first bucket
 
-With a window of 0 that is n·call + transfer: nothing overlaps. The first term is the last bucket's own time, the second
-the end of a queue that began with the first bucket: `paceline.plan.bucket_formula`, of arrays.
+The last bucket is never hidden. With s = k = 1 that is max(b, n·b − (1 − 1/n)·window), as in
+`paceline.plan.bucket_formula`; with a window of 0 it is n·b: nothing overlaps.
 """
 
 from __future__ import annotations
@@ -30,20 +32,29 @@ STRATEGIES = ("flat", "bucketed", "sharded", "full-shard")
 
 
 def exposed_seconds(
-    call: float | Seconds, transfer: float | Seconds, buckets: int, window: Seconds
+    call: float | Seconds,
+    transfer: float | Seconds,
+    buckets: int,
+    window: Seconds,
+    computing_slows: float = 1.0,
+    calls_slow: float = 1.0,
 ) -> Seconds:
-    """Return how long computing waits for communication.
+    """Return by how much communication lengthens computing.
 
     Args:
         call: seconds of one bucket without its bytes. transfer: seconds of all bytes together. buckets: n.
         window: seconds of computing in which buckets become ready; shapes broadcast as numpy's do.
+        computing_slows: s, how many times as long computing takes beside a bucket, 1 or more.
+        calls_slow: k, how many times as long a bucket takes beside computing, 1 or more.
 
     Example:
         >>> exposed_seconds(0.0, 1.0, 4, np.array([0.0, 1.0, 10.0])).tolist()
         [1.0, 0.25, 0.25]
     """
-    late = window / buckets + buckets * call + transfer - window
-    return np.maximum(transfer / buckets + call, late)
+    each, gap = transfer / buckets + call, window / buckets
+    keeps_up = each + (buckets - 1) * each * calls_slow * (1 - 1 / computing_slows)
+    queue = buckets * each - (buckets - 1) * gap * (1 + computing_slows / calls_slow - computing_slows)
+    return np.where(each * calls_slow <= gap * computing_slows, keeps_up, queue)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class ClusterPlan:
         batch: ``"per-rank"``: more ranks, more samples a step (weak scaling); ``"fixed"``: the same samples (strong).
         strategy: how gradients are synchronised, one of `paceline.simulate.cluster.overlap.STRATEGIES`.
         bucket_nbytes: of a bucket. backward: share of computing in which gradients become ready.
+        computing_slows: how many times as long computing takes beside exchanges, 1 or more. calls_slow: exchanges
+            beside computing.
         algorithm: of the all-reduce; ``"auto"``: the cheapest.
         every: H, steps between two exchanges; above 1 it is parameters that are exchanged, and nothing overlaps.
         node_mtbf: mean seconds between failures of a node. write: seconds of a checkpoint. restart: seconds after a
@@ -52,6 +54,8 @@ class ClusterPlan:
     strategy: str = "bucketed"
     bucket_nbytes: float = 25 * 2**20
     backward: float = BACKWARD
+    computing_slows: float = 1.0
+    calls_slow: float = 1.0
     algorithm: str = "auto"
     every: int = 1
     node_mtbf: float = math.inf
@@ -80,6 +84,9 @@ class ClusterPlan:
             raise UsageError(
                 f"backward={self.backward!r}", remedy="give a share of computing, above 0 and below 1"
             )
+        for name in ("computing_slows", "calls_slow"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a factor of 1 or more")
         for name in ("every", "jobs", "draws"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a whole number of 1 or more")

@@ -189,7 +189,12 @@ def _exposed(
     exposed = np.zeros_like(computing)
     for part in traffic:
         exposed += exposed_seconds(
-            part.calls * off, part.transfer * off, part.buckets, part.window * computing
+            part.calls * off,
+            part.transfer * off,
+            part.buckets,
+            part.window * computing,
+            plan.computing_slows,
+            plan.calls_slow,
         )
     return exposed
 

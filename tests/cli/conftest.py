@@ -1,0 +1,28 @@
+"""The command line in the process of the test."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from paceline.cli.app import main
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs ``paceline WORDS …`` on a wide terminal without colours; returns exit code, stdout and stderr."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, words)])
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
