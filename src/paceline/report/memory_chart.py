@@ -75,7 +75,7 @@ def memory_over_step(curve: MemoryCurve, wide: bool = True) -> Chart:
         )
     axes.set_ylabel(f"memory, {name}")
     axes.set_xlabel("allocations and frees of two steps, in order")
-    axes.set_title(curve.title, loc="left", fontsize=12)
+    axes.set_title(curve.title, loc="left", fontsize=11, fontweight="bold")
     handles: list[Any] = [swatch(each, _COLOURS[each]) for each in reversed(rows)]
     axes.legend(handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
     return Chart(figure)
