@@ -146,6 +146,7 @@ def _step_ms(rounds: Sequence[Round]) -> float:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows as CSV, one line each, without the single rounds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     text = StringIO()
     writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
