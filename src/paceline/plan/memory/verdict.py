@@ -48,7 +48,8 @@ class Verdict:
     def sentence(self) -> str:
         """The answer in words, with the margin."""
         needed, there = format_bytes(self.nbytes), format_bytes(self.capacity_nbytes)
-        return f"{self.answer.value}: {needed} of {there} ({100 * self.share:.0f} %; up to {100 * MARGIN:.0f} % is safe)"
+        shares = f"{100 * self.share:.0f} %; up to {100 * MARGIN:.0f} % is safe"
+        return f"{self.answer.value}: {needed} of {there} ({shares})"
 
 
 @dataclass(frozen=True)
