@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import step_profile as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import step_profile as made
 from paceline.errors import UsageError
 from paceline.plan.advice_words import scaling_rows, sentences
 from paceline.plan.advise import Batch, advise_step

@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-from step_profile import exchange, model, profile
 
 from paceline.errors import UsageError
 from paceline.plan.profile import Profile
@@ -15,6 +14,7 @@ from paceline.plan.step_costs import pick
 from paceline.plan.step_measured import accuracy_of, beside, load_measured, ways_measured
 from paceline.plan.step_time import predict
 from paceline.plan.step_way import Way
+from step_profile import exchange, model, profile
 
 PROFILE = profile()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from step_profile import CALL, MIB, RATE, contention, exchange, model, profile, seconds
 
 from paceline.errors import UsageError
 from paceline.plan.bucket import simulate
@@ -16,6 +15,7 @@ from paceline.plan.step_program import step_program
 from paceline.plan.step_time import best_of, predict, predict_all, simulated_bucket
 from paceline.plan.step_way import STRATEGIES, Way, usual_ways
 from paceline.plan.timeline import Compute, Launch, Wait
+from step_profile import CALL, MIB, RATE, contention, exchange, model, profile, seconds
 
 COSTS = pick(profile())
 BARE = 0.5 + 0.9 + 0.2
