@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,6 +122,60 @@ def options_are_restored(rank, size, sync):
 @pytest.mark.parametrize("sync", ["sharded", "bucketed"])
 def test_options_come_back_with_the_state(pool, sync):
     assert pool(2).run(options_are_restored, sync) == [0.025, 0.025]
+
+
+def another_layout(rank, size, name, first, second):
+    """Train on as one optimizer and as another one that loaded its state; return whether they agree to the bit."""
+
+    def made(sync):
+        model = pl.DataParallel(zoo.build(name).to(torch.float64), sync=sync)
+        groups = [{"params": [param]} for param in model.parameters() if param.requires_grad]
+        return model, pl.ShardedOptimizer(model, torch.optim.AdamW, groups, **ADAMW)
+
+    def step(model, optim, number):
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        x = torch.randn(4, zoo.WIDTH, generator=generator, dtype=torch.float64)
+        y = torch.randn(4, 1, generator=generator, dtype=torch.float64)
+        model.backward(zoo.loss_of(model, name, x, y), samples=4)
+        optim.step()
+        optim.zero_grad()
+
+    model, optim = made(first)
+    for number in range(3):
+        step(model, optim, number)
+    optim.param_groups[0]["lr"] = 0.005
+    other, loaded = made(second)
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    loaded.load_state_dict(copy.deepcopy(optim.state_dict()))
+    for number in range(3, 6):
+        step(model, optim, number)
+        step(other, loaded, number)
+    assert loaded.param_groups[0]["lr"] == 0.005
+    return [torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize(("first", "second"), [("sharded", "bucketed"), ("bucketed", "sharded")])
+@pytest.mark.parametrize("name", ["Plain", "Strided", "Unused"])
+def test_a_state_is_taken_up_in_another_layout(pool, name, first, second):
+    for equal in pool(2, "paceline").run(another_layout, name, first, second):
+        assert all(equal)
+
+
+def shards_that_leave_some_out(rank, size):
+    model, sharded = build(torch.optim.AdamW, **ADAMW)
+    train(model, sharded, rank, range(1))
+    state = sharded.state_dict()
+    for name in state["shards"]:
+        state["shards"][name] = [{"start": 0, "stop": 1, "state": {"exp_avg": torch.zeros(1)}}]
+    _, whole = build(torch.optim.AdamW, sync="bucketed", **ADAMW)
+    with pytest.raises(UsageError, match="covers 1 of"):
+        whole.load_state_dict(state)
+    with pytest.raises(UsageError, match="parameter groups"):
+        whole.load_state_dict({**state, "param_groups": []})
+
+
+def test_shards_that_are_missing_on_all_ranks_are_named(pool):
+    pool(2).run(shards_that_leave_some_out)
 
 
 class Stumbling(torch.optim.SGD):

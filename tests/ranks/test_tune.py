@@ -141,6 +141,48 @@ def test_gradients_that_were_kept_move_along(pool):
         assert all(equal)
 
 
+def check_saved_states(rank, size, folder):
+    """Save before each change of the layout, by hand and by a checkpoint; go on from both; return what differs."""
+
+    def made():
+        model = pl.DataParallel(zoo.build("Plain"), sync="auto")
+        model.engine.tuner = Ordered(model.engine, PLANS)
+        return model, pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+
+    def steps(model, optim, first):
+        for number in range(first, 10):
+            data = torch.Generator().manual_seed(100 * number + rank)
+            x, y = (torch.randn(4, width, generator=data, dtype=torch.float64) for width in (zoo.WIDTH, 1))
+            model.backward(zoo.loss_of(model, "Plain", x, y), samples=4)
+            optim.step()
+            optim.zero_grad()
+            yield number
+
+    straight, layouts = made(), set()
+    for number in steps(*straight, 0):
+        with pl.Checkpoint(folder / str(number), *straight) as keep:
+            keep.save(wait=True)
+        layouts.add("shards" in straight[1].state_dict())
+        torch.save([part.state_dict() for part in straight], folder / f"{number}-{rank}.pt")
+    assert layouts == {True, False}
+    ends = []
+    for number in range(10):
+        by_hand, by_checkpoint = made(), made()
+        for part, state in zip(by_hand, torch.load(folder / f"{number}-{rank}.pt"), strict=True):
+            part.load_state_dict(state)
+        with pl.Checkpoint(folder / str(number), *by_checkpoint) as keep:
+            keep.load()
+        for model, optim in (by_hand, by_checkpoint):
+            list(steps(model, optim, number + 1))
+            ends.append(list(model.parameters()))
+    return [torch.equal(a, b) for end in ends for a, b in zip(straight[0].parameters(), end, strict=True)]
+
+
+def test_what_was_saved_in_any_layout_goes_on_to_the_same_bit(pool, tmp_path):
+    for equal in pool(2, "paceline").run(check_saved_states, tmp_path):
+        assert all(equal)
+
+
 # ---------------------------------------------------------------------- the search itself
 
 

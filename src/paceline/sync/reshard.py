@@ -104,30 +104,50 @@ def _flat(value: Tensor, param: Tensor) -> Tensor:
     return flat
 
 
-def cut(piece: Piece, parts: list[dict[str, Any]], elementwise: frozenset[str]) -> dict[str, Any]:
-    """Return the state of `piece`, put together from `parts` of the same parameter.
+def whole_part(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return a parameter's flattened state as its one part, in the form of `cut`."""
+    return {"start": 0, "stop": storage_numel(param), "state": state}
 
-    `elementwise` names what has a number per element: of a parameter without dimensions one can't tell by its shape.
+
+def joined(shards_of: Sequence[Mapping[str, Sequence[dict[str, Any]]]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the parts of each parameter that any rank has, each once."""
+    found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
+    for shards in shards_of:
+        for name, parts in shards.items():
+            found.setdefault(name, {}).update(((part["start"], part["stop"]), part) for part in parts)
+    return {name: list(parts.values()) for name, parts in found.items()}
+
+
+def cut(
+    name: str, start: int, stop: int, parts: Sequence[Mapping[str, Any]], elementwise: frozenset[str]
+) -> dict[str, Any]:
+    """Return the state of a parameter's elements from `start` up to `stop`, put together from `parts` of it.
+
+    Args:
+        name: of the parameter. start, stop: of its elements in storage order.
+        parts: ``{"start", "stop", "state"}`` each.
+        elementwise: names what has a number per element: of a parameter without dimensions one can't tell by shapes.
+
+    Raises:
+        UsageError: the parts leave some elements out.
     """
     state: dict[str, Any] = {}
     covered = 0
     for part in parts:
-        low, high = max(piece.start, part["start"]), min(piece.stop, part["stop"])
+        low, high = max(start, part["start"]), min(stop, part["stop"])
         if low >= high:
             continue
         covered += high - low
         for key, value in part["state"].items():
             if key in elementwise:
                 value = value.reshape(-1)
-                whole = state.setdefault(key, value.new_zeros(piece.stop - piece.start))
-                whole[low - piece.start : high - piece.start] = value[
-                    low - part["start"] : high - part["start"]
-                ]
+                whole = state.setdefault(key, value.new_zeros(stop - start))
+                whole[low - start : high - start] = value[low - part["start"] : high - part["start"]]
             else:  # a number that belongs to the whole parameter, such as the step count
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
-    if parts and any(part["state"] for part in parts) and covered < piece.stop - piece.start:
+    if parts and any(part["state"] for part in parts) and covered < stop - start:
         raise UsageError(
-            f"the state of parameter {piece.slot.name!r} covers {covered} of {piece.stop - piece.start} elements",
+            f"the state of parameter {name!r} covers {covered} of {stop - start} elements",
             remedy="load the shards of all ranks that wrote the state",
         )
     return state

@@ -10,6 +10,7 @@ elementwise: what happens to a number may depend on that number's own past only.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +29,7 @@ from paceline.sync.elementwise import elementwise_keys, is_elementwise, probe
 from paceline.sync.engine import DataParallel
 from paceline.sync.gate import ConsumesShards
 from paceline.sync.reducer import Reducer
-from paceline.sync.reshard import StateOf, cut, flattened, gather, shaped
+from paceline.sync.reshard import StateOf, cut, flattened, gather, joined, shaped, whole_part
 from paceline.whereabouts import here
 
 __all__ = ["ShardedOptimizer"]
@@ -197,7 +198,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             part = _Part(buckets, pieces, self._class(groups, **self._options))
             for piece, param in part.flat_pieces():
                 if piece.slot.name in self._loaded:
-                    state = cut(piece, self._loaded[piece.slot.name], self._elementwise)
+                    held = self._loaded[piece.slot.name]
+                    state = cut(piece.slot.name, piece.start, piece.stop, held, self._elementwise)
                     part.optimizer.state[param] = state
             self._parts.append(part)
         self._loaded = {}
@@ -248,12 +250,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     def gather_state(self) -> StateOf:
         """Return the whole state of every parameter, in the form of `paceline.sync.reshard`; all ranks call this."""
         if self._whole is not None:
-            name_of = {id(param): name for name, param in self._engine.named_parameters()}
-            return {
-                name_of[id(param)]: flattened(state, param, self._elementwise)
-                for param, state in self._whole.state.items()
-                if state
-            }
+            held = [(name, param, self._whole.state.get(param)) for name, param in self._named()]
+            return {name: flattened(state, param, self._elementwise) for name, param, state in held if state}
         held = [
             (piece, part.optimizer.state.get(param, {}))
             for part in self._parts
@@ -270,10 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             self.state.update((param, shaped(state_of[name], param)) for name, param in held)
             return
         self.state = defaultdict(dict)
-        self._loaded = {
-            name: [{"start": 0, "stop": storage_numel(param), "state": state_of[name]}]
-            for name, param in held
-        }
+        self._loaded = {name: [whole_part(state_of[name], param)] for name, param in held}
         self._build(self._reducer)
 
     def forget_state(self) -> None:
@@ -283,24 +278,58 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         self._parts, self._loaded = [], {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state: shards of one or of all ranks, cut to fit however many ranks there are now.
+        """Take up a state, whole or in shards, whatever the layout is now.
+
+        Shards of one or of all ranks are cut to fit however many ranks there are. Where each rank updates whole
+        parameters, it asks the others for their shards; so all ranks call this.
 
         Raises:
-            UsageError: the number of groups differs, or (at the first step) a part of the state is missing.
+            UsageError: the number of groups differs, or a part of the state is missing (told at the first step, where
+                there are shards).
         """
-        if self._whole is not None:
-            self._whole.load_state_dict(state_dict)
-            self.param_groups, self.state = self._whole.param_groups, self._whole.state
-            return
         options = state_dict["param_groups"]
         if len(options) != len(self.param_groups):
             raise UsageError(
                 f"the state has {len(options)} parameter groups, this optimizer {len(self.param_groups)}"
             )
+        if self._whole is not None:
+            self._whole.load_state_dict(self._in_whole(state_dict) if "shards" in state_dict else state_dict)
+            self.param_groups, self.state = self._whole.param_groups, self._whole.state
+            return
         for group, loaded in zip(self.param_groups, options, strict=True):
-            group.update(loaded)
-        self._loaded = state_dict["shards"]
+            group.update(_options_of(loaded))
+        self._loaded = (
+            state_dict["shards"] if "shards" in state_dict else self._as_shards(state_dict["state"])
+        )
         self._parts = []
+
+    def _in_whole(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state in shards as torch's optimizers have it, with the shards of all ranks."""
+        parts_of = joined(self._engine.wire.gather_objects(state_dict["shards"]))
+        state: dict[int, dict[str, Any]] = {}
+        for index, (name, param) in enumerate(self._named()):
+            if name in parts_of:
+                whole = cut(name, 0, storage_numel(param), parts_of[name], self._elementwise)
+                state[index] = shaped(whole, param)
+        at = itertools.count()
+        groups = [
+            {**_options_of(loaded), "params": [next(at) for _ in group["params"]]}
+            for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _as_shards(self, state: dict[int, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+        """Return what torch's optimizers have as the one shard of a whole parameter each."""
+        return {
+            name: [whole_part(flattened(state[index], param, self._elementwise), param)]
+            for index, (name, param) in enumerate(self._named())
+            if index in state
+        }
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return the parameters of all groups, in the order of torch's state dictionaries, with their names."""
+        name_of = {id(param): name for name, param in self._engine.named_parameters()}
+        return [(name_of[id(param)], param) for group in self.param_groups for param in group["params"]]
 
 
 @dataclass(frozen=True)
