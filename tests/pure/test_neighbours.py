@@ -209,7 +209,8 @@ def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
     segment = Segment.new(NBYTES)
 
     def work():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, 4096))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, most))
         with contextlib.suppress(OSError):
             while True:
                 os.dup(0)

@@ -191,7 +191,7 @@ def test_a_forked_child_leaves_the_connections_alone(meshes):
 
 @pytest.fixture
 def crowd(meshes, monkeypatch):
-    abandoned = []
+    abandoned, made = [], []
     monkeypatch.setattr(leave, "abandon_groups", lambda reason, files: abandoned.append(reason.rank))
 
     def make(ranks, **options):
@@ -203,9 +203,12 @@ def crowd(meshes, monkeypatch):
             settings = {"leaves_stalls": True, "warn": 100.0, "grace": 100.0, "launcher": orderly.Listener()}
             settings |= options
             watchers.append(Watcher(mesh, Limits(50.0, 50.0), **settings))
+        made.extend(watchers)
         return watchers
 
-    return make
+    yield make
+    for each in made:
+        each.close()
 
 
 def turn(watchers, times=1):
