@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 from dataclasses import replace
 
 import pytest
@@ -165,9 +166,11 @@ def paced_sockets(port, rate):
     found = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            each = socket.socket(fileno=os.dup(int(name)))
-        except OSError:
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+        except OSError:  # the listing's own
             continue
+        each = socket.socket(fileno=os.dup(int(name)))
         with each:
             if each.family != socket.AF_INET or each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 continue
