@@ -45,6 +45,18 @@ def test_without_a_batch_the_measured_one_is_planned(call, saved):
     assert "Micro-batches of 4 samples without accumulation: 8 in a step of 2 devices." in told
 
 
+def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usual(call, saved):
+    from paceline.cli import plan_advice
+
+    asked = ("--model", "net", "--devices", "2", "--profile", saved)
+    assert call(*asked)[0] == 0
+    code, _, told = call(*asked, "--context", "16")
+    assert code == 2
+    assert "it has: context 8" in told
+    assert plan_advice._context(plan_advice.Asked("net"), profile()) == 8
+    assert plan_advice._context(plan_advice.Asked("other"), profile()) == 128
+
+
 def test_what_fits_is_told_without_a_profile(call, tmp_path):
     asked = ("--model", "tiny", "--devices", "2", "--batch", "8", "--device", "rtx-4090")
     code, told, _ = call(*asked, "--out", tmp_path / "plan")
@@ -86,8 +98,8 @@ def test_wrong_input_is_refused_before_anything_is_computed(call, arguments, sai
 
 
 def test_a_model_that_was_not_measured_is_named_with_those_that_were(call, saved):
-    code, _, err = call("--model", "tiny", "--devices", "2", "--profile", saved)
-    assert code == 2
+    code, out, err = call("--model", "tiny", "--devices", "2", "--profile", saved)
+    assert (code, out) == (2, ""), "nothing is told before"
     assert "no step with model 'tiny'" in err
     assert "net" in err
 

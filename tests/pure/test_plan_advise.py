@@ -50,6 +50,17 @@ def test_computing_grows_with_the_micro_batch():
     assert "measured with 4 samples" in (beyond or "")
 
 
+def test_what_filling_buckets_takes_does_not_grow_with_the_micro_batch():
+    one, eight = (advise_step(made.profile(), [2], Batch(size), ["flat"]).points[0] for size in (4, 32))
+    assert eight.seconds - one.seconds == pytest.approx(7 * 1.4)  # forward and backward, nothing else
+
+
+def test_the_nearest_batch_that_was_measured_is_taken():
+    models = (made.model(batch=4), made.model(batch=32))
+    points = [advise_step(made.profile(models=models), [1, 2], Batch(size)).points for size in (4, 30, 64)]
+    assert [round(each[0].seconds / 0.1) for each in points] == [16, 15, 30]
+
+
 def test_accumulation_adds_micro_batches_that_are_not_sent():
     once, thrice = (advise_step(made.profile(), [1, 2], Batch(4, k)) for k in (1, 3))
     assert thrice.points[1].seconds == pytest.approx(once.points[1].seconds + 2 * 1.4)

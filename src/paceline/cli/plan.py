@@ -31,7 +31,9 @@ def plan(
         typer.Option("--batch", metavar="SAMPLES", help="Global batch; else what fits or was measured."),
     ] = None,
     micro: Annotated[int | None, typer.Option(help="Samples of a micro-batch, at most.")] = None,
-    tokens: Annotated[int, typer.Option("--context", help="Tokens of a sample.")] = 128,
+    tokens: Annotated[
+        int | None, typer.Option("--context", help="Tokens of a sample; else as measured, or 128.")
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="adamw, sgd, sgd-momentum, or package.module:Class.")
     ] = "adamw",

@@ -44,7 +44,7 @@ class Asked:
     devices: str = "1,2,4,8"
     batch: int | None = None
     micro: int | None = None
-    context: int = 128
+    context: int | None = None
     optimizer: str = "adamw"
     autocast: str = "off"
     checkpointing: bool = False
@@ -119,14 +119,14 @@ def advise(asked: Asked) -> None:
             "paceline plan has nothing to plan with",
             remedy="pass --profile FILE, as paceline bench parts writes it, or --device, or both",
         )
-    for name in ("batch", "micro"):
+    for name in ("batch", "micro", "context"):
         if getattr(asked, name) is not None and getattr(asked, name) < 1:
             raise UsageError(f"--{name} {getattr(asked, name)}", remedy="give 1 or more")
     writer_of = _writers(asked)
-    profile = _profile(asked)
+    profile = _profile(asked, numbers[-1])
     page = Page()
     if capacity is not None:
-        _fit(asked, numbers[-1], capacity, page)
+        _fit(asked, numbers[-1], capacity, _context(asked, profile), page)
     _deal(asked, numbers[-1], profile, page)
     _time(asked, numbers, profile, page)
     for path, write in writer_of.items():
@@ -134,12 +134,35 @@ def advise(asked: Asked) -> None:
             typer.echo(path)
 
 
-def _profile(asked: Asked) -> Profile | None:
+def _context(asked: Asked, profile: Profile | None) -> int:
+    """Return the tokens of a sample: as asked, or as the profile has them of this model."""
+    shapes = () if profile is None else {each.shape for each in profile.models if each.model == asked.model}
+    measured = {shape for shape in shapes if shape.startswith(_OF_TOKENS)}
+    if asked.context is not None or len(measured) != 1:
+        return asked.context or _TOKENS
+    return int(measured.pop().removeprefix(_OF_TOKENS))
+
+
+_OF_TOKENS, _TOKENS = "context ", 128  # how a profile says the shape of a sample, and how many are usual
+
+
+def _profile(asked: Asked, most: int) -> Profile | None:
+    """Return the profile; one that knows nothing of what is asked for is refused."""
     if asked.profile is None:
         return None
+    from paceline.plan.advise import pick_nearest
     from paceline.plan.profile import Profile
 
-    return Profile.load(asked.profile)
+    profile = Profile.load(asked.profile)
+    if most > 1:
+        pick_nearest(profile, most, asked.micro or 1, **_place(asked))
+    return profile
+
+
+def _place(asked: Asked) -> dict[str, str | None]:
+    """Return which of a profile's entries are meant."""
+    shape = None if asked.context is None else f"{_OF_TOKENS}{asked.context}"
+    return {"model": asked.model, "shape": shape, "backend": asked.backend, "network": asked.network}
 
 
 _Writer = Callable[[Path, Asked, Page], bool]
@@ -169,7 +192,7 @@ def _draw(path: Path, asked: Asked, page: Page) -> bool:
 # ---------------------------------------------------------------------- does it fit?
 
 
-def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
+def _fit(asked: Asked, devices: int, capacity: int, context: int, page: Page) -> None:
     """Tell the largest micro-batch that fits, by strategy."""
     from rich.console import Console
 
@@ -180,7 +203,7 @@ def _fit(asked: Asked, devices: int, capacity: int, page: Page) -> None:
     subject = subject_of(asked.model)
     room = room_of("cuda", capacity)
     setting = Setting(
-        ranks=devices, context=asked.context, optimizer=asked.optimizer, autocast=asked.autocast,
+        ranks=devices, context=context, optimizer=asked.optimizer, autocast=asked.autocast,
         checkpointing=asked.checkpointing, device="cuda", backend="nccl",
     )  # fmt: skip
     wanted = asked.micro or (-(-asked.batch // devices) if asked.batch else _MOST)
@@ -234,7 +257,10 @@ def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> No
         page.batch = Batch(micro)
         told = f"Micro-batches of {micro} {_samples(micro)} without accumulation: {micro * devices} in a step"
         page.tell(
-            "Which batch?", [f"{told} of {devices} devices. --batch SAMPLES tells how any other is dealt."]
+            "Which batch?",
+            [
+                f"{told} of {devices} device{'s' * (devices > 1)}. --batch SAMPLES tells how any other is dealt."
+            ],
         )
         return
     most = min(asked.micro or asked.batch, fits or asked.batch)
@@ -283,9 +309,7 @@ def _time(asked: Asked, numbers: list[int], profile: Profile | None, page: Page)
         numbers,
         page.batch,
         [name for kind in kinds for name in _KINDS[kind]],
-        model=asked.model,
-        backend=asked.backend,
-        network=asked.network,
+        **_place(asked),
     )
     page.tell(title, sentences(page.steps, page.batch))
     print_wide(_table(page.steps))

@@ -19,7 +19,7 @@ from paceline.plan.step_time import StepTime, predict, predict_all
 from paceline.plan.step_way import Way, usual_ways
 from paceline.units import MIB
 
-__all__ = ["Batch", "Point", "Remedy", "StepAdvice", "advise_step", "ways_for"]
+__all__ = ["Batch", "Point", "Remedy", "StepAdvice", "advise_step", "pick_nearest", "ways_for"]
 
 _SIZES_MIB = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0)
 _NOTICEABLE = 1.05  # times as many samples per second
@@ -109,6 +109,7 @@ def advise_step(
     strategies: Sequence[str] = ("flat", "overlap", "bucketed", "sharded"),
     *,
     model: str | None = None,
+    shape: str | None = None,
     backend: str | None = None,
     network: str | None = None,
 ) -> StepAdvice:
@@ -117,9 +118,9 @@ def advise_step(
     Args:
         profile: with what ``paceline bench parts`` measured.
         ranks: numbers of ranks, 1 or more; the largest is what the advice is for, 2 or more.
-        batch: of a rank. Computing is taken to grow with the micro-batch, from the one that was measured.
+        batch: of a rank. Computing is taken to grow with the micro-batch, from the nearest that was measured.
         strategies: that memory allows; names of `paceline.plan.step_way.STRATEGIES`.
-        model, backend, network: as for `paceline.plan.step_costs.pick`.
+        model, shape, backend, network: as for `paceline.plan.step_costs.pick`.
 
     Raises:
         UsageError: nothing of it was measured, or a number makes no sense.
@@ -130,10 +131,9 @@ def advise_step(
     if min(batch.micro, batch.accumulation) < 1:
         raise UsageError(f"{batch}", remedy="give a micro-batch and an accumulation of 1 or more")
     sizes = [number for number in numbers if number > 1]
+    place = {"model": model, "shape": shape, "backend": backend, "network": network}
     costs_of = {
-        number: _computing(
-            pick(profile, model, ranks=number, backend=backend, network=network), micro=batch.micro
-        )
+        number: _computing(pick_nearest(profile, number, batch.micro, **place), micro=batch.micro)
         for number in sizes
     }
     target = costs_of[sizes[-1]]
@@ -151,21 +151,49 @@ def advise_step(
     )
 
 
+def pick_nearest(
+    profile: Profile,
+    ranks: int,
+    micro: int,
+    *,
+    model: str | None = None,
+    shape: str | None = None,
+    backend: str | None = None,
+    network: str | None = None,
+) -> StepCosts:
+    """Return what a profile knows of the batch nearest to a micro-batch; else as `paceline.plan.step_costs.pick`."""
+    asked = ((model, "model"), (shape, "shape"), (backend, "backend"))
+    batches = [
+        each.batch
+        for each in profile.models
+        if all(value in (None, getattr(each, name)) for value, name in asked)
+    ]
+    nearest = min(batches, key=lambda batch: abs(math.log(batch / micro)), default=None)
+    return pick(profile, model, ranks=ranks, backend=backend, network=network, batch=nearest, shape=shape)
+
+
 def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCosts:
-    """Return costs with forward and backward of another micro-batch (0: the same), or so many times as long."""
+    """Return costs with forward and backward of another micro-batch (0: the same), or so many times as long.
+
+    What adding gradients to buckets takes depends on their bytes, not on the batch.
+    """
     step = costs.step
     times = factor * (micro / step.batch if micro else 1.0)
+    backward = step.backward * times
+    buffered = max(0.0, backward + factor * (step.buffered - step.backward))
+    stretch = buffered / step.buffered
     scaled = replace(
         step,
         batch=micro or step.batch,
         forward=step.forward * times,
-        backward=step.backward * times,
-        buffered=step.buffered * times,
-        parameters=tuple(replace(each, seconds=each.seconds * times) for each in step.parameters),
+        backward=backward,
+        buffered=buffered,
+        parameters=tuple(replace(each, seconds=each.seconds * stretch) for each in step.parameters),
     )
     noted = costs.noted
     if micro and micro != step.batch:
-        noted = (*noted, f"computing was measured with {step.batch} samples, and taken to grow with them")
+        told = f"computing was measured with {step.batch} samples, and taken to grow with them"
+        noted = (*noted, f"{told} (better: paceline bench parts --batch-size {micro})")
     return replace(costs, step=scaled, noted=noted)
 
 
