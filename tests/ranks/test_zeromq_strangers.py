@@ -85,14 +85,28 @@ def test_an_envelope_under_another_s_identity_is_not_delivered_and_makes_nobody_
     assert len(raw.come(wired(make(5, HUB)))) == 1
 
 
+def until_it_is_known(router, message):
+    """Send a message as soon as the worker is known here, which is after it knows that it is connected; return 1."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            router.send_multipart(message)
+            return 1
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
+
+
 def test_a_worker_takes_nothing_from_who_is_no_hub(ends):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what can't be sent is an error, not dropped
     port = router.bind_to_random_port("tcp://127.0.0.1")
     try:
         worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7, "run")
         drive([worker], lambda _: worker.peers())
-        sent = 0
+        sent = until_it_is_known(router, [identity_of(7), *wired(make(8, 7))])
         for number in range(20):
             wrong = [wired(make(8, 7)), wired(make(HUB, 8)), wired(make(HUB, 7, run="another"))]
             for parts in [*bad_messages(random.Random(number), HUB), *wrong]:
