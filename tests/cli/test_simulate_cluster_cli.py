@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -98,7 +99,8 @@ def test_a_profile_prices_the_network(call, tmp_path):
     beside = Contention(
         "paceline", "gloo", "star", "all-reduce", "cpu", 4, 1, 1 << 20, 0.0, 1.25, 1.5, source
     )
-    Profile((cost,), contentions=(beside,)).save(tmp_path / "profile.json")
+    elsewhere = replace(beside, network="another", ranks=64, computing_slows=9.0)
+    Profile((cost,), contentions=(beside, elsewhere)).save(tmp_path / "profile.json")
     asked = "--parameters 20M --step 1s --nodes 8 --strategy flat --algorithm ring"
     assert call(f"{asked} --profile {tmp_path}/profile.json --json {tmp_path}/a.json")[0] == 0
     assert call(f"{BASE} --nodes 8 --strategy flat --algorithm ring --json {tmp_path}/b.json")[0] == 0

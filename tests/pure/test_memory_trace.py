@@ -165,7 +165,7 @@ def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
     with Allocated() as allocated:
         kept = torch.zeros(256)
     assert allocated.nbytes == kept.nbytes
-    assert len(bystanders) == 2
+    del bystanders
 
 
 @pytest.mark.parametrize("strategy", ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"])

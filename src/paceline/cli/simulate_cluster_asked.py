@@ -11,9 +11,10 @@ from typing import Any
 
 from paceline.cli.model_option import parameters_of
 from paceline.errors import UsageError
-from paceline.plan.fit import Fit
+from paceline.plan.entries import CollectiveCost
 from paceline.plan.hardware import interconnect
 from paceline.plan.profile import Profile
+from paceline.plan.step_entries import ExchangeCost
 from paceline.simulate.cluster.fitted import FittedNetwork
 from paceline.simulate.cluster.machines import Machines
 from paceline.simulate.cluster.network import Carrier, Network
@@ -62,9 +63,9 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         raise UsageError(f"--bucket-mib {options['bucket_mib']}", remedy="pass MiB above 0")
     interval = options["interval"]
     profile = None if options["profile"] is None else Profile.load(options["profile"])
-    carrier = _carrier(options, profile)
+    cost = None if profile is None else _all_reduce(profile, options["backend"], options["network"])
     plan = ClusterPlan(
-        carrier,
+        _carrier(options, cost),
         seconds,
         float(options["gradients"] * parameters),
         Machines(
@@ -78,7 +79,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         options["strategy"],
         options["bucket_mib"] * 2**20,
         parse_share(options["backward"]),
-        *_contention(options, profile),
+        *_contention(options, profile, None if cost is None else cost.network),
         options["algorithm"],
         options["every"],
         _time("--mtbf", options["mtbf"]) if options["mtbf"] is not None else math.inf,
@@ -182,10 +183,10 @@ def _step(text: str | None) -> tuple[float, tuple[float, ...]]:
     return _time("--step", text), ()
 
 
-def _carrier(options: Mapping[str, Any], profile: Profile | None) -> Carrier:
+def _carrier(options: Mapping[str, Any], cost: CollectiveCost | ExchangeCost | None) -> Carrier:
     per_node = options["ranks_per_node"]
-    if profile is not None:
-        return FittedNetwork(_fit(profile, options["backend"], options["network"]), per_node)
+    if cost is not None:
+        return FittedNetwork(cost.fit, per_node)
     link, latency = _link("--link", options["link"], options["latency"])
     inside: float | None = None
     inside_latency = 0.0
@@ -199,11 +200,11 @@ def _carrier(options: Mapping[str, Any], profile: Profile | None) -> Carrier:
     return Network(options["topology"], link, latency, per_node, inside, inside_latency, switch)
 
 
-def _fit(profile: Profile, backend: str, network: str | None) -> Fit:
+def _all_reduce(profile: Profile, backend: str, network: str | None) -> CollectiveCost | ExchangeCost:
     """Return the cost of an all-reduce as ``bench fit`` found it; where it found none, as ``bench parts`` did."""
     if profile.exchanges and not profile.collectives:
-        return profile.exchange("all-reduce", backend, network).fit
-    return profile.collective("all-reduce", backend, network).fit
+        return profile.exchange("all-reduce", backend, network)
+    return profile.collective("all-reduce", backend, network)
 
 
 def _link(option: str, text: str, latency: str | None) -> tuple[float, float]:
@@ -218,8 +219,12 @@ def _link(option: str, text: str, latency: str | None) -> tuple[float, float]:
     return rate, usual if latency is None else parse_seconds(latency)
 
 
-def _contention(options: Mapping[str, Any], profile: Profile | None) -> tuple[float, float]:
-    """Return how many times as long computing takes beside exchanges, and exchanges beside computing."""
+def _contention(
+    options: Mapping[str, Any], profile: Profile | None, network: str | None
+) -> tuple[float, float]:
+    """Return how many times as long computing takes beside exchanges, and exchanges beside computing: as asked, or as
+    the profile has it of the most ranks on the same network.
+    """
     if options["contention"] is not None:
         try:
             computing, calls = (float(each) for each in options["contention"].split(":"))
@@ -231,8 +236,8 @@ def _contention(options: Mapping[str, Any], profile: Profile | None) -> tuple[fl
     found = [
         each
         for each in (() if profile is None else profile.contentions)
-        if (each.caller, each.op, each.backend) == ("paceline", "all-reduce", options["backend"])
-        and options["network"] in (None, each.network)
+        if (each.caller, each.op) == ("paceline", "all-reduce")
+        and (each.backend, each.network) == (options["backend"], network)
     ]
     most = max(found, key=lambda each: each.ranks, default=None)
     return (1.0, 1.0) if most is None else (most.computing_slows, most.calls_slow)

@@ -9,11 +9,11 @@ gains, a shorter update, does not depend on the buckets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.plan.bucket import Channel, Ready, plan_buckets, simulate
-from paceline.sync.plan import STRATEGIES, Sync
+from paceline.sync.plan import STRATEGIES, Shard, Sync
 from paceline.units import MIB
 
 __all__ = ["CallPrice", "candidates"]
@@ -72,18 +72,13 @@ def candidates(
     return (*(plan for plan, _ in picked), flat)
 
 
-def _ranked(ready: Sequence[Ready], channel: Channel, shard: str) -> list[tuple[Sync, int]]:
+def _ranked(ready: Sequence[Ready], channel: Channel, shard: Shard) -> list[tuple[Sync, int]]:
     """Return plans with their numbers of buckets, the one with the shortest backward first."""
     found = []
-    for plan in _plans(shard):
+    for plan in (Sync(bucket_mib=mib, shard=shard) for mib in _CAPS_MIB):
         backward = simulate(ready, plan.bucket_nbytes, channel)
         found.append((backward.end, len(backward.buckets), plan))
     return [(plan, count) for _, count, plan in sorted(found, key=lambda each: each[:2])]
-
-
-def _plans(shard: str) -> Iterator[Sync]:
-    for mib in _CAPS_MIB:
-        yield Sync(bucket_mib=mib, shard="optimizer" if shard == "optimizer" else "none")
 
 
 def _buckets(ready: Sequence[Ready], plan: Sync) -> int:

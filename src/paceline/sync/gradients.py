@@ -163,9 +163,8 @@ class Gradients:
         self.plan, self.flight.buckets = plan, []
         before, self.sharded = self.sharded, plan.shard == "optimizer" and self.wire.size > 1
         self.flight.sharded = self.sharded
-        if (
-            before and not self.sharded
-        ):  # out of the buffers, whose memory may be shared, and slower to compute with
+        if before and not self.sharded:
+            # out of the buffers, whose memory may be shared, and slower to compute with
             for slot in self.slots:
                 slot.param.data = slot.param.detach().clone()
         self.flight.overlap = plan.overlap
