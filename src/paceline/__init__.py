@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
+    from paceline.record.record import Record as Record
     from paceline.star.star import Star as Star
     from paceline.sync.compress import Compression as Compression
     from paceline.sync.engine import DataParallel as DataParallel
@@ -49,6 +50,7 @@ _HOME = {
     "Loader": "paceline.data.loader",
     "LocalSGD": "paceline.sync.periodic",
     "PacelineError": "paceline.errors",
+    "Record": "paceline.record.record",
     "ShardedOptimizer": "paceline.sync.shard",
     "SlowMo": "paceline.sync.periodic",
     "Star": "paceline.star.star",
@@ -72,6 +74,7 @@ __all__ = [
     "Loader",
     "LocalSGD",
     "PacelineError",
+    "Record",
     "ShardedOptimizer",
     "SlowMo",
     "Star",

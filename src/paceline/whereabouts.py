@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from paceline.recorder import Recorder
+
 __all__ = ["PHASES", "Whereabouts", "here"]
 
 PHASES = ("forward", "backward", "exchange", "optimizer", "outside", "data")
@@ -41,6 +43,7 @@ class Whereabouts:
         latest_busy_seconds: of the latest round.
         sees_waiting: whether the two above mean anything: the host's clock does not tell waiting from computing on
             a GPU, nor inside FSDP2.
+        recorder: hears of everything too, while a timeline is recorded.
     """
 
     __slots__ = (
@@ -50,6 +53,7 @@ class Whereabouts:
         "busy_seconds",
         "latest_busy_seconds",
         "phase",
+        "recorder",
         "rounds",
         "sees_waiting",
         "since",
@@ -63,20 +67,21 @@ class Whereabouts:
         self.waiting, self.since = False, perf_counter()
         self.rounds, self.busy_seconds, self.latest_busy_seconds = 0, 0.0, 0.0
         self.sees_waiting = True
+        self.recorder: Recorder | None = None
         self._ended, self._waited = 0.0, 0.0  # when the latest round ended, and what was waited since
 
     def enter(self, phase: str) -> None:
         """Begin a phase of the present step."""
-        self.phase = phase
-        self.waiting = False
-        self.since = perf_counter()
+        self.begin(self.step, phase)
 
     def begin(self, step: int, phase: str) -> None:
         """Begin a phase of step number `step`."""
         self.step = step
         self.phase = phase
         self.waiting = False
-        self.since = perf_counter()
+        self.since = now = perf_counter()
+        if self.recorder is not None:
+            self.recorder.phase(step, phase, now)
 
     def wait(self, bucket: int = -1) -> None:
         """Begin to wait for other ranks."""
@@ -89,6 +94,8 @@ class Whereabouts:
         now = perf_counter()
         if self.waiting:
             self._waited += now - self.since
+            if self.recorder is not None:
+                self.recorder.waited(self.bucket, self.since, now)
         self.waiting = False
         self.bucket = -1
         self.since = now
@@ -120,12 +127,14 @@ class Whereabouts:
             'checkpoint'
         """
         before, self.task = self.task, task
-        self.since = perf_counter()
+        self.since = started = perf_counter()
         try:
             yield
         finally:
             self.task = before
             self.since = perf_counter()
+            if self.recorder is not None:
+                self.recorder.did(task, started, self.since)
 
 
 here = Whereabouts()

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from paceline.cli.app import main
 from paceline.lm.sizes import size_of
 from paceline.report.records import read_run
+from paceline.report.steps import read_steps
 
 TRAIN = ["-m", "paceline", "train"]
 SMALL = ["--context", 16, "--batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
@@ -83,8 +84,11 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert record.facts["parameters"] == size_of("tiny").parameters()
     assert record.facts["world"]["size"] == 2
     assert sorted(record.spans_of_rank) == [0, 1]
-    names = {span.name for span in record.spans_of_rank[1]}
-    assert names >= {"step", "data", "forward", "backward", "optimizer", "exposed", "eval", "checkpoint"}
+    steps = read_steps(record.spans_of_rank[1]).steps
+    assert [line.step for line in steps] == [0, 1, 2, 3, 4, 5]
+    phases = {phase.name for phase in steps[1].phases}
+    assert phases == {"forward", "outside", "backward", "exchange", "optimizer", "data"}
+    assert "eval" in {task.name for line in steps for task in line.tasks}
     assert (out / "sample.txt").read_text().startswith("def ")
     assert "<html" in (out / "report.html").read_text()
     assert not record.notes

@@ -61,22 +61,32 @@ def write_run(
 
 
 def _write_step(trace: list[str], rank: int, step: int, clock: float, pace: float, idle: float) -> float:
-    start = clock
-    parts = {
-        "data": 0.001,
-        "forward": 0.042 * pace,
-        "backward": 0.081 * pace + idle,
-        "optimizer": 0.011 * pace,
-    }
+    computing = {"data": 0.001, "forward": 0.042 * pace, "backward": 0.081 * pace}
     if step == 0:
-        parts["forward"] += 1.0  # what happens once
-    for name, seconds in parts.items():
-        span = {"name": name, "start": clock, "seconds": seconds, "rank": rank, "step": step}
-        trace.append(json.dumps(span))
-        if name == "backward":
-            exposed = {"name": "exposed", "start": clock + seconds - idle, "seconds": idle, "rank": rank}
-            trace.append(json.dumps(exposed | {"step": step, "calls": 7, "nbytes": 26_248_000}))
-        clock += seconds
-    whole = {"name": "step", "start": start, "seconds": clock - start + 0.0005, "rank": rank, "step": step}
-    trace.append(json.dumps(whole))
-    return whole["seconds"]
+        computing["forward"] += 1.0  # what happens once
+    phases, at = [], 0.0
+    for name, seconds in (
+        *computing.items(),
+        ("exchange", idle),
+        ("optimizer", 0.011 * pace),
+        ("outside", 5e-4),
+    ):
+        phases.append([name, round(1e6 * at)])
+        at += seconds
+    came = round(1e6 * sum(computing.values()))
+    through = came + round(1e6 * idle)
+    nbytes = 26_248_000 // 7
+    calls = [["reduce", each, nbytes, came, came, came, through, through] for each in range(7)]
+    if step == 0:
+        trace.append(json.dumps({"name": "session", "start": clock, "seconds": 0.0, "rank": rank, "step": 0}))
+        buckets = [
+            {"call": "all-reduce", "nbytes": nbytes, "parameters": 3, "first": f"layer{each}"}
+            for each in range(7)
+        ]
+        plan = {"name": "plan", "start": clock, "seconds": 0.0, "rank": rank, "step": 0, "buckets": buckets}
+        trace.append(json.dumps(plan))
+    line = {"name": "step", "start": clock, "seconds": at, "rank": rank, "step": step, "phases": phases}
+    told = {"waits": [[6, came, through]], "tasks": [], "calls": calls}
+    counts = {"samples": 16.0, "cpu": 0.13 * pace, "preempted": 2, "quiet": False}
+    trace.append(json.dumps(line | told | counts))
+    return at

@@ -34,10 +34,11 @@ def test_a_whole_run_is_read_without_notes(folder):
 
 
 def test_spans_keep_their_own_fields(folder):
-    spans = [span for span in read_run(folder).spans_of_rank[2] if span.name == "exposed"]
+    spans = [span for span in read_run(folder).spans_of_rank[2] if span.name == "step"]
     assert len(spans) == 12
     assert spans[0].rank == 2
-    assert spans[0].fields == {"step": 0, "calls": 7, "nbytes": 26_248_000}
+    assert spans[0].fields["step"] == 0
+    assert len(spans[0].fields["calls"]) == 7
     assert Span("a", 2.0, 0.5, 0).end == 2.5
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,8 @@ class CollectiveWork(dist.Work):
         self._error: BaseException | None = None
         self._trigger: torch.futures.Future | None = None
         self._future: torch.futures.Future | None = None
+        self.ended: float | None = None
+        """When it was done, or failed, in seconds of ``time.perf_counter()``."""
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark it done, or failed, and make the callbacks of its future."""
@@ -54,6 +57,7 @@ class CollectiveWork(dist.Work):
             if self._done.is_set():
                 return None
             self._error = error
+            self.ended = time.perf_counter()
             self._done.set()
             return None if self._trigger is None else partial(self._trigger.set_result, None)
 

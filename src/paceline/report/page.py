@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.report.arrival_table import who_waits
+from paceline.report.bucket_view import bucket_view
 from paceline.report.charts import Bar, Line, breakdown, curve
+from paceline.report.limits import limit_of
 from paceline.report.records import Restart, Run, read_run
 from paceline.report.sent import what_was_sent
 from paceline.report.sheet import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
@@ -36,16 +39,20 @@ def render(run: Run) -> str:
         UsageError: the ``report`` extra is not installed.
     """
     summary = summarize(run)
+    limit = limit_of(summary, run.facts) if summary.ranks else None
+    straggler = summary.arrivals.straggler
     return Sheet(
         title=f"Run {run.folder.resolve().name}",
         subtitle=_subtitle(run, summary),
         command=str(run.facts.get("command", "")),
         notes=run.notes,
-        sentences=headline(summary),
+        sentences=headline(summary, limit),
+        actions=[(each.what, each.how, each.expected) for each in (limit.remedies if limit else ())],
         tiles=_tiles(summary),
         figures=_figures(run, summary),
+        buckets=bucket_view(summary.timelines, straggler.rank if straggler else None),
         sent=what_was_sent(run.facts),
-        listings=_restarts(run.restarts),
+        listings=[*who_waits(summary), *_restarts(run.restarts), *_memory(summary)],
         sample=run.sample.strip("\n"),
         groups=_groups(run.facts),
     ).html()
@@ -116,6 +123,20 @@ def _restarts(restarts: Sequence[Restart]) -> list[Listing]:
     return [Listing("Restarts", [head, *map(_restart_row, restarts)])] if restarts else []
 
 
+def _memory(summary: Summary) -> list[Listing]:
+    """Return the table of the most memory that each rank has used; none where no rank told."""
+    told = {rank: each.memory for rank, each in summary.timelines.items() if each.memory}
+    if not told:
+        return []
+    kinds = sorted({kind for memory in told.values() for kind in memory}, reverse=True)
+    rows = [
+        [f"rank {rank}", *(format_bytes(memory[kind]) if kind in memory else "–" for kind in kinds)]
+        for rank, memory in list(told.items())[:_RANKS_SHOWN]
+    ]
+    names = {"resident": "of the process, resident", "allocated": "allocated on its GPU"}
+    return [Listing("Memory", [["at most", *(names.get(kind, kind) for kind in kinds)], *rows])]
+
+
 def _restart_row(restart: Restart) -> list[str]:
     """Return the cells of a restart: number, when, why, world size."""
     after = str(restart.ranks_after) if restart.ranks_after else "ended"
@@ -126,13 +147,12 @@ def _restart_row(restart: Restart) -> list[str]:
 def _where_time_goes(ranks: Sequence[RankTime]) -> Figure:
     shown = ranks[:_RANKS_SHOWN]
     bars = [
-        Bar(f"rank {rank.rank}", {phase: 1e3 * rank.seconds[phase] / max(1, rank.steps) for phase in PHASES})
-        for rank in shown
+        Bar(f"rank {rank.rank}", {phase: 1e3 * rank.seconds[phase] for phase in PHASES}) for rank in shown
     ]
     table = [["rank", *PHASES, "a step"]]
     for rank in shown:
-        whole = format_seconds(rank.total / max(1, rank.steps))
-        table.append([str(rank.rank), *(_percent(rank.share(phase)) for phase in PHASES), whole])
+        shares = (_percent(rank.share(phase)) for phase in PHASES)
+        table.append([str(rank.rank), *shares, format_seconds(rank.total)])
     told = "Mean time of a step on each rank. Exposed: the rank stands still for communication."
     if len(ranks) > len(shown):
         told += f" The first {len(shown)} of {len(ranks)} ranks."

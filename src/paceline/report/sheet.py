@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.report.bucket_view import BucketView
 from paceline.report.canvas import COLOUR_OF_PHASE, Chart
 from paceline.report.sent import Sent
 
@@ -59,7 +60,8 @@ class Sheet:
 
     Attributes:
         title, subtitle, command: on top. notes: for the reader, each one sentence. sentences: the gist.
-        tiles, figures, sent, listings: see there. sample: text that the model generated.
+        actions: what to do, how, and what that would bring; each three texts.
+        tiles, figures, buckets, sent, listings: see there. sample: text that the model generated.
         groups: facts by title.
     """
 
@@ -68,8 +70,10 @@ class Sheet:
     sentences: Sequence[str]
     command: str = ""
     notes: Sequence[str] = ()
+    actions: Sequence[tuple[str, str, str]] = ()
     tiles: Sequence[Tile] = ()
     figures: Sequence[Figure] = ()
+    buckets: BucketView | None = None
     sent: Sent | None = None
     listings: Sequence[Listing] = ()
     sample: str = ""

@@ -179,6 +179,8 @@ class Bucket:
         self._allocate = allocate
         self.pending = len(slots)
         self.launched = False
+        self.ready: float | None = None
+        """When the last gradient of the latest backward was there, while a timeline is recorded."""
         self.freight: Freight | None = None
         """What sends it in fewer bytes, where it is compressed."""
         used = 0

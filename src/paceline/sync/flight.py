@@ -37,6 +37,22 @@ class Flight:
         """Begin round number `step`: nothing is launched yet."""
         self._next, self.step = 0, step
         self.timings = SyncTimings()
+        if here.recorder is not None and self.buckets:
+            here.recorder.planned(self.buckets, self._told)
+
+    def _told(self) -> dict[str, object]:
+        """Return what a timeline's reader needs to know of the buckets, in launch order."""
+        call = "reduce-scatter" if self.sharded else "all-reduce"
+        buckets = [
+            {
+                "call": call if bucket.slots else "all-gather",
+                "nbytes": bucket.flat.nbytes,
+                "parameters": len(bucket.slots),
+                "first": bucket.slots[0].name if bucket.slots else "",
+            }
+            for bucket in self.buckets
+        ]
+        return {"step": self.step, "overlap": self.overlap, "buckets": buckets}
 
     def launch_full(self, mean: bool, gauge: Gauge | None = None) -> None:
         """Launch the buckets that are full, in order; the last one with gradients waits for the ledger.
@@ -95,8 +111,12 @@ class Flight:
         pending = self._send(bucket, mean)
         self._under_way[bucket.index] = pending, started
         freight, others = bucket.freight, (self.wire.size - 1) / self.wire.size
+        nbytes = bucket.flat.nbytes if freight is None else freight.payload_nbytes
+        if here.recorder is not None:
+            pending.watch()
+            here.recorder.launched("reduce", bucket.index, nbytes, bucket.ready, started)
         self.timings.calls += 1 if freight is None else freight.calls
-        self.timings.nbytes += bucket.flat.nbytes if freight is None else freight.payload_nbytes
+        self.timings.nbytes += nbytes
         ways = 2 if bucket.slots and not self.sharded else 1
         self.timings.sent_nbytes += (
             ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
@@ -125,6 +145,8 @@ class Flight:
             low, high = self.own_part(bucket)
             bucket.flat[low:high].mul_(self._factor)
         now = time.perf_counter()
+        if here.recorder is not None:
+            here.recorder.arrived("reduce", bucket.index, pending.ended, now)
         self.timings.call_seconds.append(now - started)
         return now - before
 

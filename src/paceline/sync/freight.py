@@ -83,6 +83,12 @@ class Freight:
         self._parcel.launch(measure=measure)
         return self
 
+    def watch(self) -> None:
+        """Do nothing: when packets came is not known."""
+
+    ended: float | None = None
+    """When the sum was there: not known before it was waited for."""
+
     def wait(self) -> None:
         """Block until the sum is there."""
         parcel = self._engaged()

@@ -7,7 +7,7 @@ each rank carries its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,6 +62,8 @@ class Gradients:
         """Changes the plan between steps, where that is asked."""
         self.arrivals: dict[int, float] | None = None
         """When the gradients of slots were complete in the latest backward (`time.perf_counter`), while asked for."""
+        self.round_ended: Callable[[int], None] | None = None
+        """Is told of every round that ended, of all ranks together, with how many there were."""
         self.step = 0
         """Rounds so far: optimizer steps, where every step has one."""
         self.gauge: Gauge | None = None
@@ -192,7 +194,7 @@ class Gradients:
     def _attach(self, kept: set[int]) -> None:
         """Make every gradient a view into its bucket, stale where nothing was kept."""
         for bucket in self.buckets:
-            bucket.pending, bucket.launched = len(bucket.slots), False
+            bucket.pending, bucket.launched, bucket.ready = len(bucket.slots), False, None
             for slot in bucket.slots:
                 slot.fired = 0
                 slot.used = slot.index in kept

@@ -28,10 +28,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline import trace
 from paceline.errors import SyncError
 from paceline.sync import ledger
-from paceline.sync.bucket import Slot, storage_dtype
+from paceline.sync.bucket import Bucket, Slot, storage_dtype
 from paceline.sync.gauge import bad_peaks, examine, surely_finite
 from paceline.sync.gradients import Gradients
 from paceline.sync.ledger import Status
@@ -221,8 +220,17 @@ class Reducer(Gradients):
             bucket.pending -= 1
             if self.arrivals is not None:
                 self.arrivals[index] = time.perf_counter()
-            if bucket.pending == 0 and self._syncing and self.plan.overlap and not self.apart:
-                self.flight.launch_full(self.weights.averaged, self.gauge)
+            if bucket.pending == 0:
+                self._full(bucket)
+
+    def _full(self, bucket: Bucket) -> None:
+        """Launch what is full, where that is done in backward."""
+        if here.recorder is not None:
+            bucket.ready = time.perf_counter()
+            if here.recorder.quiet:
+                return
+        if self._syncing and self.plan.overlap and not self.apart:
+            self.flight.launch_full(self.weights.averaged, self.gauge)
 
     def begin_in_backward(self) -> None:
         """Open the backward that is running, if nobody has, and have it closed at its end."""
@@ -286,6 +294,8 @@ class Reducer(Gradients):
         """
         self._open = False
         here.begin(self.step, "exchange")
+        if here.recorder is not None and self.weights.counted:
+            here.recorder.samples = self.weights.samples
         ended = time.perf_counter()
         if self.wire.size == 1 or self.apart:
             page = self._alone(failed)
@@ -295,12 +305,13 @@ class Reducer(Gradients):
             page = self._exchange(failed)
         self.timings.exposed_seconds = 0.0
         self.note_waiting(time.perf_counter() - ended)
-        trace.add("exchange", ended, self.timings.exposed_seconds, step=self.step, calls=self.timings.calls)
         here.end_round(sees_waiting=self.sees_waiting)
         here.enter("outside")
         self._local = False
         self.step += 1
         self._conclude(page, failed)
+        if self.round_ended is not None and not self.apart:
+            self.round_ended(self.step)
 
     def _settle(self) -> None:
         """Build the buckets; see [Note: the first round]."""

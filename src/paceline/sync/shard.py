@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from paceline import trace
 from paceline.errors import UsageError
 from paceline.plan.bucket import update_parts
 from paceline.sync.bucket import Bucket, Piece, storage_numel
@@ -160,15 +159,22 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         for part in parts:
             exposed += sum(reducer.flight.arrive(bucket) for bucket in part.buckets)
             part.update(self.param_groups)
-            under_way += [reducer.wire.all_gather(flat, next(arriving)) for flat in part.flats()]
+            for flat in part.flats():
+                launched = time.perf_counter()
+                pending = reducer.wire.all_gather(flat, next(arriving))
+                if here.recorder is not None:
+                    pending.watch()
+                    here.recorder.launched("gather", len(under_way), flat.nbytes, None, launched)
+                under_way.append(pending)
         started = time.perf_counter()
         here.wait()
-        for pending in under_way:
+        for number, pending in enumerate(under_way):
             pending.wait()
+            if here.recorder is not None:
+                here.recorder.arrived("gather", number, pending.ended, time.perf_counter())
         here.arrive()
         self._expected = []
         seconds = time.perf_counter() - started
-        trace.add("gather", started, seconds, step=reducer.step, calls=len(flats))
         timings = reducer.timings
         timings.calls += len(flats)
         nbytes = sum(flat.nbytes for flat in flats)

@@ -8,9 +8,10 @@ receives its own. That moves (N-1)/N of the buffer per rank, as a ring does, wit
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,7 +47,7 @@ _under_way: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictio
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _named_loss() -> Iterator[None]:
     """Turn a process group's error into one that says what it means: some peer is gone or silent."""
     try:
@@ -59,6 +60,21 @@ def _named_loss() -> Iterator[None]:
             f"another rank ended or stopped answering during this step ({reason})",
             remedy="look at the output of the other ranks: the first error there is the cause",
         ) from error
+
+
+class _End:
+    """When a work of torch's backends ended, as its future tells.
+
+    Raises:
+        RuntimeError: it has no future, as messages from point to point.
+    """
+
+    def __init__(self, work: dist.Work) -> None:
+        self.ended: float | None = None
+        work.get_future().add_done_callback(self._note)
+
+    def _note(self, _: object) -> None:
+        self.ended = time.perf_counter()
 
 
 class Pending:
@@ -77,6 +93,18 @@ class Pending:
         under_way: set[dist.Work] | None = None,
     ) -> None:
         self._works, self._finish, self._under_way = works, finish, under_way
+        self._watched: list[Any] = []
+
+    def watch(self) -> None:
+        """From now on take note of when it ends, where the backend tells: gloo does for collectives only."""
+        with contextlib.suppress(RuntimeError):
+            self._watched = [work if hasattr(work, "ended") else _End(work) for work in self._works]
+
+    @property
+    def ended(self) -> float | None:
+        """When it ended, in seconds of ``time.perf_counter()``; None: not watched, under way, or nobody tells."""
+        ends = [work.ended for work in self._watched]
+        return max(ends) if ends and None not in ends else None
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: until it is ordered on the current stream).

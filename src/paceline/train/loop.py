@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from paceline import trace
 from paceline.checkpoint.watch import Watch
 from paceline.errors import PacelineError
 from paceline.lm.model import loss as loss_of
@@ -105,30 +104,21 @@ def take_step(job: Job) -> Taken:
         group["lr"] = lr
 
     loss_sum, samples = torch.zeros((), device=job.world.device), 0
-    with trace.span("step", step=job.step + 1):
-        for micro in range(micros):
-            here.enter("data")
-            with trace.span("data"):
-                batch = job.batches.at(job.step, micro).to(job.world.device)
-            here.enter("outside")
-            with trace.span("forward"):
-                loss = loss_of(model(batch.inputs), batch.targets)
-            with trace.span("backward"), model.accumulate() if micro < micros - 1 else nullcontext():
-                model.backward(loss, samples=batch.samples)
-                if micro == micros - 1:
-                    _trace_exposed(job, model.timings.exposed_seconds)
-            loss_sum += loss.detach() * batch.samples
-            samples += batch.samples
+    for micro in range(micros):
+        here.enter("data")
+        batch = job.batches.at(job.step, micro).to(job.world.device)
+        here.enter("outside")
+        loss = loss_of(model(batch.inputs), batch.targets)
+        with model.accumulate() if micro < micros - 1 else nullcontext():
+            model.backward(loss, samples=batch.samples)
+        loss_sum += loss.detach() * batch.samples
+        samples += batch.samples
 
-        in_backward = model.timings.exposed_seconds
-        in_loop = -_exposed_in_loop(job)
-        with trace.span("optimizer"):
-            norm = model.clip_grad_norm_(settings.clip) if settings.clip else None
-            optimizer.step()
-            in_loop += _exposed_in_loop(job)
-            exposed = model.timings.exposed_seconds + in_loop
-            _trace_exposed(job, exposed - in_backward, whole_step=True)
-            optimizer.zero_grad()
+    in_loop = -_exposed_in_loop(job)
+    norm = model.clip_grad_norm_(settings.clip) if settings.clip else None
+    optimizer.step()
+    exposed = model.timings.exposed_seconds + in_loop + _exposed_in_loop(job)
+    optimizer.zero_grad()
     job.count_bytes()
     return Taken(loss_sum, samples, lr, norm, time.perf_counter() - started, exposed)
 
@@ -143,18 +133,9 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _evaluate(job: Job, progress: Progress) -> float:
-    with trace.span("eval", step=job.step):
-        val_loss = job.evaluate()
+    val_loss = job.evaluate()
     progress.held_out(job.step, val_loss)
     return val_loss
-
-
-def _trace_exposed(job: Job, seconds: float, *, whole_step: bool = False) -> None:
-    """Write that this rank stood still for communication for `seconds` until now, once with the step's totals."""
-    timings = job.model.timings
-    counted = whole_step and job.loop is None
-    totals = {"calls": timings.calls, "nbytes": timings.nbytes} if counted else {}
-    trace.add("exposed", time.perf_counter() - seconds, seconds, **totals)
 
 
 def _measured(job: Job, taken: Taken) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import signal
 import sys
 import time
@@ -16,11 +15,11 @@ from typing import cast
 
 import torch
 
-from paceline import __version__, trace
 from paceline.checkpoint.watch import Watch
 from paceline.errors import CollectiveError, PacelineError, UsageError, WorldError
 from paceline.lm.model import GPT
-from paceline.machine import machine
+from paceline.record.facts import machine_facts, versions
+from paceline.record.timeline import Timeline
 from paceline.train.folder import RunFolder
 from paceline.train.job import Job, build
 from paceline.train.loop import train
@@ -84,11 +83,7 @@ def take_part(settings: Settings, *, command: Mapping[str, str] | None = None) -
     folder = RunFolder(settings.out)
     if command is not None:
         _prepare(folder, settings, command, world)
-    trace.open(folder.trace(world.rank), world.rank, append=settings.existing == "resume")
-    try:
-        _train(settings, world)
-    finally:
-        trace.close()
+    _train(settings, world)
     shutdown()
     return world
 
@@ -97,7 +92,8 @@ def _train(settings: Settings, world: World) -> None:
     """Train from the beginning, or the checkpoint, to the end; nothing of the model is left afterwards."""
     job = build(settings, world)
     shown = world.rank == 0
-    with Watch() as watch, Progress(settings.steps, first_step=job.step, shown=shown) as progress:
+    progress = Progress(settings.steps, first_step=job.step, shown=shown)
+    with Watch() as watch, Timeline(settings.out, job.model), progress:
         _begin(job, progress)
         started = time.perf_counter()
         val_loss = train(job, progress, watch)
@@ -158,13 +154,9 @@ def _begin(job: Job, progress: Progress) -> None:
                 "tokens": len(corpus.train),
                 "held out": len(corpus.held_out),
             },
-            machine=_machine(),
+            machine=machine_facts(),
             **({"chosen": dict(job.choice.facts)} if job.choice and job.choice.facts else {}),
-            versions={
-                "paceline": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            versions=versions(),
         )
 
 
@@ -179,18 +171,6 @@ def _tell_resumed(job: Job, progress: Progress) -> None:
     settings, windows = job.settings, job.batches.of_step
     if windows != settings.batch_size * settings.accumulate * job.world.size:
         progress.say(f"the global batch stays {windows} windows, as the run began")
-
-
-def _machine() -> dict[str, object]:
-    """Return what a reader of the report needs to know of rank 0's machine; no address, so it can be shown."""
-    here = machine()
-    return {
-        "system": here.system,
-        "cpu": here.cpu,
-        "usable cores": here.usable_cores,
-        "memory": format_bytes(here.memory_nbytes),
-        "GPUs": torch.cuda.device_count(),
-    }
 
 
 def _count(number: int, noun: str) -> str:

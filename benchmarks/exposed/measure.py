@@ -1,0 +1,101 @@
+"""Exposed communication as the report tells it, beside what synchronising costs: step time less the time without it.
+
+    python benchmarks/exposed/measure.py
+
+Hosts and links are played by `paceline.lab` (as root, on Linux), one rank on each, one thread a rank. In every round
+three models take turns, one step each, all ranks beginning together: a bare one that sends nothing, one that is
+synchronised, and the same once more with its timeline recorded. Writes ``exposed.json`` beside this file.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+
+from paceline.bench.facts import head
+from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
+from paceline.durable import write_json
+from paceline.errors import PacelineError, UsageError
+from paceline.lab import Lab
+from paceline.launch.local import run_ranks
+from paceline.lm.sizes import Size
+from paceline.report.parts import mean_parts
+from paceline.report.records import read_run
+from paceline.report.steps import read_steps
+
+HERE = Path(__file__).parent
+SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+CASES = [
+    (hosts, rate, backend, strategy, bucket)
+    for hosts, rate in ((2, "1Gbit/s"), (2, "200Mbit/s"), (4, "200Mbit/s"))
+    for backend, strategy, bucket in (
+        ("paceline", "bucketed", 5.0),
+        ("paceline", "flat", None),
+        ("gloo", "bucketed", 5.0),
+        ("gloo", "naive", None),
+    )
+] + [(2, None, "paceline", "bucketed", 5.0), (2, None, "gloo", "bucketed", 5.0)]
+
+
+def main(
+    batch: Annotated[int, typer.Option(help="Windows of 128 tokens a rank.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 30,
+    only: Annotated[int | None, typer.Option(help="The first so many cases; else all.")] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the result goes.")] = HERE / "exposed.json",
+) -> None:
+    """Measure what synchronising costs, what the timeline says of it, and what recording costs."""
+    if min(batch, rounds) < 1:
+        raise UsageError(f"--batch {batch} --rounds {rounds}", remedy="give 1 or more of each")
+    check_writable(out, make_folder=True)
+    found = [run(case, {"batch": batch, "rounds": rounds, "size": asdict(SIZE)}) for case in CASES[:only]]
+    settings = {"batch": batch, "rounds": rounds, "threads": 1, "model": asdict(SIZE)}
+    write_json(out, head("exposed") | {"settings": settings, "cases": found})
+    print(out)
+
+
+def run(case: tuple[int, str | None, str, str, float | None], job: dict[str, Any]) -> dict[str, Any]:
+    """Run one case and return its times: for each kind of step, by round, the mean over ranks."""
+    ranks, rate, backend, strategy, bucket = case
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
+        asked = Path(folder, "job.json")
+        told = job | {"backend": backend, "strategy": strategy, "bucket_mib": bucket, "out": folder}
+        asked.write_text(json.dumps(told), encoding="utf-8")
+        program, turns = [str(HERE / "ranks.py"), str(asked)], job["rounds"]
+        if rate is None:
+            run_ranks(program, ranks, env={"OMP_NUM_THREADS": "1"})
+        else:
+            with Lab(ranks, rate) as lab, TurnBar(f"{ranks} hosts, {rate}, {strategy}", turns) as tick:
+                lab.start_torchrun(program, ranks_per_host=1).follow(tick, turns)
+        Path(folder, "run.json").write_text("{}")
+        times = [json.loads(Path(folder, f"times{rank}.json").read_text()) for rank in range(ranks)]
+        traces = read_run(Path(folder)).spans_of_rank
+        quiet = [line.quiet for line in read_steps(traces[0]).steps]
+        exposed = [mean_parts(read_steps(each).steps)["exposed"] for each in traces.values()]
+    kinds = {
+        kind: [fmean(turn) for turn in zip(*(each[kind] for each in times), strict=True)] for kind in times[0]
+    }
+    return {
+        "ranks": ranks,
+        "rate": rate,
+        "backend": backend,
+        "strategy": strategy,
+        "bucket_mib": bucket,
+        "seconds": kinds,
+        "quiet_rounds": quiet,
+        "exposed_seconds": fmean(exposed),
+    }
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PacelineError as error:
+        sys.exit(str(error))

@@ -1,0 +1,76 @@
+"""What each rank of `measure.py` runs: a bare model, ours, and ours with its timeline recorded, in turn.
+
+torchrun … benchmarks/exposed/ranks.py JOB.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline.bench.contestants import Contestant, build, random_batch, step
+from paceline.bench.entries import NO_SYNC, Entry
+from paceline.lm.batches import Batch
+from paceline.lm.sizes import Size
+from paceline.record.timeline import Timeline
+from paceline.sync.engine import DataParallel
+from paceline.whereabouts import here
+from paceline.world import init, shutdown
+
+_WARM_UP = 3
+
+
+@dataclass
+class Times:
+    """Seconds of steps on this rank, by round: nothing sent; synchronised; synchronised and recorded."""
+
+    bare: list[float] = field(default_factory=list)
+    synced: list[float] = field(default_factory=list)
+    recorded: list[float] = field(default_factory=list)
+
+
+def main(job_file: str) -> None:
+    """Do the job that a file describes; every rank's times go beside it, and the timelines."""
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    torch.set_num_threads(1)
+    world = init(job["backend"])
+    size = Size(**job["size"])
+    bare = build(Entry(NO_SYNC), size, world.device, 0)
+    ours = build(Entry(job["strategy"], job["bucket_mib"]), size, world.device, 0)
+    batch = random_batch(size, job["batch"], size.context, world.rank, world.device)
+    for contestant in (bare, ours):
+        for _ in range(_WARM_UP):
+            step(contestant, batch)
+    times = Times()
+    assert isinstance(ours.model, DataParallel), "the contestant is one of Paceline's"
+    with Timeline(job["out"], ours.model):
+        recorder = here.recorder
+        for _ in range(job["rounds"]):
+            here.recorder = None
+            times.bare.append(_turn(bare, batch))
+            times.synced.append(_turn(ours, batch))
+            here.recorder = recorder
+            times.recorded.append(_turn(ours, batch))
+            recorder.flush() if recorder is not None else None
+            if world.rank == 0:
+                print("tick", flush=True)
+    Path(job["out"], f"times{world.rank}.json").write_text(json.dumps(vars(times)), encoding="utf-8")
+    shutdown()
+
+
+def _turn(contestant: Contestant, batch: Batch) -> float:
+    """Return the seconds of one step that all ranks begin together."""
+    dist.barrier()
+    started = time.perf_counter()
+    step(contestant, batch)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

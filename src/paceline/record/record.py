@@ -1,0 +1,175 @@
+"""`Record`: what a training of one's own leaves for `paceline report`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from paceline.durable import write_json
+from paceline.errors import UsageError
+from paceline.record.facts import command_line, machine_facts, started_now, versions
+from paceline.record.scalars import Scalars
+from paceline.record.timeline import Timeline
+from paceline.sync.engine import DataParallel
+from paceline.world.agree import gather_texts, place_in, sum_over_ranks
+
+__all__ = ["Record"]
+
+_OWN = frozenset({"step", "samples", "step_seconds", "samples_per_second", "tokens_per_second"})
+
+
+class Record:
+    """Records a training while the block runs: its timeline, its numbers, what ran. All ranks make one.
+
+    Afterwards ``paceline report FOLDER`` makes a page of it: where the time went, which rank the others waited for,
+    what limits, what to do. A folder that holds a record already is gone on with: of steps that are done again, as
+    after a restart, the report shows what was written last.
+
+    Args:
+        folder: where to; seen by all ranks, or each host has its own part.
+        model: whose steps these are.
+        every: of so many steps one is written by `log`.
+        tensorboard: write scalars for TensorBoard too; None: where it is installed.
+
+    Raises:
+        UsageError: the folder can't be written on some rank, or `every` is below 1.
+
+    Example:
+        >>> import tempfile
+        >>> model = DataParallel(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder, Record(folder, model) as record:
+        ...     loss = model(torch.ones(4, 2)).mean()
+        ...     model.backward(loss, samples=4)
+        ...     record.log(loss=loss, samples=4)
+        ...     sorted(os.listdir(folder))
+        ['run.json', 'steps.jsonl', 'trace']
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: DataParallel,
+        *,
+        every: int = 10,
+        tensorboard: bool | None = None,
+    ) -> None:
+        if every < 1:
+            raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
+        self.folder, self._model, self._every = Path(folder), model, every
+        self._rank = place_in(model.wire.group)[0]
+        _make(self.folder, model)
+        self._timeline = Timeline(self.folder, model)
+        self._scalars = Scalars(self.folder, tensorboard)
+        self._samples = self._tokens = 0.0
+        self._steps, self._since = 0, time.perf_counter()
+
+    def __enter__(self) -> Self:
+        if self._rank == 0:
+            self._describe()
+        self._timeline.__enter__()
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scalars.close()
+        self._timeline.__exit__(kind, error, trace)
+
+    def log(
+        self, *, samples: float = 1.0, tokens: float = 0.0, **numbers: float | torch.Tensor | None
+    ) -> None:
+        """Take note of a step's numbers; every rank calls this once a step, after backward.
+
+        Every so many steps their means over all ranks, weighted by `samples`, are written, with the speed since the
+        time before.
+
+        Args:
+            samples: of this rank in this step; 0 where it had none.
+            tokens: the same of tokens, where they are what counts.
+            numbers: such as ``loss``, means over this rank's samples; None where it has none.
+
+        Raises:
+            UsageError: a number has a name that this writes itself.
+        """
+        if not _OWN.isdisjoint(numbers):
+            taken = ", ".join(sorted(_OWN & numbers.keys()))
+            raise UsageError(f"log(): {taken} is written by Record itself", remedy="use another name")
+        self._samples, self._tokens = self._samples + samples, self._tokens + tokens
+        self._steps += 1
+        step = self._model.engine.step
+        if step % self._every and step != 1:
+            return
+        known = {name: 0.0 if value is None else float(value) for name, value in numbers.items()}
+        mine = [samples, self._samples, self._tokens, *(value * samples for value in known.values())]
+        row = torch.tensor(mine, dtype=torch.float64)
+        weight, done, tokens_done, *sums = sum_over_ranks(row, self._model.wire.group).tolist()
+        now = time.perf_counter()
+        if self._rank == 0:
+            seconds = now - self._since
+            line: dict[str, Any] = {
+                name: total / weight if weight else None for name, total in zip(known, sums, strict=True)
+            }
+            line |= {"samples": weight, "step_seconds": seconds / self._steps}
+            line["samples_per_second"] = done / seconds
+            if tokens_done:
+                line["tokens_per_second"] = tokens_done / seconds
+            self._scalars.add(step, line)
+        self._samples = self._tokens = 0.0
+        self._steps, self._since = 0, now
+
+    def _describe(self) -> None:
+        """Write ``run.json``."""
+        model = self._model
+        write_json(
+            self.folder / "run.json",
+            _known(self.folder / "run.json")
+            | {
+                "command": command_line(),
+                "started": started_now(),
+                "synchronised": str(model.plan),
+                "parameters": sum(param.numel() for param in model.module.parameters()),
+                "world": {"size": model.wire.size, "backend": model.wire.backend},
+                "machine": machine_facts(),
+                "versions": versions(),
+            },
+            indent=2,
+        )
+
+
+def _make(folder: Path, model: DataParallel) -> None:
+    """Make the folder; where a rank can't, all are told.
+
+    Raises:
+        UsageError: some rank can't.
+    """
+    told = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            told = "it may not be written"
+    except OSError as error:
+        told = str(error.strerror)
+    refused = {rank: why for rank, why in enumerate(gather_texts(told, model.wire.group)) if why}
+    if refused:
+        rank, why = next(iter(refused.items()))
+        raise UsageError(
+            f"can't record into {str(folder)!r}: {why}",
+            rank=rank,
+            remedy="name a folder that you may write to",
+        )
+
+
+def _known(path: Path) -> dict[str, object]:
+    """Return what a run before has written; nothing where that can't be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

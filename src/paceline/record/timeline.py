@@ -1,0 +1,94 @@
+"""`Timeline`: what this rank does and when, step by step, on a clock that all ranks share."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from paceline import trace
+from paceline.record.clocks import compare_clocks, due
+from paceline.recorder import Recorder
+from paceline.sync.engine import DataParallel
+from paceline.whereabouts import here
+from paceline.world.agree import place_in
+
+__all__ = ["Timeline"]
+
+
+class Timeline:
+    """Writes ``trace/rank<k>.jsonl`` in a folder while the block runs; all ranks make one at the same place.
+
+    Every step is one line (`paceline.recorder`). After steps 1, 2, 4, 8 … and then after every 1024th the ranks
+    compare their clocks and note the memory that they use.
+
+    Args:
+        folder: of the run.
+        model: whose ranks and steps these are; None: all ranks, and clocks are compared at the beginning and the end.
+
+    Raises:
+        UsageError: the folder can't be written.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], model: DataParallel | None = None) -> None:
+        self._engine = None if model is None else model.engine
+        alone = model is None and place_in()[1] == 1
+        self._group = None if alone else dist.group.WORLD if model is None else model.wire.group
+        self._device = _device_of(self._group, model)
+        self.rank = place_in(self._group)[0]
+        self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
+
+    def __enter__(self) -> Self:
+        trace.open(self._file, self.rank, append=True)
+        trace.mark("session", step=0 if self._engine is None else self._engine.step)
+        self._compare()
+        here.recorder = Recorder()
+        if self._engine is not None:
+            self._engine.round_ended = self._after_round
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
+    ) -> None:
+        recorder, here.recorder = here.recorder, None
+        if self._engine is not None:
+            self._engine.round_ended = None
+        if recorder is not None:
+            recorder.flush()
+        if error is None:
+            self._compare()
+        _note_memory()
+        trace.close()
+
+    def _after_round(self, step: int) -> None:
+        """Compare clocks where it is time to: all ranks are here at the same step."""
+        if due(step):
+            with here.during("clock"):
+                self._compare()
+            _note_memory()
+
+    def _compare(self) -> None:
+        offset = compare_clocks(self._group, self._device)
+        trace.mark("clock", offset=offset.seconds, error=offset.error)
+
+
+def _device_of(group: dist.ProcessGroup | None, model: DataParallel | None) -> torch.device:
+    """Return where the group wants tensors."""
+    if group is not None and "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _note_memory() -> None:
+    """Write the most memory that this process has used so far: resident, and allocated on its GPU."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks: dict[str, object] = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peaks["allocated"] = torch.cuda.max_memory_allocated()
+    trace.mark("memory", **peaks)

@@ -1,0 +1,215 @@
+"""What limits a run, and what to do about it: by rules over the shares of its phases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from paceline.plan.slow_network import advise
+from paceline.report.rate import transfer_rate
+from paceline.report.straggler_words import cause, remedy
+from paceline.report.summary import RankTime, Summary
+from paceline.units import format_bytes, format_count, format_decimal, format_seconds
+
+__all__ = ["Limit", "Remedy", "limit_of", "mean_share", "percent"]
+
+_CONSIDERABLE = 0.10
+"""A share of the step below which nothing is said to limit."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What to do, how, and what that is expected to bring."""
+
+    what: str
+    how: str
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What limits a run.
+
+    Attributes:
+        kind: ``"tasks"``, ``"data"``, ``"straggler"``, ``"uneven"``, ``"communication"``, ``"other"``, ``"computing"``.
+        sentences: it in words, first what it is, then why.
+        remedies: what to do, the most useful first.
+    """
+
+    kind: str
+    sentences: tuple[str, ...]
+    remedies: tuple[Remedy, ...] = ()
+
+
+def limit_of(summary: Summary, facts: Mapping[str, object]) -> Limit:
+    """Return what limits a run.
+
+    Args:
+        summary: its numbers, with the ranks' times. facts: the content of ``run.json``.
+    """
+    ranks = summary.ranks
+    between = fmean(rank.between / (rank.between + rank.total) for rank in ranks)
+    exposed, data = mean_share(ranks, "exposed"), mean_share(ranks, "data")
+    if between >= 2 * _CONSIDERABLE:
+        return _tasks(between)
+    if data >= _CONSIDERABLE and data >= exposed:
+        return _data(data)
+    if summary.arrivals.straggler is not None and exposed >= _CONSIDERABLE / 2:
+        return _straggler(summary)
+    if exposed >= _CONSIDERABLE:
+        uneven = (
+            fmean(each.imbalance for each in told) / _step(summary)
+            if (told := summary.arrivals.ranks)
+            else 0.0
+        )
+        if uneven >= max(_CONSIDERABLE, exposed / 2):
+            return _uneven(uneven, exposed)
+        return _communication(summary, exposed, facts)
+    if (other := mean_share(ranks, "other")) >= 2 * _CONSIDERABLE:
+        return Limit(
+            "other", (f"Other work inside of the step limits this run: {percent(other)} are in no phase.",)
+        )
+    return _computing(summary)
+
+
+def mean_share(ranks: Sequence[RankTime], phase: str) -> float:
+    """Return the share of a phase, mean of the ranks."""
+    return fmean(rank.share(phase) for rank in ranks)
+
+
+def _tasks(between: float) -> Limit:
+    return Limit(
+        "tasks",
+        (
+            f"Work outside of the training step limits this run: {percent(between)} of the time goes into held-out "
+            "losses and checkpoints.",
+        ),
+        (
+            Remedy("Do it less often", "--eval-every, --checkpoint-every; pl.Checkpoint(every=…)"),
+            Remedy("Measure on less text", "--eval-windows"),
+        ),
+    )
+
+
+def _data(data: float) -> Limit:
+    return Limit(
+        "data",
+        (f"Data limits this run: ranks wait {percent(data)} of the time for their next batch.",),
+        (
+            Remedy("Fetch ahead", "pl.Loader(…, num_workers=4, persistent_workers=True, prefetch_factor=4)"),
+            Remedy("Prepare the data once", "tokenised, decoded, on a local disk"),
+        ),
+    )
+
+
+def _straggler(summary: Summary) -> Limit:
+    found = summary.arrivals.straggler
+    assert found is not None, "there is one"
+    waits = fmean(each.imbalance for each in summary.arrivals.ranks if each.rank != found.rank)
+    step = _step(summary)
+    return Limit(
+        "straggler",
+        (
+            f"Rank {found.rank} limits this run: it comes last to the exchange in {percent(found.last)} of the steps, "
+            f"{format_seconds(found.late)} after the others, who wait {percent(waits / step)} of the time for it.",
+            cause(found),
+        ),
+        (Remedy(*remedy(found), f"steps of {format_seconds(max(0.0, step - found.late))}, if it kept up"),),
+    )
+
+
+def _uneven(uneven: float, exposed: float) -> Limit:
+    return Limit(
+        "uneven",
+        (
+            f"Ranks wait for each other: of the {percent(exposed)} of the time in which they stand still, "
+            f"{percent(uneven)} are until the last one has come, now one rank and now another; a faster network would "
+            "not help.",
+        ),
+        (
+            Remedy("Make batches alike", "samples of like length together, the same number on every rank"),
+            Remedy("Leave the processors to the ranks", "paceline doctor; fewer ranks or threads than cores"),
+            Remedy("Synchronise less often", "--accumulate: late and early steps even out", "waits shrink"),
+        ),
+    )
+
+
+def _step(summary: Summary) -> float:
+    return fmean(rank.total for rank in summary.ranks)
+
+
+def _communication(summary: Summary, exposed: float, facts: Mapping[str, object]) -> Limit:
+    size = len(summary.ranks)
+    step = _step(summary)
+    rate = transfer_rate(summary.timelines, size)
+    sent = f" for {format_bytes(summary.nbytes)} a step" if summary.nbytes else ""
+    through = f", which go through the network at {format_decimal(rate)}/s" if rate and sent else ""
+    sentence = (
+        f"Communication limits this run: ranks stand still {percent(exposed)} of the time{sent}{through}."
+    )
+    return Limit(
+        "communication", (sentence,), (*_smaller(summary, facts, rate, step), *_rarer(step, exposed))
+    )
+
+
+def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, step: float) -> list[Remedy]:
+    """Return ways to send less, each with the step that is expected of it; none where too little is known."""
+    parameters, size = facts.get("parameters"), len(summary.ranks)
+    if not isinstance(parameters, int) or not rate or summary.nbytes is None:
+        return []
+    if summary.nbytes < 3.5 * parameters:  # it sends fewer bytes already
+        return []
+    alone = step - fmean(rank.seconds["exposed"] for rank in summary.ranks)
+    if alone <= 0:
+        return []
+    advice = advise(parameters, size, rate, alone)
+    exact = next(option for option in advice.options if option.compression == "int8")
+    options = {option.flags: option for option in (exact, advice.chosen) if option.flags}
+    return [
+        Remedy(
+            f"Send {option.name}",
+            f"paceline train {option.flags}"
+            if option.every > 1
+            else f'{option.flags}, or pl.Sync(compression="int8")',
+            f"steps of about {format_seconds(option.step_seconds)} instead of {format_seconds(step)}; "
+            f"effect on the loss: {option.effect}",
+        )
+        for option in options.values()
+    ]
+
+
+def _rarer(step: float, exposed: float) -> list[Remedy]:
+    twice = step * (1 - exposed) + step * exposed / 2
+    return [
+        Remedy(
+            "Send half as often",
+            "twice the batch a rank, or --accumulate 2 (with model.accumulate(): …)",
+            f"about {format_seconds(twice)} instead of {format_seconds(step)} for as many samples; the global batch is "
+            "twice as large",
+        ),
+        Remedy(
+            "Let it be tuned",
+            '--sync auto, or pl.DataParallel(net, sync="auto")',
+            "exact; bucket size and sharding",
+        ),
+    ]
+
+
+def _computing(summary: Summary) -> Limit:
+    pace = f" at {format_count(summary.tokens_per_second)} tokens/s" if summary.tokens_per_second else ""
+    return Limit(
+        "computing",
+        (f"Computing limits this run{pace}: more ranks or faster ones would help, a faster network hardly.",),
+        (
+            Remedy(
+                "See what more ranks would bring",
+                "paceline bench parts, then paceline plan --devices 1,2,4,8",
+            ),
+        ),
+    )
+
+
+def percent(share: float) -> str:
+    """Return a share in per cent."""
+    return f"{100 * share:.0f}\u00a0%"

@@ -1,0 +1,92 @@
+"""What is gathered of a step becomes one line of the trace."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from paceline import trace
+from paceline.recorder import Recorder, is_quiet
+from paceline.whereabouts import Whereabouts
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Record into a file, and return a function that ends that and gives its lines."""
+    path = tmp_path / "trace" / "rank3.jsonl"
+    trace.open(path, 3)
+
+    def read():
+        trace.close()
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    yield read
+    trace.close()
+
+
+def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
+    here = Whereabouts()
+    here.recorder = Recorder()
+    for step in (0, 1):
+        here.begin(step, "forward")
+        here.begin(step, "backward")
+        here.enter("exchange")
+        here.wait(2)
+        here.arrive()
+        here.enter("optimizer")
+        here.enter("optimizer")
+    here.recorder.flush()
+    here.recorder.flush()
+    first, second = lines()
+    assert (first["name"], first["rank"], first["step"], second["step"]) == ("step", 3, 0, 1)
+    assert [name for name, _ in first["phases"]] == ["forward", "backward", "exchange", "optimizer"]
+    assert first["phases"][0][1] == 0
+    assert first["start"] + first["seconds"] == pytest.approx(second["start"], abs=2e-6)
+    ((bucket, since, until),) = first["waits"]
+    assert bucket == 2
+    assert 0 <= since <= until <= 1e6 * first["seconds"]
+
+
+def test_calls_tell_what_is_known_of_them(lines):
+    recorder = Recorder()
+    start = time.perf_counter()
+    recorder.phase(5, "forward", start)
+    recorder.launched("reduce", 0, 4096, start + 0.001, start + 0.002)
+    recorder.launched("gather", 0, 2048.0, None, start + 0.003)
+    recorder.arrived("reduce", 0, None, start + 0.004)
+    recorder.arrived("reduce", 7, None, start)  # of a step that is over
+    recorder.samples = 16.0
+    recorder.flush(start + 0.010)
+    (line,) = lines()
+    reduced, gathered = line["calls"]
+    assert reduced[:5] == ["reduce", 0, 4096, 1000, 2000]
+    assert reduced[6:] == [None, 4000]
+    assert gathered[:5] == ["gather", 0, 2048, None, 3000]
+    assert gathered[6:] == [None, None]
+    assert line["samples"] == 16.0
+    assert line["cpu"] >= 0
+    assert line["preempted"] >= 0
+
+
+def test_tasks_and_plans_are_told(lines):
+    here = Whereabouts()
+    here.recorder = Recorder()
+    here.begin(0, "forward")
+    with here.during("checkpoint"):
+        pass
+    buckets = [object()]
+    for _ in range(2):
+        here.recorder.planned(buckets, lambda: {"step": 0, "buckets": []})
+    here.recorder.planned([object()], lambda: {"step": 1, "buckets": []})
+    here.recorder.flush()
+    told = lines()
+    assert [line["name"] for line in told] == ["plan", "plan", "step"]
+    assert told[-1]["tasks"][0][0] == "checkpoint"
+
+
+def test_some_steps_are_quiet():
+    assert [step for step in range(300) if is_quiet(step)] == [2, 4, 8, 16, 32, 64, 128, 256]
+    assert not is_quiet(0)
+    assert sum(map(is_quiet, range(128, 128 * 11))) == 10

@@ -1,0 +1,150 @@
+"""Who is waited for, and why: by when ranks come to the exchange, on made-up timelines with a known culprit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.report.arrivals import arrivals_of
+from paceline.report.limits import limit_of
+from paceline.report.rate import transfer_rate
+from paceline.report.steps import Bucket, Call, Interval, RankSteps, StepLine, Wait
+from paceline.report.straggler_words import cause, remedy
+from paceline.report.summary import Summary, rank_time
+
+NETWORK = 0.010
+
+
+def timelines(
+    slow=None, *, ranks=3, steps=20, extra=0.05, part="forward", turns=False, clock_error=0.0, **changes
+):
+    """Return the timelines of ranks of which one takes longer for a part; with `turns` another one each step."""
+    lines = {rank: [] for rank in range(ranks)}
+    for step in range(steps):
+        late = step % ranks if turns else slow
+        longer = {rank: extra if rank == late else 0.0 for rank in range(ranks)}
+        came = {rank: 0.1 + more for rank, more in longer.items()}
+        through = max(came.values()) + NETWORK
+        for rank in range(ranks):
+            lines[rank].append(_line(rank, step, came[rank], through, longer[rank], part))
+            if rank == late:
+                lines[rank][-1] = replace(lines[rank][-1], **changes)
+    buckets = ((0, (Bucket("all-reduce", 1_000_000, 3, "a"),)),)
+    return {
+        rank: RankSteps(tuple(each), tuple(each), buckets, clock_error=clock_error)
+        for rank, each in lines.items()
+    }
+
+
+def _line(rank, step, came, through, longer, part):
+    lengths = {"data": 0.001, "forward": 0.040, "backward": 0.059}
+    lengths[part] = lengths.get(part, 0.0) + longer
+    phases, at = [], 0.0
+    for name, seconds in lengths.items():
+        phases.append(Interval(name, at, at + seconds))
+        at += seconds
+    phases.append(Interval("exchange", at, through))
+    calls = (Call("reduce", 0, 1_000_000, came, came, came, None, through),)
+    waits = (Wait(0, came, through),)
+    return StepLine(step, rank, 50.0 + step, through, tuple(phases), waits, (), calls, 8.0, 0.1, 2)
+
+
+def summary_of(told):
+    ranks = tuple(rank_time(rank, each) for rank, each in told.items())
+    arrivals = arrivals_of(told)
+    return Summary(20, 0.16, None, None, None, None, None, None, ranks, 1, 1e6, arrivals, told)
+
+
+def test_the_late_rank_is_found_though_all_steps_take_the_same_time():
+    arrivals = arrivals_of(timelines(slow=2))
+    found = arrivals.straggler
+    assert (found.rank, found.last) == (2, 1.0)
+    assert found.late == pytest.approx(0.05)
+    others, own = arrivals.ranks[0], arrivals.ranks[2]
+    assert (others.imbalance, others.transfer) == (pytest.approx(0.05), pytest.approx(NETWORK))
+    assert (own.imbalance, own.transfer) == (pytest.approx(0.0, abs=1e-9), pytest.approx(NETWORK))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        timelines(),
+        timelines(slow=1, extra=0.001),  # too little to matter
+        timelines(turns=True),  # now one rank, now another
+        timelines(slow=1, clock_error=0.05),  # may be nothing but clocks
+        timelines(slow=0, ranks=1),
+        {},
+    ],
+)
+def test_nobody_is_called_a_straggler_without_reason(told):
+    assert arrivals_of(told).straggler is None
+
+
+def test_only_steps_that_all_ranks_know_are_compared():
+    told = timelines(slow=1, ranks=2)
+    told[0] = replace(told[0], warm=told[0].warm[:7])
+    assert arrivals_of(told).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "done"),
+    [
+        ({"part": "data"}, "It waits for its data: 51 ms a step, 1 ms on the others.", "num_workers"),
+        ({"part": "optimizer"}, "Its optimizer takes many times as long", "doctor"),
+        ({"cpu": 0.15}, "as much more processor time: its processor is slower", 'shares="measured"'),
+        ({"preempted": 60}, "other programs take its processors, 60 times a step", "doctor"),
+        ({}, "with no more processor time: it stands still there", "doctor"),
+        ({"samples": 12.0, "cpu": 0.15}, "It has more to do: 12 samples a step, the others 8.", "rebalance"),
+    ],
+)
+def test_the_cause_is_told_by_what_differs(changes, said, done):
+    found = arrivals_of(timelines(slow=1, **changes)).straggler
+    assert said in cause(found)
+    assert done in remedy(found)[1]
+
+
+def test_the_page_names_the_rank_the_cause_and_what_it_costs():
+    limit = limit_of(summary_of(timelines(slow=1)), {})
+    assert limit.kind == "straggler"
+    assert limit.sentences[0].startswith(
+        "Rank 1 limits this run: it comes last to the exchange in 100\u00a0% of the"
+    )
+    assert "forward takes 2.2 times as long (90 ms a step, 40 ms on the others)" in limit.sentences[1]
+    assert limit.remedies[0].expected == "steps of 110 ms, if it kept up"
+
+
+def test_ranks_that_wait_for_each_other_in_turn_are_not_the_networks_fault():
+    limit = limit_of(summary_of(timelines(turns=True)), {})
+    assert limit.kind == "uneven"
+    assert "a faster network would not help" in limit.sentences[0]
+
+
+def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
+    told = timelines(ranks=2)
+    slow = {
+        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in told.items()
+    }
+    limit = limit_of(summary_of(slow), {"parameters": 250_000})
+    assert limit.kind == "communication"
+    assert "go through the network at 5" in limit.sentences[0]
+    assert limit.remedies[0].what == "Send int8 gradients every step"
+    assert any("--accumulate" in remedy.how for remedy in limit.remedies)
+
+
+def _slower(line):
+    (call,), (*phases, exchange) = line.calls, line.phases
+    end = call.launched + 0.190
+    return replace(
+        line,
+        seconds=end,
+        phases=(*phases, replace(exchange, end=end)),
+        waits=(Wait(0, call.launched, end),),
+        calls=(replace(call, seen=end),),
+    )
+
+
+def test_the_rate_counts_from_the_last_launch():
+    assert transfer_rate(timelines(slow=1, ranks=2), 2) == pytest.approx(1_000_000 / NETWORK, rel=1e-6)
+    assert transfer_rate(timelines(ranks=4), 4) == pytest.approx(1.5 * 1_000_000 / NETWORK, rel=1e-6)
+    assert transfer_rate(timelines(ranks=1), 1) is None
