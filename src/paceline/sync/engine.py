@@ -175,9 +175,11 @@ class DataParallel(torch.nn.Module):
         samples = self._checked(loss, samples)
         weight = None
         if loss is not None:
-            weight = torch.full_like(loss, self.engine.weights.of_loss(samples))
+            factor = self.engine.weights.of_loss(samples)
+            weight = torch.full_like(loss, factor)
             if samples is not None and loss.dtype in (torch.bfloat16, torch.float16):
-                samples = self.engine.weights.samples_of(weight.item())  # what the rounded weight means
+                rounded = torch.full((), factor, dtype=loss.dtype)  # not `weight`: nobody waits for a GPU
+                samples = self.engine.weights.samples_of(rounded.item())
         if samples is None:
             self.engine.begin(Status.SHARE)
         else:

@@ -155,10 +155,12 @@ class Reducer(Gradients):
 
         Raises:
             SyncError: two kinds of weights would be mixed in one gradient.
+            UsageError: a CUDA graph is being captured, and there are other ranks.
         """
         self.recover()
         if self._open:
             return
+        self._refuse_capture()
         if self.parted and not self.apart:
             raise SyncError(
                 "parameters differ between ranks: a block in which they trained apart ended in an exception",
@@ -217,6 +219,7 @@ class Reducer(Gradients):
             return
         if slot.param.grad is not slot.view:
             self._move_in(slot)
+        bucket.note_writer()
         if slot.fired == slot.expected:
             bucket.pending -= 1
             if self.arrivals is not None:
