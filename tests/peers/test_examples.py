@@ -7,7 +7,6 @@ import difflib
 import io
 import itertools
 import runpy
-import socket
 import sys
 from pathlib import Path
 from unittest import mock
@@ -101,20 +100,7 @@ def run_script(rank, size, name, snapshot):
     return [float(line.split()[-1]) for line in said.getvalue().splitlines()]
 
 
-def places(size):
-    """Return what torchrun tells each rank."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    return [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-
-
-def free_port():
-    """Return a port that nobody listens at."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
-def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, tmp_path):
+def test_a_ddp_script_changed_in_one_line_learns_the_same(pool, places, tmp_path):
     before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("ddp_before.py", "ddp_after.py"))
     changed = [line for line in difflib.ndiff(before, after) if line[0] in "+-"]
     assert changed == [
