@@ -66,6 +66,17 @@ def module_in_a_graph(rank: int, device: str) -> float:
     return gap(model, "Plain", device)
 
 
+def sharded_graph(rank: int, device: str) -> str:
+    """Try to shard such a module, whose parameters would move; return what is raised."""
+    net = on.build("Plain", device)
+    graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
+    try:
+        pl.DataParallel(graphed, sync="sharded")
+    except pl.PacelineError as error:
+        return str(error)
+    return "nothing"
+
+
 def captured_backward(rank: int, device: str) -> str:
     """Try to capture a whole step; return what is raised, once a step without a graph has gone well."""
     model = pl.DataParallel(on.build("Plain", device))
@@ -96,6 +107,7 @@ def main(backend: str, device: str, out: str) -> None:
     if here != "cpu":
         found["a stream of the program"] = on_a_stream_of_the_program(world.rank, here)
         found["module in a graph"] = module_in_a_graph(world.rank, here)
+        found["sharded graph"] = sharded_graph(world.rank, here)
         found["captured"] = captured_backward(world.rank, here)
     Path(f"{out}.{world.rank}").write_text(json.dumps(found), encoding="utf-8")
     pl.shutdown()

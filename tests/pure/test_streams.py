@@ -8,6 +8,7 @@ import torch
 import paceline as pl
 from paceline.errors import UsageError
 from paceline.sync.bucket import Bucket, Slot
+from paceline.sync.wire import Wire
 
 
 class Stream:
@@ -51,6 +52,20 @@ def test_one_stream_waits_for_nothing(bucket, monkeypatch):
     bucket.note_writer()
     bucket.await_writers()
     assert only.waited == []
+
+
+@pytest.mark.parametrize("sync", ["sharded", "full-shard", "auto"])
+def test_a_graph_reads_parameters_where_they_were_so_they_may_not_move(sync):
+    def make_graphed_callables(net):  # as torch.cuda's, which needs a GPU
+        net.forward = lambda x: x
+        return net
+
+    graphed = torch.nn.Sequential(torch.nn.Linear(2, 2), make_graphed_callables(torch.nn.Linear(2, 1)))
+    wire = Wire()
+    pl.DataParallel(graphed, sync, group=wire)
+    wire.size = 2
+    with pytest.raises(UsageError, match="module '1' is a CUDA graph"):
+        pl.DataParallel(graphed, sync, group=wire)
 
 
 def test_a_captured_backward_is_refused_among_ranks_and_only_there(monkeypatch):
