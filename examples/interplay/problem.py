@@ -69,4 +69,5 @@ def _outcome(trial: Callable[[], Gap]) -> Gap | str:
     try:
         return trial()
     except (RuntimeError, TypeError, ValueError) as error:
-        return f"raises {type(error).__name__}: {str(error).splitlines()[0]}"
+        said = str(error).splitlines()[0]
+        return f"raises {type(error).__name__}: {said if len(said) <= 80 else f'{said[:80]}…'}"
