@@ -93,9 +93,6 @@ def tokens(batch_size: int, context: int, size: str = "small") -> Workload:
 
 
 def picture_step(batch: int) -> tuple[nn.Module, tuple[Tensor], Callable[[Tensor], Tensor]]:
-    """Return the ResNet-50 with a batch and a loss, as ``paceline plan memory`` takes a user's model.
-
-    Its memory is laid out as usual: under a prediction a model can't be converted.
-    """
+    """Return the ResNet-50 with a batch and a loss, as ``paceline plan memory`` takes a user's model."""
     pictures, kinds = torch.randn(batch, 3, 224, 224), torch.randint(CLASSES, (batch,))
     return resnet50(), (pictures,), lambda logits: functional.cross_entropy(logits, kinds)
