@@ -34,6 +34,21 @@ def loss_of(model: Callable[[Tensor], Tensor], number: int, rank: int) -> Tensor
     return (model(inputs) - targets).square().mean()
 
 
+def learn(
+    model: Callable[[Tensor], Tensor],
+    optim: torch.optim.Optimizer,
+    backward: Callable[[Tensor], object],
+    rank: int,
+    clip: Callable[[], object] = lambda: None,
+) -> None:
+    """Make the steps of a rank, with whatever runs backward and clips."""
+    for step in range(STEPS):
+        backward(loss_of(model, step, rank))
+        clip()
+        optim.step()
+        optim.zero_grad()
+
+
 def one_process(ranks: int, *, micro: int = 1, clip: float | None = None) -> list[Tensor]:
     """Train on the batches of all ranks, `micro` of each rank to a step; return the parameters."""
     model = build()

@@ -8,10 +8,12 @@ What came of it, and what follows: docs/interplay.md.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from problem import RATE, STEPS, Gap, build, gap, loss_of, one_process, tried
+from problem import RATE, STEPS, Gap, build, gap, learn, loss_of, one_process, tried
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
@@ -30,10 +32,7 @@ def prepared_optimizer() -> Gap:
     accelerator = Accelerator(cpu=True)
     model, optim = wrapped("sharded")
     optim = accelerator.prepare(optim)
-    for step in range(STEPS):
-        accelerator.backward(loss_of(model, step, accelerator.process_index))
-        optim.step()
-        optim.zero_grad()
+    learn(model, optim, accelerator.backward, accelerator.process_index)
     return gap(model.whole_parameters(), one_process(accelerator.num_processes))
 
 
@@ -55,14 +54,9 @@ def _clipped(sync: str, *, ours: bool) -> Gap:
     accelerator = Accelerator(cpu=True)
     model, optim = wrapped(sync)
     optim = accelerator.prepare(optim)
-    for step in range(STEPS):
-        accelerator.backward(loss_of(model, step, accelerator.process_index))
-        if ours:
-            model.clip_grad_norm_(CLIP)
-        else:
-            accelerator.clip_grad_norm_(model.parameters(), CLIP)
-        optim.step()
-        optim.zero_grad()
+    theirs = partial(accelerator.clip_grad_norm_, list(model.parameters()), CLIP)
+    clip = partial(model.clip_grad_norm_, CLIP) if ours else theirs
+    learn(model, optim, accelerator.backward, accelerator.process_index, clip)
     return gap(model.whole_parameters(), one_process(accelerator.num_processes, clip=CLIP))
 
 
@@ -87,10 +81,7 @@ def prepared_model() -> Gap:
     model, optim = wrapped("bucketed")
     twice, optim = accelerator.prepare(model, optim)
     assert isinstance(twice, DistributedDataParallel)
-    for step in range(STEPS):
-        accelerator.backward(loss_of(twice, step, accelerator.process_index))
-        optim.step()
-        optim.zero_grad()
+    learn(twice, optim, accelerator.backward, accelerator.process_index)
     return gap(model.whole_parameters(), one_process(accelerator.num_processes))
 
 
@@ -100,10 +91,7 @@ def ddp_on_our_backend() -> Gap:
     assert dist.get_backend() == "paceline"
     net = build()
     model, optim = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=RATE))
-    for step in range(STEPS):
-        accelerator.backward(loss_of(model, step, accelerator.process_index))
-        optim.step()
-        optim.zero_grad()
+    learn(model, optim, accelerator.backward, accelerator.process_index)
     return gap(list(net.parameters()), one_process(accelerator.num_processes))
 
 

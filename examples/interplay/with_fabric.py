@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy, SingleDeviceStrategy
-from problem import RATE, STEPS, Gap, build, gap, loss_of, one_process, tried
+from problem import RATE, SAMPLES, STEPS, Gap, build, gap, learn, loss_of, one_process, tried
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
@@ -42,10 +43,7 @@ def ddp_on_our_backend() -> Gap:
     fabric, net = fabric_of_all(), build()
     model, optim = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=RATE))
     assert dist.get_backend() == "paceline"
-    for step in range(STEPS):
-        fabric.backward(loss_of(model, step, fabric.global_rank))
-        optim.step()
-        optim.zero_grad()
+    learn(model, optim, fabric.backward, fabric.global_rank)
     return gap(list(net.parameters()), one_process(fabric.world_size))
 
 
@@ -54,10 +52,7 @@ def our_model_in_its_world() -> Gap:
     fabric = fabric_of_all()
     model, optim = wrapped("sharded")
     optim = fabric.setup_optimizers(optim)
-    for step in range(STEPS):
-        fabric.backward(loss_of(model, step, fabric.global_rank))
-        optim.step()
-        optim.zero_grad()
+    learn(model, optim, fabric.backward, fabric.global_rank)
     return gap(model.whole_parameters(), one_process(fabric.world_size))
 
 
@@ -87,11 +82,8 @@ def clipped_by_fabric_sharded() -> Gap:
     fabric = fabric_of_all()
     model, optim = wrapped("sharded")
     optim = fabric.setup_optimizers(optim)
-    for step in range(STEPS):
-        fabric.backward(loss_of(model, step, fabric.global_rank))
-        fabric.clip_gradients(model, optim, max_norm=CLIP)
-        optim.step()
-        optim.zero_grad()
+    clip = partial(fabric.clip_gradients, model, optim, max_norm=CLIP)
+    learn(model, optim, fabric.backward, fabric.global_rank, clip)
     return gap(model.whole_parameters(), one_process(fabric.world_size, clip=CLIP))
 
 
@@ -101,10 +93,7 @@ def set_up_in_ddp() -> Gap:
     ours, optim = wrapped("bucketed")
     model, optim = fabric.setup(ours, optim)
     assert isinstance(model._forward_module, DistributedDataParallel)
-    for step in range(STEPS):
-        fabric.backward(loss_of(model, step, fabric.global_rank))
-        optim.step()
-        optim.zero_grad()
+    learn(model, optim, fabric.backward, fabric.global_rank)
     return gap(ours.whole_parameters(), one_process(fabric.world_size))
 
 
@@ -113,11 +102,8 @@ def set_up_one_device_each() -> Gap:
     fabric = Fabric(accelerator="cpu", devices=1, strategy=SingleDeviceStrategy("cpu"))
     ours, optim = wrapped("sharded")
     model, optim = fabric.setup(ours, optim)
-    for step in range(STEPS):
-        model.backward(loss_of(model, step, dist.get_rank()), samples=3)
-        model.clip_grad_norm_(CLIP)
-        optim.step()
-        optim.zero_grad()
+    backward = partial(model.backward, samples=SAMPLES)
+    learn(model, optim, backward, dist.get_rank(), partial(model.clip_grad_norm_, CLIP))
     return gap(ours.whole_parameters(), one_process(dist.get_world_size(), clip=CLIP))
 
 
