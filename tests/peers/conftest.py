@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,18 @@ def pool() -> Iterator[Staff]:
     staff = Staff()
     yield staff
     staff.close()
+
+
+@pytest.fixture
+def places() -> Callable[[int], list[dict[str, str]]]:
+    """`places(2)` is what torchrun would tell each of two ranks, with a port of their own to meet at."""
+
+    def told(size: int) -> list[dict[str, str]]:
+        with socket.socket() as listening:
+            listening.bind(("127.0.0.1", 0))
+            port = listening.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        local = {"LOCAL_WORLD_SIZE": str(size), "GROUP_RANK": "0"}
+        return [shared | local | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+    return told

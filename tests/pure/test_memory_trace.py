@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from paceline.bench.footprint.allocated import Allocated
 from paceline.bench.footprint.predict import Untraceable, predict
 from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import Subject, subject_of
+from paceline.bench.footprint.subject import Built, Subject, subject_of
 from paceline.bench.footprint.training import Silent, train
 from paceline.errors import UsageError
 from paceline.plan.memory.trace import Tracer
@@ -213,6 +213,31 @@ def test_a_prediction_is_what_one_process_takes():
     assert predict(subject_of("tiny"), setting).timeline.peak().nbytes == pytest.approx(
         allocated.nbytes, rel=0.01
     )
+
+
+def low_precision(convert):
+    """Return a subject of bf16 that is converted, or made so."""
+
+    def build(setting):
+        dtype = None if convert else torch.bfloat16
+        layers = [nn.Linear(64, 96, dtype=dtype), nn.Tanh(), nn.Linear(96, 8, dtype=dtype)]
+        net = nn.Sequential(*layers)
+        net = net.bfloat16() if convert else net
+        return Built(
+            net,
+            lambda: torch.zeros(setting.batch, 64, dtype=torch.bfloat16),
+            lambda model, x: model(x).mean(),
+        )
+
+    return Subject("low", build)
+
+
+@pytest.mark.parametrize("strategy", ["alone", "sharded"])
+def test_a_model_that_is_converted_takes_what_it_becomes(strategy):
+    setting = Setting(strategy, 1 if strategy == "alone" else 2, batch=32)
+    converted, made = (predict(low_precision(way), setting) for way in (True, False))
+    assert converted.parameter_nbytes == made.parameter_nbytes == 2 * (64 * 96 + 96 + 96 * 8 + 8)
+    assert converted.timeline.peak().nbytes == made.timeline.peak().nbytes
 
 
 def test_predictions_are_repeatable():

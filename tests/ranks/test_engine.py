@@ -667,32 +667,6 @@ def test_bf16_gradients_are_accumulated_in_float32_on_request(pool):
     assert max(error for error, *_ in fine) < 0.5 * min(error for error, *_ in rough)
 
 
-def compiled(rank, size, sync, outside):
-    net = zoo.build("Plain")
-    if outside:
-        model = pl.DataParallel(net, sync=sync)
-        run = torch.compile(model, backend="aot_eager")
-    else:
-        model = pl.DataParallel(torch.compile(net, backend="aot_eager"), sync=sync)
-        run = model
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-    eager, other = wrapped("naive")
-    for step in range(3):
-        model.backward(loss_on(run, rank, step), samples=6)
-        optim.step()
-        optim.zero_grad()
-        eager.backward(loss_on(eager, rank, step), samples=6)
-        other.step()
-        other.zero_grad()
-    return apart(model.whole_parameters(), eager.whole_parameters())
-
-
-@pytest.mark.parametrize("outside", [False, True])
-@pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_torch_compile_inside_and_outside(pool, sync, outside):
-    assert all(gap < 1e-12 for gap in pool(2).run(compiled, sync, outside))
-
-
 def forgotten(rank, size):
     model, optim = wrapped("bucketed")
     model.backward(loss_on(model, rank), samples=6)

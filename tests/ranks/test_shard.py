@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from zoo import apart
 
 import paceline as pl
 from paceline.errors import UsageError
+from paceline.sync.wire import Wire
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 
@@ -305,3 +307,17 @@ def with_closure(rank, size, sync):
 def test_a_closure_is_evaluated_and_its_loss_returned(pool, sync):
     for first, second in pool(2).run(with_closure, sync):
         assert second < first
+
+
+def by_collectives(rank, size):
+    """Train with gloo's own reduce-scatter and all-gather, as it must where gradients are on a GPU."""
+    reference, other = build(torch.optim.AdamW, **ADAMW)
+    train(reference, other, rank, range(3))
+    with mock.patch.object(Wire, "_takes_parts", return_value=True):
+        model, optim = build(torch.optim.AdamW, **ADAMW)
+        train(model, optim, rank, range(3))
+    return apart(model.parameters(), reference.parameters())
+
+
+def test_gloos_own_collectives_do_for_shards(pool):
+    assert max(pool(3).run(by_collectives)) <= 1e-12

@@ -5,6 +5,11 @@ is a view into its bucket, so backward writes where the collective reads: nothin
 
     flat   | grad 0 | grad 1 |..pad..| grad 2 | ledger or padding |
              └ slots[0].view
+
+[Note: streams] On a GPU autograd adds a gradient on the stream on which the program used the parameter, and runs its
+hooks there too. A collective waits for the stream that launches it, which is that of the gradient that came last. So
+where a program computes on several streams, that stream is first made to wait for the others. What is launched after
+backward needs nothing: autograd ends with the caller's stream behind all of them.
 """
 
 from __future__ import annotations
@@ -193,6 +198,8 @@ class Bucket:
         self.flat = self._empty(dtype, total, device)
         self.grads, self.ledger = self.flat[:used], self.flat[used : used + tail]
         self.params: torch.Tensor | None = None
+        self.writers: set[torch.cuda.Stream] | None = set() if device.type == "cuda" else None
+        """On a GPU: the streams on which gradients were written into it; see [Note: streams]."""
         for slot in slots:
             slot.bucket, slot.view = self, _shaped(self.flat, slot)
             slot.staged = not slot.param.is_complex() and slot.param.dtype != dtype
@@ -212,6 +219,20 @@ class Bucket:
         for start, stop in self._gaps:
             flat[start:stop].zero_()
         return flat
+
+    def note_writer(self) -> None:
+        """Take note that autograd has just written here on the current stream."""
+        if self.writers is not None:
+            self.writers.add(torch.cuda.current_stream(self.flat.device))
+
+    def await_writers(self) -> None:
+        """Have the current stream wait for what was written here on others."""
+        if self.writers:
+            now = torch.cuda.current_stream(self.flat.device)
+            for stream in self.writers:
+                if stream != now:
+                    now.wait_stream(stream)
+            self.writers.clear()
 
     def adopt_gradients(self) -> None:
         """Move the parameters' gradients in, one by one, so that no second set of them exists."""

@@ -59,8 +59,8 @@ class DataParallel(torch.nn.Module):
             every ``ModuleList`` with at least 100,000 parameters.
 
     Raises:
-        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), or `gather_dtype`
-            where nothing is gathered.
+        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), `gather_dtype`
+            where nothing is gathered, or a CUDA graph of a model whose parameters are to move.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -90,6 +90,8 @@ class DataParallel(torch.nn.Module):
             )
         _refuse_unfit(module, plan.squeeze)
         wire = group if isinstance(group, Wire) else Wire(_process_group(group))
+        if wire.size > 1 and (tuned or plan.shard != "none"):
+            _refuse_graphs(module, sync)
         way = "auto" if tuned else str(plan)
         facts = describe(module, f"{way}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
@@ -175,9 +177,11 @@ class DataParallel(torch.nn.Module):
         samples = self._checked(loss, samples)
         weight = None
         if loss is not None:
-            weight = torch.full_like(loss, self.engine.weights.of_loss(samples))
+            factor = self.engine.weights.of_loss(samples)
+            weight = torch.full_like(loss, factor)
             if samples is not None and loss.dtype in (torch.bfloat16, torch.float16):
-                samples = self.engine.weights.samples_of(weight.item())  # what the rounded weight means
+                rounded = torch.full((), factor, dtype=loss.dtype)  # not `weight`: nobody waits for a GPU
+                samples = self.engine.weights.samples_of(rounded.item())
         if samples is None:
             self.engine.begin(Status.SHARE)
         else:
@@ -312,3 +316,13 @@ def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> N
             )
         if compression is not None and param.requires_grad and not compression.exempts(name, param):
             compression.refuse_unfit(name, param)
+
+
+def _refuse_graphs(module: torch.nn.Module, sync: str | Sync) -> None:
+    """Raise where a part of `module` is a CUDA graph, which goes on reading where parameters were when it was made."""
+    for name, child in module.named_modules():
+        if "make_graphed_callables" in getattr(getattr(child, "forward", None), "__qualname__", ""):
+            raise UsageError(
+                f"module {name!r} is a CUDA graph, and sync={str(sync)!r} moves parameters to other memory",
+                remedy='use a strategy that leaves them where they are, such as "bucketed"',
+            )

@@ -63,6 +63,7 @@ class Flight:
         last = sum(bool(bucket.slots) for bucket in self.buckets) - 1
         while self._next < last and self.buckets[self._next].pending == 0:
             bucket = self.buckets[self._next]
+            bucket.await_writers()
             for slot in bucket.slots:
                 slot.param.grad = None
             if gauge is not None:

@@ -102,7 +102,7 @@ class FullShard(Reducer):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_reduce_scatter_unused_params(True, recurse=False)
-            if wire.backend == "gloo":
+            if wire.backend == "gloo" and device == "cpu":
                 part.set_custom_reduce_scatter(DirectReduceScatter(wire))
                 part.set_custom_all_gather(DirectAllGather(wire))
 

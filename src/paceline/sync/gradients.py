@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.errors import SyncError
+from paceline.errors import SyncError, UsageError
 from paceline.sync.bucket import Bucket, Piece, Slot
 from paceline.sync.flight import Flight
 from paceline.sync.gauge import Broken, Gauge
@@ -231,6 +231,18 @@ class Gradients:
                 bucket.flat[low:high].mul_(factor)
         elif not self.weights.averaged and self._results():  # an average of the result is the result
             torch._foreach_mul_(self._results(), factor if self.weights.carries else 0.0)
+
+    def _refuse_capture(self) -> None:
+        """Raise where this backward would go into a CUDA graph: a round reads its ledger, which a graph can't."""
+        if self.wire.size == 1 or self.device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"backward is captured into a CUDA graph in a world of {self.wire.size} ranks",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="capture the module alone, with torch.cuda.make_graphed_callables, and wrap that",
+            )
 
     # ------------------------------------------------------------------ in backward
 

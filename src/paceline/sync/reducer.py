@@ -77,14 +77,13 @@ class Reducer(Gradients):
         self._syncing = False  # ... and closes with a round
         self._firings: list[int] = []  # firings of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
-        self._handles = [
-            register(_hook(weakref.ref(self), slot.index, event))
-            for slot in self.slots
-            for register, event in (
-                (slot.param.register_hook, Reducer.arriving),
-                (slot.param.register_post_accumulate_grad_hook, Reducer.accumulated),
-            )
-        ]
+        self._handles = []
+        for slot in self.slots:
+            if wire.size > 1:  # a world of one has no buckets to prepare
+                hook = _hook(weakref.ref(self), slot.index, Reducer.arriving)
+                self._handles.append(slot.param.register_hook(hook))
+            hook = _hook(weakref.ref(self), slot.index, Reducer.accumulated)
+            self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
         weakref.finalize(self, _remove, self._handles)
 
     # ------------------------------------------------------------------ what the rest of Paceline asks
@@ -154,10 +153,12 @@ class Reducer(Gradients):
 
         Raises:
             SyncError: two kinds of weights would be mixed in one gradient.
+            UsageError: a CUDA graph is being captured, and there are other ranks.
         """
         self.recover()
         if self._open:
             return
+        self._refuse_capture()
         if self.parted and not self.apart:
             raise SyncError(
                 "parameters differ between ranks: a block in which they trained apart ended in an exception",
@@ -216,6 +217,7 @@ class Reducer(Gradients):
             return
         if slot.param.grad is not slot.view:
             self._move_in(slot)
+        bucket.note_writer()
         if slot.fired == slot.expected:
             bucket.pending -= 1
             if self.arrivals is not None:

@@ -3,7 +3,8 @@
 gloo's reduce-scatter clones its input and runs a whole all-reduce, and its all-gather copies twice, so
 over gloo both are sent point to point instead: every rank sends each peer that peer's part, and
 receives its own. That moves (N-1)/N of the buffer per rank, as a ring does, without a copy
-(large buffers gain: benchmarks/wire). Backends with in-place forms of their own (paceline, NCCL) use those.
+(large buffers gain: benchmarks/wire). Backends with in-place forms of their own (paceline, NCCL) use those, and so
+does gloo for memory of a GPU, which it can reduce and gather but not send.
 """
 
 from __future__ import annotations
@@ -149,6 +150,10 @@ class Wire:
         """Tell whether the backend's own reduce-scatter and all-gather work in place."""
         return backend == "paceline" or "nccl" in backend
 
+    def _takes_parts(self, flat: torch.Tensor) -> bool:
+        """Tell whether the backend's own reduce-scatter and all-gather are what is used for `flat`."""
+        return self._native_parts or flat.device.type != "cpu"
+
     @property
     def ranks(self) -> frozenset[int]:
         """The ranks, as the world numbers them."""
@@ -213,7 +218,7 @@ class Wire:
         parts = flat.chunk(self.size)
         own = parts[self.rank]
         result = own if into is None else into
-        if self._native_parts:
+        if self._takes_parts(flat):
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
@@ -236,7 +241,9 @@ class Wire:
 
         A peer whose receive is posted already is sent to at once, without a round trip.
         """
-        return [] if self._native_parts else self.expect_rows(flat.view(self.size, -1), self._tag_all_gather)
+        if self._takes_parts(flat):
+            return []
+        return self.expect_rows(flat.view(self.size, -1), self._tag_all_gather)
 
     def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> Pending:
         """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
@@ -246,7 +253,7 @@ class Wire:
             expected: what `expect_parts(flat)` returned, where it was called.
         """
         rows = flat.view(self.size, -1)
-        if self._native_parts:
+        if self._takes_parts(flat):
             work = _all_gather(flat, rows[self.rank], group=self.group, async_op=True)
             return Pending([work] if work is not None else [])
         return self.give_row(
@@ -328,8 +335,12 @@ class Wire:
         return every
 
     def write(self, numbers: list[float], place: torch.Tensor) -> None:
-        """Put the numbers of this rank's ledger into `place`, from where they are summed over ranks."""
-        place.copy_(torch.tensor(numbers, dtype=place.dtype))
+        """Put the numbers of this rank's ledger into `place`, from where they are summed over ranks.
+
+        On a GPU without waiting for what it is doing: the copy is queued behind that.
+        """
+        mine = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
+        place.copy_(mine, non_blocking=True)
 
     def read(self, summed: torch.Tensor) -> list[float]:
         """Return the numbers of the ledger, summed over ranks."""

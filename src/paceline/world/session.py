@@ -142,7 +142,8 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float,
     if dist.is_initialized():
         raise WorldError(
             "torch.distributed has a process group already, which Paceline did not make",
-            remedy="leave init_process_group() to paceline.init(), or destroy_process_group() first",
+            remedy="call paceline.init() first and leave the group to it; or go without: paceline.DataParallel, Loader "
+            "and the rest take the group that is there",
         )
     store = _open(place, timeout)
     roster = _gather(store, place, timeout, alike)

@@ -1,4 +1,4 @@
-"""What torch does with memory that no operator tells of: two of its methods, replaced while a tracer is active."""
+"""What torch does with memory that no operator tells of: three of its functions, replaced while a tracer is active."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["shapes_only", "told_of_resizing"]
+__all__ = ["converting", "shapes_only", "told_of_resizing"]
 
 
 @contextmanager
@@ -29,6 +29,30 @@ def told_of_resizing(tell: Callable[[Any, int], None]) -> Iterator[None]:
         yield
     finally:
         torch.UntypedStorage.resize_ = original
+
+
+@contextmanager
+def converting() -> Iterator[None]:
+    """Let modules be converted: ``net.bfloat16()``, ``net.to(memory_format=…)``.
+
+    That swaps a parameter with what it becomes, which torch refuses for a tensor that somebody refers to weakly; and a
+    fake mode refers to every tensor that it made, to know it again. So it forgets those two.
+    """
+    original = torch.utils.swap_tensors
+
+    def swap(one: Any, other: Any) -> None:
+        for fake in (one, other):
+            memo = getattr(getattr(fake, "fake_mode", None), "fake_tensor_converter", None)
+            known = getattr(memo, "tensor_memo", {})
+            for key in [key for key, held in known.items() if held is fake]:
+                del known[key]
+        original(one, other)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = original
 
 
 @contextmanager

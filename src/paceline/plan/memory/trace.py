@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from paceline.plan.memory.modules import ModulePaths
-from paceline.plan.memory.patches import shapes_only, told_of_resizing
+from paceline.plan.memory.patches import converting, shapes_only, told_of_resizing
 from paceline.plan.memory.recording import Recording
 from paceline.plan.memory.timeline import Timeline
 
@@ -92,6 +92,7 @@ class Tracer(TorchDispatchMode):
     def __enter__(self) -> Tracer:
         self._within.enter_context(self.modules)
         self._within.enter_context(told_of_resizing(self._resized))
+        self._within.enter_context(converting())
         self._within.enter_context(shapes_only(self._ignoring))
         super().__enter__()
         return self

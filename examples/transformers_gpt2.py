@@ -1,0 +1,82 @@
+"""A Hugging Face model, data-parallel: a small GPT-2, built from its configuration, learns lines of Python.
+
+torchrun --nproc-per-node 2 examples/transformers_gpt2.py
+
+Lines are of unequal length, so ranks have unequal numbers of tokens in a step. A batch counts for the tokens that its
+loss is the mean of: the gradient is that of the mean over all tokens of all ranks, as one process computes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import paceline as pl
+
+LONGEST, BATCH, STEPS = 64, 16, 100
+END, IGNORED = 256, -100  # the 257th token; a label that the loss leaves out
+
+
+class Tokens(dict[str, Tensor]):
+    """What the model takes by name; it counts for `samples` tokens."""
+
+    samples: int
+
+
+def lines_of_python() -> list[Tensor]:
+    """Return the lines of the standard library's sources as bytes."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
+    lines = [line.strip() for source in sources for line in source.read_bytes().splitlines()]
+    return [torch.tensor([*line[: LONGEST - 1], END]) for line in lines if len(line) > 4]
+
+
+def padded(lines: list[Tensor]) -> Tokens:
+    """Return a batch of lines, made equally long."""
+    tokens = torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=END)
+    lengths = torch.tensor([len(line) for line in lines])
+    mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+    batch = Tokens(input_ids=tokens, attention_mask=mask.long(), labels=tokens.where(mask, IGNORED))
+    batch.samples = int((batch["labels"][:, 1:] != IGNORED).sum())  # the model predicts all but the first
+    return batch
+
+
+def build() -> GPT2LMHeadModel:
+    """Return the model, with random weights: nothing is downloaded."""
+    torch.manual_seed(0)
+    size = {"n_positions": LONGEST, "n_embd": 96, "n_layer": 2, "n_head": 4, "vocab_size": END + 1}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=END, eos_token_id=END))
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def train(
+    net: GPT2LMHeadModel, steps: int = STEPS, batch_size: int = BATCH, sync: str = "sharded"
+) -> tuple[pl.DataParallel, list[float]]:
+    """Train on this rank; return the model and its losses."""
+    world = pl.init()
+    model = pl.DataParallel(net.to(world.device), sync=sync)
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=2e-3, weight_decay=0.01)
+    loader = pl.Loader(lines_of_python(), batch_size, collate_fn=padded)
+    losses = []
+    for batch in itertools.islice(loader, steps):
+        inputs = {name: tensor.to(world.device) for name, tensor in batch.items()}
+        loss = model(**inputs, use_cache=False).loss
+        model.backward(loss, samples=batch.samples)
+        model.clip_grad_norm_(1.0)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+        if world.rank == 0 and len(losses) % 20 == 0:
+            print(f"step {len(losses)}/{steps}  loss {loss.item():.3f}", flush=True)
+    return model, losses
+
+
+if __name__ == "__main__":
+    train(build())
+    pl.shutdown()

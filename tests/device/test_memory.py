@@ -1,0 +1,20 @@
+"""The planner's memory beside what CUDA's allocator gave out."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.footprint.check import check
+from paceline.bench.footprint.setting import Setting
+from paceline.bench.footprint.subject import subject_of
+from paceline.launch.local import run_ranks
+
+BAR = 0.05
+
+
+@pytest.mark.parametrize("autocast", ["off", "bf16"])
+@pytest.mark.parametrize("strategy", ["alone", "bucketed"])
+def test_a_predicted_peak_is_the_measured_one(strategy, autocast):
+    setting = Setting(strategy, batch=8, context=128, autocast=autocast, backend="nccl", device="cuda")
+    checked = check(subject_of("small"), setting, run_ranks)
+    assert abs(checked.error) <= BAR, checked.facts()

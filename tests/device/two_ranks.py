@@ -1,0 +1,117 @@
+"""What two ranks do on one card over gloo, or on two over NCCL: ``two_ranks.py BACKEND DEVICE OUT.json``.
+
+Writes, for every case, how far the parameters are from one process on both ranks' batches, or what was raised. DEVICE
+is the same for both ranks (``cuda:0``), or ``cuda``: each its own. (With ``cpu`` the cases without graphs run too.)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import on_device as on
+import torch
+
+import paceline as pl
+
+STEPS = 5
+STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
+SMALL = {"small buckets": pl.Sync(2**-9), "small shards": pl.Sync(2**-9, shard="optimizer")}
+
+
+def train(model: pl.DataParallel, rank: int, device: str, steps: int = STEPS) -> None:
+    """Train on this rank's batches."""
+    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE)
+    for step in range(steps):
+        model.backward(on.loss_of(model, *on.batch(step, [rank], device)), samples=on.SAMPLES)
+        optim.step()
+        optim.zero_grad()
+
+
+def gap(model: pl.DataParallel, name: str, device: str) -> float:
+    """Return how far `model` is from what one process has."""
+    return on.apart(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
+
+
+def strategies(rank: int, device: str) -> dict[str, float]:
+    """Train both models with every strategy."""
+    found = {}
+    for name in on.MODELS:
+        for title, sync in {**dict(zip(STRATEGIES, STRATEGIES, strict=True)), **SMALL}.items():
+            model = pl.DataParallel(on.build(name, device), sync=sync)
+            train(model, rank, device)
+            found[f"{name}, {title}"] = gap(model, name, device)
+    return found
+
+
+def on_a_stream_of_the_program(rank: int, device: str) -> float:
+    """Train on a stream that is not the default one."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        model = pl.DataParallel(on.build("TwoStreams", device), sync=pl.Sync(2**-9))
+        train(model, rank, device)
+        found = gap(model, "TwoStreams", device)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return found
+
+
+def module_in_a_graph(rank: int, device: str) -> float:
+    """Wrap a module whose forward and backward are CUDA graphs."""
+    net = on.build("Plain", device)
+    graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
+    model = pl.DataParallel(graphed, sync="bucketed")
+    train(model, rank, device)
+    return gap(model, "Plain", device)
+
+
+def sharded_graph(rank: int, device: str) -> str:
+    """Try to shard such a module, whose parameters would move; return what is raised."""
+    net = on.build("Plain", device)
+    graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
+    try:
+        pl.DataParallel(graphed, sync="sharded")
+    except pl.PacelineError as error:
+        return str(error)
+    return "nothing"
+
+
+def captured_backward(rank: int, device: str) -> str:
+    """Try to capture a whole step; return what is raised, once a step without a graph has gone well."""
+    model = pl.DataParallel(on.build("Plain", device))
+    inputs, targets = on.batch(0, [rank], device)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
+            model.zero_grad()
+    torch.cuda.current_stream(device).wait_stream(side)
+    said = "nothing"
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
+    except pl.PacelineError as error:
+        said = str(error)
+    model.zero_grad()
+    model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
+    return said
+
+
+def main(backend: str, device: str, out: str) -> None:
+    """Do all of it."""
+    world = pl.init(backend, device=device)
+    here = world.device
+    found: dict[str, float | str] = dict(strategies(world.rank, here))
+    if here != "cpu":
+        found["a stream of the program"] = on_a_stream_of_the_program(world.rank, here)
+        found["module in a graph"] = module_in_a_graph(world.rank, here)
+        found["sharded graph"] = sharded_graph(world.rank, here)
+        found["captured"] = captured_backward(world.rank, here)
+    Path(f"{out}.{world.rank}").write_text(json.dumps(found), encoding="utf-8")
+    pl.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
