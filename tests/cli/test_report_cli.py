@@ -9,6 +9,7 @@ import webbrowser
 import pytest
 
 from paceline.cli import app as module
+from pure.run_folder import write_run
 
 
 def paceline(monkeypatch, *arguments):
@@ -75,3 +76,17 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys, run, mis
 def test_a_run_is_asked_for(monkeypatch, capsys):
     assert paceline(monkeypatch, "report") == 2
     assert "Usage: paceline report" in capsys.readouterr().err
+
+
+def test_the_timeline_is_written_for_perfetto(monkeypatch, capsys, tmp_path):
+    folder = write_run(tmp_path / "run", steps=4)
+    file = tmp_path / "deep" / "trace.json"
+    assert paceline(monkeypatch, "report", folder, "--trace", file) == 0
+    assert str(file) in capsys.readouterr().out
+    assert json.loads(file.read_text())["traceEvents"]
+
+
+def test_without_a_timeline_there_is_nothing_to_write(monkeypatch, capsys, run, tmp_path):
+    assert paceline(monkeypatch, "report", run, "--trace", tmp_path / "trace.json") == 2
+    assert "has no timeline" in capsys.readouterr().err
+    assert not (tmp_path / "trace.json").exists()

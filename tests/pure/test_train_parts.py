@@ -10,6 +10,7 @@ from rich.console import Console
 
 from paceline.checkpoint.straggler import Straggler
 from paceline.errors import UsageError
+from paceline.record.scalars import Scalars
 from paceline.report.records import read_run
 from paceline.train.folder import RunFolder
 from paceline.train.progress import Progress, describe
@@ -36,7 +37,7 @@ def run_in(path, step=3):
     folder = RunFolder(path)
     folder.prepare("refuse")
     folder.add_facts(command="x")
-    folder.add_step({"step": step, "loss": 1.0})
+    Scalars(folder.path, tensorboard=False).add(step, {"loss": 1.0})
     return folder
 
 
@@ -90,7 +91,7 @@ def test_folder_that_is_a_file(tmp_path, existing):
 def test_steps_after_the_checkpoint_are_forgotten(tmp_path):
     folder = run_in(tmp_path / "run", step=1)
     for step in (2, 3, 4):
-        folder.add_step({"step": step, "loss": 1.0})
+        Scalars(folder.path, tensorboard=False).add(step, {"loss": 1.0})
     with folder.steps.open("a") as file:
         file.write('{"step": 5, "lo')
     folder.forget_steps_after(3)

@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.writable import check_writable
+from paceline.durable import write_json
+from paceline.errors import UsageError
+
 __all__ = ["report"]
 
 
@@ -16,6 +20,20 @@ def report(
         Path,
         typer.Argument(help="Folder of a run: of `paceline train --out`, or of `paceline hub --folder`."),
     ],
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Set the step that this predicts beside: of `paceline bench parts`."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write the timeline too, as JSON for Perfetto or chrome://tracing.",
+        ),
+    ] = None,
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Show the page in the web browser.")
     ] = False,
@@ -28,7 +46,29 @@ def report(
     from paceline.report import hub_page, page
     from paceline.report.hub_records import holds_hub
 
-    path = hub_page.write_report(run) if holds_hub(run) else page.write_report(run)
+    if trace is not None:
+        _write_trace(run, trace)
+    path = hub_page.write_report(run) if holds_hub(run) else page.write_report(run, profile)
     typer.echo(path)
     if open_page and not webbrowser.open(path.resolve().as_uri()):
         typer.echo("no web browser found: open the file by hand", err=True)
+
+
+def _write_trace(run: Path, file: Path) -> None:
+    """Write the timeline of a run for Perfetto.
+
+    Raises:
+        UsageError: the file can't be written, or the run has no timeline.
+    """
+    from paceline.report.chrome import trace_events
+    from paceline.report.records import read_run
+    from paceline.report.steps import read_steps
+
+    check_writable(file, "--trace", make_folder=True)
+    timelines = {rank: read_steps(spans) for rank, spans in read_run(run).spans_of_rank.items()}
+    if not any(each.steps for each in timelines.values()):
+        raise UsageError(
+            f"{run} has no timeline", remedy="record one: paceline train, or pl.Record in your own loop"
+        )
+    write_json(file, trace_events(timelines), indent=None)
+    typer.echo(file)

@@ -10,6 +10,7 @@ from paceline.report.arrival_table import who_waits
 from paceline.report.bucket_view import bucket_view
 from paceline.report.charts import Bar, Line, breakdown, curve
 from paceline.report.limits import limit_of
+from paceline.report.plan_beside import plan_beside
 from paceline.report.records import Restart, Run, read_run
 from paceline.report.sent import what_was_sent
 from paceline.report.sheet import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
@@ -23,24 +24,29 @@ _RANKS_SHOWN = 16
 _OWN_SECTION = ("sent",)
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, profile: Path | None = None) -> Path:
     """Write ``report.html`` into the run folder and return its path; the file is whole or not there at all.
 
+    Args:
+        run_dir: the run folder. profile: what the steps are predicted from, to be shown beside.
+
     Raises:
-        UsageError: `run_dir` is no run folder or can't be written, or the ``report`` extra is not installed.
+        UsageError: `run_dir` is no run folder or can't be written, the ``report`` extra is not installed, or the
+            profile does not know the run's steps.
     """
-    return write_sheet(run_dir, render(read_run(run_dir)))
+    return write_sheet(run_dir, render(read_run(run_dir), profile))
 
 
-def render(run: Run) -> str:
-    """Return the page about `run` as HTML.
+def render(run: Run, profile: Path | None = None) -> str:
+    """Return the page about `run` as HTML; see `write_report`.
 
     Raises:
-        UsageError: the ``report`` extra is not installed.
+        UsageError: the ``report`` extra is not installed, or the profile does not know the run's steps.
     """
     summary = summarize(run)
     limit = limit_of(summary, run.facts) if summary.ranks else None
     straggler = summary.arrivals.straggler
+    planned = [] if profile is None else [plan_beside(profile, run.facts, summary)]
     return Sheet(
         title=f"Run {run.folder.resolve().name}",
         subtitle=_subtitle(run, summary),
@@ -52,7 +58,7 @@ def render(run: Run) -> str:
         figures=_figures(run, summary),
         buckets=bucket_view(summary.timelines, straggler.rank if straggler else None),
         sent=what_was_sent(run.facts),
-        listings=[*who_waits(summary), *_restarts(run.restarts), *_memory(summary)],
+        listings=[*who_waits(summary), *planned, *_restarts(run.restarts), *_memory(summary)],
         sample=run.sample.strip("\n"),
         groups=_groups(run.facts),
     ).html()

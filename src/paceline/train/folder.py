@@ -4,6 +4,7 @@
     run.json             command, settings, world, versions, model, start; at the end the result
     steps.jsonl          one line per logged step (rank 0)
     trace/rank<k>.jsonl  what each rank did when
+    tensorboard/         the numbers of steps.jsonl for TensorBoard, where it is installed
     checkpoint/          the latest complete checkpoints
     logs/rank<k>.log     what the other ranks printed
     sample.txt           text that the trained model wrote
@@ -30,7 +31,7 @@ from paceline.train.settings import Existing, Settings
 __all__ = ["RunFolder"]
 
 FILES = ("settings.json", "run.json", "steps.jsonl", "sample.txt", "report.html")
-FOLDERS = ("trace", "checkpoint", "logs")
+FOLDERS = ("trace", "checkpoint", "logs", "tensorboard")
 
 
 class RunFolder:
@@ -107,11 +108,6 @@ class RunFolder:
         """Add `facts` to ``run.json``, or replace those of the same name."""
         known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
         write_text(self.run, json.dumps(known | facts, indent=2) + "\n")
-
-    def add_step(self, record: Mapping[str, Any]) -> None:
-        """Append one line to ``steps.jsonl``."""
-        with self.steps.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
 
     def forget_ranks_from(self, size: int) -> None:
         """Remove traces and logs of rank `size` and up: a resumed run may have fewer ranks."""

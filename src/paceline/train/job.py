@@ -14,6 +14,7 @@ from paceline.lm.batches import Batches, HeldOut
 from paceline.lm.corpus import Corpus
 from paceline.lm.model import GPT
 from paceline.lm.sizes import Size
+from paceline.record.scalars import Scalars
 from paceline.sync.engine import DataParallel
 from paceline.sync.outer_loop import OuterLoop
 from paceline.sync.shard import ShardedOptimizer
@@ -46,6 +47,7 @@ class Job:
         held_out: what this rank measures the held-out loss on.
         loop: the block to train in, where parameters are synchronised every so many steps.
         traffic: what this rank has sent.
+        scalars: writes the numbers of steps.
         choice: what ``--sync auto`` has chosen, and why.
     """
 
@@ -59,6 +61,7 @@ class Job:
     keep: Checkpoint
     batches: Batches
     held_out: HeldOut
+    scalars: Scalars
     loop: OuterLoop | None = None
     traffic: Traffic = field(default_factory=Traffic)
     choice: Choice | None = None
@@ -155,6 +158,7 @@ def build(settings: Settings, world: World) -> Job:
         keep,
         Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where),
         HeldOut(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
+        Scalars(folder.path),
         loop,
         traffic,
         choice,

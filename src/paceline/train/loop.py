@@ -179,4 +179,4 @@ def _diverged(job: Job, what: str) -> PacelineError:
 
 def _log(job: Job, record: dict[str, Any]) -> None:
     if job.world.rank == 0:
-        job.folder.add_step(record)
+        job.scalars.add(record["step"], {name: value for name, value in record.items() if name != "step"})

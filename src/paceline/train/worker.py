@@ -99,6 +99,7 @@ def _train(settings: Settings, world: World) -> None:
         val_loss = train(job, progress, watch)
         seconds = time.perf_counter() - started
     _end(job, progress, val_loss, seconds)
+    job.scalars.close()
     job.keep.close()
 
 
