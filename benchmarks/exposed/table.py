@@ -1,0 +1,61 @@
+"""Write what was found into the table of README.md.
+
+    python benchmarks/exposed/table.py
+
+Reads ``exposed.json`` beside this file. No figure there is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from paceline.report.markdown import fill, table
+
+HERE = Path(__file__).parent
+HEAD = [
+    "ranks",
+    "links",
+    "backend",
+    "strategy",
+    "step, ms",
+    "without synchronisation, ms",
+    "difference, ms",
+    "exposed as reported, ms",
+    "reported ÷ difference",
+    "recorded ÷ not recorded",
+]
+
+
+def row(case: dict[str, Any]) -> list[str]:
+    """Return the cells of a case; quiet steps are left out, as in the report."""
+    seconds, quiet = case["seconds"], case["quiet_rounds"]
+    usual = [turn for turn, is_quiet in enumerate(quiet) if not is_quiet]
+    recorded, bare, synced = (
+        [seconds[kind][turn] for turn in usual] for kind in ("recorded", "bare", "synced")
+    )
+    cost = fmean(recorded) - fmean(bare)
+    ratio = median(mine / other for mine, other in zip(recorded, synced, strict=True))
+    bucket = f", {case['bucket_mib']:g} MiB" if case["bucket_mib"] else ""
+    milliseconds = (fmean(recorded), fmean(bare), cost, case["exposed_seconds"])
+    return [
+        str(case["ranks"]),
+        case["rate"] or "one host",
+        case["backend"],
+        case["strategy"] + bucket,
+        *(f"{1e3 * each:.1f}" for each in milliseconds),
+        f"{case['exposed_seconds'] / cost:.3f}",
+        f"{ratio:.3f}",
+    ]
+
+
+def main() -> None:
+    """Fill the table."""
+    cases = json.loads((HERE / "exposed.json").read_text(encoding="utf-8"))["cases"]
+    fill(HERE / "README.md", {"cases": table(HEAD, [row(case) for case in cases])})
+
+
+if __name__ == "__main__":
+    main()

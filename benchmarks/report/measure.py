@@ -1,0 +1,59 @@
+"""Runs whose report has something to say: a rank that is slow, a slow network, and the same with the advice followed.
+
+    python benchmarks/report/measure.py
+
+Each run is one command (`RUNS`); hosts are played by `paceline.lab` (as root, on Linux). Their folders are left beside
+this file without checkpoints, with screenshots of their pages, wide and as on a phone (needs Chromium and playwright).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+HERE = Path(__file__).parent
+TRAIN = ["paceline", "train", "--size", "mini", "--batch-size", "8", "--steps", "40", "--eval-every", "0"]
+LAB = ["paceline", "lab", "--hosts", "2", "--rate", "100Mbit/s"]
+RUNS = {
+    "straggler": (
+        ["paceline", "train", "--ranks", "2", "--steps", "60", "--size", "tiny", "--batch-size", "8"],
+        {"PACELINE_FAULTS": "slow(rank=1, seconds=0.05)"},
+    ),
+    "slow-network": ([*LAB, *TRAIN, "--sync", "bucketed"], {}),
+    "slow-network-int8": ([*LAB, *TRAIN, "--sync", "bucketed", "--compression", "int8"], {}),
+}
+KEPT = ("run.json", "settings.json", "steps.jsonl", "trace")
+SCREENS = {"desk": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}
+
+
+def main() -> None:
+    """Run all, keep what the report reads, and look at the pages."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("there is no Chromium on the PATH: apt-get install chromium")
+    for name, (command, faults) in RUNS.items():
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        command = [sys.executable, "-m", *command, "--out", name]
+        subprocess.run(command, cwd=HERE, env=os.environ | faults, check=True)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for name in RUNS:
+            for screen, size in SCREENS.items():
+                page = browser.new_page(viewport=size)  # pyright: ignore[reportArgumentType]
+                page.goto((HERE / name / "report.html").as_uri())
+                page.screenshot(path=HERE / f"{name}-{screen}.png")
+                page.close()
+        browser.close()
+    for name in RUNS:
+        for path in (HERE / name).iterdir():
+            if path.name not in KEPT:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+if __name__ == "__main__":
+    main()
