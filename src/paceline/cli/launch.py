@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
-_SCRIPT_LAST = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+_SCRIPT_LAST = {  # what follows the script is its own; -m begins a program too
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+    "help_option_names": ["-h", "--help"],
+}
 _SSH = "ssh -tt -o BatchMode=yes"
 
 

@@ -62,7 +62,9 @@ def run_on_ray(work: Work, address: str | None = None, *, wait: float = _RESERVE
 def _cluster(ray: Any, address: str | None) -> Iterator[None]:
     """Be part of a cluster: the one at `address`, the one that is here, or one of this machine."""
     quiet: dict[str, Any] = {"log_to_driver": True, "logging_level": "warning"}
-    folder = tempfile.mkdtemp(prefix="ray-")  # for a cluster of this machine; Ray leaves its files there
+    folder = tempfile.mkdtemp(
+        prefix="ray-", dir="/tmp"
+    )  # Ray leaves its files there; short: sockets are in it
     told = address or os.environ.get("RAY_ADDRESS")
     try:
         if told:
