@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from paceline.cli.launch_mpi import run_again
-from paceline.errors import UsageError
+from paceline.errors import RankFailed, UsageError
+from paceline.launch import slurm_queue
 from paceline.launch.foreground import run_commands
 from paceline.launch.ray import ray_driver
 from paceline.launch.work import Work
@@ -112,6 +113,43 @@ def test_a_launcher_that_is_not_here_is_told(command, monkeypatch, tmp_path):
     code, _, err = command("launch", "ray", "--submit", "train.py")
     assert code == 2
     assert "pip install 'paceline[ray]'" in err
+
+
+@pytest.mark.parametrize("end", ["COMPLETED", "NODE_FAIL"])
+def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
+    script = tmp_path / "scontrol"  # each call takes one state off the list, but the last
+    script.write_text(
+        f'#!/bin/sh\ncd {tmp_path}\necho "JobId=3 JobState=$(head -n 1 states) ExitCode=0:0"\n'
+        "[ $(wc -l < states) = 1 ] || sed -i 1d states\n"
+    )
+    script.chmod(0o755)
+    (tmp_path / "states").write_text(
+        "PENDING\nRUNNING\nRUNNING\nNODE_FAIL\nNODE_FAIL\nPENDING\n" + end + "\n"
+    )
+    (tmp_path / "log").write_bytes(b"step 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_queue, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(slurm_queue, "_RETURN_SECONDS", 0.05)
+    said, shown = [], []
+    state = slurm_queue.watch_job(3, tmp_path / "log", said.append, shown.append)
+    assert (state.state, state.exit_code) == (end, 0 if end == "COMPLETED" else 1)
+    assert [line.split()[2].rstrip(",") for line in said] == [
+        "PENDING",
+        "RUNNING",
+        "NODE_FAIL",
+        "PENDING",
+        end,
+    ]
+    assert shown == [b"step 1\n"]
+
+
+def test_a_job_that_slurm_does_not_know_is_told(monkeypatch, tmp_path):
+    script = tmp_path / "scontrol"
+    script.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(RankFailed, match=r"(?s)Slurm tells nothing of job 3: .*Invalid job id.*sacct -j 3"):
+        slurm_queue.watch_job(3, tmp_path / "log", print, print)
 
 
 def test_lines_stand_behind_their_hosts_and_the_first_error_counts(capsys):

@@ -1,54 +1,71 @@
-"""A Ray cluster of this machine: a training that finishes, and one of which a worker is killed."""
+"""Ray: a cluster of this machine on which a training finishes, and one of two hosts on which a worker is killed."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
-import psutil
 import pytest
 
 pytest.importorskip("ray", reason="no Ray (pip install 'paceline[ray]')")
 pytestmark = pytest.mark.timeout(300)
 
+ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+NODE = ["--block", "--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats"]
+KILL = """
+import psutil
+[worker] = [one for one in psutil.process_iter() if one.name().startswith("ray::_Host")]
+worker.kill()
+"""
 
-@pytest.fixture
-def launch(notes, tmp_path):
-    """Start ``paceline launch ray``, with a cluster of its own."""
-    made = []
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    env |= {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_MODE": "disabled"}
 
-    def start(*options, pause=0.0):
-        line = [sys.executable, "-m", "paceline", "launch", "ray", "--ranks", "2", "--submit", *options]
-        line += ["--folder", str(notes.folder), *notes.words(pause)]
-        made.append(
-            subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-        return made[-1]
+def line(notes, *options, pause=0.0):
+    command = [sys.executable, "-m", "paceline", "launch", "ray", *options, "--submit"]
+    return [*command, "--folder", str(notes.folder), *notes.words(pause)]
 
-    yield start
-    for one in made:
-        if one.poll() is None:
-            one.terminate()
-        one.communicate(timeout=60)
+
+@pytest.fixture(scope="module")
+def cluster(lab):
+    """A Ray cluster on both hosts of the lab; returns its address."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets are in it
+    first, second = lab.addresses
+    head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}"]
+    try:
+        jobs = [lab.start(["ray", "start", *head, f"--node-ip-address={first}", *NODE], on=0, env=ENV)]
+        joins = [
+            "sh",
+            "-c",
+            'until ray health-check --address "$1"; do sleep 0.2; done; shift; exec "$@"',
+            "sh",
+        ]
+        start = ["ray", "start", f"--address={first}:6379", f"--node-ip-address={second}", *NODE]
+        jobs.append(lab.start([*joins, f"{first}:6379", *start], on=1, env=ENV))
+        yield f"{first}:6379"
+        assert all(job.running() for job in jobs), [told for job in jobs for told in job.lines()]
+    finally:
+        for host in range(lab.hosts):
+            lab.kill(host)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.launcher("Ray", "finishes")
-def test_it_finishes(launch, notes, undisturbed):
-    driver = launch()
-    said, _ = driver.communicate(timeout=240)
-    assert driver.returncode == 0, said
+def test_it_finishes_on_a_cluster_of_this_machine(notes, undisturbed):
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENV
+    told = subprocess.run(line(notes, "--ranks", "2"), env=env, capture_output=True, text=True, timeout=240)
+    assert told.returncode == 0, told.stdout + told.stderr
     notes.check_finished(undisturbed)
 
 
 @pytest.mark.launcher("Ray", "killed and resumed")
-def test_after_the_death_of_a_worker_it_resumes(launch, notes, undisturbed):
-    driver = launch(pause=0.2)
-    first, _ = notes.await_step(3)
-    [worker] = [one for one in psutil.Process(first).parents() if one.name().startswith("ray::")]
-    worker.kill()
-    said, _ = driver.communicate(timeout=240)
-    assert driver.returncode == 0, said
-    notes.check_resumed(undisturbed)
+def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster, notes, undisturbed):
+    options = ["--hosts", "2", "--address", cluster, "--env", "GLOO_SOCKET_IFNAME=eth0"]
+    driver = lab.start(line(notes, *options, pause=0.2), on=0, env=ENV)
+    notes.await_step(3, lambda: list(driver.lines()))
+    lab.run([sys.executable, "-c", KILL], on=1)
+    [told] = driver.wait(timeout=240, check=False)
+    assert told.code == 0, told.stdout + told.stderr
+    notes.check_resumed(undisturbed, nodes=2)
+    assert "host1 was lost" in told.stdout + told.stderr

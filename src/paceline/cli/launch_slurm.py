@@ -44,7 +44,7 @@ def submit_and_watch(work: Work, text: str, out: Path | None, *, watch: bool) ->
         return 0
     try:
         state = watch_job(
-            job, log, lambda line: typer.echo(line, err=True), lambda text: typer.echo(text, nl=False)
+            job, log, lambda line: typer.echo(line, err=True), lambda new: typer.echo(new, nl=False)
         )
     except KeyboardInterrupt:
         typer.echo(f"job {job} goes on; end it with: scancel {job}", err=True)

@@ -20,12 +20,14 @@ from typing import Any
 
 from paceline.errors import UsageError, WorldError
 from paceline.launch.child import Child, end, on_leash, termination_raises
+from paceline.launch.hosts import Address, await_server
 from paceline.launch.run_command import run_command
 from paceline.launch.work import Work
 
 __all__ = ["run_on_ray"]
 
 _RESERVE_SECONDS = 300.0
+_SERVE_SECONDS = 60.0
 _STORE_NBYTES = 80 << 20  # nothing is exchanged through Ray's object store; this is about its least size
 _INSTALL = "pip install 'paceline[ray]'"
 
@@ -116,11 +118,12 @@ def _rendezvous(work: Work, node: str) -> Iterator[str]:
         return
     with socket.socket() as probe:
         probe.bind((node, 0))
-        address = f"{node}:{probe.getsockname()[1]}"
-    command = on_leash([sys.executable, "-m", "paceline", "run", "--serve", address])
+        address = Address(node, probe.getsockname()[1])
+    command = on_leash([sys.executable, "-m", "paceline", "run", "--serve", str(address)])
     server = Child(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
     try:
-        yield address
+        await_server(address, _SERVE_SECONDS, lambda told: None)  # else a host on this machine would serve it
+        yield str(address)
     finally:
         end([server])
 

@@ -20,6 +20,8 @@ __all__ = ["JobState", "need_slurm", "read_job", "submit_script", "watch_job"]
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 60.0  # a controller that is restarted or busy may take so long to answer
 _TRIES = 30
+_RETURN_SECONDS = 30.0  # within which a job whose node was lost is back in the queue, if it comes back
+_MAY_RETURN = {"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"}
 _OVER = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -124,7 +126,7 @@ def read_job(text: str) -> JobState:
     )
 
 
-def watch_job(job: int, log: Path, say: Callable[[str], None], show: Callable[[str], None]) -> JobState:
+def watch_job(job: int, log: Path, say: Callable[[str], None], show: Callable[[bytes], None]) -> JobState:
     """Follow a job until it has ended, and return its last state.
 
     Args:
@@ -136,17 +138,18 @@ def watch_job(job: int, log: Path, say: Callable[[str], None], show: Callable[[s
     Raises:
         RankFailed: Slurm has not answered for minutes, or knows no such job.
     """
-    shown, at = "", 0
+    shown, at, left = "", 0, _RETURN_SECONDS
     while True:
         state = _ask(job)
         at = _copy(log, at, show)
         if str(state) != shown:
-            shown = str(state)
+            shown, left = str(state), _RETURN_SECONDS
             say(shown)
-        if state.over:
+        if state.over and (state.state not in _MAY_RETURN or left <= 0):
             _copy(log, at, show)
             return state
         time.sleep(_LOOK_SECONDS)
+        left -= _LOOK_SECONDS
 
 
 def _ask(job: int) -> JobState:
@@ -165,7 +168,7 @@ def _ask(job: int) -> JobState:
     )
 
 
-def _copy(log: Path, at: int, show: Callable[[str], None]) -> int:
+def _copy(log: Path, at: int, show: Callable[[bytes], None]) -> int:
     """Show what was added to the file since byte `at`, and return where it ends now."""
     try:
         with log.open("rb") as file:
@@ -174,5 +177,5 @@ def _copy(log: Path, at: int, show: Callable[[str], None]) -> int:
     except FileNotFoundError:
         return at
     if new:
-        show(new.decode(errors="replace"))
+        show(new)
     return at + len(new)
