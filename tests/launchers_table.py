@@ -47,8 +47,9 @@ def show(made: Cells) -> str:
 
 
 def write(made: Cells, path: Path) -> None:
-    """Write the table and the versions of what it tells of."""
-    write_json(path, {"kind": "launchers", "cells": made, "versions": _versions()})
+    """Write the table, in order, and the versions of what it tells of."""
+    cells = {name: dict(sorted(row.items())) for name, row in sorted(made.items())}
+    write_json(path, {"kind": "launchers", "cells": cells, "versions": _versions()})
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,10 @@ import tempfile
 
 import pytest
 
+from paceline.errors import UsageError
+from paceline.launch.on_ray import run_on_ray
+from paceline.launch.work import Work
+
 pytest.importorskip("ray", reason="no Ray (pip install 'paceline[ray]')")
 pytestmark = pytest.mark.timeout(300)
 
@@ -69,3 +73,11 @@ def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster
     assert told.code == 0, told.stdout + told.stderr
     notes.check_resumed(undisturbed, nodes=2)
     assert "host1 was lost" in told.stdout + told.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("127.0.0.1:9", "refused"), ("ray://pc1:10001", "start the driver on")]
+)
+def test_a_cluster_that_is_not_there_is_told(address, why):
+    with pytest.raises(UsageError, match=f"(?s)no Ray cluster at {address}: .*{why}.*ray start --head"):
+        run_on_ray(Work(("train.py",)), address)

@@ -28,6 +28,7 @@ __all__ = ["run_on_ray"]
 
 _RESERVE_SECONDS = 300.0
 _SERVE_SECONDS = 60.0
+_REACH_SECONDS = 10.0
 _STORE_NBYTES = 80 << 20  # nothing is exchanged through Ray's object store; this is about its least size
 _INSTALL = "pip install 'paceline[ray]'"
 
@@ -69,11 +70,12 @@ def _cluster(ray: Any, address: str | None) -> Iterator[None]:
     )  # Ray leaves its files there; short: sockets are in it
     told = address or os.environ.get("RAY_ADDRESS")
     try:
+        _check_reachable(told or "")
         if told:
             ray.init(told, **quiet)
         else:
             ray.init(include_dashboard=False, object_store_memory=_STORE_NBYTES, _temp_dir=folder, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise UsageError(
             f"no Ray cluster at {told or 'this machine'}: {str(error).splitlines()[0]}",
@@ -84,6 +86,17 @@ def _cluster(ray: Any, address: str | None) -> Iterator[None]:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError unless something listens at HOST:PORT, where `address` is of that form; Ray would wait for long."""
+    if address.startswith("ray://"):
+        raise ValueError(
+            "a client's connection can't reserve room and wait; start the driver on the cluster itself"
+        )
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_SECONDS).close()
 
 
 @contextlib.contextmanager
