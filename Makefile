@@ -20,7 +20,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,examples,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,examples,tensorboard,dev]'
 	touch $@
 
 train: $(VENV)/.run

@@ -5,9 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from launchers_table import cells, show, write
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what keeps the table of launchers."""
+    parser.addoption("--launchers", metavar="FILE", help="write the table of launchers there, as JSON")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the table of launchers, and write it if that is asked for, where tests of launchers ran."""
+    made = cells(terminalreporter.stats)
+    if made:
+        terminalreporter.section("launchers")
+        terminalreporter.write_line(show(made))
+        if config.getoption("--launchers"):
+            write(made, Path(config.getoption("--launchers")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

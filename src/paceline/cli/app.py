@@ -24,6 +24,7 @@ __all__ = ["app", "main", "show"]
 COMMANDS = {
     "train": ("paceline.cli.train", "train", "Train the reference GPT data-parallel on text."),
     "run": ("paceline.cli.run", "run", "Run a script on hosts, restarted after failures."),
+    "launch": ("paceline.cli.launch", "app", "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes."),
     "bench": ("paceline.cli.bench", "app", "Measure training steps and collectives, beside torch's own."),
     "collective": (
         "paceline.cli.collective",

@@ -1,4 +1,4 @@
-"""Running a program as the ranks of an MPI world on this machine, by mpiexec.
+"""Running a program as the ranks of an MPI world by mpiexec: on this machine, or as a command for several hosts.
 
 mpiexec stands beside this Python where MPI came from a wheel (``pip install 'paceline[mpi]'``); else it is looked
 for on the PATH. It has to belong to the MPI that mpi4py was loaded with: a foreign one starts as many worlds of one.
@@ -12,13 +12,17 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import Literal
 
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.child import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline.launch.work import Work
 from paceline.machine.mpiexec import find_mpiexec
 from paceline.world.mpi import INSTALL
 
-__all__ = ["mpi_command", "mpich_settings", "need_mpi", "run_mpi"]
+__all__ = ["Mpi", "host_file", "mpi_command", "mpich_settings", "mpiexec_command", "need_mpi", "run_mpi"]
+
+Mpi = Literal["mpich", "openmpi"]
 
 _YIELD_OFTEN = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_POSIX_POLL_FREQUENCY": "1"}
 _RELEASE_GATHER = {
@@ -63,6 +67,50 @@ def mpi_command(ranks: int, program: Sequence[str], mpiexec: str) -> list[str]:
         ['mpiexec', '-n', '4']
     """
     return [mpiexec, "-n", str(ranks), sys.executable, *program]
+
+
+def mpiexec_command(work: Work, mpi: Mpi, mpiexec: str = "mpiexec", hosts: str = "") -> list[str]:
+    """Return the command that runs a program as the ranks of one world on its hosts.
+
+    MPI tells ranks their numbers, but not where to meet: the first host is told to all.
+
+    Args:
+        work: what is to be run.
+        mpi: whose mpiexec it is: options differ. Intel's MPI has MPICH's.
+        mpiexec: its path.
+        hosts: a file with the hosts, as :func:`host_file` makes it; else they stand in the command.
+
+    Example:
+        >>> work = Work(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4)
+        >>> " ".join(mpiexec_command(work, "mpich")[:7])
+        'mpiexec -n 8 -ppn 4 -hosts pc1,pc2'
+    """
+    each, names, mpich = work.ranks_per_host, work.host_names, mpi == "mpich"
+    command = [mpiexec, "-n", str(work.ranks)]
+    command += ["-ppn", str(each)] if mpich else ["--map-by", f"ppr:{each}:node"]
+    if hosts:
+        command += ["-f" if mpich else "--hostfile", hosts]
+    elif names:
+        command += (
+            ["-hosts", ",".join(names)] if mpich else ["--host", ",".join(f"{one}:{each}" for one in names)]
+        )
+    if work.folder:
+        command += ["-wdir" if mpich else "--wdir", work.folder]
+    variables = {"MASTER_ADDR": work.first_host, "MASTER_PORT": str(work.port), **work.variables()}
+    for name, value in variables.items():
+        command += ["-genv", name, value] if mpich else ["-x", f"{name}={value}"]
+    return [*command, work.python, "-u", *work.program]
+
+
+def host_file(work: Work, mpi: Mpi) -> str:
+    """Return the text of a file of hosts and their ranks for mpiexec.
+
+    Example:
+        >>> host_file(Work(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4), "openmpi")
+        'pc1 slots=4\\npc2 slots=4\\n'
+    """
+    between = ":" if mpi == "mpich" else " slots="
+    return "".join(f"{host}{between}{work.ranks_per_host}\n" for host in work.host_names)
 
 
 def run_mpi(

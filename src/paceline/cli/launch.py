@@ -1,0 +1,315 @@
+"""``paceline launch``: the command or file with which a launcher runs a script on a cluster; shown, or submitted."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from paceline.cli.launch_options import (
+    CpusOption,
+    EnvOption,
+    FolderOption,
+    GpusOption,
+    HostOption,
+    HostsOption,
+    MemoryOption,
+    MinHostsOption,
+    NameOption,
+    OutOption,
+    PortOption,
+    ProgramArgument,
+    PythonOption,
+    RanksOption,
+    RestartsOption,
+    SubmitOption,
+    TimeOption,
+    described,
+)
+from paceline.cli.writable import check_writable
+from paceline.durable import write_text
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True)
+_SCRIPT_LAST = {  # what follows the script is its own; -m begins a program too
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": True,
+    "help_option_names": ["-h", "--help"],
+}
+_SSH = "ssh -tt -o BatchMode=yes"
+
+
+@app.command("torchrun", context_settings=_SCRIPT_LAST)
+def torchrun(
+    program: ProgramArgument,
+    host: HostOption = None,
+    ranks: RanksOption = 1,
+    min_hosts: MinHostsOption = None,
+    cpus: CpusOption = 1,
+    env: EnvOption = None,
+    folder: FolderOption = None,
+    max_restarts: RestartsOption = 3,
+    port: PortOption = 29400,
+    python: PythonOption = None,
+    name: NameOption = "train",
+    out: OutOption = None,
+    submit: SubmitOption = False,
+    shell: Annotated[
+        str, typer.Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE.")
+    ] = _SSH,
+) -> None:
+    """Run a script by torchrun on hosts that you can log in to.
+
+    Example: paceline launch torchrun --host pc1 --host pc2 --ranks 2 --submit train.py --epochs 3
+
+    The same command is started on every host. With --submit this is done over ssh, and followed here.
+    """
+    from paceline.launch.torchrun import torchrun_line, torchrun_script
+
+    work = described(
+        program,
+        name=name,
+        host=host,
+        min_hosts=min_hosts,
+        ranks=ranks,
+        cpus=cpus,
+        env=env,
+        folder=folder,
+        max_restarts=max_restarts,
+        port=port,
+        python=python or sys.executable,
+    )
+    text = torchrun_script(work)
+    _put(text, out, submit=submit)
+    if submit:
+        from paceline.launch.foreground import run_commands
+
+        line, words = torchrun_line(work), shlex.split(shell)
+        commands = {one: [*words, one, line] for one in work.host_names} or {"": ["sh", "-c", line]}
+        _end(run_commands(commands))
+
+
+@app.command("slurm", context_settings=_SCRIPT_LAST)
+def slurm(
+    program: ProgramArgument,
+    hosts: HostsOption = 1,
+    ranks: RanksOption = 1,
+    cpus: CpusOption = 1,
+    gpus: GpusOption = 0,
+    memory: MemoryOption = None,
+    time: TimeOption = None,
+    partition: Annotated[str, typer.Option(help="Else Slurm's default.")] = "",
+    account: Annotated[str, typer.Option(help="Else Slurm's default.")] = "",
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated."),
+    ] = None,
+    warn: Annotated[int, typer.Option(help="Seconds before the --time limit at which it is requeued.")] = 120,
+    env: EnvOption = None,
+    folder: FolderOption = None,
+    max_restarts: RestartsOption = 3,
+    python: PythonOption = None,
+    name: NameOption = "train",
+    out: OutOption = None,
+    submit: SubmitOption = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Submit it and follow it until it has ended.")
+    ] = False,
+) -> None:
+    """Run a script as a Slurm job that is requeued, and goes on from its newest checkpoint.
+
+    Example: paceline launch slurm --hosts 4 --ranks 8 --gpus 1 --time 8h --watch train.py --epochs 3
+
+    Without --submit or --watch the batch script is shown, for sbatch.
+    """
+    from paceline.launch.slurm import Cluster, batch_script
+
+    work = described(
+        program,
+        name=name,
+        hosts=hosts,
+        ranks=ranks,
+        cpus=cpus,
+        gpus=gpus,
+        memory=memory,
+        time=time,
+        env=env,
+        folder=folder,
+        max_restarts=max_restarts,
+        python=python or sys.executable,
+    )
+    text = batch_script(work, Cluster(partition, account, tuple(option or ()), warn))
+    if submit or watch:
+        from paceline.cli.launch_slurm import submit_and_watch
+
+        _end(submit_and_watch(work, text, out, watch=watch))
+    _put(text, out)
+
+
+@app.command("ray", context_settings=_SCRIPT_LAST)
+def ray(
+    program: ProgramArgument,
+    hosts: HostsOption = 1,
+    ranks: RanksOption = 1,
+    min_hosts: MinHostsOption = None,
+    cpus: CpusOption = 1,
+    gpus: GpusOption = 0,
+    memory: MemoryOption = None,
+    env: EnvOption = None,
+    folder: FolderOption = None,
+    max_restarts: RestartsOption = 3,
+    python: PythonOption = None,
+    name: NameOption = "train",
+    out: OutOption = None,
+    submit: SubmitOption = False,
+    address: Annotated[
+        str | None,
+        typer.Option(help="With --submit: of the cluster; else RAY_ADDRESS, or one of this machine."),
+    ] = None,
+    wait: Annotated[str, typer.Option(help="With --submit: how long to wait for room.")] = "5min",
+) -> None:
+    """Run a script on a Ray cluster.
+
+    Example: paceline launch ray --hosts 4 --ranks 8 --gpus 1 --submit train.py --epochs 3
+
+    Without --submit a driver is shown: a program to be started on the cluster, by `ray job submit` for example.
+    """
+    from paceline.launch.ray import ray_driver
+    from paceline.units import parse_seconds
+
+    work = described(
+        program,
+        name=name,
+        hosts=hosts,
+        min_hosts=min_hosts,
+        ranks=ranks,
+        cpus=cpus,
+        gpus=gpus,
+        memory=memory,
+        env=env,
+        folder=folder,
+        max_restarts=max_restarts,
+        python=python or sys.executable,
+    )
+    seconds = parse_seconds(wait)
+    _put(ray_driver(work), out, submit=submit)
+    if submit:
+        from paceline.launch.on_ray import run_on_ray
+
+        _end(run_on_ray(work, address, wait=seconds))
+
+
+@app.command("mpi", context_settings=_SCRIPT_LAST)
+def mpi(
+    program: ProgramArgument,
+    host: HostOption = None,
+    ranks: RanksOption = 1,
+    flavour: Annotated[
+        str, typer.Option("--mpi", help="Whose mpiexec: mpich (Intel's too) or openmpi.")
+    ] = "mpich",
+    hostfile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the hosts there, rather than into the command.")
+    ] = None,
+    cpus: CpusOption = 1,
+    env: EnvOption = None,
+    folder: FolderOption = None,
+    max_restarts: RestartsOption = 3,
+    port: PortOption = 29400,
+    python: PythonOption = None,
+    out: OutOption = None,
+    submit: SubmitOption = False,
+) -> None:
+    """Run a script as the ranks of an MPI world.
+
+    Example: paceline launch mpi --host pc1 --host pc2 --ranks 4 --submit train.py --epochs 3
+
+    MPI ends a world with the first rank that fails. With --submit it is started again then.
+    """
+    from paceline.cli.launch_mpi import command_of, run_again
+
+    work = described(
+        program,
+        host=host,
+        ranks=ranks,
+        cpus=cpus,
+        env=env,
+        folder=folder,
+        max_restarts=max_restarts,
+        port=port,
+        python=python or sys.executable,
+    )
+    command = command_of(work, flavour, hostfile, submit=submit)
+    _put(f"#!/bin/sh\nexec {shlex.join(command)}\n", out, submit=submit)
+    if submit:
+        _end(run_again(command, work.max_restarts))
+
+
+@app.command("kubernetes", context_settings=_SCRIPT_LAST)
+def kubernetes(
+    program: ProgramArgument,
+    image: Annotated[str, typer.Option(help="Of the container: Python, Paceline and the script.")],
+    hosts: HostsOption = 1,
+    ranks: RanksOption = 1,
+    min_hosts: MinHostsOption = None,
+    cpus: CpusOption = 1,
+    gpus: GpusOption = 0,
+    memory: MemoryOption = None,
+    shared_memory: Annotated[str, typer.Option(help="Of /dev/shm in each pod; part of its memory.")] = "8GiB",
+    claim: Annotated[str, typer.Option(help="Persistent volume claim, mounted at --folder.")] = "",
+    namespace: Annotated[str, typer.Option(help="Else that of whoever applies it.")] = "",
+    time: TimeOption = None,
+    env: EnvOption = None,
+    folder: Annotated[str, typer.Option(help="Where the program runs in the container.")] = "",
+    max_restarts: RestartsOption = 3,
+    port: PortOption = 23456,
+    python: Annotated[str, typer.Option(help="The interpreter in the image.")] = "python3",
+    name: NameOption = "train",
+    out: OutOption = None,
+) -> None:
+    """Write the manifest of a PyTorchJob for the Kubeflow training operator.
+
+    Example: paceline launch kubernetes --image lab/train:1 --hosts 4 --ranks 8 --gpus 1 --claim runs --folder /runs
+    train.py | kubectl apply -f -
+    """
+    from paceline.launch.kubernetes import Pods, manifest
+    from paceline.units import parse_bytes
+
+    work = described(
+        program,
+        name=name,
+        hosts=hosts,
+        min_hosts=min_hosts,
+        ranks=ranks,
+        cpus=cpus,
+        gpus=gpus,
+        memory=memory,
+        time=time,
+        env=env,
+        folder=folder,
+        max_restarts=max_restarts,
+        port=port,
+        python=python,
+    )
+    _put(manifest(work, Pods(image, claim, namespace, parse_bytes(shared_memory))), out)
+
+
+def _put(text: str, out: Path | None, *, submit: bool = False) -> None:
+    """Write `text` to the file that was asked for, else to the terminal, unless it is submitted."""
+    if out is not None:
+        check_writable(out, "--out")
+        write_text(out, text)
+        if text.startswith("#!"):
+            out.chmod(0o755)
+    elif not submit:
+        typer.echo(text, nl=False)
+
+
+def _end(code: int) -> NoReturn:
+    raise typer.Exit(code)

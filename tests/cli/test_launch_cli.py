@@ -1,0 +1,174 @@
+"""`paceline launch` as a user calls it: what is shown and written, what is refused."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+
+import psutil
+import pytest
+import yaml
+
+from paceline.cli.launch_mpi import run_again
+from paceline.errors import RankFailed, UsageError
+from paceline.launch import slurm_queue
+from paceline.launch.foreground import run_commands
+from paceline.launch.ray import ray_driver
+from paceline.launch.work import Work
+
+
+def test_what_would_be_started_is_shown(command):
+    code, out, err = command("launch", "torchrun", "--host", "a", "--host", "b", "train.py", "--host", "c d")
+    assert (code, err) == (0, "")
+    *_, line = out.splitlines()
+    words = shlex.split(line)
+    assert words[:2] == ["cd", os.getcwd()]
+    assert "--nnodes=2" in words
+    assert words[-3:] == ["train.py", "--host", "c d"]
+
+
+def test_the_options_of_slurm_are_in_its_script(command):
+    words = (
+        "--hosts 2 --ranks 3 --gpus 1 --memory 2GiB --time 8h --partition gpu --option --qos=low --warn 60"
+    )
+    code, out, _ = command("launch", "slurm", *words.split(), "--folder", "/runs", "train.py", "--gpus", "7")
+    assert code == 0
+    for option in ("nodes=2", "gpus-per-node=3", "mem=2048M", "time=08:00:00", "qos=low", "signal=B:USR1@60"):
+        assert f"#SBATCH --{option}\n" in out
+    assert "paceline run --ranks 3 " in out
+    assert out.count(" train.py --gpus 7 &\n") == 1
+
+
+def test_a_file_is_written_whole_and_can_be_started(command, tmp_path):
+    file = tmp_path / "a b.sh"
+    code, out, err = command("launch", "mpi", "--ranks", 4, "--out", file, "train.py")
+    assert (code, out, err) == (0, "", "")
+    assert file.read_text().startswith("#!/bin/sh\nexec mpiexec -n 4 -ppn 4 ")
+    assert os.access(file, os.X_OK)
+
+
+def test_hosts_of_mpi_are_written_to_a_file(command, tmp_path):
+    hosts = ("--host", "pc1", "--host", "pc2", "--ranks", 4, "--hostfile", tmp_path / "hosts")
+    code, out, _ = command("launch", "mpi", "--mpi", "openmpi", *hosts, "train.py")
+    assert code == 0
+    assert f"--hostfile {tmp_path / 'hosts'}" in out
+    assert (tmp_path / "hosts").read_text() == "pc1 slots=4\npc2 slots=4\n"
+
+
+def test_a_manifest_is_yaml(command):
+    line = ("launch", "kubernetes", "--image", "lab/train:1", "--hosts", 2)
+    code, out, _ = command(*line, "-m", "my.module", "x: y")
+    assert code == 0
+    [container] = yaml.safe_load(out)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["command"][-3:] == ["-m", "my.module", "x: y"]
+    assert "workingDir" not in container
+
+
+def test_a_driver_of_ray_is_shown(command):
+    code, out, _ = command("launch", "ray", "--hosts", 2, "--folder", "/runs", "--python", "py", "train.py")
+    assert code == 0
+    assert out == ray_driver(Work(("train.py",), hosts=2, folder="/runs", python="py"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["torchrun", "--ranks", "0", "train.py"], "ranks_per_host=0"),
+        (["torchrun", "--host", "a", "--host", "a", "train.py"], "2 hosts, but these names: a, a"),
+        (["slurm", "--hostz", "2", "train.py"], "'--hostz' is no script"),
+        (["slurm", "--env", "A", "train.py"], "--env 'A' is no NAME=VALUE"),
+        (["slurm", "--env", "A=1", "--env", "A=2", "train.py"], "sets A a second time"),
+        (["slurm", "--folder", "runs", "train.py"], "folder 'runs' is not the same everywhere"),
+        (["slurm", "--time", "soon", "train.py"], "'soon' is no time"),
+        (["mpi", "--mpi", "mpitch", "train.py"], "did you mean 'mpich'?"),
+        (["mpi", "--hostfile", "hosts", "train.py"], "no hosts to write there"),
+        (["ray", "--out", "/no/such/folder/x.py", "train.py"], "no such folder"),
+        (["kubernetes", "--image", "", "train.py"], "a pod needs an image"),
+        (["kubernetes", "--image", "x", "--claim", "runs", "train.py"], "no folder to mount it at"),
+    ],
+)
+def test_what_can_not_be_is_refused(command, words, said):
+    code, out, err = command("launch", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_a_launcher_that_is_not_here_is_told(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = command("launch", "slurm", "--submit", "train.py")
+    assert code == 2
+    assert "there is no sbatch and no scontrol on this machine" in err
+    assert "--out FILE" in err
+    code, _, err = command("launch", "torchrun", "--host", "a", "--submit", "train.py")
+    assert code == 2
+    assert "there is no program 'ssh' on this machine" in err
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    code, _, err = command("launch", "mpi", "--submit", "train.py")
+    assert code == 2
+    assert "there is no mpiexec on this machine" in err
+    monkeypatch.setattr("paceline.launch.on_ray.find_spec", lambda name: None)
+    code, _, err = command("launch", "ray", "--submit", "train.py")
+    assert code == 2
+    assert "pip install 'paceline[ray]'" in err
+
+
+@pytest.mark.parametrize("end", ["COMPLETED", "NODE_FAIL"])
+def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
+    script = tmp_path / "scontrol"  # each call takes one state off the list, but the last
+    script.write_text(
+        f'#!/bin/sh\ncd {tmp_path}\necho "JobId=3 JobState=$(head -n 1 states) ExitCode=0:0"\n'
+        "[ $(wc -l < states) = 1 ] || sed -i 1d states\n"
+    )
+    script.chmod(0o755)
+    (tmp_path / "states").write_text(
+        "PENDING\nRUNNING\nRUNNING\nNODE_FAIL\nNODE_FAIL\nPENDING\n" + end + "\n"
+    )
+    (tmp_path / "log").write_bytes(b"step 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_queue, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(slurm_queue, "_RETURN_SECONDS", 0.05)
+    said, shown = [], []
+    state = slurm_queue.watch_job(3, tmp_path / "log", said.append, shown.append)
+    assert (state.state, state.exit_code) == (end, 0 if end == "COMPLETED" else 1)
+    assert [line.split()[2].rstrip(",") for line in said] == [
+        "PENDING",
+        "RUNNING",
+        "NODE_FAIL",
+        "PENDING",
+        end,
+    ]
+    assert shown == [b"step 1\n"]
+
+
+def test_a_job_that_slurm_does_not_know_is_told(monkeypatch, tmp_path):
+    script = tmp_path / "scontrol"
+    script.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(RankFailed, match=r"(?s)Slurm tells nothing of job 3: .*Invalid job id.*sacct -j 3"):
+        slurm_queue.watch_job(3, tmp_path / "log", print, print)
+
+
+def test_lines_stand_behind_their_hosts_and_the_first_error_counts(capsys):
+    codes = {"pc1": ["sh", "-c", "echo one; sleep 100"], "pc2": ["sh", "-c", "echo two >&2; exit 5"]}
+    assert run_commands(codes, follow=0.2) == 5
+    assert sorted(capsys.readouterr().out.splitlines()) == ["pc1 | one", "pc2 | two"]
+    assert not [one for one in psutil.Process().children(recursive=True) if one.name() == "sleep"]
+    assert run_commands({"": ["sh", "-c", "kill -9 $$"]}) == 137
+    assert run_commands({"a": ["true"], "b": ["true"]}) == 0
+    with pytest.raises(UsageError, match="there is no program 'no-such'"):
+        run_commands({"": ["no-such"]})
+
+
+def test_a_world_of_mpi_is_started_again_but_not_for_ever(tmp_path, capsys):
+    count = tmp_path / "count"
+    fails = ["sh", "-c", f"echo x >> {count}; [ $(wc -l < {count}) = 3 ] || exit 9"]
+    assert run_again(fails, 1) == 9
+    assert count.read_text() == "x\n" * 2
+    assert run_again(fails, 1) == 0
+    assert "restart 1: mpiexec ended with exit code 9" in capsys.readouterr().err
+    assert run_again(["sh", "-c", f"echo x >> {count}; exit 2"], 5) == 2
+    assert count.read_text() == "x\n" * 4

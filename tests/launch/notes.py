@@ -1,0 +1,83 @@
+"""The training that launchers start (training.py), and what its ranks have noted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KILL_ONCE", "STEPS", "TRAINING", "WEIRD", "Notes"]
+
+TRAINING = Path(__file__).with_name("training.py")
+STEPS = 12
+WEIRD = ('a b"=0"', "two\nlines", "$HOME")
+KILL_ONCE = "fail_at(rank=1, step=5, how='kill', restart=0)"
+
+
+class Notes:
+    """What the ranks of one training wrote into its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def words(self, pause: float = 0.0) -> list[str]:
+        """Return the program and its arguments; ranks pause for so many seconds after each step."""
+        return [str(TRAINING), str(self.folder), str(STEPS), str(pause), *WEIRD]
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return all notes so far, in the order in which they were made."""
+        path = self.folder / "notes.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def steps(self, rank: int = 0) -> list[list[int]]:
+        """Return the steps that a rank made, for each of its lives."""
+        lives: dict[int, list[int]] = {}
+        for note in self.all():
+            if note["rank"] == rank and "step" in note:
+                lives.setdefault(note["pid"], []).append(note["step"])
+        return list(lives.values())
+
+    def digest(self) -> str:
+        """Return the digest of the weights at the end, which all ranks have."""
+        [digest] = {note["digest"] for note in self.all() if "digest" in note}
+        return digest
+
+    def await_step(self, step: int, said: Callable[[], object] = str) -> list[int]:
+        """Return the process ids of the latest ranks once they have begun `step`."""
+        deadline = time.monotonic() + 120
+        while True:
+            here = [note for note in self.all() if note.get("step", -1) >= step]
+            if len({note["rank"] for note in here}) == 2:
+                return [
+                    next(one["pid"] for one in reversed(here) if one["rank"] == rank) for rank in range(2)
+                ]
+            assert time.monotonic() < deadline, (self.all(), said())
+            time.sleep(0.05)
+
+    def check_finished(
+        self, undisturbed: str, *, nodes: int = 1, backends: Sequence[str] = ("paceline",)
+    ) -> None:
+        """Assert that one life of two ranks made all steps, with the right words and weights."""
+        assert self.steps() == [list(range(STEPS))]
+        self._check_end(undisturbed, nodes, backends)
+
+    def check_resumed(self, undisturbed: str, *, lives: int = 2, nodes: int = 1) -> None:
+        """Assert that the training went on from a checkpoint, and ended as if nothing had happened."""
+        made = self.steps()
+        assert len(made) == lives, made
+        for earlier, later in pairwise(made):
+            assert 0 < later[0] <= earlier[-1] + 1, made  # from a checkpoint, and no step was left out
+        assert made[-1][-1] == STEPS - 1
+        self._check_end(undisturbed, nodes, ("paceline",))
+
+    def _check_end(self, undisturbed: str, nodes: int, backends: Sequence[str]) -> None:
+        ends = [note for note in self.all() if "digest" in note]
+        assert sorted(note["rank"] for note in ends) == [0, 1]
+        for note in ends:
+            assert (note["size"], note["nodes"], note["words"]) == (2, nodes, list(WEIRD))
+            assert note["backend"] in backends
+        assert self.digest() == undisturbed

@@ -1,0 +1,50 @@
+"""The mpiexec that is here: a world that finishes, and one that is started again after a kill."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+from notes import WEIRD
+
+from paceline.machine.mpiexec import find_mpiexec
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(find_mpiexec() is None, reason="no mpiexec (pip install 'paceline[mpi]')"),
+]
+
+
+@pytest.fixture
+def launch(notes):
+    """Run ``paceline launch mpi``."""
+
+    def run(*options):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        line = [sys.executable, "-m", "paceline", "launch", "mpi", "--ranks", "2", "--port", port, "--submit"]
+        line += ["--folder", str(notes.folder), *options, *notes.words(0.05)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=240)
+
+    return run
+
+
+@pytest.mark.launcher("MPI", "finishes")
+def test_it_finishes(launch, notes, undisturbed):
+    told = launch()
+    assert told.returncode == 0, told.stdout + told.stderr
+    notes.check_finished(undisturbed)
+    assert notes.all()[-1]["words"] == list(WEIRD)
+
+
+@pytest.mark.launcher("MPI", "killed and resumed")
+def test_a_killed_world_is_started_again_and_resumes(launch, notes, undisturbed):
+    kill = "fail_at(rank=1, step=5, how='kill')"
+    ended = launch("--max-restarts", "0", "--env", f"PACELINE_FAULTS={kill}")
+    assert ended.returncode not in (0, 2), ended.stdout + ended.stderr
+    told = launch()
+    assert told.returncode == 0, told.stdout + told.stderr
+    notes.check_resumed(undisturbed)

@@ -1,0 +1,83 @@
+"""Ray: a cluster of this machine on which a training finishes, and one of two hosts on which a worker is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from paceline.errors import UsageError
+from paceline.launch.on_ray import run_on_ray
+from paceline.launch.work import Work
+
+pytest.importorskip("ray", reason="no Ray (pip install 'paceline[ray]')")
+pytestmark = pytest.mark.timeout(300)
+
+ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+NODE = ["--block", "--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats"]
+KILL = """
+import psutil
+[worker] = [one for one in psutil.process_iter() if one.name().startswith("ray::_Host")]
+worker.kill()
+"""
+
+
+def line(notes, *options, pause=0.0):
+    command = [sys.executable, "-m", "paceline", "launch", "ray", *options, "--submit"]
+    return [*command, "--folder", str(notes.folder), *notes.words(pause)]
+
+
+@pytest.fixture(scope="module")
+def cluster(lab):
+    """A Ray cluster on both hosts of the lab; returns its address."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: sockets are in it
+    first, second = lab.addresses
+    head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}"]
+    try:
+        jobs = [lab.start(["ray", "start", *head, f"--node-ip-address={first}", *NODE], on=0, env=ENV)]
+        joins = [
+            "sh",
+            "-c",
+            'until ray health-check --address "$1"; do sleep 0.2; done; shift; exec "$@"',
+            "sh",
+        ]
+        start = ["ray", "start", f"--address={first}:6379", f"--node-ip-address={second}", *NODE]
+        jobs.append(lab.start([*joins, f"{first}:6379", *start], on=1, env=ENV))
+        yield f"{first}:6379"
+        assert all(job.running() for job in jobs), [told for job in jobs for told in job.lines()]
+    finally:
+        for host in range(lab.hosts):
+            lab.kill(host)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.launcher("Ray", "finishes")
+def test_it_finishes_on_a_cluster_of_this_machine(notes, undisturbed):
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | ENV
+    told = subprocess.run(line(notes, "--ranks", "2"), env=env, capture_output=True, text=True, timeout=240)
+    assert told.returncode == 0, told.stdout + told.stderr
+    notes.check_finished(undisturbed)
+
+
+@pytest.mark.launcher("Ray", "killed and resumed")
+def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster, notes, undisturbed):
+    options = ["--hosts", "2", "--address", cluster, "--env", "GLOO_SOCKET_IFNAME=eth0"]
+    driver = lab.start(line(notes, *options, pause=0.2), on=0, env=ENV)
+    notes.await_step(3, lambda: list(driver.lines()))
+    lab.run([sys.executable, "-c", KILL], on=1)
+    [told] = driver.wait(timeout=240, check=False)
+    assert told.code == 0, told.stdout + told.stderr
+    notes.check_resumed(undisturbed, nodes=2)
+    assert "host1 was lost" in told.stdout + told.stderr
+
+
+@pytest.mark.parametrize(
+    ("address", "why"), [("127.0.0.1:9", "refused"), ("ray://pc1:10001", "start the driver on")]
+)
+def test_a_cluster_that_is_not_there_is_told(address, why):
+    with pytest.raises(UsageError, match=f"(?s)no Ray cluster at {address}: .*{why}.*ray start --head"):
+        run_on_ray(Work(("train.py",)), address)

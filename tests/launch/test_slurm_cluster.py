@@ -1,0 +1,110 @@
+"""Slurm, real and complete, on two hosts of the network lab: jobs that finish, are requeued, are cancelled."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, lacking
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def cluster(lab):
+    problem = lacking()
+    if problem:
+        pytest.skip(f"Slurm is not here whole: no {problem} (Debian: slurm-wlm munge)")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: sockets are in it
+    folder.chmod(0o755)
+    try:
+        made = SlurmCluster(lab, folder)
+        made.start()
+        yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def launch(cluster, notes):
+    """Start ``paceline launch slurm`` on the first host, with all paths in a folder that wants quoting."""
+
+    def start(*options, pause=0.0):
+        line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), *options]
+        line += ["--env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
+        return cluster.lab.start([*line, *notes.words(pause)], on=0, env=cluster.env)
+
+    return start
+
+
+def number_of(job):
+    [told] = job.wait(timeout=120, check=False)
+    assert told.code == 0, told.stderr
+    return re.match(r"job (\d+); it writes to ", told.stdout)[1]
+
+
+def await_state(cluster, job, state, reason=""):
+    """Wait until Slurm says that of a job, and return all that it says."""
+    deadline = time.monotonic() + 120
+    while True:
+        told = cluster.run("scontrol", "show", "job", "--oneliner", job)
+        if f"JobState={state} " in told and reason in told:
+            return told
+        assert time.monotonic() < deadline, told
+        time.sleep(0.2)
+
+
+def start_again(cluster, job):
+    """Spare a requeued job the two minutes that Slurm lets it wait, which begin once its processes have ended."""
+    await_state(cluster, job, "PENDING", "Reason=BeginTime")
+    assert cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now") == ""
+
+
+@pytest.mark.launcher("Slurm", "finishes")
+def test_it_finishes_on_two_hosts_and_is_followed(launch, notes, undisturbed):
+    [told] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
+    assert told.code == 0, told.stdout + told.stderr
+    notes.check_finished(undisturbed, nodes=2)
+    assert "RUNNING on host[0-1]" in told.stderr
+    assert re.search(r"job \d+: COMPLETED, exit code 0", told.stderr)
+
+
+@pytest.mark.launcher("Slurm", "killed and resumed")
+def test_a_requeued_job_resumes_and_a_cancelled_one_once_it_is_submitted_again(
+    cluster, launch, notes, undisturbed
+):
+    job = number_of(launch("--hosts", "2", "--time", "1h", "--submit", pause=0.2))
+    notes.await_step(3)
+    assert cluster.run("scancel", "--batch", "--signal=USR1", job) == ""  # as before the end of its time
+    start_again(cluster, job)
+    notes.await_step(7)
+    assert cluster.run("scancel", job) == ""
+    assert " Restarts=1 " in await_state(cluster, job, "CANCELLED")
+    [told] = launch("--hosts", "2", "--watch").wait(timeout=240, check=False)
+    assert told.code == 0, told.stdout + told.stderr
+    notes.check_resumed(undisturbed, lives=3, nodes=2)
+
+
+def test_tasks_that_srun_starts_meet_without_a_launcher(cluster, notes, undisturbed):
+    said = cluster.run("srun", "-N2", "-n2", sys.executable, *notes.words())
+    assert notes.steps(), said
+    notes.check_finished(undisturbed, nodes=2)
+
+
+def test_a_failed_job_passes_its_exit_code_on_and_a_refused_one_tells_why(cluster, launch, notes):
+    notes.folder.joinpath("fails.py").write_text("raise SystemExit(7)")
+    line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), "--watch"]
+    job = cluster.lab.start([*line, "--max-restarts", "0", "fails.py"], on=0, env=cluster.env)
+    refused = cluster.lab.start([*line, "--partition", "no such", "fails.py"], on=0, env=cluster.env)
+    [told], [other] = job.wait(timeout=240, check=False), refused.wait(timeout=240, check=False)
+    assert told.code == 7, told.stdout + told.stderr
+    assert "FAILED (NonZeroExitCode), exit code 7" in told.stderr
+    assert other.code == 2
+    assert "sbatch refused" in other.stderr
+    assert "invalid partition specified: no such" in other.stderr

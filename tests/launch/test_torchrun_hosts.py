@@ -1,0 +1,54 @@
+"""torchrun on two hosts of the network lab, started as over ssh: by a command that runs a line on a host."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from notes import KILL_ONCE
+
+from paceline.lab import inside
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def launch(lab, notes, tmp_path):
+    """Run ``paceline launch torchrun`` on both hosts."""
+    shell = tmp_path / "shell"  # as ssh does: HOST LINE
+    pids = " ".join(f"host{host}) pid={lab._places[host].ready()};;" for host in range(2))
+    shell.write_text(
+        f"#!/bin/sh\ncase $1 in {pids} esac\nshift\n"
+        f'exec {sys.executable} -I -S {inside.__file__} enter $pid / sh -c "$*"\n'
+    )
+    shell.chmod(0o755)
+
+    def run(*options):
+        line = [sys.executable, "-m", "paceline", "launch", "torchrun", "--host", "host0", "--host", "host1"]
+        line += ["--submit", "--shell", str(shell), "--folder", str(notes.folder)]
+        line += [
+            "--env",
+            "GLOO_SOCKET_IFNAME=eth0",
+            "--env",
+            f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}",
+        ]
+        return subprocess.run([*line, *options, *notes.words()], capture_output=True, text=True, timeout=240)
+
+    return run
+
+
+@pytest.mark.launcher("torchrun", "finishes")
+def test_it_finishes(launch, notes, undisturbed):
+    told = launch()
+    assert told.returncode == 0, told.stdout + told.stderr
+    notes.check_finished(undisturbed, nodes=2)
+
+
+@pytest.mark.launcher("torchrun", "killed and resumed")
+def test_a_killed_rank_is_started_again_and_resumes(launch, notes, undisturbed):
+    told = launch("--env", f"PACELINE_FAULTS={KILL_ONCE}")
+    assert told.returncode == 0, told.stdout + told.stderr
+    notes.check_resumed(undisturbed, nodes=2)
+    assert "host1 | " in told.stdout

@@ -1,0 +1,49 @@
+"""A small training that ends the same whatever happens on the way: rank 0 writes its steps, and a digest at the end.
+
+python training.py FOLDER STEPS SECONDS_A_STEP
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import paceline as pl
+
+folder, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+world = pl.init(timeout=60.0)
+torch.manual_seed(0)
+torch.set_num_threads(1)
+net = torch.nn.Sequential(
+    torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+)
+model = pl.DataParallel(net, sync="sharded")
+optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+data = torch.randn(8 * steps, 8, generator=torch.Generator().manual_seed(1))
+loader = pl.Loader(data, batch_size=4)
+keep = pl.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
+
+
+def note(**what):
+    """Add a line for what this rank of this life does."""
+    place = {name: getattr(world, name) for name in ("rank", "size", "nodes", "backend")}
+    with open(folder / "notes.jsonl", "a") as file:
+        file.write(json.dumps(what | place | {"pid": os.getpid()}) + "\n")
+
+
+for batch in keep.resume(loader, epochs=4):
+    note(step=keep.step)
+    model.backward(model(batch).square().mean(), samples=batch.samples)
+    optim.step()
+    optim.zero_grad()
+    if keep.step >= steps:
+        break
+    time.sleep(pause)
+keep.close()
+flat = torch.cat([one.detach().flatten() for one in net.parameters()])
+note(digest=hashlib.sha256(flat.numpy().tobytes()).hexdigest(), words=sys.argv[4:])
+pl.shutdown()
