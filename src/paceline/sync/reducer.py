@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -33,6 +32,7 @@ from paceline.sync import ledger
 from paceline.sync.bucket import Bucket, Slot, storage_dtype
 from paceline.sync.gauge import bad_peaks, examine, surely_finite
 from paceline.sync.gradients import Gradients
+from paceline.sync.hooks import hook
 from paceline.sync.ledger import Status
 from paceline.sync.plan import Sync
 from paceline.sync.settle import agree_order
@@ -77,14 +77,9 @@ class Reducer(Gradients):
         self._syncing = False  # ... and closes with a round
         self._firings: list[int] = []  # firings of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
-        self._handles = []
-        for slot in self.slots:
-            if wire.size > 1:  # a world of one has no buckets to prepare
-                hook = _hook(weakref.ref(self), slot.index, Reducer.arriving)
-                self._handles.append(slot.param.register_hook(hook))
-            hook = _hook(weakref.ref(self), slot.index, Reducer.accumulated)
-            self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
-        weakref.finalize(self, _remove, self._handles)
+        self._handles = hook(
+            self, self.slots, Reducer.arriving if wire.size > 1 else None, Reducer.accumulated
+        )
 
     # ------------------------------------------------------------------ what the rest of Paceline asks
 
@@ -383,21 +378,3 @@ class Reducer(Gradients):
             ranks = (self.wire.rank,)
         parts, split = self.parts_by_name(), self.splits_gradients
         self.broken = examine(parts, self.wire, self.step - 1, ranks, split=split)
-
-
-def _hook(
-    reducer: weakref.ref[Reducer], index: int, event: Callable[[Reducer, int], None]
-) -> Callable[[torch.Tensor], None]:
-    """Return the hook that tells `reducer` of an event of slot `index`; it keeps nothing alive."""
-
-    def tell(_tensor: torch.Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            event(alive, index)
-
-    return tell
-
-
-def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
