@@ -35,8 +35,8 @@ test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/pure tests/cli
 
 check: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests examples benchmarks
-	$(VENV)/bin/ruff format --check src tests examples benchmarks
+	$(VENV)/bin/ruff check src tests examples benchmarks docs/site docs/pictures
+	$(VENV)/bin/ruff format --check src tests examples benchmarks docs/site docs/pictures
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
 

@@ -33,7 +33,15 @@ def worlds() -> Chart:
     for column, launcher in enumerate(launchers):
         for row, fact in enumerate(FACTS):
             told = getattr(launcher, fact)
-            axes.text(column, row, told or "·", ha="center", va="center", fontsize=8, color=COLOURS[0] if told else MUTED)
+            axes.text(
+                column,
+                row,
+                told or "·",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color=COLOURS[0] if told else MUTED,
+            )
     axes.set_xticks(range(len(launchers)), [launcher.name for launcher in launchers])
     axes.set_yticks(range(len(FACTS)), [fact.replace("_", " ") for fact in FACTS])
     axes.set_xlim(-0.5, len(launchers) - 0.5)
@@ -51,7 +59,9 @@ def exactness() -> Chart:
     rows = [row for row in rows if "accumulation" not in row["name"]]
     figure, (axes,) = stacked_panels(10, 4)
     colours = [COLOURS[0] if row["name"].startswith("Paceline") else COLOURS[1] for row in rows]
-    axes.barh([row["name"] for row in rows], [row["error"] for row in rows], left=1e-17, color=colours, height=0.6)
+    axes.barh(
+        [row["name"] for row in rows], [row["error"] for row in rows], left=1e-17, color=colours, height=0.6
+    )
     axes.set_xscale("log")
     axes.set_xlim(1e-17, 10)
     axes.invert_yaxis()
@@ -59,7 +69,11 @@ def exactness() -> Chart:
     for at, row in enumerate(rows):
         error = row["error"]
         axes.annotate(
-            f"{error:.0%}" if error > 1e-3 else f"{error:.0e}", (error, at), (4, 0), textcoords="offset points", va="center"
+            f"{error:.0%}" if error > 1e-3 else f"{error:.0e}",
+            (error, at),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
         )
     return Chart(figure)
 

@@ -64,7 +64,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     nav: list[Any] = [{"Paceline": "README.md"}, {"The manual": CONTENTS}]
     for heading, items in contents(here.read_text(encoding="utf-8")):
         nav.append({heading: [{title: place(target)} for title, target in items]})
-    listed = {page for section in nav[2:] for items in section.values() for item in items for page in item.values()}
+    listed = {
+        page for section in nav[2:] for items in section.values() for item in items for page in item.values()
+    }
     rest = [path.relative_to(ROOT).as_posix() for path in pages()]
     rest = [page for page in rest if not page.startswith("docs/") and page not in {*listed, "README.md"}]
     nav.append({"Figures": [{page.split("/")[-2]: page} for page in rest]})

@@ -14,7 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     {
         path
-        for pattern in ("README.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/**/README.md", "tests/**/README.md")
+        for pattern in (
+            "README.md",
+            "CHANGELOG.md",
+            "docs/**/*.md",
+            "benchmarks/**/README.md",
+            "tests/**/README.md",
+        )
         for path in ROOT.glob(pattern)
     }
 )
@@ -49,7 +55,9 @@ def blocks(page: Path) -> list[Block]:
     found, at = [], 0
     while at < len(lines):
         fence = _FENCE.match(lines[at])
-        indented = lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip() or _MARK.match(lines[at - 1]))
+        indented = lines[at].startswith("    ") and (
+            at == 0 or not lines[at - 1].strip() or _MARK.match(lines[at - 1])
+        )
         if not fence and not indented:
             at += 1
             continue

@@ -10,7 +10,9 @@ from pathlib import Path
 from manual import blocks, prose_with_code
 
 _SHELLS = {"sh", "console", "bash", ""}
-_STARTS = re.compile(r"(?:\$ )?(?:\w+=\S+ |\w+=\"[^\"]*\" )*(paceline|python|torchrun|mpiexec|make|pip|srun|sbatch)\b")
+_STARTS = re.compile(
+    r"(?:\$ )?(?:\w+=\S+ |\w+=\"[^\"]*\" )*(paceline|python|torchrun|mpiexec|make|pip|srun|sbatch)\b"
+)
 _ENDS = {"&", "&&", ";", "|", ">"}
 _SPAN = re.compile(r"`(paceline [a-z][^`]*)`")
 
@@ -40,8 +42,7 @@ def command_lines(page: Path) -> list[Line]:
 def spans(page: Path) -> list[Line]:
     """Return what is called `paceline …` in the middle of a sentence."""
     return [
-        Line(f"{page.name}: `{text}`", tuple(text.split()))
-        for text in _SPAN.findall(prose_with_code(page))
+        Line(f"{page.name}: `{text}`", tuple(text.split())) for text in _SPAN.findall(prose_with_code(page))
     ]
 
 

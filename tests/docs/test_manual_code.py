@@ -40,7 +40,9 @@ def world_of_one(tmp_path, monkeypatch):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.run for block in PYTHON[page])], ids=name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.run for block in PYTHON[page])], ids=name
+)
 def test_the_python_of_a_page_runs(page, world_of_one):
     for there, here in FILES.get(name(page), {}).items():
         shutil.copy(ROOT / here, there)

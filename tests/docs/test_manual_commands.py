@@ -73,7 +73,9 @@ def test_commands_named_in_a_sentence_are_there(page):
     for line in SPANS[page]:
         command = typer.main.get_command(app)
         words = list(next(programs(line.words)))[1:]
-        words = words[: words.index("paceline")] if "paceline" in words else words  # another one, inside of a lab
+        words = (
+            words[: words.index("paceline")] if "paceline" in words else words
+        )  # another one, inside of a lab
         while hasattr(command, "resolve_command") and words and re.fullmatch(r"[a-z][a-z-]*", words[0]):
             try:
                 _, command, words = command.resolve_command(command.context_class(command), words)
@@ -94,7 +96,12 @@ def test_every_command_has_its_place_in_the_list_of_commands():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["paceline trane", "paceline plan memory --modl tiny", "paceline train --steps many", "paceline lab paceline trane"],
+    [
+        "paceline trane",
+        "paceline plan memory --modl tiny",
+        "paceline train --steps many",
+        "paceline lab paceline trane",
+    ],
 )
 def test_a_wrong_line_is_found(wrong):
     with pytest.raises(TyperException):

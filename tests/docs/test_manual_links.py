@@ -1,4 +1,4 @@
-"""Every link of the manual leads somewhere: files, headings, pictures. Addresses elsewhere are looked at, not fetched."""
+"""Every link of the manual leads somewhere: files, headings, pictures. Web addresses are looked at, not fetched."""
 
 from __future__ import annotations
 

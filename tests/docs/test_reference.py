@@ -14,7 +14,9 @@ from prelude import names
 
 import paceline
 
-REFERENCE = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md"))}
+REFERENCE = {
+    path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md"))
+}
 ASKED = re.findall(r"^<!-- reference: ([\w.]+) -->$", "\n".join(REFERENCE.values()), re.M)
 PUBLIC = [name for name in paceline.__all__ if name != "__version__"]
 MODULES = [
@@ -44,7 +46,9 @@ def test_every_error_is_public():
     from paceline import errors
 
     defined = {
-        name for name, value in vars(errors).items() if inspect.isclass(value) and value.__module__ == errors.__name__
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
     }
     assert {name for name in defined if not name.startswith("_")} <= set(errors.__all__)
 
