@@ -1,13 +1,14 @@
 # Two commands do everything on a machine with Python 3.11, pip and make:
 #   make train    install into .venv, train the reference model on two processes, show the result
 #   make test     install into .venv, run all tests: two files at a time, then those that measure links
+#   make docs     install into .venv, build the manual as a site into build/manual
 PYTHON ?= python3
 VENV   ?= .venv
 STEPS  ?= 600
 RANKS  ?= 2
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: train test test-fast check clean help
+.PHONY: train test test-fast check docs clean help
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -20,7 +21,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,examples,tensorboard,dev]'
+	$(PIP) install --constraint constraints.txt --editable '.[report,mpi,ray,examples,tensorboard,docs,dev]'
 	touch $@
 
 train: $(VENV)/.run
@@ -34,10 +35,13 @@ test-fast: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q tests/pure tests/cli
 
 check: $(VENV)/.dev
-	$(VENV)/bin/ruff check src tests examples benchmarks
-	$(VENV)/bin/ruff format --check src tests examples benchmarks
+	$(VENV)/bin/ruff check src tests examples benchmarks docs/site docs/pictures
+	$(VENV)/bin/ruff format --check src tests examples benchmarks docs/site docs/pictures
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.dev
+	$(VENV)/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -78,6 +78,11 @@ class PacelineError(Exception):
         step: the optimizer step concerned, where it is known: counted from 0 by a model, from 1 by
             ``paceline train`` and its log.
         remedy: what the user can do, one sentence.
+
+    Example:
+        >>> print(PacelineError("the disk is full", rank=1, step=20, remedy="make room"))
+        [rank 1, step 20] the disk is full
+          → make room
     """
 
     def __init__(

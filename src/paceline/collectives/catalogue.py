@@ -1,4 +1,4 @@
-"""All algorithms by operation and name: :func:`schedule` makes one for any number of ranks."""
+"""All algorithms by operation and name: `schedule` makes one for any number of ranks."""
 
 from __future__ import annotations
 

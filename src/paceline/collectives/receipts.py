@@ -75,7 +75,7 @@ class Log:
 
     @classmethod
     def unpack(cls, data: bytes) -> Log:
-        """Return what :meth:`pack` made bytes of."""
+        """Return what `pack` made bytes of."""
         sent, received, *rest = msgpack.unpackb(data)
         return cls([Note(*note) for note in sent], [Note(*note) for note in received], *rest)
 

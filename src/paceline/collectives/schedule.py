@@ -1,4 +1,4 @@
-"""A collective as data: :class:`Schedule`, rounds of :class:`Send`.
+"""A collective as data: `Schedule`, rounds of `Send`.
 
 Every rank has a vector cut into `chunks` of equal size. In a round all sends happen at once and read what their
 sender held when the round began; a rank goes on to its next round when all it sends and receives in this one is

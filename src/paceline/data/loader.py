@@ -55,8 +55,9 @@ class Loader:
         seed: decides the order of samples and random dealing.
         shuffle: another order each epoch: of samples (True), of whole blocks (``"blocks"``), or none (False).
             Iterable datasets have the order that they have.
-        num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context,
-            prefetch_factor, persistent_workers: as in torch's DataLoader.
+        num_workers: as in torch's DataLoader, as are the next ones.
+        collate_fn, pin_memory, timeout: as there.
+        worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers: as there.
         redeal_every: with ``shares="measured"``, steps between two looks at the speeds; None: between epochs.
         stream: of an iterable dataset: ``"own"``: every rank reads its own stream, split before; ``"whole"``: all
             ranks read the same one, and each keeps its blocks.

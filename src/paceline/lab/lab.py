@@ -1,4 +1,4 @@
-"""A network of hosts on this machine, as long as a with-statement lasts: :class:`Lab`."""
+"""A network of hosts on this machine, as long as a with-statement lasts: `Lab`."""
 
 from __future__ import annotations
 

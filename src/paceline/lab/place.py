@@ -28,7 +28,7 @@ _MASK_CORES = 32  # a mask of more is written in groups
 class Place:
     """Namespaces that live as long as this object is not closed and this process lives.
 
-    Starting takes place in the background: call :meth:`ready` before anything else.
+    Starting takes place in the background: call `ready` before anything else.
 
     Args:
         name: host name there.

@@ -35,7 +35,7 @@ class HostTotals:
 
 
 class Watch:
-    """Counts from now until :meth:`stop`; meanwhile :meth:`look` has to be called often.
+    """Counts from now until `stop`; meanwhile `look` has to be called often.
 
     Attributes:
         seconds: how long it was watched, up to the latest count.

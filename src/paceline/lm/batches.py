@@ -78,6 +78,7 @@ class Batches:
         UsageError: `tokens` is shorter than one window.
 
     Example:
+        >>> tokens = np.arange(99_999).astype(np.uint8)
         >>> one = Batches(tokens, batch=32, context=128)
         >>> two = [Batches(tokens, batch=16, context=128, rank=rank, size=2) for rank in range(2)]
         >>> torch.equal(one.at(7).inputs, torch.cat([rank.at(7).inputs for rank in two]))

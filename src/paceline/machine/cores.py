@@ -1,4 +1,4 @@
-"""How many cores this process may use: :func:`usable_cores`."""
+"""How many cores this process may use: `usable_cores`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware and limits of this machine, as plain numbers: :func:`machine`."""
+"""Hardware and limits of this machine, as plain numbers: `machine`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def headline(run: HubRun, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return a few sentences: what the run reached, how old updates were, what was sent, what stands out.
 
     Example:
-        >>> headline(run, rows_of(run))
+        >>> headline(run, rows_of(run))  # doctest: +SKIP
         ('In 45 s the hub took in 147 updates of 5 workers, learnt from 3.21 k samples; none was refused.',
          "The centre's score went from 0.733 to 0.28 (lower is better).", …)
     """

@@ -17,7 +17,7 @@ def headline(summary: Summary, limit: Limit | None = None) -> tuple[str, ...]:
     """Return a few sentences: what the run reached, where its time went and what limits it.
 
     Example:
-        >>> headline(summarize(run), limit)
+        >>> headline(summarize(run), limit)  # doctest: +SKIP
         ('600 steps of 152 ms; the loss went from 5.55 to 2.10, on held-out text to 2.21.',
          'Of each step 82 % is computing and 11 % is waiting for communication.',
          'Computing limits this run: …')

@@ -92,7 +92,7 @@ def ring_seconds(workers: int, nbytes: float, rate: float, latency: float) -> fl
         workers: N. nbytes: of the gradients. rate: bytes per second of the slowest link. latency: seconds of a message.
 
     Example:
-        >>> ring_seconds(4, 80e6, 25e6, 0.0)
+        >>> round(ring_seconds(4, 80e6, 25e6, 0.0), 9)
         4.8
     """
     return 2 * (workers - 1) * (nbytes / workers / rate + latency)

@@ -80,7 +80,8 @@ class Layout:
     """All fragments of a model.
 
     Example:
-        >>> layout = Layout.of(torch.nn.Linear(40, 30), fragments=1)
+        >>> from paceline.sync.compress import Compression
+        >>> layout = Layout.of(torch.nn.Linear(40, 30), compression=Compression("int4"))
         >>> [(place.name, place.kind) for place in layout.fragments[0].places]
         [('weight', 'compressed'), ('bias', 'plain')]
     """

@@ -130,6 +130,10 @@ class SlowMo(OuterLoop):
         warmup: local steps before the slow momentum starts.
 
     Raises: as `LocalSGD`.
+
+    Example:
+        >>> with SlowMo(model, optim, every=10, slow_momentum=0.2):
+        ...     train_some_steps()
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class Traffic:
 
         Example:
             >>> Traffic(12_300_000, 1_200_000_000).told()
-            'sent 12.3 MB a rank; float32 gradients every step would have been 1.2 GB (98 times as much)'
+            'sent 12.3 MB a rank; float32 gradients every step would have been 1.2 GB (97.6 times as much)'
         """
         if not self.would_be_nbytes or self.sent_nbytes is None:
             return ""

@@ -1,4 +1,4 @@
-"""The world of this process: :func:`init` enters it, :func:`shutdown` leaves it."""
+"""The world of this process: `init` enters it, `shutdown` leaves it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class World:
         backend: ``"paceline"``, ``"gloo"``, ``"mpi4py"``, ``"nccl"``, or ``"none"`` for a world of one
             without a process group.
         device: ``"cpu"`` or ``"cuda:<index>"``.
+
+    Example:
+        >>> World(rank=3, size=8, local_rank=1, local_size=2, node=1, nodes=4).node
+        1
     """
 
     rank: int = 0
@@ -124,7 +128,13 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the world; without one, do nothing. A later :func:`init` enters a new one."""
+    """Leave the world; without one, do nothing. A later `init` enters a new one.
+
+    Example:
+        >>> init(device="cpu").rank
+        0
+        >>> shutdown()
+    """
     if _session.owns_group:
         import torch.distributed as dist
 
