@@ -54,7 +54,9 @@ def row(case: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Fill the table."""
     cases = json.loads((HERE / "exposed.json").read_text(encoding="utf-8"))["cases"]
-    fill(HERE / "README.md", {"cases": table(HEAD, [row(case) for case in cases])})
+    readme = HERE / "README.md"
+    block = table(HEAD, [row(case) for case in cases], words=4)
+    readme.write_text(fill(readme.read_text(encoding="utf-8"), "cases", block), encoding="utf-8")
 
 
 if __name__ == "__main__":

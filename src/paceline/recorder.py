@@ -6,16 +6,17 @@ adds when each bucket was ready, launched and done. All times are those of the h
     {"name": "step", "start": 1760000000.123456, "seconds": 0.0421, "rank": 0, "step": 7,
      "phases": [["forward", 0], ["outside", 9120], ["backward", 9340], ["exchange", 33010], …],
      "waits": [[2, 33080, 36920], …], "tasks": [["checkpoint", 40100, 41870]],
-     "calls": [["reduce", 0, 5242880, 15020, 15080, 15210, 24410, 33090], …],
+     "calls": [["reduce", 0, 5242880, 5242880, 15020, 15080, 15210, 24410, 33090], …],
      "samples": 16.0, "cpu": 0.0391, "preempted": 3, "quiet": false}
 
 Times in lists are microseconds since the line's `start`. A phase lasts until the next one begins, the last one until
 the line ends, where the next step's forward begins. A wait is ``[bucket, from, to]``, −1 for what is no bucket. A call
-is ``[kind, bucket, bytes, ready, launched, posted, done, seen]``: when the last gradient of the bucket was there (null:
-not known, or a call without gradients), when this rank began and ended to launch it, when it was through (null: nobody
-told) and when this rank saw that. `samples` are those that this rank's gradient stands for, 0 where nobody counts
-them; `cpu` is the processor time of all of this process's threads, in seconds, and `preempted` how often the system
-took a processor away from one of them. What a rank did before its first step and after its last one is no step.
+is ``[kind, bucket, bytes, sent, ready, launched, posted, done, seen]``: the bytes of its buffer and those that this
+rank sends for it; when the last gradient was there (null: not known, or a call without gradients), when this rank began
+and ended to launch it, when it was through (null: nobody told) and when this rank saw that. `samples` are those that
+this rank's gradient stands for, 0 where nobody counts them; `cpu` is the processor time of all of this process's
+threads, in seconds, and `preempted` how often the system took a processor away from one of them. What a rank did before
+its first step and after its last one is no step.
 
 [Note: quiet steps] Communication that is hidden behind backward slows it all the same where both share processors,
 caches or memory, and no clock shows by how much. So in a few steps nothing is launched before backward has ended; they
@@ -100,17 +101,29 @@ class Recorder:
             self._plan = buckets
             trace.mark("plan", **told())
 
-    def launched(self, kind: str, bucket: int, nbytes: float, ready: float | None, since: float) -> None:
+    def launched(
+        self, kind: str, bucket: int, nbytes: float, sent: float, ready: float | None, since: float
+    ) -> None:
         """Note a call that was launched from `since` until now.
 
         Args:
             kind: ``"reduce"`` or ``"gather"``.
             bucket: in launch order.
-            nbytes: that were handed over.
+            nbytes: that were handed over. sent: of them, to other ranks, as in `paceline.sync.timings`.
             ready: when its last gradient was there; None: not known.
             since: when launching began; all in seconds of ``time.perf_counter()``.
         """
-        call: list[object] = [kind, bucket, round(nbytes), ready, since, time.perf_counter(), None, None]
+        call: list[object] = [
+            kind,
+            bucket,
+            round(nbytes),
+            round(sent),
+            ready,
+            since,
+            time.perf_counter(),
+            None,
+            None,
+        ]
         self._calls.append(call)
         self._under_way[kind, bucket] = call
 
@@ -142,7 +155,7 @@ class Recorder:
             phases=[(phase, at(since)) for phase, since in self._phases],
             waits=[(bucket, at(since), at(until)) for bucket, since, until in self._waits],
             tasks=[(task, at(since), at(until)) for task, since, until in self._tasks],
-            calls=[[*call[:3], *map(at, call[3:])] for call in self._calls],
+            calls=[[*call[:4], *map(at, call[4:])] for call in self._calls],
             samples=self.samples,
             cpu=round(cpu - self._cpu, 6),
             preempted=preempted - self._preempted,

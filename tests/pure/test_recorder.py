@@ -53,18 +53,18 @@ def test_calls_tell_what_is_known_of_them(lines):
     recorder = Recorder()
     start = time.perf_counter()
     recorder.phase(5, "forward", start)
-    recorder.launched("reduce", 0, 4096, start + 0.001, start + 0.002)
-    recorder.launched("gather", 0, 2048.0, None, start + 0.003)
+    recorder.launched("reduce", 0, 4096, 2048, start + 0.001, start + 0.002)
+    recorder.launched("gather", 0, 2048.0, 1024.0, None, start + 0.003)
     recorder.arrived("reduce", 0, None, start + 0.004)
     recorder.arrived("reduce", 7, None, start)  # of a step that is over
     recorder.samples = 16.0
     recorder.flush(start + 0.010)
     (line,) = lines()
     reduced, gathered = line["calls"]
-    assert reduced[:5] == ["reduce", 0, 4096, 1000, 2000]
-    assert reduced[6:] == [None, 4000]
-    assert gathered[:5] == ["gather", 0, 2048, None, 3000]
-    assert gathered[6:] == [None, None]
+    assert reduced[:6] == ["reduce", 0, 4096, 2048, 1000, 2000]
+    assert reduced[7:] == [None, 4000]
+    assert gathered[:6] == ["gather", 0, 2048, 1024, None, 3000]
+    assert gathered[7:] == [None, None]
     assert line["samples"] == 16.0
     assert line["cpu"] >= 0
     assert line["preempted"] >= 0

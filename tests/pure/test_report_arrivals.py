@@ -45,7 +45,7 @@ def _line(rank, step, came, through, longer, part):
         phases.append(Interval(name, at, at + seconds))
         at += seconds
     phases.append(Interval("exchange", at, through))
-    calls = (Call("reduce", 0, 1_000_000, came, came, came, None, through),)
+    calls = (Call("reduce", 0, 1_000_000, 1_000_000, came, came, came, None, through),)
     waits = (Wait(0, came, through),)
     return StepLine(step, rank, 50.0 + step, through, tuple(phases), waits, (), calls, 8.0, 0.1, 2)
 
@@ -145,6 +145,6 @@ def _slower(line):
 
 
 def test_the_rate_counts_from_the_last_launch():
-    assert transfer_rate(timelines(slow=1, ranks=2), 2) == pytest.approx(1_000_000 / NETWORK, rel=1e-6)
-    assert transfer_rate(timelines(ranks=4), 4) == pytest.approx(1.5 * 1_000_000 / NETWORK, rel=1e-6)
-    assert transfer_rate(timelines(ranks=1), 1) is None
+    assert transfer_rate(timelines(slow=1, ranks=2)) == pytest.approx(1_000_000 / NETWORK, rel=1e-6)
+    assert transfer_rate(timelines(ranks=4)) == pytest.approx(1_000_000 / NETWORK, rel=1e-6)
+    assert transfer_rate(timelines(ranks=1)) is None

@@ -50,7 +50,7 @@ def test_waits_launches_and_tasks_are_taken_out_of_where_they_lie():
         ORDINARY,
         10.0,
         waits=(Wait(0, 7.2, 7.6), Wait(-1, 8.6, 9.1)),
-        calls=(Call("reduce", 0, 8, 3.9, 4.0, 4.5, None, 7.6),),
+        calls=(Call("reduce", 0, 8, 8, 3.9, 4.0, 4.5, None, 7.6),),
         tasks=(Task("eval", 9.5, 9.7),),
     )
     parts = parts_of(told)
@@ -76,7 +76,7 @@ def test_parts_add_up_to_the_step_and_pieces_leave_no_gap(kinds, starts, waits, 
         phases,
         10.0,
         waits=tuple(Wait(0, *pair) for pair in pairs),
-        calls=tuple(Call("reduce", 0, 1, None, *pair, None, None) for pair in sent),
+        calls=tuple(Call("reduce", 0, 1, 1, None, *pair, None, None) for pair in sent),
         tasks=tuple(Task("eval", *pair) for pair in done),
     )
     assert sum(parts_of(told).values()) == pytest.approx(10.0)
@@ -114,7 +114,7 @@ def span(name, start=0.0, seconds=0.0, **fields):
 
 def step(number, start=0.0, seconds=1.0):
     phases = [["forward", 0], ["backward", 400_000], ["exchange", 800_000]]
-    calls = [["reduce", 0, 64, None, 500_000, 510_000, None, 900_000]]
+    calls = [["reduce", 0, 64, 32, None, 500_000, 510_000, None, 900_000]]
     return span(
         "step", start, seconds, step=number, phases=phases, waits=[], tasks=[], calls=calls, samples=4.0
     )
@@ -124,7 +124,7 @@ def test_lines_are_read_with_what_they_hold():
     (only,) = read_steps([step(0)]).steps
     assert only.phases[-1] == Interval("exchange", 0.8, 1.0)
     (call,) = only.calls
-    assert (call.nbytes, call.ready, call.launched, call.end) == (64, None, 0.5, 0.9)
+    assert (call.nbytes, call.sent, call.ready, call.launched, call.end) == (64, 32, None, 0.5, 0.9)
     assert only.samples == 4.0
 
 

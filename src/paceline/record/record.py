@@ -43,7 +43,7 @@ class Record:
     Example:
         >>> import tempfile
         >>> model = DataParallel(torch.nn.Linear(2, 1))
-        >>> with tempfile.TemporaryDirectory() as folder, Record(folder, model) as record:
+        >>> with tempfile.TemporaryDirectory() as folder, Record(folder, model, tensorboard=False) as record:
         ...     loss = model(torch.ones(4, 2)).mean()
         ...     model.backward(loss, samples=4)
         ...     record.log(loss=loss, samples=4)
@@ -106,7 +106,7 @@ class Record:
         step = self._model.engine.step
         if step % self._every and step != 1:
             return
-        known = {name: 0.0 if value is None else float(value) for name, value in numbers.items()}
+        known = {name: _number(value) for name, value in numbers.items()}
         mine = [samples, self._samples, self._tokens, *(value * samples for value in known.values())]
         row = torch.tensor(mine, dtype=torch.float64)
         weight, done, tokens_done, *sums = sum_over_ranks(row, self._model.wire.group).tolist()
@@ -141,6 +141,10 @@ class Record:
             },
             indent=2,
         )
+
+
+def _number(value: float | torch.Tensor | None) -> float:
+    return 0.0 if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def _make(folder: Path, model: DataParallel) -> None:

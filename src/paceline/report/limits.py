@@ -140,9 +140,8 @@ def _step(summary: Summary) -> float:
 
 
 def _communication(summary: Summary, exposed: float, facts: Mapping[str, object]) -> Limit:
-    size = len(summary.ranks)
     step = _step(summary)
-    rate = transfer_rate(summary.timelines, size)
+    rate = transfer_rate(summary.timelines)
     sent = f" for {format_bytes(summary.nbytes)} a step" if summary.nbytes else ""
     through = f", which go through the network at {format_decimal(rate)}/s" if rate and sent else ""
     sentence = (
@@ -172,7 +171,7 @@ def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, 
             f"paceline train {option.flags}"
             if option.every > 1
             else f'{option.flags}, or pl.Sync(compression="int8")',
-            f"steps of about {format_seconds(option.step_seconds)} instead of {format_seconds(step)}; "
+            f"steps of {format_seconds(option.step_seconds)} at best instead of {format_seconds(step)}; "
             f"effect on the loss: {option.effect}",
         )
         for option in options.values()

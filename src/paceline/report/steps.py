@@ -42,13 +42,15 @@ class Call:
     """A call of the engine; times in seconds since the step began, None where nobody knows.
 
     Attributes:
-        kind: ``"reduce"`` or ``"gather"``. bucket: in launch order. nbytes: that were handed over.
+        kind: ``"reduce"`` or ``"gather"``. bucket: in launch order. nbytes: that were handed over. sent: that this rank
+            sends for it.
         ready, launched, posted, done, seen: as in `paceline.recorder`.
     """
 
     kind: str
     bucket: int
     nbytes: int
+    sent: int
     ready: float | None
     launched: float
     posted: float
@@ -194,12 +196,12 @@ def _step(span: Span, marks: Sequence[tuple[float, float]]) -> list[StepLine]:
         return []
 
 
-def _call(kind: str, bucket: int, nbytes: int, *moments: float | None) -> Call:
+def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None) -> Call:
     """Return the call of a line's list; its moments are microseconds."""
     ready, launched, posted, done, seen = (None if moment is None else moment / 1e6 for moment in moments)
     if launched is None or posted is None:
         raise ValueError("every call is launched")
-    return Call(str(kind), int(bucket), int(nbytes), ready, launched, posted, done, seen)
+    return Call(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
 
 
 def offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:

@@ -113,15 +113,14 @@ class Flight:
         self._under_way[bucket.index] = pending, started
         freight, others = bucket.freight, (self.wire.size - 1) / self.wire.size
         nbytes = bucket.flat.nbytes if freight is None else freight.payload_nbytes
+        ways = 2 if bucket.slots and not self.sharded else 1
+        sent = ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
         if here.recorder is not None:
             pending.watch()
-            here.recorder.launched("reduce", bucket.index, nbytes, bucket.ready, started)
+            here.recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
         self.timings.calls += 1 if freight is None else freight.calls
         self.timings.nbytes += nbytes
-        ways = 2 if bucket.slots and not self.sharded else 1
-        self.timings.sent_nbytes += (
-            ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
-        )
+        self.timings.sent_nbytes += sent
 
     def _send(self, bucket: Bucket, mean: bool) -> Pending | Freight:
         if not bucket.slots:

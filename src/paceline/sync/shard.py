@@ -164,7 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 pending = reducer.wire.all_gather(flat, next(arriving))
                 if here.recorder is not None:
                     pending.watch()
-                    here.recorder.launched("gather", len(under_way), flat.nbytes, None, launched)
+                    sent = flat.nbytes * (reducer.wire.size - 1) / reducer.wire.size
+                    here.recorder.launched("gather", len(under_way), flat.nbytes, sent, None, launched)
                 under_way.append(pending)
         started = time.perf_counter()
         here.wait()
