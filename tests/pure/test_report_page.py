@@ -11,6 +11,7 @@ import pytest
 from run_folder import write_run
 
 from paceline.errors import UsageError
+from paceline.report.caveats import caveats
 from paceline.report.page import write_report
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -195,3 +196,18 @@ def test_a_run_that_tells_nothing_of_bytes_shows_nothing(folder, sent):
 def test_bytes_that_are_not_counted_are_called_so(folder):
     page = with_facts(folder, sent={"sent_nbytes": None, "would_be_nbytes": 1e6, "interface bytes": {}})
     assert "What this strategy sends is not counted." in page
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"synchronised": "full-shard"}, "PyTorch waits inside of forward and backward"),
+        ({"world": {"device": "cuda:0"}}, "Times are those of the host"),
+        ({"world": {"backend": "nccl"}}, "Times are those of the host"),
+        ({"world": {"device": "cpu", "backend": "gloo"}, "synchronised": "bucketed"}, ""),
+    ],
+)
+def test_the_page_says_what_its_times_do_not_tell(facts, said):
+    told = " ".join(caveats(facts))
+    assert said in told
+    assert bool(told) is bool(said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -95,14 +96,17 @@ def test_intervals_that_touch_become_one():
 
 
 def test_what_quiet_steps_tell_is_exposed_too():
-    usual = line(ORDINARY, 10.0)
-    quiet = line([("forward", 0.0), ("backward", 3.0), ("exchange", 6.5)], 10.0, quiet=True)
-    mean = mean_parts([usual, usual, quiet])
+    calls = (Call("reduce", 0, 8, 8, None, 7.0, 7.0, None, 7.5),)
+    usual = line(ORDINARY, 10.0, calls=calls)
+    quiet = line([("forward", 0.0), ("backward", 3.0), ("exchange", 6.5)], 10.0, quiet=True, calls=calls)
+    mean = mean_parts([usual, usual, quiet, quiet, quiet])
     assert mean["backward"] == pytest.approx(3.5)
     assert mean["exposed"] == pytest.approx(1.5)
     assert sum(mean.values()) == pytest.approx(10.0)
-    alone = mean_parts([quiet])
-    assert alone["backward"] == pytest.approx(3.5)
+    assert mean_parts([usual, quiet, quiet])["backward"] == pytest.approx(4.0)  # too few of them
+    assert mean_parts([quiet])["backward"] == pytest.approx(3.5)
+    nothing_sent = [replace(each, calls=()) for each in (usual, quiet, quiet, quiet)]
+    assert mean_parts(nothing_sent)["backward"] == pytest.approx(4.0)
 
 
 # ------------------------------------------------------------------ reading

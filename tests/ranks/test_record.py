@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import zoo
 import paceline as pl
 from paceline.errors import UsageError
 from paceline.record.clocks import compare_clocks
+from paceline.record.scalars import Scalars
 from paceline.report.arrivals import arrivals_of
 from paceline.report.parts import parts_of
 from paceline.report.records import read_run
@@ -100,6 +102,19 @@ def test_numbers_are_means_over_ranks_by_samples(pool, tmp_path):
     assert facts["parameters"] == sum(param.numel() for param in zoo.build("Plain").parameters())
 
 
+def test_scalars_for_tensorboard(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    scalars = Scalars(tmp_path)
+    for step in (1, 10):
+        scalars.add(step, {"loss": 5.0 / step, "told": "words", "grad_norm": None, "bad": math.inf})
+    scalars.close()
+    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.0), (10, 0.5)]
+    assert sorted(read.Tags()["scalars"]) == ["bad", "loss"]
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert lines[0] == {"step": 1, "loss": 5.0, "told": "words", "grad_norm": None, "bad": None}
+
+
 def goes_on(rank, size, folder):
     train(rank, size, folder, "bucketed", 5)
     train(rank, size, folder, "bucketed", 3)
@@ -139,6 +154,8 @@ def refuses(rank, size, folder):
     model = pl.DataParallel(zoo.build("Plain"))
     with pytest.raises(UsageError, match="rank 1"):
         pl.Record(folder / "file" if rank == 1 else folder / "fine", model)
+    with pytest.raises(UsageError, match="Record of a Plain"):
+        pl.Record(folder, model.module)
     with pytest.raises(UsageError, match="every=0"):
         pl.Record(folder, model, every=0)
     with (

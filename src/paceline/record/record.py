@@ -38,7 +38,7 @@ class Record:
         tensorboard: write scalars for TensorBoard too; None: where it is installed.
 
     Raises:
-        UsageError: the folder can't be written on some rank, or `every` is below 1.
+        UsageError: `model` is not wrapped, the folder can't be written on some rank, or `every` is below 1.
 
     Example:
         >>> import tempfile
@@ -59,6 +59,11 @@ class Record:
         every: int = 10,
         tensorboard: bool | None = None,
     ) -> None:
+        if not isinstance(model, DataParallel):
+            raise UsageError(
+                f"Record of a {type(model).__name__}",
+                remedy="give it the model that pl.DataParallel returned",
+            )
         if every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self.folder, self._model, self._every = Path(folder), model, every

@@ -57,7 +57,7 @@ def limit_of(summary: Summary, facts: Mapping[str, object]) -> Limit:
         return _data(data)
     if summary.arrivals.straggler is not None and exposed >= _CONSIDERABLE / 2:
         return _straggler(summary)
-    if exposed >= _CONSIDERABLE:
+    if exposed >= _CONSIDERABLE and len(ranks) > 1:
         uneven = (
             fmean(each.imbalance for each in told) / _step(summary)
             if (told := summary.arrivals.ranks)

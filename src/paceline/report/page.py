@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.report.arrival_table import who_waits
 from paceline.report.bucket_view import bucket_view
+from paceline.report.caveats import caveats
 from paceline.report.charts import Bar, Line, breakdown, curve
 from paceline.report.limits import limit_of
 from paceline.report.plan_beside import plan_beside
@@ -51,7 +52,7 @@ def render(run: Run, profile: Path | None = None) -> str:
         title=f"Run {run.folder.resolve().name}",
         subtitle=_subtitle(run, summary),
         command=str(run.facts.get("command", "")),
-        notes=run.notes,
+        notes=[*run.notes, *caveats(run.facts)],
         sentences=headline(summary, limit),
         actions=[(each.what, each.how, each.expected) for each in (limit.remedies if limit else ())],
         tiles=_tiles(summary),
@@ -92,7 +93,9 @@ def _tiles(summary: Summary) -> list[Tile]:
         tiles.append(Tile("waiting", _percent(summary.exposed_share), note))
     if summary.nbytes is not None:
         calls = (
-            f"in {summary.calls:.0f} collectives" if summary.calls is not None else "handed to collectives"
+            f"in {summary.calls:.0f} collective{'s' * (round(summary.calls) != 1)}"
+            if summary.calls is not None
+            else "handed to collectives"
         )
         tiles.append(Tile("traffic a step", format_bytes(summary.nbytes), calls))
     if summary.val_loss_last is not None:

@@ -41,6 +41,9 @@ PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 Piece = Interval
 """Of a step, named by its part."""
 
+_FEWEST_QUIET = 3
+"""Quiet steps without which nothing is said of them."""
+
 
 def parts_of(line: StepLine) -> dict[str, float]:
     """Return the seconds of each part of a step, ``"between"`` too; they add up to the step's."""
@@ -64,9 +67,10 @@ def mean_parts(lines: Sequence[StepLine]) -> dict[str, float]:
 
 def slowed_seconds(lines: Sequence[StepLine]) -> float:
     """Return by how much calls that were under way slowed backward, median of a rank's steps; 0: not known."""
-    quiet = [parts_of(line)["backward"] for line in lines if line.quiet]
-    usual = [parts_of(line)["backward"] for line in lines if not line.quiet]
-    return max(0.0, median(usual) - median(quiet)) if quiet and usual else 0.0
+    told = [(line.quiet, parts_of(line)["backward"]) for line in lines if line.calls]
+    quiet = [seconds for is_quiet, seconds in told if is_quiet]
+    usual = [seconds for is_quiet, seconds in told if not is_quiet]
+    return max(0.0, median(usual) - median(quiet)) if len(quiet) >= _FEWEST_QUIET and usual else 0.0
 
 
 def pieces_of(line: StepLine) -> list[Piece]:
