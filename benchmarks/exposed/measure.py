@@ -26,7 +26,7 @@ from paceline.durable import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.lab import Lab
 from paceline.launch.local import run_ranks
-from paceline.lm.sizes import Size
+from paceline.lm.sizes import SIZES, Size
 from paceline.report.parts import mean_parts
 from paceline.report.records import read_run
 from paceline.report.steps import read_steps
@@ -43,6 +43,8 @@ CASES = [
     (4, "200Mbit/s", "paceline", "bucketed", 5.0),
 ]
 """Ranks, rate of links, backend, strategy, bucket size in MiB."""
+SHORT = [(2, None, "paceline", "bucketed", 1.0), (2, None, "gloo", "bucketed", 1.0)]
+"""Short steps of a small model on one host, to see what recording costs at worst; with ten times the rounds."""
 
 
 def main(
@@ -56,6 +58,8 @@ def main(
         raise UsageError(f"--batch {batch} --rounds {rounds}", remedy="give 1 or more of each")
     check_writable(out, make_folder=True)
     found = [run(case, {"batch": batch, "rounds": rounds, "size": asdict(SIZE)}) for case in CASES[:only]]
+    short = {"batch": batch, "rounds": 10 * rounds, "size": asdict(SIZES["tiny"])}
+    found += [run(case, short) for case in SHORT] if only is None else []
     settings = {"batch": batch, "rounds": rounds, "threads": 1, "model": asdict(SIZE)}
     write_json(out, head("exposed") | {"settings": settings, "cases": found})
     print(out)
@@ -83,6 +87,7 @@ def run(case: tuple[int, str | None, str, str, float | None], job: dict[str, Any
         kind: [fmean(turn) for turn in zip(*(each[kind] for each in times), strict=True)] for kind in times[0]
     }
     return {
+        "model": job["size"]["name"],
         "ranks": ranks,
         "rate": rate,
         "backend": backend,

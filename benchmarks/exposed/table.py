@@ -16,6 +16,7 @@ from paceline.report.markdown import fill, table
 
 HERE = Path(__file__).parent
 HEAD = [
+    "model",
     "ranks",
     "links",
     "backend",
@@ -41,6 +42,7 @@ def row(case: dict[str, Any]) -> list[str]:
     bucket = f", {case['bucket_mib']:g} MiB" if case["bucket_mib"] else ""
     milliseconds = (fmean(recorded), fmean(bare), cost, case["exposed_seconds"])
     return [
+        case["model"],
         str(case["ranks"]),
         case["rate"] or "one host",
         case["backend"],
@@ -55,7 +57,7 @@ def main() -> None:
     """Fill the table."""
     cases = json.loads((HERE / "exposed.json").read_text(encoding="utf-8"))["cases"]
     readme = HERE / "README.md"
-    block = table(HEAD, [row(case) for case in cases], words=4)
+    block = table(HEAD, [row(case) for case in cases], words=5)
     readme.write_text(fill(readme.read_text(encoding="utf-8"), "cases", block), encoding="utf-8")
 
 

@@ -19,6 +19,7 @@ from playwright.sync_api import sync_playwright
 HERE = Path(__file__).parent
 TRAIN = ["paceline", "train", "--size", "mini", "--batch-size", "8", "--steps", "40", "--eval-every", "0"]
 LAB = ["paceline", "lab", "--hosts", "2", "--rate", "100Mbit/s"]
+FASTER = [*LAB[:-1], "200Mbit/s"]
 RUNS = {
     "straggler": (
         ["paceline", "train", "--ranks", "2", "--steps", "60", "--size", "tiny", "--batch-size", "8"],
@@ -26,6 +27,7 @@ RUNS = {
     ),
     "slow-network": ([*LAB, *TRAIN, "--sync", "bucketed"], {}),
     "slow-network-int8": ([*LAB, *TRAIN, "--sync", "bucketed", "--compression", "int8"], {}),
+    "buckets": ([*FASTER, *TRAIN, "--sync", "bucketed", "--bucket-mib", "2"], {}),
 }
 KEPT = ("run.json", "settings.json", "steps.jsonl", "trace")
 SCREENS = {"desk": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}
@@ -46,7 +48,11 @@ def main() -> None:
             for screen, size in SCREENS.items():
                 page = browser.new_page(viewport=size)  # pyright: ignore[reportArgumentType]
                 page.goto((HERE / name / "report.html").as_uri())
-                page.screenshot(path=HERE / f"{name}-{screen}.png")
+                if name != "buckets":
+                    page.screenshot(path=HERE / f"{name}-{screen}.png")
+                elif screen == "desk":
+                    page.locator("#buckets rect.flying").nth(2).hover()
+                    page.locator("#buckets").screenshot(path=HERE / "buckets.png")
                 page.close()
         browser.close()
     for name in RUNS:
