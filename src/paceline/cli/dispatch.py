@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from paceline.cli.file_options import JsonOption
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def dispatch(
     backend: Annotated[
         str | None, typer.Option(help="Of --starve: the process group's, gloo or paceline; else gloo.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    json_file: JsonOption = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Write JSON, the table as CSV, and two charts there."),
