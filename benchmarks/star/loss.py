@@ -123,6 +123,15 @@ def star(stage: Stage, settings: StarSettings, seed: int, tick: Callable[[], Non
     return {"seed": seed, "curve": curve, "workers": workers}
 
 
+def best_bucket(stage: Stage, lr: float, tick: Callable[[], None]) -> tuple[dict[int, list[float]], float]:
+    """Return seconds of DDP's steps by bucket size in MiB, and the size with the least median."""
+    buckets: dict[int, list[float]] = {}
+    for mib in BUCKETS:
+        buckets[mib] = stage.lockstep(kind="ddp", bucket_mib=mib, lr=lr, steps=8)
+        tick()
+    return buckets, min(buckets, key=lambda mib: sorted(buckets[mib])[4])
+
+
 def main(
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
     fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
@@ -166,12 +175,8 @@ def main(
         stage = Stage(lab, Path(folder), fastest)
         ddp: list[float] = []
         local_steps: list[float] = []
-        runs, buckets, best = [], {}, 5.0
-        if lockstep:
-            for mib in BUCKETS:
-                buckets[mib] = stage.lockstep(kind="ddp", bucket_mib=mib, lr=ddp_lr, steps=8)
-                tick()
-            best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
+        runs: list[dict[str, Any]] = []
+        buckets, best = best_bucket(stage, ddp_lr, tick) if lockstep else ({}, 5.0)
         for seed in range(seeds):
             if lockstep:
                 ddp += stage.lockstep(kind="ddp", bucket_mib=best, lr=ddp_lr, steps=timed)
