@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,10 +23,11 @@ import typer
 from training import BATCH, SIZE, SPEEDS, Training
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
 
@@ -144,9 +144,7 @@ def main(
         int, typer.Option(help="Steps of each lock-step way that are timed, for each seed.")
     ] = 20,
     lockstep: Annotated[bool, typer.Option(help="Time DDP and LocalSGD too.")] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train by a star, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
     path = json_file or HERE / f"loss-{rate.removesuffix('/s')}.json"
@@ -196,7 +194,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)
