@@ -27,11 +27,13 @@ from rich.table import Table
 
 from paceline.bench.facts import head
 from paceline.bench.paired import Times
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.machine.cores import usable_cores
 from paceline.units import format_bytes, format_count, format_seconds, parse_bytes
 
@@ -53,9 +55,7 @@ def main(
     settings: Annotated[
         bool, typer.Option(help="Try MPICH's settings first and use the best; else its defaults.")
     ] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Write <ranks>-ranks.json there, unless --json is given.")
     ] = HERE,
@@ -168,7 +168,4 @@ def show(ranks: int, rows: list[Times]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # mpiexec has to end too
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from paceline.errors import PacelineError
+from paceline.bench.program import run_program
 from paceline.lab import Lab
 from paceline.launch.mpi import need_mpi
 
@@ -50,7 +50,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -10,7 +10,6 @@ synchronised, and the same once more with its timeline recorded. Writes ``expose
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.lab import Lab
 from paceline.launch.local import run_ranks
 from paceline.lm.sizes import SIZES, Size
@@ -100,7 +100,4 @@ def run(case: tuple[int, str | None, str, str, float | None], job: dict[str, Any
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -9,7 +9,6 @@ live in the same processes and take turns ([Note: turns] in `paceline.bench.pair
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +18,13 @@ from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
 from rich.table import Table
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.lab import Lab
 from paceline.units import format_count, format_seconds, parse_bytes
 
@@ -39,9 +40,7 @@ def main(
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "1Gbit/s",
     sizes: Annotated[str, typer.Option(help="Of the buffer, separated by commas.")] = SIZES,
     rounds: Annotated[int | None, typer.Option(help="Turns of each contestant; else 6 to 20.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -112,7 +111,4 @@ def show(rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -10,7 +10,6 @@ the form of ``paceline bench step --json``. ``table.py`` holds one against the o
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,12 +22,13 @@ import typer
 from paceline.bench.entries import NO_SYNC, Entry
 from paceline.bench.facts import head, machine_record, versions
 from paceline.bench.parts.settings import PartsSettings
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.bench.rounds import round_of, split
 from paceline.cli.profiles import load_or_new, now
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.lab import Lab
 from paceline.launch.local import run_ranks
 from paceline.lm.sizes import Size
@@ -155,7 +155,4 @@ def rows_of(seconds: Sequence[Any], ranks: int) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

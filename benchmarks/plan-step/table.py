@@ -8,7 +8,6 @@ Reads the ``profile-….json`` and ``steps-….json`` beside this file. No figur
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -18,9 +17,9 @@ import typer
 
 from paceline.bench.entries import NO_SYNC
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.cli.step_files import draw_breakdown, draw_buckets
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.plan.accuracy import Accuracy
 from paceline.plan.profile import Profile
 from paceline.plan.step_costs import StepCosts, pick
@@ -175,7 +174,4 @@ def _draw(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

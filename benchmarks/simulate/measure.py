@@ -9,7 +9,6 @@ file. `predict.py` says what goes into the prediction.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -23,10 +22,11 @@ from strategies import ALONE, STRATEGIES
 from table import show
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import UsageError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
 from paceline.machine import machine
@@ -154,7 +154,4 @@ def clock() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -10,7 +10,6 @@ made on this machine, and its step is timed on the lab, in turns with the traini
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -23,10 +22,11 @@ from loss_figures import LossResult
 from ways import DDP, OURS, Way
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
 
@@ -83,9 +83,7 @@ def main(
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
     seeds: Annotated[int, typer.Option(help="Trainings of each way.")] = 3,
     timed: Annotated[int, typer.Option(help="Steps of DDP that are timed on the lab.")] = 100,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train by DDP and by ours until the same held-out loss, and compare the times."""
     path = json_file or HERE / f"loss-{hosts}x{rate.removesuffix('/s')}.json"
@@ -127,7 +125,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

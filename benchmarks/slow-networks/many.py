@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Job, Lab
 
 HERE = Path(__file__).parent
@@ -99,9 +100,7 @@ def main(
     hosts: Annotated[int, typer.Option(help="Hosts around the switch.")] = 16,
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
     steps: Annotated[int, typer.Option(help="Local steps of a rank.")] = 400,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train on many hosts, one slow, one killed and back."""
     path = json_file or HERE / "many.json"
@@ -124,7 +123,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

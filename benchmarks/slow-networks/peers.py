@@ -34,12 +34,13 @@ from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.bench.turns import turn_order
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import HostFailed, PacelineError, UsageError, unknown
+from paceline.errors import HostFailed, UsageError, unknown
 from paceline.lab import Lab
 
 HERE = Path(__file__).parent
@@ -207,7 +208,4 @@ def show(result: PeerResult) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

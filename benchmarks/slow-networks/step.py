@@ -9,7 +9,6 @@ this file. All contestants live in the same processes and take turns ([Note: tur
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,11 +20,12 @@ from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError, unknown
+from paceline.errors import UsageError, unknown
 from paceline.lab import Lab
 
 HERE = Path(__file__).parent
@@ -92,7 +92,4 @@ def show(result: StepResult) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

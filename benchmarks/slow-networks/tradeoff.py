@@ -9,7 +9,6 @@ library; `step.py` and the tests hold that against interfaces.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +18,11 @@ from loss import BATCH, SIZE, staged
 from ways import TRADEOFF
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lm.sizes import size_of
 
 HERE = Path(__file__).parent
@@ -32,9 +32,7 @@ RANKS, EVERY = 4, 100
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Names of ways; else all.")] = None,
     seed: Annotated[int, typer.Option(help="Of parameters and data.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train in many ways, and tell what each reached and sent."""
     path = json_file or HERE / "tradeoff.json"
@@ -64,7 +62,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

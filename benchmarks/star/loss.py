@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,10 +23,11 @@ import typer
 from training import BATCH, SIZE, SPEEDS, Training
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Lab
 from paceline.lm.sizes import size_of
 
@@ -123,6 +123,15 @@ def star(stage: Stage, settings: StarSettings, seed: int, tick: Callable[[], Non
     return {"seed": seed, "curve": curve, "workers": workers}
 
 
+def best_bucket(stage: Stage, lr: float, tick: Callable[[], None]) -> tuple[dict[int, list[float]], float]:
+    """Return seconds of DDP's steps by bucket size in MiB, and the size with the least median."""
+    buckets: dict[int, list[float]] = {}
+    for mib in BUCKETS:
+        buckets[mib] = stage.lockstep(kind="ddp", bucket_mib=mib, lr=lr, steps=8)
+        tick()
+    return buckets, min(buckets, key=lambda mib: sorted(buckets[mib])[4])
+
+
 def main(
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "200Mbit/s",
     fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
@@ -135,9 +144,7 @@ def main(
         int, typer.Option(help="Steps of each lock-step way that are timed, for each seed.")
     ] = 20,
     lockstep: Annotated[bool, typer.Option(help="Time DDP and LocalSGD too.")] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train by a star, time torch DDP and LocalSGD beside it, and compare the times to the same loss."""
     path = json_file or HERE / f"loss-{rate.removesuffix('/s')}.json"
@@ -166,12 +173,8 @@ def main(
         stage = Stage(lab, Path(folder), fastest)
         ddp: list[float] = []
         local_steps: list[float] = []
-        runs, buckets, best = [], {}, 5.0
-        if lockstep:
-            for mib in BUCKETS:
-                buckets[mib] = stage.lockstep(kind="ddp", bucket_mib=mib, lr=ddp_lr, steps=8)
-                tick()
-            best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
+        runs: list[dict[str, Any]] = []
+        buckets, best = best_bucket(stage, ddp_lr, tick) if lockstep else ({}, 5.0)
         for seed in range(seeds):
             if lockstep:
                 ddp += stage.lockstep(kind="ddp", bucket_mib=best, lr=ddp_lr, steps=timed)
@@ -191,7 +194,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

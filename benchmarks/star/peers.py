@@ -11,7 +11,6 @@ the star, the centre's. ``benchmarks/peers/set_up.py`` makes the environments.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -24,10 +23,12 @@ from loss import LEAD_SECONDS, Stage, StarSettings
 from training import BATCH, SIZE, SPEEDS, Training
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError, unknown
+from paceline.errors import UsageError, unknown
 from paceline.lab import Lab
 
 HERE = Path(__file__).parent
@@ -78,9 +79,7 @@ def main(
     peers: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where set_up.py made the environments.")
     ] = HOMES,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train by other libraries and by the star for the same time, and compare what was learnt."""
     path = json_file or HERE / "peers.json"
@@ -185,7 +184,4 @@ def curve(folder: Path, seed: int, seconds: float) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -10,7 +10,6 @@ then a file is sent beside them, in each direction, and alone.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,9 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Job, Lab
 from paceline.units import parse_rate
 
@@ -73,9 +73,7 @@ def main(
     rate: Annotated[str, typer.Option(help="Of the link, each direction.")] = "200Mbit/s",
     share: Annotated[str, typer.Option(help="Of it, for the star.")] = "30%",
     seconds: Annotated[float, typer.Option(help="That the interfaces are watched.")] = 30.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Watch a star that keeps to a share of a link, alone and beside a file."""
     path = json_file or HERE / "share.json"
@@ -118,7 +116,4 @@ def _end(*jobs: Job) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

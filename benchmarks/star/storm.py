@@ -10,7 +10,6 @@ directions. What workers were told is then held against the hub's ledger.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,12 +18,13 @@ from typing import Annotated
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.bench.storm.plan import drawn
 from paceline.bench.storm.run import Storm, count
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Lab
 
 HERE = Path(__file__).parent
@@ -37,9 +37,7 @@ def main(
     hub_kills: Annotated[int, typer.Option(help="Of the hub.")] = 5,
     rate: Annotated[str, typer.Option(help="Of every link.")] = "200Mbit/s",
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Play a storm, and count what was lost."""
     path = json_file or HERE / "storm.json"
@@ -82,7 +80,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

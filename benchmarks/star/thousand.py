@@ -10,7 +10,6 @@ the centre, which is the same everywhere that computes alike.
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +17,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
 from paceline.simulate.tasks import LinearTask
 from paceline.sync.staggering import Cadence
@@ -53,9 +53,7 @@ def run(workers: int, rounds: int, cadence: Cadence) -> dict[str, Any]:
 def main(
     workers: Annotated[int, typer.Option(help="How many.")] = 1000,
     rounds: Annotated[int, typer.Option(help="Of each.")] = 1000,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Simulate a large star, and tell how long that takes."""
     path = json_file or HERE / "thousand.json"
@@ -78,7 +76,4 @@ def _processor_seconds() -> float:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

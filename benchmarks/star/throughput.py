@@ -8,7 +8,6 @@ same time. Writes ``throughput.json`` beside this file.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +18,11 @@ from loss_figures import alone_share
 from training import SPEEDS
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lab import Lab
 
 HERE = Path(__file__).parent
@@ -33,9 +33,7 @@ def main(
     fastest: Annotated[float, typer.Option(help="Seconds of a step of the fastest machine.")] = 0.15,
     turns: Annotated[int, typer.Option(help="Alone, then with the star.")] = 3,
     seconds: Annotated[float, typer.Option(help="Of each.")] = 60.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Compare the workers' speeds."""
     path = json_file or HERE / "throughput.json"
@@ -62,7 +60,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -10,7 +10,6 @@ Every row is the same to the bit each time. Writes ``virtual.json`` beside this 
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +19,11 @@ import torch
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError
 from paceline.lm.sizes import Size
 from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
 from paceline.simulate.lockstep import LockstepPlan, lockstep
@@ -162,9 +162,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
 def main(
     seeds: Annotated[int, typer.Option(help="Of each way.")] = 1,
     only: Annotated[str, typer.Option(help="Ways whose name has this in it.")] = "",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there.")
-    ] = None,
+    json_file: JsonResultOption = None,
 ) -> None:
     """Train in many ways in virtual time."""
     path = json_file or HERE / "virtual.json"
@@ -197,7 +195,4 @@ def _tell(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -10,7 +10,6 @@ it settled on. Writes ``4x1Gbit.json``, ``4x200Mbit.json`` and ``one-host.json``
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +19,11 @@ import typer
 
 from paceline.bench.entries import AUTO, NO_SYNC, Entry
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
-from paceline.errors import PacelineError, UsageError, unknown
+from paceline.errors import UsageError, unknown
 from paceline.lab import Lab
 from paceline.launch.local import run_ranks
 from paceline.lm.sizes import Size
@@ -99,7 +99,4 @@ def run(ranks: int, rate: str | None, job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except PacelineError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -144,7 +144,7 @@ def test_a_gpt_learns(call, tmp_path, monkeypatch):
         ("--for 0s", "--for 0s"),
         ("--every 0", "every=0"),
         ("--every ten", "--every ten"),
-        ("--every ,", "names nothing"),
+        ("--every ,", "names none"),
         ("--every 4 --delay 4", "leaves no setting"),
         ("--every 4 --delay -1", "delay=-1"),
         ("--fragments 0", "fragments=0"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
+from paceline import faults
 from paceline.star.keeping.folder import LEDGER
 from paceline.star.keeping.journal import Journal
 from paceline.star.keeping.records import HEAD_NBYTES, START_NBYTES, head_of
 
-__all__ = ["copied", "ends_of", "found_in", "numbers_in", "payload_of", "small_run", "write"]
+__all__ = ["copied", "ends_of", "found_in", "never_waiting", "numbers_in", "payload_of", "small_run", "write"]
 
 
 def payload_of(k):
@@ -76,3 +78,11 @@ def copied(folder, to):
     """Return a copy of a folder."""
     shutil.rmtree(to, ignore_errors=True)
     return shutil.copytree(folder, to)
+
+
+def never_waiting(monkeypatch):
+    """Nobody pulls a plug here, so nobody waits for the disk; a fixture, where a file of tests makes it one."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda handle: None)
+    yield
+    faults.disarm()

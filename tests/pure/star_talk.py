@@ -24,6 +24,7 @@ def net(width: int = 3) -> nn.Module:
 
 LAYOUT = Layout.of(net())
 NUMEL = LAYOUT.numel
+ONES = torch.ones(NUMEL)
 PACKING = Packing(LAYOUT.fragments[0], "fp32")
 
 

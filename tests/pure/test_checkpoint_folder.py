@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -148,6 +149,6 @@ def test_a_lock_that_can_not_be_taken_is_told(tmp_path, monkeypatch):
     def refuse(file, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(module.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(UsageError, match=r"can't lock .*No locks available"):
         Lock(tmp_path)

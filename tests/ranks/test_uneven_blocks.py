@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_periodic import adamw, flat, network, same, take_step
+from periodic import adamw, flat, network, same, take_step
 
 import paceline as pl
 

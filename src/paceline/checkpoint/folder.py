@@ -14,19 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import shutil
-import socket
-import time
 import uuid
-from datetime import datetime
 from pathlib import Path
 
 from paceline.checkpoint.manifest import MANIFEST, SUM, Manifest
 from paceline.durable import flush
 from paceline.errors import CheckpointError, UsageError
+from paceline.locking import FileLock
 
 __all__ = ["Folder", "Lock", "name_of"]
 
@@ -43,7 +39,7 @@ _COPIES = (
 )
 """File systems that rename a folder by copying what is in it."""
 
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS, _NAP_SECONDS = 20.0, 0.1
 """How long a lock is waited for: a run that was killed may take a moment to be gone."""
 
 
@@ -185,51 +181,24 @@ class Lock:
 
     def __init__(self, folder: Path, patience: float = _PATIENCE_SECONDS) -> None:
         try:
-            self._file = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115 — held open as long as the lock
-            self._take(folder, patience)
+            self._lock = FileLock(folder / "lock")
+            holder = self._lock.take(patience, _NAP_SECONDS)
         except OSError as error:
             raise UsageError(
                 f"can't lock {str(folder)!r} for this run: {error.strerror or error}",
                 remedy="name another folder, of your own, or on a file system with locks",
             ) from error
-
-    def _take(self, folder: Path, patience: float) -> None:
-        """Wait for the lock, and write down who holds it."""
-        os.set_inheritable(self._file.fileno(), False)
-        deadline = time.monotonic() + patience
-        while not self._taken():
-            holder = self._holder()
-            own = holder.startswith(f"process {os.getpid()} on {socket.gethostname()},")
-            if own or time.monotonic() > deadline:
-                self._file.close()
-                raise CheckpointError(
-                    f"{'this' if own else 'another'} run writes checkpoints to {str(folder)!r} already: {holder}",
-                    remedy=f"{'close() that Checkpoint' if own else 'end that run'} first, or name another folder",
-                )
-            time.sleep(0.1)
-        self._file.truncate(0)
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}) + "\n")
-        self._file.flush()
-
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _holder(self) -> str:
-        self._file.seek(0)
-        try:
-            told = json.loads(self._file.read())
-            return f"process {told['pid']} on {told['host']}, since {told['since']}"
-        except (ValueError, KeyError, TypeError):
-            return "it does not say who it is"
+        if holder is not None:
+            self.close()
+            whose, own = "this" if holder.own else "another", holder.own
+            raise CheckpointError(
+                f"{whose} run writes checkpoints to {str(folder)!r} already: {holder.told}",
+                remedy=f"{'close() that Checkpoint' if own else 'end that run'} first, or name another folder",
+            )
 
     def close(self) -> None:
         """Let the next run write; closing twice is closing once."""
-        self._file.close()
+        self._lock.close()
 
 
 def _kind_of(path: Path, mounts: Path) -> str:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -15,6 +15,21 @@ from paceline.cli.bench_compare import compare
 from paceline.cli.bench_fit import fit
 from paceline.cli.bench_machine import machine
 from paceline.cli.bench_parts import parts
+from paceline.cli.bench_step_options import (
+    BackendOption,
+    BatchSizeOption,
+    ContextOption,
+    MemoryOption,
+    OutOption,
+    RanksOption,
+    RoundsOption,
+    SeedOption,
+    SizeOption,
+    StepsOption,
+    StrategiesOption,
+)
+from paceline.cli.file_options import CsvOption, JsonRowsOption
+from paceline.cli.training_options import BucketsOption, ThreadsOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
@@ -41,36 +56,21 @@ app.command()(parts)
 
 @app.command()
 def step(
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
-    size: Annotated[str, typer.Option(help="Reference models, separated by commas.")] = "tiny,mini",
-    batch_size: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 2,
-    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 64,
-    steps: Annotated[int, typer.Option(help="Steps of a contestant's turn.")] = 10,
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 15,
-    bucket_mib: Annotated[
-        str, typer.Option(help="Bucket sizes in MiB, separated by commas; inf: one for all.")
-    ] = "0.25,1,5,25,inf",
-    threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
-    strategies: Annotated[
-        str | None, typer.Option(help="Who takes part, separated by commas; torch DDP always does.")
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(help="What our strategies run on: paceline, gloo, nccl; torch's on gloo or nccl."),
-    ] = None,
-    memory: Annotated[
-        bool, typer.Option(help="Measure peak memory too, each contestant in processes of its own.")
-    ] = True,
-    seed: Annotated[int, typer.Option(help="Decides initial weights and batches.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
-    ] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write the table there.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write step.json, step.csv and charts there.")
-    ] = None,
+    ranks: RanksOption = 2,
+    size: SizeOption = "tiny,mini",
+    batch_size: BatchSizeOption = 2,
+    context: ContextOption = 64,
+    steps: StepsOption = 10,
+    rounds: RoundsOption = 15,
+    bucket_mib: BucketsOption = "0.25,1,5,25,inf",
+    threads: ThreadsOption = 1,
+    strategies: StrategiesOption = None,
+    backend: BackendOption = None,
+    memory: MemoryOption = True,
+    seed: SeedOption = 0,
+    json_file: JsonRowsOption = None,
+    csv_file: CsvOption = None,
+    out: OutOption = None,
 ) -> None:
     """Time training steps: every strategy and bucket size, no synchronisation, and torch DDP at its best.
 

@@ -6,11 +6,26 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.bench_collectives_options import (
+    BackendsOption,
+    CompareOption,
+    DtypeOption,
+    IterationsOption,
+    NetworkOption,
+    OpsOption,
+    OutOption,
+    RanksOption,
+    RendezvousOption,
+    ResumeOption,
+    SecondsOption,
+    SizesOption,
+    WarmupOption,
+)
+from paceline.cli.file_options import CsvOption, JsonRowsOption
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
@@ -22,61 +37,21 @@ __all__ = ["collectives"]
 
 
 def collectives(
-    backends: Annotated[
-        str | None,
-        typer.Option(
-            help="gloo, paceline, paceline:arena, mpi4py, nccl, schedule:ring …, by commas; else the usual ones."
-        ),
-    ] = None,
-    ops: Annotated[
-        str,
-        typer.Option(
-            help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, send-recv, by commas."
-        ),
-    ] = "all-reduce",
-    ranks: Annotated[
-        str | None,
-        typer.Option(help="Numbers of processes, by commas; else 2,4,6, or as many as a launcher started."),
-    ] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="By commas, or a sweep 64KiB:64MiB:x2; else 1MB,10MB,100MB,1024MB as far as they fit."
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, float64, int32, int64, float16 or bfloat16.")
-    ] = "float32",
-    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = 2,
-    iterations: Annotated[
-        int | None,
-        typer.Option(help="Timed calls of each backend at each size; else as many as --seconds hold."),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(help="Time for each backend at each size; 5 to 1000 calls.")
-    ] = 2.0,
-    rendezvous: Annotated[str, typer.Option(help="Where the ranks meet: file or tcp.")] = "file",
-    network: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What is between the ranks, to be kept in the result.")
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
-    ] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write the table there.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Write JSON, CSV and two charts per operation there."),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with a measurement in --out or --json that was interrupted."),
-    ] = False,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="Measure nothing; show two results beside each other."),
-    ] = None,
+    backends: BackendsOption = None,
+    ops: OpsOption = "all-reduce",
+    ranks: RanksOption = None,
+    sizes: SizesOption = None,
+    dtype: DtypeOption = "float32",
+    warmup: WarmupOption = 2,
+    iterations: IterationsOption = None,
+    seconds: SecondsOption = 2.0,
+    rendezvous: RendezvousOption = "file",
+    network: NetworkOption = None,
+    json_file: JsonRowsOption = None,
+    csv_file: CsvOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    compare: CompareOption = None,
 ) -> None:
     """Time collectives: backends in turn, by number of processes and size, every result checked.
 

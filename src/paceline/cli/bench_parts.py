@@ -8,10 +8,25 @@ import shlex
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.bench_parts_options import (
+    BackendOption,
+    BatchSizeOption,
+    ContextOption,
+    NetworkOption,
+    ProfileOption,
+    RanksOption,
+    RoundsOption,
+    SecondsOption,
+    SizeOption,
+    StepsOption,
+    TorchOption,
+    WorkloadOption,
+)
+from paceline.cli.training_options import ThreadsOption
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,35 +39,19 @@ __all__ = ["parts"]
 
 
 def parts(
-    profile_file: Annotated[
-        Path,
-        typer.Option("--profile", metavar="FILE", help="Add what is measured to this profile, or make it."),
-    ],
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes on this machine; else 2, or as many as a launcher started.")
-    ] = None,
-    size: Annotated[str | None, typer.Option(help="Reference model; else mini.")] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py:FUNCTION",
-            help="Your own model instead; the function returns (model, loss_of, samples in a batch).",
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Windows of a rank's batch, of a reference model.")] = 2,
-    context: Annotated[int, typer.Option(help="Tokens of a window, of a reference model.")] = 64,
-    threads: Annotated[int, typer.Option(help="Threads of a rank.")] = 1,
-    backend: Annotated[
-        str | None,
-        typer.Option(help="What Paceline's exchanges run on: paceline, gloo or nccl; else what fits."),
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What is between the ranks, to be kept in the profile.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps of computing that are timed.")] = 15,
-    rounds: Annotated[int, typer.Option(help="Repetitions of computing beside exchanges.")] = 3,
-    seconds: Annotated[float, typer.Option(help="Time for an exchange of one size, at most about.")] = 1.0,
-    torch: Annotated[bool, typer.Option(help="Measure the calls of torch's own DDP too.")] = True,
+    profile_file: ProfileOption,
+    ranks: RanksOption = None,
+    size: SizeOption = None,
+    workload: WorkloadOption = None,
+    batch_size: BatchSizeOption = 2,
+    context: ContextOption = 64,
+    threads: ThreadsOption = 1,
+    backend: BackendOption = None,
+    network: NetworkOption = None,
+    steps: StepsOption = 15,
+    rounds: RoundsOption = 3,
+    seconds: SecondsOption = 1.0,
+    torch: TorchOption = True,
 ) -> None:
     """Measure the parts of a training step by themselves: computing, exchanges, and how much they slow each other.
 

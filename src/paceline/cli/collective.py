@@ -7,10 +7,34 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.collective_options import (
+    AddOption,
+    BackendOption,
+    BetweenOption,
+    BytesOption,
+    CompareOption,
+    DrawOption,
+    HubOption,
+    IterationsOption,
+    LatencyOption,
+    LinkOption,
+    NameArgument,
+    OpOption,
+    PerNodeOption,
+    RanksOption,
+    RootOption,
+    RunOption,
+    SegmentsOption,
+    SharedOption,
+    SlowOption,
+    StreamOption,
+    TopologyOption,
+)
+from paceline.cli.file_options import JsonOption
 from paceline.cli.lab import read_slow
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
@@ -29,49 +53,28 @@ _PLACES = ("none", "here", "lab")
 
 
 def collective(
-    name: Annotated[
-        str,
-        typer.Argument(help="An algorithm (ring, tree, all-gather/bruck …), or an operation (broadcast …)."),
-    ],
-    ranks: Annotated[int, typer.Option(help="How many take part.")] = 8,
-    nbytes: Annotated[str, typer.Option("--bytes", help="Size of the vector.")] = "5MB",
-    link: Annotated[str, typer.Option(help="Rate of every link, each direction.")] = "1Gbit/s",
-    latency: Annotated[str, typer.Option(help="Of a message from rank to rank.")] = "0s",
-    add: Annotated[
-        str | None, typer.Option(help="Rate at which a rank adds, such as 4GB/s; else it costs nothing.")
-    ] = None,
-    op: Annotated[
-        str | None, typer.Option(help="The operation, where several have such an algorithm.")
-    ] = None,
-    topology: Annotated[str, typer.Option(help="star, switch, ring, tree or two-level.")] = "star",
-    shared: Annotated[
-        str | None, typer.Option(help="Of topology switch: what it carries in all, such as 4Gbit/s.")
-    ] = None,
-    per_node: Annotated[int | None, typer.Option(help="Of topology two-level: ranks of a node.")] = None,
-    between: Annotated[
-        str | None, typer.Option(help="Of topology two-level: rate of a node's link to the others.")
-    ] = None,
-    slow: Annotated[
-        list[str] | None, typer.Option(metavar="RANK=RATE", help="A link with another rate; may be repeated.")
-    ] = None,
-    hub: Annotated[int | None, typer.Option(help="Of a star: the rank that is its switch.")] = None,
-    root: Annotated[int, typer.Option(help="Who broadcasts, or gets what is reduced.")] = 0,
-    segments: Annotated[
-        str, typer.Option(help="Pieces of a chunk that follow each other; auto: as many as pay.")
-    ] = "1",
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Rank all algorithms of the operation, best first.")
-    ] = False,
-    run: Annotated[
-        str, typer.Option(help="here: processes on this machine; lab: hosts with such links; else none.")
-    ] = "none",
-    backend: Annotated[str, typer.Option(help="Carries the messages of --run.")] = "gloo",
-    iterations: Annotated[int, typer.Option(help="How often --run carries out each.")] = 3,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Let --run send pieces on at once, not round by round.")
-    ] = False,
-    draw: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it there: .png or .svg.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    name: NameArgument,
+    ranks: RanksOption = 8,
+    nbytes: BytesOption = "5MB",
+    link: LinkOption = "1Gbit/s",
+    latency: LatencyOption = "0s",
+    add: AddOption = None,
+    op: OpOption = None,
+    topology: TopologyOption = "star",
+    shared: SharedOption = None,
+    per_node: PerNodeOption = None,
+    between: BetweenOption = None,
+    slow: SlowOption = None,
+    hub: HubOption = None,
+    root: RootOption = 0,
+    segments: SegmentsOption = "1",
+    compare: CompareOption = False,
+    run: RunOption = "none",
+    backend: BackendOption = "gloo",
+    iterations: IterationsOption = 3,
+    stream: StreamOption = False,
+    draw: DrawOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Show what a collective algorithm does and costs.
 
@@ -86,17 +89,8 @@ def collective(
         raise unknown("place to run", run, _PLACES)
     size, gamma = parse_bytes(nbytes), 0.0 if add is None else 1 / _positive("--add", add)
     slow_rates = {rank: _positive("--slow", rate) for rank, rate in read_slow(slow or ()).items()}
-    net = _topology(
-        topology,
-        ranks,
-        link,
-        latency,
-        shared=shared,
-        per_node=per_node,
-        between=between,
-        slow=slow_rates,
-        hub=hub,
-    )
+    own = {"--shared": shared, "--per-node": per_node, "--between": between, "--hub": hub}
+    net = _topology(topology, ranks, link, latency, own | {"--slow": slow_rates or None})
     cases = _cases(name, op, net, size, gamma, root=root, segments=segments, compare=compare)
     _check_files(draw, json_file)
     if run == "lab" and topology != "star":
@@ -114,8 +108,7 @@ def collective(
     if json_file is not None:
         settings = {"nbytes": size, "link": link, "latency": latency, "run": run, "stream": stream}
         settings |= {"backend": backend if run != "none" else None, "seconds_per_byte_added": gamma}
-        written = result(priced, net, settings, shlex.join(["paceline", *sys.argv[1:]]))
-        write_json(json_file, written)
+        write_json(json_file, result(priced, net, settings, shlex.join(["paceline", *sys.argv[1:]])))
         typer.echo(json_file)
 
 
@@ -126,53 +119,46 @@ def _positive(option: str, text: str) -> float:
     return rate
 
 
+def _check_own(kind: str, own: Mapping[str, Any]) -> None:
+    if kind not in _TOPOLOGIES:
+        raise unknown("topology", kind, _TOPOLOGIES)
+    takes = {
+        "star": {"--hub", "--slow"},
+        "switch": {"--shared", "--hub", "--slow"},
+        "two-level": {"--per-node", "--between"},
+    }.get(kind, set())
+    for option, value in own.items():
+        if value is not None and option not in takes:
+            raise UsageError(f"{option} is not for --topology {kind}", remedy="leave it out, or name another")
+    for option in {"switch": ["--shared"], "two-level": ["--per-node", "--between"]}.get(kind, []):
+        if own[option] is None:
+            raise UsageError(f"--topology {kind} needs {option}", remedy="see --help")
+
+
 def _topology(
     kind: str,
     ranks: int,
     link: str,
     latency: str,
-    *,
-    shared: str | None,
-    per_node: int | None,
-    between: str | None,
-    slow: Mapping[int, float],
-    hub: int | None,
+    own: Mapping[str, Any],
 ) -> Topology:
-    """Return the topology that the options describe.
+    """Return the topology that the options describe; `own` are those that only some kinds take, by name.
 
     Raises:
         UsageError: options that don't belong to it, or one that it needs is missing.
     """
     from paceline import topology
 
-    if kind not in _TOPOLOGIES:
-        raise unknown("topology", kind, _TOPOLOGIES)
-    given = {
-        "--shared": shared,
-        "--per-node": per_node,
-        "--between": between,
-        "--hub": hub,
-        "--slow": slow or None,
-    }
-    takes = {
-        "star": {"--hub", "--slow"},
-        "switch": {"--shared", "--hub", "--slow"},
-        "two-level": {"--per-node", "--between"},
-    }.get(kind, set())
-    for option, value in given.items():
-        if value is not None and option not in takes:
-            raise UsageError(f"{option} is not for --topology {kind}", remedy="leave it out, or name another")
-    for option in {"switch": ["--shared"], "two-level": ["--per-node", "--between"]}.get(kind, []):
-        if given[option] is None:
-            raise UsageError(f"--topology {kind} needs {option}", remedy="see --help")
+    _check_own(kind, own)
     rate, seconds = _positive("--link", link), parse_seconds(latency)
     if kind == "ring":
         return topology.ring(ranks, rate, seconds)
     if kind == "tree":
         return topology.tree(ranks, rate, seconds)
     if kind == "two-level":
-        assert per_node is not None, "checked above"
-        return topology.two_level(ranks, per_node, rate, _positive("--between", between or ""), seconds)
+        between = _positive("--between", own["--between"])
+        return topology.two_level(ranks, own["--per-node"], rate, between, seconds)
+    slow, hub, shared = own["--slow"] or {}, own["--hub"], own["--shared"]
     for rank in [*slow, *([hub] if hub is not None else [])]:
         if not 0 <= rank < ranks:
             raise UsageError(f"there is no rank {rank}", remedy=f"valid: 0 to {ranks - 1}")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from paceline.cli.file_options import JsonOption
+from paceline.cli.number_lists import numbers_of
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ def dispatch(
     backend: Annotated[
         str | None, typer.Option(help="Of --starve: the process group's, gloo or paceline; else gloo.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    json_file: JsonOption = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Write JSON, the table as CSV, and two charts there."),
@@ -131,7 +133,7 @@ def _asked(
 
     if samples is None:
         raise UsageError("how many samples are there?", remedy="pass for example --samples 50000")
-    given = None if shares is None else _numbers("--shares", shares, float, ".25,.25,.1,.4")
+    given = None if shares is None else numbers_of("--shares", shares, float, ".25,.25,.1,.4")
     if ranks is None and given is None:
         raise UsageError(
             "how many ranks are there? Neither --workers nor --shares says it", remedy="pass --workers 7"
@@ -145,25 +147,8 @@ def _asked(
         Shares.of(given, len(given or ()) if ranks is None else ranks),
         cast(Scheme, scheme.replace("-", "_")),
         seed,
-        tuple(dict.fromkeys(_numbers("--block", block, int, "2,10,100"))),
-        tuple(dict.fromkeys(_numbers("--batch-size", batch_size, int, "64,4096"))),
+        tuple(dict.fromkeys(numbers_of("--block", block, int, "2,10,100"))),
+        tuple(dict.fromkeys(numbers_of("--batch-size", batch_size, int, "64,4096"))),
         drop_last,
         draws,
     )
-
-
-def _numbers(option: str, text: str, kind: type, example: str) -> list:
-    """Return the numbers that `text` lists by commas.
-
-    Raises:
-        UsageError: there is none, or something else is among them.
-    """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    try:
-        numbers = [kind(part) for part in parts]
-    except ValueError as error:
-        what = "whole numbers" if kind is int else "numbers"
-        raise UsageError(f"{option} {text}: {error}", remedy=f"pass {what} by commas: {example}") from error
-    if not numbers:
-        raise UsageError(f"{option} names none", remedy=f"pass for example {example}")
-    return numbers

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.file_options import JsonRowsOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import EnvelopeError, UsageError
@@ -56,9 +57,7 @@ def exchange(
     inject: Annotated[
         str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(FAULTS)}.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows there.")
-    ] = None,
+    json_file: JsonRowsOption = None,
 ) -> None:
     """Exchange messages over MPI: non-blocking, checked at both ends, while work goes on.
 

@@ -24,6 +24,25 @@ from paceline.cli.hub_options import (
     UnstableOption,
     outer_of,
 )
+from paceline.cli.hub_serve_options import (
+    BandwidthOption,
+    BindOption,
+    ExplodingOption,
+    FolderOption,
+    GapOption,
+    InsecureOption,
+    KeysOption,
+    NewOption,
+    PerturbOption,
+    QuarantineOption,
+    RunOption,
+    ShardOption,
+    SilentAfterOption,
+    SnapshotEveryOption,
+    StrikesOption,
+    UntilOption,
+    WorseOption,
+)
 from paceline.errors import UsageError
 from paceline.units import parse_seconds
 
@@ -39,20 +58,12 @@ app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 @app.callback()
 def hub(
     context: typer.Context,
-    bind: Annotated[
-        str, typer.Option(help="Where workers connect: tcp://HOST:PORT, tcp://*:PORT for all interfaces.")
-    ] = f"tcp://127.0.0.1:{_PORT}",
-    folder: Annotated[
-        Path, typer.Option(help="Journal, snapshots and ledger; a run that is there goes on.")
-    ] = Path("runs/hub"),
-    run: Annotated[str, typer.Option(help="Name of the run; else drawn, or the one in the folder.")] = "",
-    new: Annotated[bool, typer.Option("--new", help="Begin a run; refuse a folder that holds one.")] = False,
-    keys: Annotated[
-        Path | None, typer.Option(help="Folder that keygen made; needed beyond this machine.")
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody in who can reach the address.")
-    ] = False,
+    bind: BindOption = f"tcp://127.0.0.1:{_PORT}",
+    folder: FolderOption = Path("runs/hub"),
+    run: RunOption = "",
+    new: NewOption = False,
+    keys: KeysOption = None,
+    insecure: InsecureOption = False,
     outer: OuterOption = "averaging",
     outer_lr: OuterLrOption = None,
     outer_momentum: OuterMomentumOption = 0.9,
@@ -60,28 +71,20 @@ def hub(
     unstable: UnstableOption = False,
     staleness: StalenessOption = "accept",
     bound: BoundOption = 16.0,
-    exploding: Annotated[
-        float, typer.Option(help="Refuse updates of so many times the usual norm; 0: none.")
-    ] = 10.0,
-    worse: Annotated[float, typer.Option(help="Refuse updates whose score got worse by so much.")] = 0.05,
-    strikes: Annotated[int, typer.Option(help="Refusals of ten after which a worker is in quarantine.")] = 3,
-    quarantine: Annotated[str, typer.Option(help="How long, the first time.")] = "60s",
+    exploding: ExplodingOption = 10.0,
+    worse: WorseOption = 0.05,
+    strikes: StrikesOption = 3,
+    quarantine: QuarantineOption = "60s",
     down: DownOption = "bf16",
     population: PopulationOption = None,
     margin: MarginOption = 0.05,
-    perturb: Annotated[
-        float, typer.Option(help="Of a population: factor on the learning rate of who is replaced.")
-    ] = 1.0,
-    gap: Annotated[
-        float | None, typer.Option(help="Of a population: share ahead at which all join the best early.")
-    ] = None,
-    shard: Annotated[str, typer.Option(metavar="I/N", help="Which of several hubs this is.")] = "0/1",
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Most to send and to receive: 40MB/s, 30% of 1Gbit/s.")
-    ] = None,
-    silent_after: Annotated[str, typer.Option(help="Silence after which a worker does not count.")] = "15s",
-    snapshot_every: Annotated[int, typer.Option(help="Updates between snapshots.")] = 500,
-    until: Annotated[str | None, typer.Option(help="Stop after so long, such as 8h.")] = None,
+    perturb: PerturbOption = 1.0,
+    gap: GapOption = None,
+    shard: ShardOption = "0/1",
+    bandwidth: BandwidthOption = None,
+    silent_after: SilentAfterOption = "15s",
+    snapshot_every: SnapshotEveryOption = 500,
+    until: UntilOption = None,
 ) -> None:
     """Serve asynchronous training: take in what workers send, in the order in which it comes.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -32,9 +31,6 @@ from paceline.cli.launch_options import (
 from paceline.cli.writable import check_writable
 from paceline.durable import write_text
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
@@ -48,6 +44,7 @@ _SSH = "ssh -tt -o BatchMode=yes"
 
 @app.command("torchrun", context_settings=_SCRIPT_LAST)
 def torchrun(
+    context: typer.Context,
     program: ProgramArgument,
     host: HostOption = None,
     ranks: RanksOption = 1,
@@ -73,19 +70,7 @@ def torchrun(
     """
     from paceline.launch.torchrun import torchrun_line, torchrun_script
 
-    work = described(
-        program,
-        name=name,
-        host=host,
-        min_hosts=min_hosts,
-        ranks=ranks,
-        cpus=cpus,
-        env=env,
-        folder=folder,
-        max_restarts=max_restarts,
-        port=port,
-        python=python or sys.executable,
-    )
+    work = described(context.params)
     text = torchrun_script(work)
     _put(text, out, submit=submit)
     if submit:
@@ -98,6 +83,7 @@ def torchrun(
 
 @app.command("slurm", context_settings=_SCRIPT_LAST)
 def slurm(
+    context: typer.Context,
     program: ProgramArgument,
     hosts: HostsOption = 1,
     ranks: RanksOption = 1,
@@ -131,20 +117,7 @@ def slurm(
     """
     from paceline.launch.slurm import Cluster, batch_script
 
-    work = described(
-        program,
-        name=name,
-        hosts=hosts,
-        ranks=ranks,
-        cpus=cpus,
-        gpus=gpus,
-        memory=memory,
-        time=time,
-        env=env,
-        folder=folder,
-        max_restarts=max_restarts,
-        python=python or sys.executable,
-    )
+    work = described(context.params)
     text = batch_script(work, Cluster(partition, account, tuple(option or ()), warn))
     if submit or watch:
         from paceline.cli.launch_slurm import submit_and_watch
@@ -155,6 +128,7 @@ def slurm(
 
 @app.command("ray", context_settings=_SCRIPT_LAST)
 def ray(
+    context: typer.Context,
     program: ProgramArgument,
     hosts: HostsOption = 1,
     ranks: RanksOption = 1,
@@ -184,20 +158,7 @@ def ray(
     from paceline.launch.ray import ray_driver
     from paceline.units import parse_seconds
 
-    work = described(
-        program,
-        name=name,
-        hosts=hosts,
-        min_hosts=min_hosts,
-        ranks=ranks,
-        cpus=cpus,
-        gpus=gpus,
-        memory=memory,
-        env=env,
-        folder=folder,
-        max_restarts=max_restarts,
-        python=python or sys.executable,
-    )
+    work = described(context.params)
     seconds = parse_seconds(wait)
     _put(ray_driver(work), out, submit=submit)
     if submit:
@@ -208,6 +169,7 @@ def ray(
 
 @app.command("mpi", context_settings=_SCRIPT_LAST)
 def mpi(
+    context: typer.Context,
     program: ProgramArgument,
     host: HostOption = None,
     ranks: RanksOption = 1,
@@ -234,17 +196,7 @@ def mpi(
     """
     from paceline.cli.launch_mpi import command_of, run_again
 
-    work = described(
-        program,
-        host=host,
-        ranks=ranks,
-        cpus=cpus,
-        env=env,
-        folder=folder,
-        max_restarts=max_restarts,
-        port=port,
-        python=python or sys.executable,
-    )
+    work = described(context.params)
     command = command_of(work, flavour, hostfile, submit=submit)
     _put(f"#!/bin/sh\nexec {shlex.join(command)}\n", out, submit=submit)
     if submit:
@@ -253,6 +205,7 @@ def mpi(
 
 @app.command("kubernetes", context_settings=_SCRIPT_LAST)
 def kubernetes(
+    context: typer.Context,
     program: ProgramArgument,
     image: Annotated[str, typer.Option(help="Of the container: Python, Paceline and the script.")],
     hosts: HostsOption = 1,
@@ -281,22 +234,7 @@ def kubernetes(
     from paceline.launch.kubernetes import Pods, manifest
     from paceline.units import parse_bytes
 
-    work = described(
-        program,
-        name=name,
-        hosts=hosts,
-        min_hosts=min_hosts,
-        ranks=ranks,
-        cpus=cpus,
-        gpus=gpus,
-        memory=memory,
-        time=time,
-        env=env,
-        folder=folder,
-        max_restarts=max_restarts,
-        port=port,
-        python=python,
-    )
+    work = described(context.params)
     _put(manifest(work, Pods(image, claim, namespace, parse_bytes(shared_memory))), out)
 
 

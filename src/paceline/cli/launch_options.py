@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,45 +72,32 @@ SubmitOption = Annotated[bool, typer.Option("--submit", help="Start it, rather t
 DEFAULT = Work(("train.py",))
 
 
-def described(
-    program: Sequence[str],
-    *,
-    name: str = DEFAULT.name,
-    hosts: int = 1,
-    host: Sequence[str] | None = None,
-    min_hosts: int | None = None,
-    ranks: int = 1,
-    cpus: int = 1,
-    gpus: int = 0,
-    memory: str | None = None,
-    time: str | None = None,
-    env: Sequence[str] | None = None,
-    folder: str | None = None,
-    max_restarts: int = DEFAULT.max_restarts,
-    port: int = DEFAULT.port,
-    python: str,
-) -> Work:
+def described(options: Mapping[str, Any]) -> Work:
     """Return the work that options describe; the number of hosts is that of their names, if they have any.
+
+    Args:
+        options: by name, of any command of ``paceline launch``; what it does not have is left at its default.
 
     Raises:
         UsageError: an option that can't be.
     """
+    host, memory, time, folder = (options.get(name) for name in ("host", "memory", "time", "folder"))
     return Work(
-        tuple(program),
-        name=name,
-        hosts=len(host) if host else hosts,
+        tuple(options["program"]),
+        name=options.get("name", DEFAULT.name),
+        hosts=len(host) if host else options.get("hosts", 1),
         host_names=tuple(host or ()),
-        min_hosts=min_hosts,
-        ranks_per_host=ranks,
-        cpus_per_rank=cpus,
-        gpus_per_rank=gpus,
+        min_hosts=options.get("min_hosts"),
+        ranks_per_host=options["ranks"],
+        cpus_per_rank=options["cpus"],
+        gpus_per_rank=options.get("gpus", 0),
         memory=None if memory is None else parse_bytes(memory),
         seconds=None if time is None else parse_seconds(time),
-        env=_variables(env or ()),
+        env=_variables(options["env"] or ()),
         folder=os.getcwd() if folder is None else folder,
-        max_restarts=max_restarts,
-        port=port,
-        python=python,
+        max_restarts=options["max_restarts"],
+        port=options.get("port", DEFAULT.port),
+        python=options["python"] or sys.executable,
     )
 
 

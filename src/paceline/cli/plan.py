@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.file_options import JsonOption
 from paceline.cli.plan_batch import batch
 from paceline.cli.plan_hardware import hardware
 from paceline.cli.plan_memory import memory
 from paceline.cli.plan_network import network as network_command
 from paceline.cli.plan_step import step
+from paceline.cli.training_options import AutocastOption, CheckpointingOption, OptimizerOption
 
 __all__ = ["app"]
 
@@ -34,11 +36,9 @@ def plan(
     tokens: Annotated[
         int | None, typer.Option("--context", help="Tokens of a sample; else as measured, or 128.")
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, sgd, sgd-momentum, or package.module:Class.")
-    ] = "adamw",
-    autocast: Annotated[str, typer.Option(help="off, bf16 or fp16.")] = "off",
-    checkpointing: Annotated[bool, typer.Option(help="Run blocks again in backward.")] = False,
+    optimizer: OptimizerOption = "adamw",
+    autocast: AutocastOption = "off",
+    checkpointing: CheckpointingOption = False,
     device: Annotated[
         str | None, typer.Option(help="A GPU by name (paceline plan hardware), to know whether it fits.")
     ] = None,
@@ -49,7 +49,7 @@ def plan(
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Of the profile, where it has several.")] = None,
     network: Annotated[str | None, typer.Option(help="Of the profile, where it has several.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    json_file: JsonOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write plan.json and the chart of scaling there.")
     ] = None,

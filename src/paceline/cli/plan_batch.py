@@ -5,12 +5,34 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.file_options import JsonOption
 from paceline.cli.model_option import parameters_of
+from paceline.cli.plan_batch_options import (
+    ActivationsOption,
+    BackendOption,
+    BetweenOption,
+    DeviceOption,
+    DevicesOption,
+    DtypeOption,
+    FlopsOption,
+    GradientsOption,
+    GroupOption,
+    LinkOption,
+    MemoryOption,
+    ModelOption,
+    ParametersOption,
+    ProfileOption,
+    SamplesOption,
+    SharedOption,
+    StrategyOption,
+    TokensOption,
+    UsableOption,
+)
+from paceline.cli.training_options import NetworkOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
@@ -27,55 +49,27 @@ __all__ = ["batch"]
 
 
 def batch(
-    model: Annotated[
-        str | None, typer.Option(help="By name: tiny … 2.7b, or xxl; brings its sizes along.")
-    ] = None,
-    parameters: Annotated[
-        str | None, typer.Option(help="Of a model that is not known by name: 7B, 350M.")
-    ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(help="That a token saves for backward: 4MB. Else estimated with --model, or left out."),
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Of a sample; else the model's context, or 1.")] = None,
-    strategy: Annotated[
-        str, typer.Option(help="Who keeps what: ddp, zero1, zero2, fsdp (everything shared).")
-    ] = "fsdp",
-    shared: Annotated[
-        str, typer.Option(help="Part of a micro-batch's activations that devices share.")
-    ] = "0%",
-    device: Annotated[
-        str | None, typer.Option(help="By name: gtx-1660 … b200; brings memory and FLOP/s along.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="Of a device: 80GB.")] = None,
-    usable: Annotated[str, typer.Option(help="Part of it to plan with.")] = "80%",
-    devices: Annotated[int | None, typer.Option(help="How many there are; else as many as it takes.")] = None,
-    samples: Annotated[
-        int | None, typer.Option("--batch", metavar="SAMPLES", help="Global batch, in samples.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of matrix products: bf16, fp16, tf32, fp32; else the first that the device has."),
-    ] = None,
-    flops: Annotated[
-        str | None, typer.Option(help="C, a device's FLOP/s: 400T; before profile and table.")
-    ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(help="W, one way: a name (nvlink4, pcie4, ndr, 10gbe) or a rate (12GB/s)."),
-    ] = None,
-    group: Annotated[int, typer.Option(help="Devices of a node, which --link connects; with --between.")] = 8,
-    between: Annotated[
-        str | None, typer.Option(help="Link of a device between nodes: a name or a rate; else all are alike.")
-    ] = None,
-    gradients: Annotated[int, typer.Option(help="Bytes of a gradient on the wire: 2 or 4.")] = 2,
-    profile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="C and W as measured, with their errors: profile.json."),
-    ] = None,
-    backend: Annotated[str, typer.Option(help="Of the profile: whose all-reduce.")] = "gloo",
-    network: Annotated[str | None, typer.Option(help="Of the profile: on which network.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    model: ModelOption = None,
+    parameters: ParametersOption = None,
+    activations: ActivationsOption = None,
+    tokens: TokensOption = None,
+    strategy: StrategyOption = "fsdp",
+    shared: SharedOption = "0%",
+    device: DeviceOption = None,
+    memory: MemoryOption = None,
+    usable: UsableOption = "80%",
+    devices: DevicesOption = None,
+    samples: SamplesOption = None,
+    dtype: DtypeOption = None,
+    flops: FlopsOption = None,
+    link: LinkOption = None,
+    group: GroupOption = 8,
+    between: BetweenOption = None,
+    gradients: GradientsOption = 2,
+    profile: ProfileOption = None,
+    backend: BackendOption = "gloo",
+    network: NetworkOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Tell how many devices it takes, how a global batch is dealt, and what a step is then bound by.
 

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.device_room import CUDA_CONTEXT, KINDS, capacity_of, room_of
+from paceline.cli.file_options import JsonOption
+from paceline.cli.plan_memory_options import (
+    BackendOption,
+    BatchOption,
+    BucketMibOption,
+    ContextOption,
+    CudaContextOption,
+    DataOption,
+    DeviceMemoryOption,
+    DeviceOption,
+    DevicesOption,
+    GatherOption,
+    InputsOption,
+    ModelOption,
+    OutOption,
+    StrategyOption,
+    VerifyOption,
+)
+from paceline.cli.training_options import (
+    AccumulateOption,
+    AutocastOption,
+    CheckpointingOption,
+    OptimizerOption,
+)
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,42 +47,26 @@ __all__ = ["memory"]
 
 
 def memory(
-    model: Annotated[
-        str, typer.Option(help="A size (tiny … 2.7b), xxl, or package.module:name of a Module or a function.")
-    ] = "small",
-    inputs: Annotated[
-        list[str] | None, typer.Option(help="Shape and type of a model's argument: 8x3x224x224, 8x128:int64.")
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Samples of a device's micro-batch.")] = 1,
-    context: Annotated[int, typer.Option(help="Tokens of a sample.")] = 128,
-    devices: Annotated[str, typer.Option(help="How many, for example 1,2,4,64.")] = "1",
-    strategy: Annotated[
-        str,
-        typer.Option(help="alone, naive, flat, overlap, bucketed, sharded, full-shard; several with commas."),
-    ] = "bucketed",
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, sgd, sgd-momentum, or package.module:Class.")
-    ] = "adamw",
-    autocast: Annotated[str, typer.Option(help="off, bf16 or fp16.")] = "off",
-    gather: Annotated[str, typer.Option(help="off or bf16: the type in which full-shard gathers.")] = "off",
-    checkpointing: Annotated[bool, typer.Option(help="Run blocks again in backward.")] = False,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    bucket_mib: Annotated[float | None, typer.Option(help="Instead of the strategy's own.")] = None,
-    device: Annotated[
-        str,
-        typer.Option(help="cuda or cpu: whose allocator and optimizer; or a GPU by name."),
-    ] = "cuda",
-    backend: Annotated[
-        str | None, typer.Option(help="nccl, gloo or paceline; else what fits the device.")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(help="Of a device: 24GiB, 80GB. Answers whether it fits.")
-    ] = None,
-    cuda_context: Annotated[str, typer.Option(help="Taken by driver and kernels.")] = CUDA_CONTEXT,
-    data: Annotated[str, typer.Option(help="Bytes of data that stay on the device.")] = "0",
-    verify: Annotated[bool, typer.Option(help="Run it here, on processors, and compare.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write ledger and chart.")] = None,
+    model: ModelOption = "small",
+    inputs: InputsOption = None,
+    batch: BatchOption = 1,
+    context: ContextOption = 128,
+    devices: DevicesOption = "1",
+    strategy: StrategyOption = "bucketed",
+    optimizer: OptimizerOption = "adamw",
+    autocast: AutocastOption = "off",
+    gather: GatherOption = "off",
+    checkpointing: CheckpointingOption = False,
+    accumulate: AccumulateOption = 1,
+    bucket_mib: BucketMibOption = None,
+    device: DeviceOption = "cuda",
+    backend: BackendOption = None,
+    device_memory: DeviceMemoryOption = None,
+    cuda_context: CudaContextOption = CUDA_CONTEXT,
+    data: DataOption = "0",
+    verify: VerifyOption = False,
+    json_file: JsonOption = None,
+    out: OutOption = None,
 ) -> None:
     """Tell what a training step takes on each device, where its peak is and why, and whether it fits.
 

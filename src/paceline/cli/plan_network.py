@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.file_options import JsonOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.units import format_decimal, format_seconds, parse_count, parse_rate, parse_seconds, parse_share
@@ -35,7 +35,7 @@ def network(
     layers: Annotated[
         int | None, typer.Option(help="Into which the model can be cut; else as many as it takes.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Tell what to send over a slow network, how often, how fast that is and what it does to the loss.
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.file_options import JsonOption
+from paceline.cli.training_options import BucketsOption
 from paceline.cli.writable import checked_files
 from paceline.errors import UsageError
 
@@ -35,16 +37,14 @@ def step(
     batch_size: Annotated[int | None, typer.Option(help="Samples of a rank, as measured.")] = None,
     shape: Annotated[str | None, typer.Option(help="What a sample is, as measured: 'context 64'.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of a rank, as measured.")] = None,
-    bucket_mib: Annotated[
-        str, typer.Option(help="Bucket sizes in MiB, separated by commas; inf: one for all.")
-    ] = "1,5,25,100",
+    bucket_mib: BucketsOption = "1,5,25,100",
     compression: Annotated[
         str, typer.Option(help="Buckets in bf16, int8, int4 too, separated by commas.")
     ] = "",
     measured: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What paceline bench step measured: shown beside.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
+    json_file: JsonOption = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Draw where time goes, and time by bucket size.")
     ] = None,

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from paceline.cli.run_options import (
+    GraceOption,
+    HostsOption,
+    LastCallOption,
+    LogDirOption,
+    MaxRestartsOption,
+    MinRanksOption,
+    ModuleOption,
+    NameOption,
+    RanksOption,
+    RejoinOption,
+    RendezvousOption,
+    ScriptArgument,
+    ServeOption,
+    WaitOption,
+)
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.elastic import run_job, serve_rendezvous
 from paceline.launch.hosts import read_address
@@ -19,43 +32,20 @@ DEFAULT = Patience()
 
 
 def run(
-    script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT...", help="A Python script, and its own arguments."),
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this host (torchrun: --nproc-per-node).")] = 1,
-    hosts: Annotated[int, typer.Option(help="Hosts at most (torchrun: --nnodes).")] = 1,
-    rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where several hosts meet; the same on each.")
-    ] = None,
-    min_ranks: Annotated[
-        int | None, typer.Option(help="Go on with so many ranks, of all hosts; else with all only.")
-    ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Failures after which it goes on.")] = 3,
-    rejoin: Annotated[
-        bool,
-        typer.Option(help="Restart as soon as a host comes (back), or let it wait for the next failure."),
-    ] = True,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for restarts.jsonl and what ranks 1 and up write.")
-    ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
-    ] = False,
-    last_call: Annotated[
-        str, typer.Option(help="How long a world that may begin waits for missing hosts.")
-    ] = f"{DEFAULT.last_call:g}s",
-    wait: Annotated[
-        str, typer.Option(help="How long to wait for enough hosts before giving up.")
-    ] = f"{DEFAULT.join:g}s",
-    grace: Annotated[
-        str, typer.Option(help="From SIGTERM to SIGKILL, for ranks that have to end.")
-    ] = f"{DEFAULT.end:g}s",
-    name: Annotated[str, typer.Option(help="Of the run, where one server serves several.")] = "run",
-    serve: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
-    ] = None,
+    script: ScriptArgument = None,
+    ranks: RanksOption = 1,
+    hosts: HostsOption = 1,
+    rendezvous: RendezvousOption = None,
+    min_ranks: MinRanksOption = None,
+    max_restarts: MaxRestartsOption = 3,
+    rejoin: RejoinOption = True,
+    log_dir: LogDirOption = None,
+    module: ModuleOption = False,
+    last_call: LastCallOption = f"{DEFAULT.last_call:g}s",
+    wait: WaitOption = f"{DEFAULT.join:g}s",
+    grace: GraceOption = f"{DEFAULT.end:g}s",
+    name: NameOption = "run",
+    serve: ServeOption = None,
 ) -> None:
     """Run a script as ranks on one host or several, and restart it after a failure.
 

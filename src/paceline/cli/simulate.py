@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
+from paceline.cli.file_options import JsonOption
 from paceline.cli.hub_options import (
     BoundOption,
     DownOption,
@@ -20,6 +19,36 @@ from paceline.cli.hub_options import (
     PopulationOption,
     StalenessOption,
     UnstableOption,
+)
+from paceline.cli.simulate_async_options import (
+    BadLrOption,
+    BesideOption,
+    ChurnOption,
+    CompressionOption,
+    DelayOption,
+    DifferentOption,
+    EveryOption,
+    ForOption,
+    FragmentsOption,
+    HubLinkOption,
+    JitterOption,
+    LatencyOption,
+    LinkOption,
+    LrOption,
+    OutOption,
+    ParametersOption,
+    ReceiveOption,
+    SeedOption,
+    SendOption,
+    SpeedsOption,
+    SpoilOption,
+    SpreadOption,
+    StepOption,
+    StepsOption,
+    TargetOption,
+    TaskOption,
+    WarmupOption,
+    WorkersOption,
 )
 from paceline.cli.simulate_cluster import cluster
 
@@ -34,47 +63,22 @@ app.callback(invoke_without_command=True)(cluster)
 @app.command("async")
 def async_(
     context: typer.Context,
-    workers: Annotated[int, typer.Option(help="How many machines train.")] = 4,
-    task: Annotated[
-        str, typer.Option(help="What is learnt: linear (least squares, quick), gpt (a tiny GPT on text).")
-    ] = "linear",
-    parameters: Annotated[
-        str | None,
-        typer.Option(help="Messages are as long as those of a model of so many: 20M; else the task's own."),
-    ] = None,
-    speeds: Annotated[
-        str,
-        typer.Option(
-            help="Relative ones, repeated to as many as there are workers; 4 is the fastest of 1:1:2:4."
-        ),
-    ] = "1:1:2:4",
-    spread: Annotated[
-        float, typer.Option(help="Of steps' times beside: standard deviation of the logarithm, log-normal.")
-    ] = 0.0,
-    step: Annotated[str, typer.Option(help="Time of a step on the fastest machine.")] = "100ms",
-    jitter: Annotated[
-        str, typer.Option(help="Share by which steps differ at random, as a standard deviation.")
-    ] = "10%",
-    link: Annotated[str, typer.Option(help="Of each worker, in each direction.")] = "200Mbit/s",
-    hub_link: Annotated[
-        str | None, typer.Option(help="Of the hub, in each direction; else as a worker's.")
-    ] = None,
-    latency: Annotated[str, typer.Option(help="From one machine to another.")] = "0.1ms",
-    steps: Annotated[
-        int | None, typer.Option(help="Of each worker; ends when all have made them, or by --for.")
-    ] = None,
-    for_: Annotated[
-        str | None,
-        typer.Option("--for", help="Virtual time; else 300 steps of the slowest machine, unless --steps."),
-    ] = None,
-    every: Annotated[
-        str, typer.Option(help="k, local steps between sendings; several by commas.")
-    ] = "4,10,25",
-    delay: Annotated[
-        str, typer.Option(help="d, local steps from sending to taking in; several by commas.")
-    ] = "0,5",
-    fragments: Annotated[int, typer.Option(help="Parts of the model that are sent in turn.")] = 1,
-    compression: Annotated[str, typer.Option(help="Of updates: int4, int8, bf16, fp16, none.")] = "int4",
+    workers: WorkersOption = 4,
+    task: TaskOption = "linear",
+    parameters: ParametersOption = None,
+    speeds: SpeedsOption = "1:1:2:4",
+    spread: SpreadOption = 0.0,
+    step: StepOption = "100ms",
+    jitter: JitterOption = "10%",
+    link: LinkOption = "200Mbit/s",
+    hub_link: HubLinkOption = None,
+    latency: LatencyOption = "0.1ms",
+    steps: StepsOption = None,
+    for_: ForOption = None,
+    every: EveryOption = "4,10,25",
+    delay: DelayOption = "0,5",
+    fragments: FragmentsOption = 1,
+    compression: CompressionOption = "int4",
     down: DownOption = "bf16",
     outer: OuterOption = "averaging",
     outer_lr: OuterLrOption = None,
@@ -83,48 +87,21 @@ def async_(
     unstable: UnstableOption = False,
     staleness: StalenessOption = "accept",
     bound: BoundOption = 16.0,
-    send: Annotated[str, typer.Option(help="What workers send, by score: all, better, best.")] = "all",
-    receive: Annotated[str, typer.Option(help="What they take in, by score: all, better, best.")] = "all",
+    send: SendOption = "all",
+    receive: ReceiveOption = "all",
     population: PopulationOption = None,
     margin: MarginOption = 0.05,
-    bad_lr: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORKER:LR", help="Give a worker, counted from 1, another learning rate; by commas."
-        ),
-    ] = None,
-    different: Annotated[
-        bool, typer.Option("--different", help="Workers begin from different parameters.")
-    ] = False,
-    warmup: Annotated[
-        int, typer.Option(help="Local steps at the beginning with an exchange at every other one.")
-    ] = 0,
-    churn: Annotated[
-        str | None,
-        typer.Option(
-            help="Share of workers away at a time (5%), or who leaves and comes: 30s:-3,60s:+3,90s:-hub,95s:+hub."
-        ),
-    ] = None,
-    spoil: Annotated[
-        str, typer.Option(help="Share of messages that are lost, repeated, late or damaged.")
-    ] = "0%",
-    seed: Annotated[int, typer.Option(help="Of parameters, data, jitter and mishaps.")] = 0,
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the task; else one that suits it.")
-    ] = None,
-    target: Annotated[
-        float | None, typer.Option(help="Loss to which the time is told; else what DDP ends with.")
-    ] = None,
-    beside: Annotated[
-        bool, typer.Option("--beside/--no-beside", help="DDP on the same machines as the first row.")
-    ] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Write table.csv, result.json and charts of loss and times there."
-        ),
-    ] = None,
+    bad_lr: BadLrOption = None,
+    different: DifferentOption = False,
+    warmup: WarmupOption = 0,
+    churn: ChurnOption = None,
+    spoil: SpoilOption = "0%",
+    seed: SeedOption = 0,
+    lr: LrOption = None,
+    target: TargetOption = None,
+    beside: BesideOption = True,
+    json_file: JsonOption = None,
+    out: OutOption = None,
 ) -> None:
     """Train asynchronously in virtual time: loss, bytes and time beside DDP, for machines and links you describe.
 

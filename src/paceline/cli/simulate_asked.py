@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.hub_options import outer_of
+from paceline.cli.number_lists import numbers_of
 from paceline.errors import UsageError, unknown
 from paceline.units import format_seconds, parse_count, parse_rate, parse_seconds, parse_share
 
@@ -119,7 +120,7 @@ def _machines(options: Mapping[str, Any]) -> list[Machine]:
     from paceline.simulate.crowd import paces
     from paceline.simulate.plan import Machine
 
-    speeds = _numbers("--speeds", options["speeds"], ":", float, "1:1:2:4")
+    speeds = numbers_of("--speeds", options["speeds"], float, "1:1:2:4", ":")
     if not all(0 < each < math.inf for each in speeds):
         raise UsageError(f"--speeds {options['speeds']}", remedy="pass numbers above 0, such as 1:1:2:4")
     if not 0 <= options["spread"] < math.inf:
@@ -158,8 +159,8 @@ def _cadences(options: Mapping[str, Any]) -> tuple[list[Cadence], list[str]]:
     from paceline.sync.staggering import Cadence
 
     found, left_out = [], []
-    for every in _numbers("--every", options["every"], ",", int, "4,10,25"):
-        for delay in _numbers("--delay", options["delay"], ",", int, "0,5"):
+    for every in numbers_of("--every", options["every"], int, "4,10,25"):
+        for delay in numbers_of("--delay", options["delay"], int, "0,5"):
             try:
                 found.append(Cadence(every, options["fragments"], delay))
             except UsageError as error:
@@ -254,18 +255,6 @@ def _notes(options: Mapping[str, Any], seconds: float) -> list[str]:
     if options["beside"] and options["bad_lr"]:
         notes.append("DDP has one learning rate for all: --bad-lr does not touch it")
     return notes
-
-
-def _numbers(option: str, text: str, mark: str, kind: type, example: str) -> list[Any]:
-    parts = [part.strip() for part in text.split(mark) if part.strip()]
-    try:
-        numbers = [kind(part) for part in parts]
-    except ValueError as error:
-        what = "whole numbers" if kind is int else "numbers"
-        raise UsageError(f"{option} {text}: {error}", remedy=f"pass {what}: {example}") from error
-    if not numbers:
-        raise UsageError(f"{option} {text!r} names nothing", remedy=f"pass for example {example}")
-    return numbers
 
 
 def _told(option: str, text: str, parse: Any) -> float:

@@ -101,12 +101,7 @@ class Loader:
         self._place = place_in(self.group)
         if self._place[0] < 0:
             raise UsageError("this process is not in the group", remedy="make the Loader on its members only")
-        if not isinstance(shuffle, bool | str) or shuffle not in _MODES:
-            raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
-        if not isinstance(seed, int):
-            raise UsageError(f"seed={seed!r}", remedy="pass a whole number, the same on every rank")
-        if isinstance(shares, str) and shares != "measured":
-            raise unknown("shares", shares, ["measured"])
+        _check_said(shuffle, seed, shares)
         fetch = Fetch(
             num_workers,
             collate_fn,
@@ -238,6 +233,15 @@ class Loader:
 
 _SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
 _NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
+
+
+def _check_said(shuffle: object, seed: object, shares: object) -> None:
+    if not isinstance(shuffle, bool | str) or shuffle not in _MODES:
+        raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
+    if not isinstance(seed, int):
+        raise UsageError(f"seed={seed!r}", remedy="pass a whole number, the same on every rank")
+    if isinstance(shares, str) and shares != "measured":
+        raise unknown("shares", shares, ["measured"])
 
 
 def _learning(shares: object, uneven: str, every: int | None) -> Learning | None:

@@ -16,7 +16,7 @@ from paceline.exchange.carrier import Carrier, Flight, Tag
 from paceline.exchange.envelope import HEAD_LIMIT_NBYTES, TAIL_NBYTES, encode_sealed, seal
 from paceline.exchange.frames import FRAME_NBYTES
 from paceline.exchange.opening import check_place, open_whole
-from paceline.exchange.seam import HUB, Envelope
+from paceline.exchange.seam import HUB, Envelope, payload_to_send
 
 __all__ = ["MpiExchange"]
 
@@ -66,16 +66,7 @@ class MpiExchange:
         Raises:
             UsageError: it is another's, its payload is longer than a frame, or its header can't be.
         """
-        header, payload = envelope.header, memoryview(envelope.payload).cast("B")
-        if header.source != self.me:
-            raise UsageError(
-                f"{header} can't be sent from {self.me}", remedy="a header's source is who sends"
-            )
-        if payload.nbytes > self._frame_nbytes:
-            raise UsageError(
-                f"{header} has a payload of {payload.nbytes} bytes, more than {self._frame_nbytes}",
-                remedy="cut it into frames: exchange.frames",
-            )
+        header, payload = envelope.header, payload_to_send(envelope, self.me, self._frame_nbytes)
         out = self._out.get(header.target)
         if out is None:
             return False

@@ -12,10 +12,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.errors import UsageError
 from paceline.exchange.envelope import Bytes
 from paceline.exchange.header import Header
 
-__all__ = ["HUB", "Envelope", "Exchange"]
+__all__ = ["HUB", "Envelope", "Exchange", "payload_to_send"]
 
 HUB = 0
 """The number of the hub of a star; its workers have numbers from 1 on."""
@@ -61,3 +62,23 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Leave; what was taken and has not left yet may be lost."""
         ...
+
+
+def payload_to_send(envelope: Envelope, me: int, frame_nbytes: int) -> memoryview:
+    """Return the payload of an envelope that `me` may send, as bytes.
+
+    Args:
+        envelope: which is to leave. me: who sends. frame_nbytes: most bytes of a payload.
+
+    Raises:
+        UsageError: it is another's, or its payload is longer than a frame.
+    """
+    header, payload = envelope.header, memoryview(envelope.payload).cast("B")
+    if header.source != me:
+        raise UsageError(f"{header} can't be sent from {me}", remedy="a header's source is who sends")
+    if payload.nbytes > frame_nbytes:
+        raise UsageError(
+            f"{header} has a payload of {payload.nbytes} bytes, more than {frame_nbytes}",
+            remedy="cut it into frames: exchange.frames",
+        )
+    return payload

@@ -10,11 +10,11 @@ from typing import Any
 
 import zmq
 
-from paceline.errors import EnvelopeError, UsageError
+from paceline.errors import EnvelopeError
 from paceline.exchange.bell import Bell
 from paceline.exchange.envelope import Bytes, encode_sealed, seal
 from paceline.exchange.opening import PARTS, check_place, open_parts
-from paceline.exchange.seam import Envelope
+from paceline.exchange.seam import Envelope, payload_to_send
 from paceline.exchange.wire import Settings, Wire
 
 __all__ = ["End"]
@@ -53,16 +53,7 @@ class End(ABC):
         Raises:
             UsageError: it is another's, its payload is longer than a frame, or its header can't be.
         """
-        header, payload = envelope.header, memoryview(envelope.payload).cast("B")
-        if header.source != self.me:
-            raise UsageError(
-                f"{header} can't be sent from {self.me}", remedy="a header's source is who sends"
-            )
-        if payload.nbytes > self.settings.frame_nbytes:
-            raise UsageError(
-                f"{header} has a payload of {payload.nbytes} bytes, more than {self.settings.frame_nbytes}",
-                remedy="cut it into frames: exchange.frames",
-            )
+        header, payload = envelope.header, payload_to_send(envelope, self.me, self.settings.frame_nbytes)
         route = self._route(header.target)
         if route is None:
             return False

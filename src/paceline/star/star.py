@@ -118,11 +118,7 @@ class Star:
         folder: str | Path | None = None,
     ) -> None:
         refuse_foreign(type(self).__name__, model, optimizer, wrapped=False)
-        if isinstance(model, DataParallel) and model.wire.size > 1:
-            raise UsageError(
-                f"Star with a DataParallel of {model.wire.size} ranks",
-                remedy="give each rank a group of its own (group=), or run one worker for each GPU",
-            )
+        _check_alone(model)
         self._model, self._optimizer = model, optimizer
         self.module: nn.Module = model.module if isinstance(model, DataParallel) else model
         self.hubs = [hub] if isinstance(hub, str) else list(hub)
@@ -136,13 +132,7 @@ class Star:
         self._fixed = (None if every == "auto" else every, None if delay == "auto" else delay)
         policy = Policy(send, receive, scored=score is not None)
         policy.check(score is not None, cadence.fragments)
-        if type(warmup) is not int or warmup < 0:
-            raise UsageError(f"warmup={warmup!r}", remedy="give a whole number of local steps, 0 or more")
-        if len(self.hubs) > cadence.fragments or not self.hubs:
-            raise UsageError(
-                f"{len(self.hubs)} hubs for {cadence.fragments} fragments",
-                remedy="give at least as many fragments as hubs, and one hub or more",
-            )
+        _check_numbers(warmup, len(self.hubs), cadence.fragments)
         self._cores = free_cores(cores)
         self._compression = Compression.of("int4" if compression == "auto" else compression)
         self._layout = Layout.of(self.module, cadence.fragments, self._compression)
@@ -382,3 +372,21 @@ class Star:
     def cadence(self) -> Cadence:
         """k, fragments and d as they are now."""
         return self._worker.cadence if self._worker is not None else self._cadence
+
+
+def _check_alone(model: nn.Module) -> None:
+    if isinstance(model, DataParallel) and model.wire.size > 1:
+        raise UsageError(
+            f"Star with a DataParallel of {model.wire.size} ranks",
+            remedy="give each rank a group of its own (group=), or run one worker for each GPU",
+        )
+
+
+def _check_numbers(warmup: int, hubs: int, fragments: int) -> None:
+    if type(warmup) is not int or warmup < 0:
+        raise UsageError(f"warmup={warmup!r}", remedy="give a whole number of local steps, 0 or more")
+    if hubs > fragments or not hubs:
+        raise UsageError(
+            f"{hubs} hubs for {fragments} fragments",
+            remedy="give at least as many fragments as hubs, and one hub or more",
+        )

@@ -1,20 +1,15 @@
-"""One process at a time: a lock on a file, which says who holds it and ends with its process."""
+"""One hub or worker at a time: a lock on a file of its folder."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import socket
-import time
-from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.locking import FileLock
 
 __all__ = ["Lock"]
 
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS, _NAP_SECONDS = 5.0, 0.05
 """How long a lock is waited for: a process that was killed may take a moment to be gone."""
 
 
@@ -31,8 +26,7 @@ class Lock:
 
     def __init__(self, path: Path, whose: str) -> None:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            self._file = os.fdopen(handle, "r+b", buffering=0)  # closed with this object at the latest
+            self._lock = FileLock(path)
         except OSError as error:
             raise _unlockable(path, error) from error
         try:
@@ -45,40 +39,17 @@ class Lock:
             raise
 
     def _take(self, path: Path, whose: str) -> None:
-        """Wait for the lock, and write down who holds it."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._taken():
-            own, holder = self._holder()
-            if own or time.monotonic() > deadline:
-                raise UsageError(
-                    f"{str(path.parent)!r} is in use by {'this' if own else 'another'} {whose}: {holder}",
-                    remedy=f"{'close it' if own else f'end that {whose}'} first, or name another folder",
-                )
-            time.sleep(0.05)
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode()
-        os.pwrite(self._file.fileno(), text, 0)
-        os.ftruncate(self._file.fileno(), len(text))
-
-    def _taken(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def _holder(self) -> tuple[bool, str]:
-        """Return whether this process holds it, and who does, in words."""
-        try:
-            told = json.loads(os.pread(self._file.fileno(), 1000, 0))
-            own = (told["pid"], told["host"]) == (os.getpid(), socket.gethostname())
-            return own, f"process {told['pid']} on {told['host']}, since {told['since']}"
-        except (ValueError, KeyError, TypeError):
-            return False, "a process that has not yet said which it is"
+        holder = self._lock.take(_PATIENCE_SECONDS, _NAP_SECONDS)
+        if holder is not None:
+            own = holder.own
+            raise UsageError(
+                f"{str(path.parent)!r} is in use by {'this' if own else 'another'} {whose}: {holder.told}",
+                remedy=f"{'close it' if own else f'end that {whose}'} first, or name another folder",
+            )
 
     def close(self) -> None:
         """Let the next one write; closing twice is closing once."""
-        self._file.close()
+        self._lock.close()
 
 
 def _unlockable(path: Path, error: OSError) -> UsageError:

@@ -1,0 +1,50 @@
+"""What ranks do to enter a world, and where they may meet."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+
+__all__ = ["enter", "enter_as", "fail_to_enter", "free_port", "ways_to_meet"]
+
+
+def free_port():
+    """Return a port below those that the system hands out by itself, so that nobody is given it meanwhile."""
+    while True:
+        port = random.randrange(10_000, 20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def enter(rank, size, arguments=None):
+    """Enter a world, add up the ranks in it, and leave it."""
+    import torch
+
+    import paceline
+
+    world = paceline.init(**(arguments or {}))
+    value = torch.tensor([world.rank + 1.0])
+    torch.distributed.all_reduce(value)
+    paceline.shutdown()
+    assert not torch.distributed.is_initialized()
+    return world, value.item()
+
+
+def enter_as(rank, size, arguments_of_rank):
+    return enter(rank, size, arguments_of_rank[rank])
+
+
+def fail_to_enter(rank, size, arguments_of_rank):
+    import paceline
+
+    try:
+        paceline.init(**arguments_of_rank[rank])
+    except paceline.PacelineError as error:
+        return type(error).__name__, str(error)
+    return "entered", ""
+
+
+def ways_to_meet(kind, tmp_path):
+    return f"file://{tmp_path}/meet" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"

@@ -1,0 +1,110 @@
+"""A backward that raises, or a rank that is gone: all ranks are told, and training goes on where it can."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from pool import RankError, spawn
+from wrapping import data, loss_on, wrapped
+from zoo import apart
+
+import paceline as pl
+from paceline.errors import BackwardFailed, SyncError, UnsyncedGradients
+
+
+def fails_on(rank, size, sync, bad, plain):
+    torch.manual_seed(3)
+    model = pl.DataParallel(zoo.Exploding().double(), sync=sync)
+    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = data(rank, step)
+        model.module.broken = broken = step == 2 and rank in bad
+        loss = zoo.loss_of(model, "Exploding", x, y)
+        if step == 2:
+            run = loss.backward if plain else partial(model.backward, loss, samples=len(x))
+            expected = FloatingPointError if broken else BackwardFailed
+            message = "injected" if broken else rf"rank {bad[0]}.*exception on rank"
+            with pytest.raises(expected, match=message):
+                run()
+            if broken and plain:
+                with pytest.raises(UnsyncedGradients, match="ended in an exception"):
+                    optim.step()
+            optim.zero_grad()
+            continue
+        loss.backward() if plain else model.backward(loss, samples=len(x))
+        optim.step()
+        optim.zero_grad()
+    reference = one_process_without_step_2(size)
+    return apart(model.whole_parameters(), reference)
+
+
+def counts_a_filler(rank, size, sync, plain):
+    loader = pl.Loader(list(range(20)), batch_size=4, shares=[0.8, 0.2])  # rank 1 runs dry after one step
+    model = pl.DataParallel(torch.nn.Linear(1, 1), sync=sync)
+    outcomes = []
+    for batch in loader:
+        loss = model(batch.float()[:, None]).mean()
+        try:
+            loss.backward() if plain else model.backward(loss)
+            outcomes.append((None, ""))
+        except SyncError as error:
+            outcomes.append((type(error), str(error)))
+        model.zero_grad()
+    return outcomes
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded"])
+def test_a_batch_without_samples_is_never_counted_as_one(pool, sync, plain):
+    first, second = pool(2, "paceline").run(counts_a_filler, sync, plain)
+    assert [kind for kind, _ in first] == [None, BackwardFailed, BackwardFailed, BackwardFailed]
+    assert [kind for kind, _ in second] == [None, SyncError, SyncError, SyncError]
+    for step, (_, told) in enumerate(second[1:], start=1):
+        assert f"[rank 1, step {step}] backward without samples=" in told
+        assert "model.backward(loss, samples=batch.samples)" in told
+
+
+def one_process_without_step_2(size):
+    model = zoo.build("Plain")
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in (0, 1, 3):
+        parts = [data(rank, step) for rank in range(size)]
+        x, y = (torch.cat(part) for part in zip(*parts, strict=True))
+        zoo.loss_of(model, "Plain", x, y).backward()
+        optim.step()
+        optim.zero_grad()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("bad", [[0], [1], [0, 1, 2]])
+@pytest.mark.parametrize("sync", ["naive", "flat", "overlap", "bucketed", "sharded"])
+def test_an_exception_in_backward_is_named_and_training_goes_on(pool, sync, bad, plain):
+    assert all(gap < 1e-12 for gap in pool(3).run(fails_on, sync, bad, plain))
+
+
+def peer_gone(rank, size, folder, sync):
+    pl.init("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, size=size)
+    model, optim = wrapped(sync)
+    model.backward(loss_on(model, rank), samples=6)
+    optim.step()
+    optim.zero_grad()
+    if rank == 1:
+        os._exit(3)
+    loss = loss_on(model, rank)
+    with pytest.raises(SyncError, match="another rank ended or stopped answering"):
+        model.backward(loss, samples=6)
+    (Path(folder) / "told").touch()
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded"])
+def test_a_rank_that_is_gone_is_an_error_that_says_so(tmp_path, sync):
+    with pytest.raises(RankError) as caught:
+        spawn(peer_gone, 2, str(tmp_path), sync)
+    assert list(caught.value.failures) == [1]
+    assert (tmp_path / "told").exists()
