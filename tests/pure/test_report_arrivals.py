@@ -132,6 +132,22 @@ def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
+def test_the_largest_limit_is_named_also_beside_a_slow_rank():
+    told = timelines(slow=1, ranks=2, extra=0.02)
+    assert limit_of(summary_of(told), {}).kind == "straggler"
+    slow = {
+        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in told.items()
+    }
+    assert arrivals_of(slow).straggler is not None
+    assert limit_of(summary_of(slow), {}).kind == "communication"
+
+
+def test_data_that_one_rank_waits_for_is_a_stragglers():
+    limit = limit_of(summary_of(timelines(slow=1, part="data", ranks=2)), {})
+    assert limit.kind == "straggler"
+    assert "waits for its data" in limit.sentences[1]
+
+
 def _slower(line):
     (call,), (*phases, exchange) = line.calls, line.phases
     end = call.launched + 0.190

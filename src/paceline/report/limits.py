@@ -14,8 +14,15 @@ from paceline.units import format_bytes, format_count, format_decimal, format_se
 
 __all__ = ["Limit", "Remedy", "limit_of", "mean_share", "percent"]
 
-_CONSIDERABLE = 0.10
-"""A share of the step below which nothing is said to limit."""
+_LEAST_SHARE = {
+    "tasks": 0.20,
+    "data": 0.10,
+    "straggler": 0.03,
+    "uneven": 0.10,
+    "communication": 0.10,
+    "other": 0.20,
+}
+"""Of the step (of all time, for tasks), below which it is not said to limit."""
 
 
 @dataclass(frozen=True)
@@ -48,29 +55,41 @@ def limit_of(summary: Summary, facts: Mapping[str, object]) -> Limit:
     Args:
         summary: its numbers, with the ranks' times. facts: the content of ``run.json``.
     """
-    ranks = summary.ranks
-    between = fmean(rank.between / (rank.between + rank.total) for rank in ranks)
-    exposed, data = mean_share(ranks, "exposed"), mean_share(ranks, "data")
-    if between >= 2 * _CONSIDERABLE:
-        return _tasks(between)
-    if data >= _CONSIDERABLE and data >= exposed:
-        return _data(data)
-    if summary.arrivals.straggler is not None and exposed >= _CONSIDERABLE / 2:
-        return _straggler(summary)
-    if exposed >= _CONSIDERABLE and len(ranks) > 1:
-        uneven = (
-            fmean(each.imbalance for each in told) / _step(summary)
-            if (told := summary.arrivals.ranks)
-            else 0.0
-        )
-        if uneven >= max(_CONSIDERABLE, exposed / 2):
-            return _uneven(uneven, exposed)
-        return _communication(summary, exposed, facts)
-    if (other := mean_share(ranks, "other")) >= 2 * _CONSIDERABLE:
-        return Limit(
-            "other", (f"Other work inside of the step limits this run: {percent(other)} are in no phase.",)
-        )
+    shares = _shares(summary)
+    large = {kind: share for kind, share in shares.items() if share >= _LEAST_SHARE[kind]}
+    kind = max(large, key=large.__getitem__, default="computing")
+    match kind:
+        case "tasks":
+            return _tasks(shares[kind])
+        case "data":
+            return _data(shares[kind])
+        case "straggler":
+            return _straggler(summary)
+        case "uneven":
+            return _uneven(shares[kind], mean_share(summary.ranks, "exposed"))
+        case "communication":
+            return _communication(summary, mean_share(summary.ranks, "exposed"), facts)
+        case "other":
+            return _other(shares[kind])
     return _computing(summary)
+
+
+def _shares(summary: Summary) -> dict[str, float]:
+    """Return the share of the step that each limit takes, by kind; of what nothing is known, 0.
+
+    Where one rank waits for its data, the others wait for it: that is a straggler, and no limit of the data.
+    """
+    ranks, arrivals, step = summary.ranks, summary.arrivals, _step(summary)
+    imbalance = fmean(each.imbalance for each in arrivals.ranks) / step if arrivals.ranks and step else 0.0
+    late = arrivals.straggler.late / step if arrivals.straggler is not None else 0.0
+    return {
+        "tasks": fmean(rank.between / (rank.between + rank.total) for rank in ranks if rank.total),
+        "data": min(rank.share("data") for rank in ranks),
+        "straggler": late,
+        "uneven": 0.0 if late else imbalance,
+        "communication": mean_share(ranks, "exposed") - imbalance if len(ranks) > 1 else 0.0,
+        "other": mean_share(ranks, "other"),
+    }
 
 
 def mean_share(ranks: Sequence[RankTime], phase: str) -> float:
@@ -100,6 +119,12 @@ def _data(data: float) -> Limit:
             Remedy("Fetch ahead", "pl.Loader(…, num_workers=4, persistent_workers=True, prefetch_factor=4)"),
             Remedy("Prepare the data once", "tokenised, decoded, on a local disk"),
         ),
+    )
+
+
+def _other(other: float) -> Limit:
+    return Limit(
+        "other", (f"Other work inside of the step limits this run: {percent(other)} are in no phase.",)
     )
 
 
