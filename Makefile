@@ -28,7 +28,7 @@ train: $(VENV)/.run
 	$(VENV)/bin/paceline train --ranks $(RANKS) --steps $(STEPS) --out runs/train --overwrite
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile -m "not alone"
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(VENV)/bin/python -m pytest -q -m alone tests/netlab
 
 test-fast: $(VENV)/.dev

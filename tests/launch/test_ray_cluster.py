@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ENV = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 NODE = ["--block", "--num-cpus=2", "--object-store-memory=80000000", "--disable-usage-stats"]
+AWAIT_HEAD = 'until ray health-check --address "$1"; do sleep 0.2; done'
 KILL = """
 import psutil
 [worker] = [one for one in psutil.process_iter() if one.name().startswith("ray::_Host")]
@@ -39,14 +40,9 @@ def cluster(lab):
     head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={folder}"]
     try:
         jobs = [lab.start(["ray", "start", *head, f"--node-ip-address={first}", *NODE], on=0, env=ENV)]
-        joins = [
-            "sh",
-            "-c",
-            'until ray health-check --address "$1"; do sleep 0.2; done; shift; exec "$@"',
-            "sh",
-        ]
+        lab.run(["sh", "-c", AWAIT_HEAD, "sh", f"{first}:6379"], on=0, env=ENV, timeout=120)
         start = ["ray", "start", f"--address={first}:6379", f"--node-ip-address={second}", *NODE]
-        jobs.append(lab.start([*joins, f"{first}:6379", *start], on=1, env=ENV))
+        jobs.append(lab.start(start, on=1, env=ENV))
         yield f"{first}:6379"
         assert all(job.running() for job in jobs), [told for job in jobs for told in job.lines()]
     finally:
