@@ -163,6 +163,11 @@ def refuses(rank, size, folder):
         pytest.raises(UsageError, match="samples_per_second"),
     ):
         record.log(samples_per_second=3)
+    with (
+        pl.Record(folder, model, tensorboard=False) as record,
+        pytest.raises(UsageError, match="None with samples=4"),
+    ):
+        record.log(loss=None, samples=4)
 
 
 def test_what_makes_no_sense_is_refused_on_all_ranks(pool, tmp_path):

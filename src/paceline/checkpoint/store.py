@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import paceline
-from paceline import trace
 from paceline.checkpoint.cadence import cadence
 from paceline.checkpoint.contents import contents_of, take_up
 from paceline.checkpoint.folder import Folder, Lock
@@ -193,7 +192,7 @@ class Checkpoint:
         """
         if self.step != self._saved_at:
             self._settle()
-            with trace.span("checkpoint", step=self.step), here.during("checkpoint"):
+            with here.during("checkpoint"):
                 self._begin()
         if (wait or not self._asynchronous) and (failure := self._settle()) and wait:
             raise CheckpointError(

@@ -101,11 +101,15 @@ class Record:
             numbers: such as ``loss``, means over this rank's samples; None where it has none.
 
         Raises:
-            UsageError: a number has a name that this writes itself.
+            UsageError: a number has a name that this writes itself, or is None on a rank that has samples.
         """
         if not _OWN.isdisjoint(numbers):
             taken = ", ".join(sorted(_OWN & numbers.keys()))
             raise UsageError(f"log(): {taken} is written by Record itself", remedy="use another name")
+        if samples and None in numbers.values():
+            raise UsageError(
+                f"log(): None with samples={samples!r}", remedy="a rank without numbers passes samples=0"
+            )
         self._samples, self._tokens = self._samples + samples, self._tokens + tokens
         self._steps += 1
         step = self._model.engine.step

@@ -17,7 +17,6 @@ from paceline.record.clocks import compare_clocks, due
 from paceline.recorder import Recorder
 from paceline.sync.engine import DataParallel
 from paceline.whereabouts import here
-from paceline.world.agree import place_in
 
 __all__ = ["Timeline"]
 
@@ -30,35 +29,31 @@ class Timeline:
 
     Args:
         folder: of the run.
-        model: whose ranks and steps these are; None: all ranks, and clocks are compared at the beginning and the end.
+        model: whose ranks and steps these are.
 
     Raises:
         UsageError: the folder can't be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], model: DataParallel | None = None) -> None:
-        self._engine = None if model is None else model.engine
-        alone = model is None and place_in()[1] == 1
-        self._group = None if alone else dist.group.WORLD if model is None else model.wire.group
-        self._device = _device_of(self._group, model)
-        self.rank = place_in(self._group)[0]
+    def __init__(self, folder: str | os.PathLike[str], model: DataParallel) -> None:
+        self._engine, self._group = model.engine, model.wire.group
+        self._device = _device_of(self._group)
+        self.rank = model.wire.rank
         self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
 
     def __enter__(self) -> Self:
         trace.open(self._file, self.rank, append=True)
-        trace.mark("session", step=0 if self._engine is None else self._engine.step)
+        trace.mark("session", step=self._engine.step)
         self._compare()
         here.recorder = Recorder()
-        if self._engine is not None:
-            self._engine.round_ended = self._after_round
+        self._engine.round_ended = self._after_round
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:
         recorder, here.recorder = here.recorder, None
-        if self._engine is not None:
-            self._engine.round_ended = None
+        self._engine.round_ended = None
         if recorder is not None:
             recorder.flush()
         if error is None:
@@ -78,7 +73,7 @@ class Timeline:
         trace.mark("clock", offset=offset.seconds, error=offset.error)
 
 
-def _device_of(group: dist.ProcessGroup | None, model: DataParallel | None) -> torch.device:
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return where the group wants tensors."""
     if group is not None and "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
