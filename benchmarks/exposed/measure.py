@@ -4,7 +4,8 @@
 
 Hosts and links are played by `paceline.lab` (as root, on Linux), one rank on each, one thread a rank. In every round
 three models take turns, one step each, all ranks beginning together: a bare one that sends nothing, one that is
-synchronised, and the same once more with its timeline recorded. Writes ``exposed.json`` beside this file.
+synchronised, and one that is synchronised and has its timeline recorded; the last two change places each round.
+Writes ``exposed.json`` beside this file.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SHORT = [(2, None, "paceline", "bucketed", 1.0), (2, None, "gloo", "bucketed", 1
 
 def main(
     batch: Annotated[int, typer.Option(help="Windows of 128 tokens a rank.")] = 2,
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 24,
+    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 30,
     only: Annotated[int | None, typer.Option(help="The first so many cases; else all.")] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the result goes.")] = HERE / "exposed.json",
 ) -> None:

@@ -1,4 +1,4 @@
-"""What each rank of `measure.py` runs: a bare model, ours, and ours with its timeline recorded, in turn.
+"""What each rank of `measure.py` runs: a bare model, ours, and another of ours whose timeline is recorded, in turn.
 
 torchrun … benchmarks/exposed/ranks.py JOB.json
 """
@@ -41,25 +41,27 @@ def main(job_file: str) -> None:
     torch.set_num_threads(1)
     world = init(job["backend"])
     size = Size(**job["size"])
-    bare = build(Entry(NO_SYNC), size, world.device, 0)
-    ours = build(Entry(job["strategy"], job["bucket_mib"]), size, world.device, 0)
+    entry = Entry(job["strategy"], job["bucket_mib"])
+    bare, synced, recorded = (build(each, size, world.device, 0) for each in (Entry(NO_SYNC), entry, entry))
     batch = random_batch(size, job["batch"], size.context, world.rank, world.device)
-    for contestant in (bare, ours):
+    for contestant in (bare, synced, recorded):
         for _ in range(_WARM_UP):
             step(contestant, batch)
     times = Times()
-    assert isinstance(ours.model, DataParallel), "the contestant is one of Paceline's"
-    with Timeline(job["out"], ours.model):
+    assert isinstance(recorded.model, DataParallel), "the contestant is one of Paceline's"
+    with Timeline(job["out"], recorded.model):
         recorder = here.recorder
+        assert recorder is not None, "the timeline is being recorded"
+        turns = [(synced, times.synced, None), (recorded, times.recorded, recorder)]
         for _ in range(job["rounds"]):
-            here.recorder = None
-            times.bare.append(_turn(bare, batch))
-            times.synced.append(_turn(ours, batch))
-            here.recorder = recorder
-            times.recorded.append(_turn(ours, batch))
-            recorder.flush() if recorder is not None else None
+            for contestant, seconds, told in ((bare, times.bare, None), *turns):
+                here.recorder = told
+                seconds.append(_turn(contestant, batch))
+            recorder.flush()
+            turns.reverse()
             if world.rank == 0:
                 print("tick", flush=True)
+        here.recorder = recorder
     Path(job["out"], f"times{world.rank}.json").write_text(json.dumps(vars(times)), encoding="utf-8")
     shutdown()
 

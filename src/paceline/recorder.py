@@ -29,14 +29,29 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from paceline import trace
 
-__all__ = ["Recorder", "is_quiet"]
+__all__ = ["Recorder", "Rounds", "is_quiet"]
+
+
+class Rounds(Protocol):
+    """The engine of the model whose steps are recorded: the number of its round, and its ranks."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def wire(self) -> object: ...
 
 
 class Recorder:
     """Gathers the step that is under way, and writes it when the next one begins.
+
+    Args:
+        rounds: of the model whose steps these are. What other models of this process do is part of its steps: phases
+            and waits count, calls are left out.
 
     Attributes:
         quiet: whether nothing is to be launched before backward has ended; see [Note: quiet steps].
@@ -50,6 +65,7 @@ class Recorder:
         "_phases",
         "_plan",
         "_preempted",
+        "_rounds",
         "_start",
         "_step",
         "_tasks",
@@ -59,7 +75,8 @@ class Recorder:
         "samples",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
         self._plan: object = None
         self._open = False
         self._begin(0, 0.0)
@@ -76,11 +93,15 @@ class Recorder:
 
     # ------------------------------------------------------------------ what this process tells
 
-    def phase(self, step: int, phase: str, now: float) -> None:
-        """Begin a phase; with another step than before, that step."""
-        if step != self._step or not self._open:
+    def records(self, wire: object) -> bool:
+        """Tell whether these are the ranks of the model whose steps are recorded."""
+        return self._rounds.wire is wire
+
+    def phase(self, phase: str, now: float) -> None:
+        """Begin a phase; with one of `_BEGIN` that the next round has begun with, its step."""
+        if not self._open or (phase in _BEGIN and self._rounds.step != self._step):
             self.flush(now)
-            self._begin(step, now)
+            self._begin(self._rounds.step, now)
             self._open = True
         if not self._phases or self._phases[-1][0] != phase:
             self._phases.append((phase, now))
@@ -174,6 +195,7 @@ def is_quiet(step: int) -> bool:
 
 
 _QUIET_EVERY = 128
+_BEGIN = frozenset({"forward", "backward", "exchange"})
 
 
 def _used() -> tuple[float, int]:

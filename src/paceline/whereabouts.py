@@ -81,7 +81,7 @@ class Whereabouts:
         self.waiting = False
         self.since = now = perf_counter()
         if self.recorder is not None:
-            self.recorder.phase(step, phase, now)
+            self.recorder.phase(phase, now)
 
     def wait(self, bucket: int = -1) -> None:
         """Begin to wait for other ranks."""
@@ -99,6 +99,10 @@ class Whereabouts:
         self.waiting = False
         self.bucket = -1
         self.since = now
+
+    def recording(self, wire: object) -> Recorder | None:
+        """Return what records the steps of the model with these ranks, None if nothing does."""
+        return self.recorder if self.recorder is not None and self.recorder.records(wire) else None
 
     @contextmanager
     def awaited(self, bucket: int = -1) -> Iterator[None]:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 
 import pytest
 
 from paceline import trace
 from paceline.recorder import Recorder, is_quiet
 from paceline.whereabouts import Whereabouts
+
+
+@dataclass
+class Round:
+    """Of a model."""
+
+    step: int = 0
+    wire: object = None
 
 
 @pytest.fixture
@@ -27,9 +36,10 @@ def lines(tmp_path):
 
 
 def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
-    here = Whereabouts()
-    here.recorder = Recorder()
+    here, model = Whereabouts(), Round()
+    here.recorder = Recorder(model)
     for step in (0, 1):
+        model.step = step
         here.begin(step, "forward")
         here.begin(step, "backward")
         here.enter("exchange")
@@ -50,9 +60,9 @@ def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
 
 
 def test_calls_tell_what_is_known_of_them(lines):
-    recorder = Recorder()
+    recorder = Recorder(Round(5))
     start = time.perf_counter()
-    recorder.phase(5, "forward", start)
+    recorder.phase("forward", start)
     recorder.launched("reduce", 0, 4096, 2048, start + 0.001, start + 0.002)
     recorder.launched("gather", 0, 2048.0, 1024.0, None, start + 0.003)
     recorder.arrived("reduce", 0, None, start + 0.004)
@@ -72,7 +82,7 @@ def test_calls_tell_what_is_known_of_them(lines):
 
 def test_tasks_and_plans_are_told(lines):
     here = Whereabouts()
-    here.recorder = Recorder()
+    here.recorder = Recorder(Round())
     here.begin(0, "forward")
     with here.during("checkpoint"):
         pass
@@ -84,6 +94,26 @@ def test_tasks_and_plans_are_told(lines):
     told = lines()
     assert [line["name"] for line in told] == ["plan", "plan", "step"]
     assert told[-1]["tasks"][0][0] == "checkpoint"
+
+
+def test_what_another_model_does_is_part_of_the_step(lines):
+    here, model, other = Whereabouts(), Round(wire=object()), Round(17, wire=object())
+    here.recorder = Recorder(model)
+    assert here.recording(model.wire) is here.recorder
+    assert here.recording(other.wire) is None
+    for _ in range(2):
+        for each in (model, other):
+            here.begin(each.step, "forward")
+            here.begin(each.step, "backward")
+            here.begin(each.step, "exchange")
+            each.step += 1
+            here.enter("optimizer")
+    here.recorder.flush()
+    told = lines()
+    # the other's forward comes after the round, so it is the next step's
+    assert [line["step"] for line in told] == [0, 1, 2]
+    phases = ["forward", "backward", "exchange", "optimizer"]
+    assert [[name for name, _ in line["phases"]] for line in told] == [phases, 2 * phases, phases]
 
 
 def test_some_steps_are_quiet():

@@ -88,15 +88,19 @@ def test_folder_that_is_a_file(tmp_path, existing):
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_steps_after_the_checkpoint_are_forgotten(tmp_path):
+def test_steps_that_are_done_again_are_forgotten(tmp_path):
     folder = run_in(tmp_path / "run", step=1)
-    for step in (2, 3, 4):
-        Scalars(folder.path, tensorboard=False).add(step, {"loss": 1.0})
+    before = Scalars(folder.path, tensorboard=False)
+    for step in (2, 3, 4, 5):
+        before.add(step, {"loss": 1.0})
     with folder.steps.open("a") as file:
-        file.write('{"step": 5, "lo')
-    folder.forget_steps_after(3)
-    assert [json.loads(line)["step"] for line in folder.steps.read_text().splitlines()] == [1, 2, 3]
-    assert [step.step for step in read_run(folder.path).steps] == [1, 2, 3]
+        file.write('{"step": 6, "lo')
+    again = Scalars(folder.path, tensorboard=False)
+    for step in (3, 4):
+        again.add(step, {"loss": 2.0})
+    lines = [json.loads(line) for line in folder.steps.read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert [step.step for step in read_run(folder.path).steps] == [1, 2, 3, 4]
 
 
 def test_traces_of_ranks_that_are_no_more_are_forgotten(tmp_path):

@@ -84,9 +84,9 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
 
 def test_the_end_of_a_call_is_known_where_the_backend_tells(pool, tmp_path):
     for backend in ("gloo", "paceline"):
-        pool(2, backend).run(train, tmp_path / backend, "bucketed", 4)
-        line = timelines(tmp_path / backend)[0].steps[-1]
-        assert any(call.done is not None for call in line.calls), backend
+        pool(2, backend).run(train, tmp_path / backend, pl.Sync(2**-11), 4)
+        calls = [call for line in timelines(tmp_path / backend)[0].steps for call in line.calls]
+        assert any(call.done is not None for call in calls), backend
 
 
 def test_numbers_are_means_over_ranks_by_samples(pool, tmp_path):
@@ -126,6 +126,36 @@ def test_a_folder_is_gone_on_with_and_steps_done_again_count_once(pool, tmp_path
     assert [line.step for line in told[0].steps] == [0, 1, 2]
     names = [span.name for span in read_run(tmp_path).spans_of_rank[0]]
     assert names.count("session") == 2
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def trains_two(rank, size, folder):
+    models = [pl.DataParallel(zoo.build("Plain"), sync=pl.Sync(2**-11)) for _ in range(2)]
+    optims = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    x = torch.ones(4, zoo.WIDTH, dtype=torch.float64)
+    with pl.Record(folder, models[1], tensorboard=False) as record:
+        for _ in range(4):
+            for model, optim in zip(models, optims, strict=True):
+                loss = zoo.loss_of(model, "Plain", x, x[:, :1])
+                model.backward(loss, samples=4 if model is models[1] else 3)
+                optim.step()
+                optim.zero_grad()
+            record.log(loss=loss, samples=4)
+        with pytest.raises(UsageError, match="a second timeline in one process"):
+            pl.Record(folder, models[0], tensorboard=False)
+
+
+def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_path):
+    pool(2).run(trains_two, tmp_path)
+    for told in timelines(tmp_path).values():
+        assert [line.step for line in told.steps] == [0, 1, 2, 3]
+        assert len({len(line.calls) for line in told.steps[1:]}) == 1
+        for line in told.steps:
+            assert [phase.name for phase in line.phases].count("exchange") == 2
+            assert sum(parts_of(line).values()) == pytest.approx(line.seconds)
+            assert line.samples == 4
+    assert [span.name for span in read_run(tmp_path).spans_of_rank[0]].count("plan") <= 2
 
 
 def drags(rank, size, folder):

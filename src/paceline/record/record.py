@@ -33,12 +33,13 @@ class Record:
 
     Args:
         folder: where to; seen by all ranks, or each host has its own part.
-        model: whose steps these are.
+        model: whose steps these are; what other models of this process do is part of them.
         every: of so many steps one is written by `log`.
         tensorboard: write scalars for TensorBoard too; None: where it is installed.
 
     Raises:
-        UsageError: `model` is not wrapped, the folder can't be written on some rank, or `every` is below 1.
+        UsageError: `model` is not wrapped, the folder can't be written on some rank, `every` is below 1, or another
+            one is at work in this process.
 
     Example:
         >>> import tempfile

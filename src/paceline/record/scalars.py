@@ -9,11 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.durable import write_text
+
 __all__ = ["Scalars"]
 
 
 class Scalars:
     """Writes numbers of steps into a run's folder; on rank 0 alone.
+
+    Lines that are there already stay, but for those of the first step that is written and of later ones: a run that was
+    killed, or another one, had come further.
 
     Args:
         folder: of the run.
@@ -25,14 +30,23 @@ class Scalars:
         self._folder = folder / "tensorboard"
         self._wanted = find_spec("tensorboard") is not None if tensorboard is None else tensorboard
         self._writer: Any = None
+        self._begun = False
 
     def add(self, step: int, numbers: Mapping[str, Any]) -> None:
         """Write the numbers of a step; one that is not finite is null in ``steps.jsonl``, which is JSON."""
+        if not self._begun:
+            self._forget_from(step)
+            self._begun = True
         line = {"step": step, **{name: _finite(value) for name, value in numbers.items()}}
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         if self._wanted:
             self._show(step, numbers)
+
+    def _forget_from(self, step: int) -> None:
+        if self._lines.exists():
+            lines = self._lines.read_text(encoding="utf-8").splitlines()
+            write_text(self._lines, "".join(line + "\n" for line in lines if _step_of(line) < step))
 
     def _show(self, step: int, numbers: Mapping[str, Any]) -> None:
         if self._writer is None:
@@ -52,3 +66,11 @@ class Scalars:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _step_of(line: str) -> float:
+    """Return the number of the step that `line` tells of; infinity for a line that was cut."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import trace
+from paceline.errors import UsageError
 from paceline.record.clocks import compare_clocks, due
 from paceline.recorder import Recorder
 from paceline.sync.engine import DataParallel
@@ -32,10 +33,15 @@ class Timeline:
         model: whose ranks and steps these are.
 
     Raises:
-        UsageError: the folder can't be written.
+        UsageError: the folder can't be written, or a timeline is being recorded in this process already.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: DataParallel) -> None:
+        if here.recorder is not None:
+            raise UsageError(
+                "a second timeline in one process",
+                remedy="end the first one before; with several models record the one that is trained in every step",
+            )
         self._engine, self._group = model.engine, model.wire.group
         self._device = _device_of(self._group)
         self.rank = model.wire.rank
@@ -45,7 +51,7 @@ class Timeline:
         trace.open(self._file, self.rank, append=True)
         trace.mark("session", step=self._engine.step)
         self._compare()
-        here.recorder = Recorder()
+        here.recorder = Recorder(self._engine)
         self._engine.round_ended = self._after_round
         return self
 

@@ -32,13 +32,14 @@ class Flight:
         self._next = 0  # all buckets before this one are launched
         self._under_way: dict[int, tuple[Pending | Freight, float]] = {}
         self._factor = 1.0  # for results that are still under way
+        self._looked = 0.0
 
     def open(self, step: int) -> None:
         """Begin round number `step`: nothing is launched yet."""
         self._next, self.step = 0, step
         self.timings = SyncTimings()
-        if here.recorder is not None and self.buckets:
-            here.recorder.planned(self.buckets, self._told)
+        if (recorder := here.recording(self.wire)) is not None and self.buckets:
+            recorder.planned(self.buckets, self._told)
 
     def _told(self) -> dict[str, object]:
         """Return what a timeline's reader needs to know of the buckets, in launch order."""
@@ -115,9 +116,8 @@ class Flight:
         nbytes = bucket.flat.nbytes if freight is None else freight.payload_nbytes
         ways = 2 if bucket.slots and not self.sharded else 1
         sent = ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
-        if here.recorder is not None:
-            pending.watch()
-            here.recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
+        if (recorder := here.recording(self.wire)) is not None:
+            recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
         self.timings.calls += 1 if freight is None else freight.calls
         self.timings.nbytes += nbytes
         self.timings.sent_nbytes += sent
@@ -145,10 +145,19 @@ class Flight:
             low, high = self.own_part(bucket)
             bucket.flat[low:high].mul_(self._factor)
         now = time.perf_counter()
-        if here.recorder is not None:
-            here.recorder.arrived("reduce", bucket.index, pending.ended, now)
+        if (recorder := here.recording(self.wire)) is not None:
+            recorder.arrived("reduce", bucket.index, pending.ended, now)
+            self.look()
         self.timings.call_seconds.append(now - started)
         return now - before
+
+    def look(self, apart: float = 0.0) -> None:
+        """Take note of what has ended, for a timeline; not if this was done less than `apart` seconds ago."""
+        now = time.perf_counter()
+        if now - self._looked >= apart:
+            self._looked = now
+            for pending, _ in self._under_way.values():
+                pending.look()
 
     def arrive_all(self) -> float:
         """Wait for every bucket; return the seconds that took."""

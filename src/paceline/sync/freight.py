@@ -83,7 +83,7 @@ class Freight:
         self._parcel.launch(measure=measure)
         return self
 
-    def watch(self) -> None:
+    def look(self) -> None:
         """Do nothing: when packets came is not known."""
 
     ended: float | None = None

@@ -43,6 +43,9 @@ from paceline.whereabouts import here
 
 __all__ = ["Reducer"]
 
+_LOOK_SECONDS = 1e-3
+"""Between two looks, in backward, at what has ended: each look takes microseconds."""
+
 
 class Reducer(Gradients):
     """Synchronises the gradients of a list of parameters.
@@ -200,6 +203,8 @@ class Reducer(Gradients):
         if not self._open:
             self._begin_late(slot)
         slot.fired += 1
+        if here.recorder is not None:
+            self.flight.look(_LOOK_SECONDS)
         if not self.settled:
             self._refuse_sparse(slot)
             self._firings.append(index)
@@ -222,9 +227,9 @@ class Reducer(Gradients):
 
     def _full(self, bucket: Bucket) -> None:
         """Launch what is full, where that is done in backward."""
-        if here.recorder is not None:
+        if (recorder := here.recording(self.wire)) is not None:
             bucket.ready = time.perf_counter()
-            if here.recorder.quiet:
+            if recorder.quiet:
                 return
         if self._syncing and self.plan.overlap and not self.apart:
             self.flight.launch_full(self.weights.averaged, self.gauge)
@@ -291,8 +296,8 @@ class Reducer(Gradients):
         """
         self._open = False
         here.begin(self.step, "exchange")
-        if here.recorder is not None and self.weights.counted:
-            here.recorder.samples = self.weights.samples
+        if self.weights.counted and (recorder := here.recording(self.wire)) is not None:
+            recorder.samples = self.weights.samples
         ended = time.perf_counter()
         if self.wire.size == 1 or self.apart:
             page = self._alone(failed)

@@ -155,6 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if not self._expected:  # an update that raised has posted them already
             self._expected = [reducer.wire.expect_parts(flat) for flat in flats]
         exposed, under_way = 0.0, []
+        recorder = here.recording(reducer.wire)
         arriving = iter(self._expected)
         for part in parts:
             exposed += sum(reducer.flight.arrive(bucket) for bucket in part.buckets)
@@ -162,17 +163,16 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             for flat in part.flats():
                 launched = time.perf_counter()
                 pending = reducer.wire.all_gather(flat, next(arriving))
-                if here.recorder is not None:
-                    pending.watch()
+                if recorder is not None:
                     sent = flat.nbytes * (reducer.wire.size - 1) / reducer.wire.size
-                    here.recorder.launched("gather", len(under_way), flat.nbytes, sent, None, launched)
+                    recorder.launched("gather", len(under_way), flat.nbytes, sent, None, launched)
                 under_way.append(pending)
         started = time.perf_counter()
         here.wait()
         for number, pending in enumerate(under_way):
             pending.wait()
-            if here.recorder is not None:
-                here.recorder.arrived("gather", number, pending.ended, time.perf_counter())
+            if recorder is not None:
+                recorder.arrived("gather", number, pending.ended, time.perf_counter())
         here.arrive()
         self._expected = []
         seconds = time.perf_counter() - started

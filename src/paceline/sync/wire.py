@@ -63,21 +63,6 @@ def _named_loss() -> Iterator[None]:
         ) from error
 
 
-class _End:
-    """When a work of torch's backends ended, as its future tells.
-
-    Raises:
-        RuntimeError: it has no future, as messages from point to point.
-    """
-
-    def __init__(self, work: dist.Work) -> None:
-        self.ended: float | None = None
-        work.get_future().add_done_callback(self._note)
-
-    def _note(self, _: object) -> None:
-        self.ended = time.perf_counter()
-
-
 class Pending:
     """A collective under way.
 
@@ -85,6 +70,10 @@ class Pending:
         works: what to wait for, in order.
         finish: what completes the result once all have arrived.
         under_way: holds works that must live until they are waited for.
+
+    Attributes:
+        ended: when it ended, in seconds of ``time.perf_counter()``: as the backend tells, or when `look` saw it first;
+            None: under way, or nobody knows.
     """
 
     def __init__(
@@ -94,18 +83,22 @@ class Pending:
         under_way: set[dist.Work] | None = None,
     ) -> None:
         self._works, self._finish, self._under_way = works, finish, under_way
-        self._watched: list[Any] = []
+        self.ended: float | None = None
 
-    def watch(self) -> None:
-        """From now on take note of when it ends, where the backend tells: gloo does for collectives only."""
-        with contextlib.suppress(RuntimeError):
-            self._watched = [work if hasattr(work, "ended") else _End(work) for work in self._works]
+    def look(self) -> None:
+        """Take note of it if it has ended, as far as the backend tells: gloo does for collectives only.
 
-    @property
-    def ended(self) -> float | None:
-        """When it ended, in seconds of ``time.perf_counter()``; None: not watched, under way, or nobody tells."""
-        ends = [work.ended for work in self._watched]
-        return max(ends) if ends and None not in ends else None
+        A callback would know the moment, but runs in a thread of the backend, which takes Python's lock, and time, from
+        the one that computes.
+        """
+        if self.ended is None and all(work.is_completed() for work in self._works):
+            self.ended = self._told() or time.perf_counter()
+
+    def _told(self) -> float | None:
+        """Return when the last of the works ended, None if some backend does not say."""
+        ends = [getattr(work, "ended", None) for work in self._works]
+        known = [end for end in ends if end is not None]
+        return max(known) if known and len(known) == len(ends) else None
 
     def wait(self) -> None:
         """Block until the result is in place (on CUDA: until it is ordered on the current stream).
@@ -116,6 +109,8 @@ class Pending:
         with _named_loss():
             for work in self._works:
                 work.wait()
+        if self.ended is None:
+            self.ended = self._told()
         if self._under_way is not None:
             self._under_way.difference_update(self._works)
         if self._finish is not None:

@@ -115,19 +115,3 @@ class RunFolder:
             number = path.stem.removeprefix("rank")
             if number.isdecimal() and int(number) >= size:
                 path.unlink()
-
-    def forget_steps_after(self, step: int) -> None:
-        """Drop the lines of later steps than `step`: a resumed run does them again."""
-        if not self.steps.exists():
-            return
-        lines = self.steps.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if _step_of(line) <= step]
-        write_text(self.steps, "".join(line + "\n" for line in kept))
-
-
-def _step_of(line: str) -> float:
-    """Return the number of the step that `line` tells of; infinity for a line that was cut."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

@@ -142,7 +142,6 @@ def _begin(job: Job, progress: Progress) -> None:
         job.model.tuning.tell = progress.say
     _tell_resumed(job, progress)
     if world.rank == 0:
-        job.folder.forget_steps_after(job.step)
         job.folder.forget_ranks_from(world.size)
         job.folder.add_facts(
             parameters=job.parameters,
