@@ -120,15 +120,40 @@ def test_ranks_that_wait_for_each_other_in_turn_are_not_the_networks_fault():
     assert "a faster network would not help" in limit.sentences[0]
 
 
+def slow_network(clock_error, seconds=0.190):
+    """Return the summary of two ranks that wait for their network; of two hosts where their clocks differ."""
+    told = timelines(ranks=2, clock_error=clock_error)
+    return summary_of(
+        {
+            rank: replace(each, warm=tuple(_slower(line, seconds) for line in each.warm))
+            for rank, each in told.items()
+        }
+    )
+
+
 def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
-    told = timelines(ranks=2)
-    slow = {
-        rank: replace(each, warm=tuple(_slower(line) for line in each.warm)) for rank, each in told.items()
-    }
-    limit = limit_of(summary_of(slow), {"parameters": 250_000})
+    limit = limit_of(slow_network(1e-5), {"parameters": 250_000})
     assert limit.kind == "communication"
     assert "go through the network at 5" in limit.sentences[0]
     assert limit.remedies[0].what == "Send int8 gradients every step"
+    assert limit.remedies[0].how == '--compression int8, or pl.Sync(compression="int8")'
+    assert any("--accumulate" in remedy.how for remedy in limit.remedies)
+
+
+def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
+    remedies = limit_of(slow_network(1e-5, seconds=2.0), {"parameters": 250_000}).remedies
+    assert remedies[1].what == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
+    assert remedies[1].how == (
+        "--every 3 --outer average --compression int4 --fragments 3 --delay 1, or "
+        'pl.LocalSGD(model, optim, every=3, compression="int4", fragments=3, delay=1)'
+    )
+
+
+def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
+    limit = limit_of(slow_network(0.0), {"parameters": 250_000})
+    assert limit.kind == "communication"
+    assert "go between processes of this host at 5" in limit.sentences[0]
+    assert not any("Send int" in remedy.what for remedy in limit.remedies)
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
@@ -148,9 +173,9 @@ def test_data_that_one_rank_waits_for_is_a_stragglers():
     assert "waits for its data" in limit.sentences[1]
 
 
-def _slower(line):
+def _slower(line, seconds=0.190):
     (call,), (*phases, exchange) = line.calls, line.phases
-    end = call.launched + 0.190
+    end = call.launched + seconds
     return replace(
         line,
         seconds=end,

@@ -89,8 +89,31 @@ def test_the_page_is_whole_and_loads_nothing(folder):
 
 def test_each_chart_is_there_for_desk_and_phone(folder):
     page = write_report(folder).read_text()
-    assert page.count('<div class="desk">') == page.count('<div class="phone">') == 4
-    assert page.count('<div class="desk"><svg') == page.count('<div class="phone"><svg') == 4
+    assert page.count('<div class="desk">') == page.count('<div class="phone">') == 5
+    assert page.count('<div class="desk"><svg') == page.count('<div class="phone"><svg') == 5
+
+
+def test_the_page_of_a_loop_of_ones_own_shows_what_it_logged(folder):
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    own = [
+        {"step": line["step"], "samples_per_second": 32 / line["step_seconds"], "accuracy": line["loss"] / 10}
+        for line in lines
+    ]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
+    page = write_report(folder).read_text()
+    parse(page)
+    assert "<h2>accuracy</h2>" in page
+    assert "samples, all ranks, median" in page
+    assert "Samples per second of all ranks together." in page
+    assert "<h2>Loss</h2>" not in page
+    assert "diverged" not in page
+
+
+def test_the_loss_of_a_loop_of_ones_own_is_not_called_cross_entropy(folder):
+    assert "Loss of the training batches, as it was logged." in write_report(folder).read_text()
+    facts = json.loads((folder / "run.json").read_text()) | {"model": {"name": "mini"}}
+    (folder / "run.json").write_text(json.dumps(facts))
+    assert "Cross-entropy of the training batches and of held-out text." in write_report(folder).read_text()
 
 
 def test_what_a_run_holds_is_text_never_markup(folder):

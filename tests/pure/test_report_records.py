@@ -81,6 +81,12 @@ def test_a_loss_that_is_no_number_is_nan(folder, loss):
     assert math.isnan(read_run(folder).steps[-1].loss)
 
 
+def test_a_step_without_a_loss_has_none_and_whatever_else_was_logged(folder):
+    append(folder / "steps.jsonl", '{"step": 13, "samples_per_second": 5, "accuracy": 0.5, "note": "x"}\n')
+    step = read_run(folder).steps[-1]
+    assert (step.loss, step.samples_per_second, step.numbers) == (None, 5.0, {"accuracy": 0.5})
+
+
 def test_a_run_that_has_just_begun(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     run = read_run(tmp_path)

@@ -94,5 +94,19 @@ def test_a_run_that_diverged_says_so():
     assert "no longer a number" in headline(summary_of(BUSY, loss_last=math.nan))[0]
 
 
+def test_a_run_that_logged_no_loss_has_not_diverged():
+    assert headline(summary_of(loss_first=None, loss_last=None))[0] == "600 steps of 152 ms."
+
+
+def test_speed_is_in_samples_where_nobody_counts_tokens():
+    summary = summary_of(BUSY, BUSY, tokens_per_second=None, samples_per_second=250.0)
+    assert limit_of(summary, {}).sentences[0].startswith("Computing limits this run at 250 samples/s")
+    assert (
+        limit_of(replace(summary, samples_per_second=None), {})
+        .sentences[0]
+        .startswith("Computing limits this run: ")
+    )
+
+
 def test_a_run_without_held_out_text():
     assert headline(summary_of(val_loss_last=None))[0].endswith("to 2.10.")

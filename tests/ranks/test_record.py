@@ -99,7 +99,22 @@ def test_numbers_are_means_over_ranks_by_samples(pool, tmp_path):
         assert line["samples_per_second"] > 0
     facts = json.loads((tmp_path / "run.json").read_text())
     assert facts["world"] == {"size": 2, "backend": "gloo"}
+    assert facts["synchronised"] == "bucketed, 25 MiB"
     assert facts["parameters"] == sum(param.numel() for param in zoo.build("Plain").parameters())
+
+
+def logs_nan_without_samples(rank, size, folder):
+    model = pl.DataParallel(zoo.build("Plain"), sync=pl.Sync(compression="int8"))
+    with pl.Record(folder, model, every=1, tensorboard=False) as record:
+        x = torch.ones(4, zoo.WIDTH, dtype=torch.float64)
+        model.backward(zoo.loss_of(model, "Plain", x, x[:, :1]), samples=4 * rank)
+        record.log(loss=math.nan if rank == 0 else 2.0, samples=4 * rank)
+
+
+def test_what_a_rank_without_samples_logs_does_not_count(pool, tmp_path):
+    pool(2).run(logs_nan_without_samples, tmp_path)
+    assert read_run(tmp_path).steps[0].loss == 2.0
+    assert json.loads((tmp_path / "run.json").read_text())["synchronised"] == "bucketed, 25 MiB, int8"
 
 
 def test_scalars_for_tensorboard(tmp_path):

@@ -16,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.record.facts import command_line, machine_facts, started_now, versions
 from paceline.record.scalars import Scalars
 from paceline.record.timeline import Timeline
+from paceline.sync.compress import Compression
 from paceline.sync.engine import DataParallel
 from paceline.world.agree import gather_texts, place_in, sum_over_ranks
 
@@ -85,8 +86,8 @@ class Record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scalars.close()
         self._timeline.__exit__(kind, error, trace)
+        self._scalars.close()
 
     def log(
         self, *, samples: float = 1.0, tokens: float = 0.0, **numbers: float | torch.Tensor | None
@@ -117,14 +118,15 @@ class Record:
         if step % self._every and step != 1:
             return
         known = {name: _number(value) for name, value in numbers.items()}
-        mine = [samples, self._samples, self._tokens, *(value * samples for value in known.values())]
+        sums = (value * samples if samples else 0.0 for value in known.values())  # 0 × NaN would be NaN
+        mine = [samples, self._samples, self._tokens, *sums]
         row = torch.tensor(mine, dtype=torch.float64)
-        weight, done, tokens_done, *sums = sum_over_ranks(row, self._model.wire.group).tolist()
+        weight, done, tokens_done, *totals = sum_over_ranks(row, self._model.wire.group).tolist()
         now = time.perf_counter()
         if self._rank == 0:
             seconds = now - self._since
             line: dict[str, Any] = {
-                name: total / weight if weight else None for name, total in zip(known, sums, strict=True)
+                name: total / weight if weight else None for name, total in zip(known, totals, strict=True)
             }
             line |= {"samples": weight, "step_seconds": seconds / self._steps}
             line["samples_per_second"] = done / seconds
@@ -143,7 +145,7 @@ class Record:
             | {
                 "command": command_line(),
                 "started": started_now(),
-                "synchronised": str(model.plan),
+                "synchronised": _how(model),
                 "parameters": sum(param.numel() for param in model.module.parameters()),
                 "world": {"size": model.wire.size, "backend": model.wire.backend},
                 "machine": machine_facts(),
@@ -151,6 +153,13 @@ class Record:
             },
             indent=2,
         )
+
+
+def _how(model: DataParallel) -> str:
+    """Return how a model is synchronised, in a few words."""
+    plan = "auto" if model.engine.tuner is not None else model.plan.words
+    squeezed = Compression.of(model.plan.compression)
+    return plan if squeezed is None else f"{plan}, {squeezed.name}"
 
 
 def _number(value: float | torch.Tensor | None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.plan.slow_network import advise
+from paceline.plan.slow_network import Option, advise
 from paceline.report.rate import transfer_rate
 from paceline.report.straggler_words import cause, remedy
 from paceline.report.summary import RankTime, Summary
@@ -167,14 +167,20 @@ def _step(summary: Summary) -> float:
 def _communication(summary: Summary, exposed: float, facts: Mapping[str, object]) -> Limit:
     step = _step(summary)
     rate = transfer_rate(summary.timelines)
+    one_host = _on_one_host(summary)
     sent = f" for {format_bytes(summary.nbytes)} a step" if summary.nbytes else ""
-    through = f", which go through the network at {format_decimal(rate)}/s" if rate and sent else ""
+    where = "between processes of this host" if one_host else "through the network"
+    through = f", which go {where} at {format_decimal(rate)}/s" if rate and sent else ""
     sentence = (
         f"Communication limits this run: ranks stand still {percent(exposed)} of the time{sent}{through}."
     )
-    return Limit(
-        "communication", (sentence,), (*_smaller(summary, facts, rate, step), *_rarer(step, exposed))
-    )
+    smaller = [] if one_host else _smaller(summary, facts, rate, step)
+    return Limit("communication", (sentence,), (*smaller, *_rarer(step, exposed)))
+
+
+def _on_one_host(summary: Summary) -> bool:
+    """Tell whether all ranks share a clock, and so a host, where packing bytes takes longer than moving them."""
+    return all(timeline.clock_error == 0 for timeline in summary.timelines.values())
 
 
 def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, step: float) -> list[Remedy]:
@@ -193,14 +199,22 @@ def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, 
     return [
         Remedy(
             f"Send {option.name}",
-            f"paceline train {option.flags}"
-            if option.every > 1
-            else f'{option.flags}, or pl.Sync(compression="int8")',
+            f"{option.flags}, or {_in_python(option)}",
             f"steps of {format_seconds(option.step_seconds)} at best instead of {format_seconds(step)}; "
             f"effect on the loss: {option.effect}",
         )
         for option in options.values()
     ]
+
+
+def _in_python(option: Option) -> str:
+    """Return how a loop of one's own asks for it."""
+    if option.every == 1:
+        return f'pl.Sync(compression="{option.compression}")'
+    block = "pl.LocalSGD" if option.outer == "average" else "pl.DiLoCo"
+    more = f", fragments={option.fragments}" if option.fragments > 1 else ""
+    more += f", delay={option.delay}" if option.delay else ""
+    return f'{block}(model, optim, every={option.every}, compression="{option.compression}"{more})'
 
 
 def _rarer(step: float, exposed: float) -> list[Remedy]:
@@ -221,7 +235,7 @@ def _rarer(step: float, exposed: float) -> list[Remedy]:
 
 
 def _computing(summary: Summary) -> Limit:
-    pace = f" at {format_count(summary.tokens_per_second)} tokens/s" if summary.tokens_per_second else ""
+    pace = "" if summary.speed is None else f" at {format_count(summary.speed[0])} {summary.speed[1]}/s"
     return Limit(
         "computing",
         (f"Computing limits this run{pace}: more ranks or faster ones would help, a faster network hardly.",),

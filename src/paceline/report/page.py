@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from paceline.units import format_bytes, format_count, format_seconds
 __all__ = ["render", "write_report"]
 
 _RANKS_SHOWN = 16
+_NUMBERS_SHOWN = 8
 _OWN_SECTION = ("sent",)
 
 
@@ -82,10 +83,9 @@ def _subtitle(run: Run, summary: Summary) -> str:
 def _tiles(summary: Summary) -> list[Tile]:
     """Return the numbers that stand on top, those that the run recorded."""
     tiles = []
-    if summary.tokens_per_second is not None:
-        tiles.append(
-            Tile("speed", f"{format_count(summary.tokens_per_second)}/s", "tokens, all ranks, median")
-        )
+    if summary.speed is not None:
+        speed, what = summary.speed
+        tiles.append(Tile("speed", f"{format_count(speed)}/s", f"{what}, all ranks, median"))
     if summary.step_seconds is not None:
         tiles.append(Tile("step", format_seconds(summary.step_seconds), "median"))
     if summary.exposed_share is not None:
@@ -112,17 +112,18 @@ def _figures(run: Run, summary: Summary) -> list[Figure]:
     if summary.ranks:
         figures.append(_where_time_goes(summary.ranks))
     if len(run.steps) > 1:
-        figures.append(_loss(run))
+        figures += _loss(run)
+        what = summary.speed[1] if summary.speed else ""
         later = run.steps[1:]  # the first step pays for what happens once
-        speed = [(step.step, step.tokens_per_second) for step in later if step.tokens_per_second is not None]
-        exposed = [(step.step, 100 * step.exposed_share) for step in later if step.exposed_share is not None]
-        if len(speed) > 1:
-            figures.append(
-                _over_steps("Speed", "Tokens per second of all ranks together.", "tokens/s", speed)
-            )
-        if len(exposed) > 1:
-            told = "Share of each step in which rank 0 stood still for communication."
-            figures.append(_over_steps("Exposed communication", told, "% of the step", exposed))
+        speed = _points((step.step, getattr(step, f"{what}_per_second", None)) for step in later)
+        told = f"{what.capitalize()} per second of all ranks together."
+        figures += _over_steps("Speed", told, f"{what}/s", speed)
+        exposed = _points(
+            (step.step, None if step.exposed_share is None else 100 * step.exposed_share) for step in later
+        )
+        told = "Share of each step in which rank 0 stood still for communication."
+        figures += _over_steps("Exposed communication", told, "% of the step", exposed)
+        figures += _others(run)
     return figures
 
 
@@ -170,27 +171,70 @@ def _where_time_goes(ranks: Sequence[RankTime]) -> Figure:
     )
 
 
-def _loss(run: Run) -> Figure:
-    lines = [Line("training", [(step.step, step.loss) for step in run.steps])]
-    held_out = [(step.step, step.val_loss) for step in run.steps if step.val_loss is not None]
-    lines += [Line("held out", held_out)] if held_out else []
-    told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
-    return drawn_twice(
-        "Loss",
-        told,
-        "loss",
-        lambda wide: curve(lines, x="optimizer step", y="loss (nats per token)", wide=wide),
-    )
+def _points(pairs: Iterable[tuple[int, float | None]]) -> list[tuple[float, float]]:
+    return [(at, value) for at, value in pairs if value is not None]
 
 
-def _over_steps(title: str, told: str, unit: str, points: Sequence[tuple[float, float]]) -> Figure:
-    lines = [Line("", points)]
-    return drawn_twice(
-        title,
-        told,
-        title.split()[0].lower(),
-        lambda wide: curve(lines, x="optimizer step", y=unit, wide=wide, from_zero=True),
-    )
+def _loss(run: Run) -> list[Figure]:
+    """Return the curve of the loss; none where none was logged."""
+    training = _points((step.step, step.loss) for step in run.steps)
+    held_out = _points((step.step, step.val_loss) for step in run.steps)
+    if not training:
+        return []
+    lines = [Line("training", training)] + ([Line("held out", held_out)] if held_out else [])
+    told, unit = "Loss of the training batches, as it was logged.", "loss"
+    if "model" in run.facts:  # the reference model's
+        told = "Cross-entropy of the training batches" + (" and of held-out text." if held_out else ".")
+        unit = "loss (nats per token)"
+    return [
+        drawn_twice(
+            "Loss",
+            told,
+            "loss",
+            lambda wide: curve(lines, x="optimizer step", y=unit, wide=wide),
+        )
+    ]
+
+
+def _others(run: Run) -> list[Figure]:
+    """Return a curve for each other number that was logged; of a great many the first ones."""
+    names = list(dict.fromkeys(name for step in run.steps for name in step.numbers))[:_NUMBERS_SHOWN]
+    return [
+        figure
+        for at, name in enumerate(names)
+        for figure in _over_steps(
+            _plain(name),
+            "As it was logged: mean over all ranks, weighted by samples.",
+            _plain(name),
+            _points((step.step, step.numbers.get(name)) for step in run.steps),
+            key=f"number{at}",
+            from_zero=False,
+        )
+    ]
+
+
+def _over_steps(
+    title: str,
+    told: str,
+    unit: str,
+    points: Sequence[tuple[float, float]],
+    *,
+    key: str = "",
+    from_zero: bool = True,
+) -> list[Figure]:
+    """Return a curve over the steps; none of fewer than two points. `key` keeps its ids apart, else its title does."""
+    if len(points) < 2:
+        return []
+    return [
+        drawn_twice(
+            title,
+            told,
+            key or title.split()[0].lower(),
+            lambda wide: curve(
+                [Line("", points)], x="optimizer step", y=unit, wide=wide, from_zero=from_zero
+            ),
+        )
+    ]
 
 
 def _groups(facts: Mapping[str, object]) -> dict[str, dict[str, str]]:

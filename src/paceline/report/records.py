@@ -21,6 +21,15 @@ __all__ = ["Restart", "Run", "Span", "Step", "read_run"]
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _SPEAKER = re.compile(r"^\[rank\d+\]: ")  # torch says who raised
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
+_SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes")
+_OF_A_STEP = (
+    "loss",
+    "tokens_per_second",
+    "samples_per_second",
+    "step_seconds",
+    "exposed_share",
+    "val_loss",
+)
 
 
 @dataclass(frozen=True)
@@ -29,23 +38,24 @@ class Step:
 
     Attributes:
         step: number of the optimizer step, as the run counted it.
-        loss: training loss of this step's global batch.
-        tokens_per_second: tokens of all ranks together.
+        loss: training loss of this step's global batch; NaN where it was not finite, None where none was logged.
+        tokens_per_second, samples_per_second: of all ranks together.
         step_seconds: wall time of the step.
         exposed_share: share of the step in which rank 0 stood still for communication, 0 to 1.
         samples: samples of all ranks together.
         val_loss: loss on held-out text, where it was measured at this step.
-        lr: learning rate.
+        numbers: whatever else was logged, by name; means over all ranks.
     """
 
     step: int
-    loss: float
+    loss: float | None = None
     tokens_per_second: float | None = None
+    samples_per_second: float | None = None
     step_seconds: float | None = None
     exposed_share: float | None = None
     samples: int | None = None
     val_loss: float | None = None
-    lr: float | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,21 +178,21 @@ def _read_steps(path: Path, notes: list[str]) -> tuple[Step, ...]:
 
 def _step(record: Mapping[str, object]) -> Step:
     """Return the step that a line holds; a loss that JSON couldn't say (null) is NaN."""
-
-    def real(key: str) -> float | None:
-        value = record.get(key)
-        return float(value) if isinstance(value, int | float) else None
-
-    loss, samples = real("loss"), real("samples")
+    known = {name: value for name, value in record.items() if isinstance(value, int | float)}
+    own = {name: float(known[name]) for name in _OF_A_STEP if name in known}
+    if "loss" in record:
+        own.setdefault("loss", math.nan)
+    numbers = {
+        name: float(value)
+        for name, value in known.items()
+        if name not in (*_OF_A_STEP, *_SHOWN_ELSEWHERE)
+    }
+    samples = known.get("samples")
     return Step(
-        step=int(_number(record, "step")),
-        loss=math.nan if loss is None else loss,
-        tokens_per_second=real("tokens_per_second"),
-        step_seconds=real("step_seconds"),
-        exposed_share=real("exposed_share"),
+        int(_number(record, "step")),
+        **own,
         samples=None if samples is None else int(samples),
-        val_loss=real("val_loss"),
-        lr=real("lr"),
+        numbers=numbers,
     )
 
 

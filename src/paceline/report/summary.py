@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from paceline.report.arrivals import Arrivals, arrivals_of
 from paceline.report.parts import PHASES, mean_parts, slowed_seconds
-from paceline.report.records import Run, Step
+from paceline.report.records import Run
 from paceline.report.steps import Call, RankSteps, read_steps
 
 __all__ = ["PHASES", "RankTime", "Summary", "rank_time", "summarize"]
@@ -57,7 +57,7 @@ class Summary:
     """The numbers of a run; None where the run did not record them.
 
     Attributes:
-        steps: the number of the last logged step; steps count from 1.
+        steps: the number of the last step that was logged or recorded; steps count from 1.
         step_seconds: median time of a step.
         tokens_per_second: median over the logged steps, all ranks together.
         exposed_share: share of the step in which ranks stood still for communication: the mean over
@@ -71,6 +71,7 @@ class Summary:
         nbytes: bytes per step that rank 0 handed to collectives, mean.
         arrivals: who comes when to the exchange of a step, and who is waited for.
         timelines: each rank's steps.
+        samples_per_second: as `tokens_per_second`; what is told where nobody counts tokens.
     """
 
     steps: int
@@ -86,6 +87,14 @@ class Summary:
     nbytes: float | None
     arrivals: Arrivals = field(default_factory=Arrivals)
     timelines: Mapping[int, RankSteps] = field(default_factory=dict)
+    samples_per_second: float | None = None
+
+    @property
+    def speed(self) -> tuple[float, str] | None:
+        """How many of what all ranks do in a second: tokens where they are counted, else samples."""
+        if self.tokens_per_second is not None:
+            return self.tokens_per_second, "tokens"
+        return None if self.samples_per_second is None else (self.samples_per_second, "samples")
 
 
 def summarize(run: Run) -> Summary:
@@ -94,14 +103,15 @@ def summarize(run: Run) -> Summary:
     timelines = {rank: read_steps(spans) for rank, spans in run.spans_of_rank.items()}
     timed = tuple(rank_time(rank, each) for rank, each in timelines.items() if each.steps)
     held_out = [step.val_loss for step in steps if step.val_loss is not None]
+    losses = [step.loss for step in steps if step.loss is not None]
     exposed = [rank.share("exposed") for rank in timed]
     return Summary(
-        steps=steps[-1].step if steps else _steps_done(timelines),
+        steps=max(steps[-1].step if steps else 0, _steps_done(timelines)),
         step_seconds=_median(step.step_seconds for step in steps) or _step_seconds(timed),
         tokens_per_second=_median(step.tokens_per_second for step in steps),
         exposed_share=fmean(exposed) if exposed else _median(step.exposed_share for step in steps),
-        loss_first=steps[0].loss if steps else None,
-        loss_last=_last_loss(steps),
+        loss_first=losses[0] if losses else None,
+        loss_last=fmean(losses[-max(1, len(losses) // 10) :]) if losses else None,
         val_loss_first=held_out[0] if held_out else None,
         val_loss_last=held_out[-1] if held_out else None,
         ranks=timed,
@@ -109,6 +119,7 @@ def summarize(run: Run) -> Summary:
         nbytes=_per_step(timelines.get(0), lambda call: float(call.nbytes)),
         arrivals=arrivals_of(timelines),
         timelines=timelines,
+        samples_per_second=_median(step.samples_per_second for step in steps),
     )
 
 
@@ -130,11 +141,6 @@ def _steps_done(timelines: Mapping[int, RankSteps]) -> int:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
     return median(known) if known else None
-
-
-def _last_loss(steps: Sequence[Step]) -> float | None:
-    last = steps[-max(1, len(steps) // 10) :]
-    return fmean(step.loss for step in last) if last else None
 
 
 def _per_step(timeline: RankSteps | None, count: Callable[[Call], float]) -> float | None:
