@@ -120,9 +120,9 @@ def test_ranks_that_wait_for_each_other_in_turn_are_not_the_networks_fault():
     assert "a faster network would not help" in limit.sentences[0]
 
 
-def slow_network(clock_error, seconds=0.190):
-    """Return the summary of two ranks that wait for their network; of two hosts where their clocks differ."""
-    told = timelines(ranks=2, clock_error=clock_error)
+def slow_network(seconds=0.190):
+    """Return the summary of two ranks that wait for their network."""
+    told = timelines(ranks=2)
     return summary_of(
         {
             rank: replace(each, warm=tuple(_slower(line, seconds) for line in each.warm))
@@ -132,7 +132,7 @@ def slow_network(clock_error, seconds=0.190):
 
 
 def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
-    limit = limit_of(slow_network(1e-5), {"parameters": 250_000})
+    limit = limit_of(slow_network(), {"parameters": 250_000, "world": {"nodes": 2}})
     assert limit.kind == "communication"
     assert "go through the network at 5" in limit.sentences[0]
     assert limit.remedies[0].what == "Send int8 gradients every step"
@@ -141,7 +141,7 @@ def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
 
 
 def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
-    remedies = limit_of(slow_network(1e-5, seconds=2.0), {"parameters": 250_000}).remedies
+    remedies = limit_of(slow_network(seconds=2.0), {"parameters": 250_000}).remedies
     assert remedies[1].what == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
     assert remedies[1].how == (
         "--every 3 --outer average --compression int4 --fragments 3 --delay 1, or "
@@ -150,7 +150,7 @@ def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
 
 
 def test_nobody_is_told_to_pack_what_goes_through_the_memory_of_one_host():
-    limit = limit_of(slow_network(0.0), {"parameters": 250_000})
+    limit = limit_of(slow_network(), {"parameters": 250_000, "world": {"nodes": 1}})
     assert limit.kind == "communication"
     assert "go between processes of this host at 5" in limit.sentences[0]
     assert not any("Send int" in remedy.what for remedy in limit.remedies)

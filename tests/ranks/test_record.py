@@ -98,7 +98,7 @@ def test_numbers_are_means_over_ranks_by_samples(pool, tmp_path):
         assert line["lr"] == pytest.approx(0.05)
         assert line["samples_per_second"] > 0
     facts = json.loads((tmp_path / "run.json").read_text())
-    assert facts["world"] == {"size": 2, "backend": "gloo"}
+    assert facts["world"] == {"size": 2, "nodes": 1, "backend": "gloo"}
     assert facts["synchronised"] == "bucketed, 25 MiB"
     assert facts["parameters"] == sum(param.numel() for param in zoo.build("Plain").parameters())
 

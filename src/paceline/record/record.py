@@ -19,6 +19,7 @@ from paceline.record.timeline import Timeline
 from paceline.sync.compress import Compression
 from paceline.sync.engine import DataParallel
 from paceline.world.agree import gather_texts, place_in, sum_over_ranks
+from paceline.world.host import host_of
 
 __all__ = ["Record"]
 
@@ -71,6 +72,7 @@ class Record:
         self.folder, self._model, self._every = Path(folder), model, every
         self._rank = place_in(model.wire.group)[0]
         _make(self.folder, model)
+        self._nodes = len(set(gather_texts(host_of(os.environ, *place_in()), model.wire.group)))
         self._timeline = Timeline(self.folder, model)
         self._scalars = Scalars(self.folder, tensorboard)
         self._samples = self._tokens = 0.0
@@ -147,7 +149,7 @@ class Record:
                 "started": started_now(),
                 "synchronised": _how(model),
                 "parameters": sum(param.numel() for param in model.module.parameters()),
-                "world": {"size": model.wire.size, "backend": model.wire.backend},
+                "world": {"size": model.wire.size, "nodes": self._nodes, "backend": model.wire.backend},
                 "machine": machine_facts(),
                 "versions": versions(),
             },

@@ -183,9 +183,7 @@ def _step(record: Mapping[str, object]) -> Step:
     if "loss" in record:
         own.setdefault("loss", math.nan)
     numbers = {
-        name: float(value)
-        for name, value in known.items()
-        if name not in (*_OF_A_STEP, *_SHOWN_ELSEWHERE)
+        name: float(value) for name, value in known.items() if name not in (*_OF_A_STEP, *_SHOWN_ELSEWHERE)
     }
     samples = known.get("samples")
     return Step(
