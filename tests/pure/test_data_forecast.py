@@ -25,9 +25,17 @@ def test_every_block_size_with_every_batch_size():
 def test_what_is_asked_for_is_looked_at_however_large():
     (found,) = forecasts(Asked(10**6, Shares.equal(2), blocks=(500_000,), batch_sizes=(10_000,), draws=1))
     assert found.blocks_tried == 10_000
-    assert found.batch_sizes_tried == 10_000
+    assert found.batch_sizes_tried == 4096
     assert 500_000 in found.safe_blocks
     assert 10_000 in found.safe_batch_sizes
+
+
+def test_a_huge_batch_size_does_not_have_all_smaller_ones_looked_at():
+    asked = Asked(10**6, Shares.equal(2), batch_sizes=(64, 10**15), draws=0)
+    small, huge = forecasts(asked)
+    assert small.safe_batch_sizes == huge.safe_batch_sizes
+    assert huge.safe_batch_sizes[-1] == 10**15
+    assert len(huge.safe_batch_sizes) <= 4097
 
 
 def test_imbalance_is_told_of_each_way_to_deal():

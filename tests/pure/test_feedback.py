@@ -93,33 +93,6 @@ def test_scaling_multiplies_what_is_left():
     assert torch.equal(feedback.velocity, velocity * 0.5)
 
 
-@pytest.mark.parametrize(
-    ("make", "momentum"),
-    [
-        (lambda: Blocks(8), 0.0),
-        (lambda: Blocks(8, rounding="stochastic", seed=4), 0.0),
-        (lambda: TopK(0.1), 0.9),
-    ],
-)
-def test_a_state_goes_on_where_it_was_taken(make, momentum):
-    first, second = (Feedback(make(), 700, momentum=momentum) for _ in range(2))
-    rounds = [torch.randn(700) for _ in range(6)]
-    for values in rounds[:3]:
-        sent_of(first, values)
-    state = first.state()
-    expected = [sent_of(first, values) for values in rounds[3:]]
-    second.load(state)
-    for values, sent in zip(rounds[3:], expected, strict=True):
-        assert torch.equal(sent_of(second, values), sent)
-
-
-def test_a_state_of_another_buffer_is_refused():
-    with pytest.raises(UsageError, match="10 numbers"):
-        Feedback(Blocks(8), 20).load(Feedback(Blocks(8), 10).state())
-    with pytest.raises(UsageError, match="momentum"):
-        Feedback(TopK(0.1), 10).load(Feedback(TopK(0.1), 10, momentum=0.9).state())
-
-
 def dgc_by_the_paper(rounds: list[torch.Tensor], keep: float, momentum: float) -> list[torch.Tensor]:
     """Algorithm 2 of arXiv 1712.01887 for one node, number by number, without clipping; float16 is not in it."""
     numel = len(rounds[0])

@@ -190,18 +190,6 @@ def test_what_is_no_number_comes_out_as_such_and_does_not_stay(bad):
     assert all(tensor.isfinite().all() for tensor in seen)
 
 
-def test_a_state_goes_on_where_it_was_taken():
-    first, second = LowRank(SHAPES, rank=2, seed=1), LowRank(SHAPES, rank=2, seed=9)
-    round_of([first], [tensors_of(0)])
-    second.load_state_dict(first.state_dict())
-    for one, other in zip(
-        round_of([first], [tensors_of(1)])[0], round_of([second], [tensors_of(1)])[0], strict=True
-    ):
-        assert torch.equal(one, other)
-    with pytest.raises(UsageError, match="numbers"):
-        LowRank(SHAPES, rank=1).load_state_dict(first.state_dict())
-
-
 @pytest.mark.parametrize(("rank", "min_ratio"), [(0, 2.0), (-1, 2.0), (1, 0.0), (1, math.nan)])
 def test_what_is_no_rank_is_refused(rank, min_ratio):
     with pytest.raises(UsageError):

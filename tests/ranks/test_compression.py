@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch.nn import functional
 
 import paceline as pl
 from paceline.errors import BackwardFailed, MismatchError, UsageError
+from paceline.sync.lowrank import LowRank
 
 NAMES = ["bf16", "fp16", "int8", "int4"]
 BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
@@ -94,8 +98,36 @@ def test_what_sends_a_part_only_is_the_same_on_all_ranks_and_learns(pool, backen
     ours = pool(3, backend).run(train, compression, shard, 0.05, 24)
     assert all(torch.equal(ours[0][0], other) for other, *_ in ours)
     assert ours[0][1] < first
+    changed = {"topk": 6 if compression is DEEP else 0, "powersgd": 2}[compression.name]
     for load in ours[0][2]:
         assert load.sent_nbytes < 0.75 * load.uncompressed_nbytes
+        assert load.step == changed, "packets became others, so what they leave out was measured anew"
+        assert 0 < load.error < 1
+
+
+def slow_courier(rank, size, shard):
+    """Train with other samples in every step, while the second half of each sum takes its time."""
+    orthogonalise = LowRank.orthogonalise
+
+    def slowly(low):
+        time.sleep(0.05)
+        orthogonalise(low)
+
+    plan = pl.Sync(bucket_mib=0.05, shard=shard, compression=pl.Compression("powersgd"))
+    model = pl.DataParallel(network(), sync=plan)
+    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    with mock.patch.object(LowRank, "orthogonalise", slowly):
+        for step in range(4):
+            model.backward(loss_of(model, rank, step, 4 + 3 * step), samples=4 + 3 * step)
+            optim.step()
+            optim.zero_grad()
+    return flat(model.parameters())
+
+
+def test_a_sum_that_is_still_under_way_is_not_scaled(pool):
+    """What compression left out is scaled with the result, so while a thread works on both, neither may be."""
+    whole, sharded = (pool(2).run(slow_courier, shard)[0] for shard in ("none", "optimizer"))
+    assert torch.allclose(sharded, whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("compression", ["int8", "int4"])
@@ -267,12 +299,18 @@ class Zeros(dict):
         ({"name": "fp16", "rounding": "stochastic"}, "no stochastic rounding"),
         ({"name": "int8", "rounding": "up"}, "unknown rounding 'up'"),
         ({"name": "topk", "warmup": -1}, "warmup=-1"),
+        ({"name": "int8", "exempt": "*.bias"}, "give a tuple: exempt=('*.bias',)"),
     ],
 )
 def test_a_compression_that_makes_no_sense_is_refused(options, said):
     with pytest.raises(UsageError) as refused:
         pl.Compression(**options)
     assert said in str(refused.value)
+
+
+def test_what_names_no_compression_is_refused():
+    with pytest.raises(UsageError, match="unknown compression 8"):
+        pl.Sync(compression=8)
 
 
 def test_what_compression_is_unfit_for_is_named():

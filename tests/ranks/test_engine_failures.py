@@ -29,11 +29,13 @@ def fails_on(rank, size, sync, bad, plain):
             run = loss.backward if plain else partial(model.backward, loss, samples=len(x))
             expected = FloatingPointError if broken else BackwardFailed
             message = "injected" if broken else rf"rank {bad[0]}.*exception on rank"
-            with pytest.raises(expected, match=message):
+            with pytest.raises(expected, match=message) as caught:
                 run()
+            assert broken or caught.value.step == step
             if broken and plain:
-                with pytest.raises(UnsyncedGradients, match="ended in an exception"):
+                with pytest.raises(UnsyncedGradients, match="ended in an exception") as caught:
                     optim.step()
+                assert caught.value.step == step
             optim.zero_grad()
             continue
         loss.backward() if plain else model.backward(loss, samples=len(x))
@@ -64,9 +66,10 @@ def test_a_batch_without_samples_is_never_counted_as_one(pool, sync, plain):
     first, second = pool(2, "paceline").run(counts_a_filler, sync, plain)
     assert [kind for kind, _ in first] == [None, BackwardFailed, BackwardFailed, BackwardFailed]
     assert [kind for kind, _ in second] == [None, SyncError, SyncError, SyncError]
-    for step, (_, told) in enumerate(second[1:], start=1):
+    for step, ((_, heard), (_, told)) in enumerate(zip(first[1:], second[1:], strict=True), start=1):
         assert f"[rank 1, step {step}] backward without samples=" in told
         assert "model.backward(loss, samples=batch.samples)" in told
+        assert f"[rank 1, step {step}] backward raised an exception" in heard
 
 
 def one_process_without_step_2(size):
@@ -88,23 +91,46 @@ def test_an_exception_in_backward_is_named_and_training_goes_on(pool, sync, bad,
     assert all(gap < 1e-12 for gap in pool(3).run(fails_on, sync, bad, plain))
 
 
-def peer_gone(rank, size, folder, sync):
+def rounds_told(rank, size, sync):
+    """Return the rounds that this rank was told of; backward raises on rank 1 in the second one."""
+    model, told = pl.DataParallel(zoo.Exploding().double(), sync=sync), []
+    model.engine.round_ended = told.append
+    for step in range(3):
+        model.module.broken = step == 1 and rank == 1
+        try:
+            model.backward(loss_on(model, rank, step, "Exploding"), samples=6)
+        except (FloatingPointError, BackwardFailed):
+            model.zero_grad()
+    return told
+
+
+@pytest.mark.parametrize("sync", ["bucketed", "sharded"])
+def test_all_ranks_are_told_of_the_same_rounds(pool, sync):
+    """Who is told may call collectives (`Timeline` compares clocks), so no rank may be told alone."""
+    assert pool(2).run(rounds_told, sync) == [[1, 3]] * 2
+
+
+def peer_gone(rank, size, folder, sync, while_clipping):
     pl.init("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, size=size)
     model, optim = wrapped(sync)
     model.backward(loss_on(model, rank), samples=6)
     optim.step()
     optim.zero_grad()
+    loss = loss_on(model, rank)
+    if while_clipping:
+        model.backward(loss, samples=6)
     if rank == 1:
         os._exit(3)
-    loss = loss_on(model, rank)
     with pytest.raises(SyncError, match="another rank ended or stopped answering"):
-        model.backward(loss, samples=6)
+        model.clip_grad_norm_(1.0) if while_clipping else model.backward(loss, samples=6)
     (Path(folder) / "told").touch()
 
 
-@pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_a_rank_that_is_gone_is_an_error_that_says_so(tmp_path, sync):
+@pytest.mark.parametrize(
+    ("sync", "while_clipping"), [("bucketed", False), ("sharded", False), ("sharded", True)]
+)
+def test_a_rank_that_is_gone_is_an_error_that_says_so(tmp_path, sync, while_clipping):
     with pytest.raises(RankError) as caught:
-        spawn(peer_gone, 2, str(tmp_path), sync)
+        spawn(peer_gone, 2, str(tmp_path), sync, while_clipping)
     assert list(caught.value.failures) == [1]
     assert (tmp_path / "told").exists()

@@ -65,6 +65,20 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
     assert pool(2).run(values_after_wrapping, sync) == [(True, True, 1.0)] * 2
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32 is no dtype of floating point"),
+        ({"reduce_dtype": "float32"}, "reduce_dtype='float32'"),
+        ({"sync": "full-shard", "gather_dtype": torch.int8}, "gather_dtype=torch.int8"),
+        ({"sync": ["bucketed"]}, "unknown strategy"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, said):
+    with pytest.raises(UsageError, match=said):
+        pl.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
+
+
 def test_sparse_embeddings_are_refused_by_name():
     net = torch.nn.ModuleDict({"words": torch.nn.Embedding(5, 2, sparse=True)})
     with pytest.raises(UsageError, match=r"'words.weight' has sparse gradients"):
@@ -104,6 +118,21 @@ def in_two_groups(rank, size):
 
 def test_groups_of_ranks_train_apart(pool):
     assert all(gap < 1e-13 for gap in pool(4).run(in_two_groups))
+
+
+def outside_the_group(rank, size):
+    group = dist.new_group([0])
+    if rank == 1:
+        for wrap in (
+            lambda net: pl.DataParallel(net, group=group),
+            lambda net: pl.DataParallel(net, group=[0]),
+        ):
+            with pytest.raises(UsageError, match="is no process group that this process is in"):
+                wrap(zoo.build("Plain"))
+
+
+def test_a_rank_outside_the_group_is_refused(pool):
+    pool(2).run(outside_the_group)
 
 
 def along_a_mesh_axis(rank, size):

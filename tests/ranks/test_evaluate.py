@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import zoo
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline as pl
 from paceline.errors import BackwardFailed, PeerLost, SyncError, UsageError
@@ -314,6 +314,11 @@ def test_what_cannot_be_measured_is_refused_on_all_ranks(pool):
 def test_policies_that_are_not_exact_are_refused(pool, uneven):
     for said in pool(2).run(refused, ["list"], uneven):
         assert f"evaluating with uneven='{uneven}', which does not use every sample once" in said[0][1]
+
+
+def test_what_is_no_loader_is_refused():
+    with pytest.raises(UsageError, match=r"evaluate\(model, DataLoader, ...\)"):
+        pl.evaluate(torch.nn.Identity(), DataLoader([1.0]), lambda model, batch: batch.mean())
 
 
 def empty_stream(rank, size):

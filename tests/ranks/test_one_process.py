@@ -89,6 +89,31 @@ def test_samples_of_a_loss_in_bf16_are_what_its_rounded_weight_means(pool):
     assert pool(2).run(low_precision_loss) == [expected] * 2
 
 
+def low_precision_steps(rank, size, through_model):
+    """Train alone; return the largest distance from a float32 gradient, rounded, of each step."""
+    torch.manual_seed(0)
+    model = pl.DataParallel(torch.nn.Linear(zoo.WIDTH, 3).bfloat16(), reduce_dtype=torch.float32)
+    reference = torch.nn.Linear(zoo.WIDTH, 3).bfloat16()
+    reference.load_state_dict(model.module.state_dict())
+    optim, gaps = torch.optim.SGD(model.parameters(), lr=0.0), []
+    for step, n in enumerate((8, 8, 5)):
+        x = data(rank, step, n)[0].bfloat16()
+        loss = (model if through_model else model.module)(x).square().mean()
+        model.backward(loss, samples=n) if through_model else loss.backward()
+        reference(x).square().mean().backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        gaps.append(max(float((a.grad - b.grad).abs().max() / b.grad.abs().max()) for a, b in pairs))
+        optim.step()
+        optim.zero_grad()
+        reference.zero_grad()
+    return gaps
+
+
+@pytest.mark.parametrize("through_model", [True, False], ids=["weighted", "plain, by the bare module"])
+def test_a_world_of_one_reduces_low_precision_gradients_too(through_model):
+    assert max(low_precision_steps(0, 1, through_model)) < 0.01
+
+
 def two_weighted_backwards(rank, size, sync):
     model, optim, reference, other = pair(sync, linear)
     for step in (0, 1):

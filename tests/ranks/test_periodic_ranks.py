@@ -10,6 +10,8 @@ from torch.nn import functional
 
 import paceline as pl
 from paceline.errors import SyncError, UsageError
+from paceline.sync.level import level
+from paceline.sync.wire import Wire
 
 
 def uneven(rank, size, steps, options):
@@ -52,6 +54,32 @@ def uneven_plain(rank, size, steps, options):
         for step in range(1, steps[rank] + 1):
             take_step(model, optim, rank, step)
     return flat(model)
+
+
+def levelled(rank, size):
+    """Return what this rank's optimizer kept of a vector and of a number, and what it keeps once it is levelled."""
+    params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(()))]
+    optim = torch.optim.AdamW(params)
+    for _ in range(rank + 1):
+        for param in params:
+            param.grad = torch.full_like(param, 3.0 - 2.0 * rank)
+        optim.step()
+    before = [optim.state[param]["exp_avg"].clone() for param in params]
+    level(optim, Wire())
+    return (
+        before,
+        [optim.state[param]["exp_avg"] for param in params],
+        [float(optim.state[param]["step"]) for param in params],
+    )
+
+
+def test_states_become_the_mean_over_ranks_and_steps_the_most_of_them(pool):
+    results = pool(3).run(levelled)
+    for of_vector_and_number in range(2):
+        mean = sum(before[of_vector_and_number] for before, *_ in results) / 3
+        for _, after, steps in results:
+            assert torch.allclose(after[of_vector_and_number], mean)
+            assert steps[of_vector_and_number] == 3.0
 
 
 def poisoned(rank, size, victim):

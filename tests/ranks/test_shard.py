@@ -281,6 +281,10 @@ def refused(rank, size):
     with pytest.raises(UsageError, match="wrap the model"):
         pl.ShardedOptimizer(zoo.build("Plain"), torch.optim.AdamW)
     model = pl.DataParallel(zoo.build("Plain"), sync="sharded")
+    with pytest.raises(
+        UsageError, match=r"ShardedOptimizer\(model, SGD, ...\): that is no optimizer's class"
+    ):
+        pl.ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="not one of the model's"):
         pl.ShardedOptimizer(model, torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(3))])
 

@@ -19,8 +19,6 @@ __all__ = ["Balance", "Outcome", "is_even", "safe_batch_sizes", "safe_blocks"]
 
 Numbers = NDArray[np.int64]
 
-MOST_CANDIDATES = 1 << 18
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -151,18 +149,17 @@ def is_even(counts: Iterable[int], batch_size: int, *, drop_last: bool = False) 
 
 
 def safe_blocks(
-    samples: int, shares: Shares, batch_size: int, *, drop_last: bool = False, largest: int | None = None
+    samples: int, shares: Shares, batch_size: int, largest: int, *, drop_last: bool = False
 ) -> list[int]:
     """Return the block sizes, dealt in turns, for which all ranks have the same number of batches.
 
     Args:
         samples, shares: what is dealt, and to whom.
         batch_size, drop_last: how it is cut.
-        largest: the largest block to look at; None: a whole period of turns fills the data, or 262,144.
+        largest: the largest block to look at.
     """
     turns = Turns.of(shares)
-    top = largest or min(max(1, samples // turns.period), MOST_CANDIDATES)
-    found = np.arange(1, top + 1, dtype=np.int64)
+    found = np.arange(1, largest + 1, dtype=np.int64)
     expected = None
     for rank in _telling(shares):
         batches = _batches(_counts_in_turns(turns, rank, samples, found), batch_size, drop_last)

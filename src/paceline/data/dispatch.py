@@ -145,7 +145,7 @@ class Dealing:
         if not isinstance(self.samples, int) or not 0 <= self.samples <= LARGEST:
             raise UsageError(f"{self.samples!r} samples", remedy=f"pass a whole number from 0 to {LARGEST}")
         if not isinstance(self.block, int) or not 1 <= self.block <= LARGEST:
-            raise UsageError(f"block={self.block!r}", remedy="a block has at least 1 sample")
+            raise UsageError(f"block={self.block!r}", remedy="pass a whole number, 1 or more")
 
     @property
     def ranks(self) -> int:

@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
         A float, or a dict of them by name.
 
     Raises:
-        UsageError: the loader's policy drops or repeats samples, or `measure` returned something else.
+        UsageError: `loader` is no `Loader`, its policy drops or repeats samples, or `measure` returned something else.
         MismatchError: it returned other names than on another rank, or in another batch.
 
     Example:
@@ -45,6 +45,11 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
         >>> evaluate(torch.nn.Identity(), loader, lambda model, batch: model(batch).mean())
         4.5
     """
+    if not isinstance(loader, Loader):
+        raise UsageError(
+            f"evaluate(model, {type(loader).__name__}, ...)",
+            remedy="pass a paceline.Loader, which deals each sample to one rank",
+        )
     if loader.uneven not in EXACT:
         raise UsageError(
             f"evaluating with uneven={loader.uneven!r}, which does not use every sample once",

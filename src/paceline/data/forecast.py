@@ -121,7 +121,7 @@ class Forecast:
         safe_blocks: sizes, dealt in turns, for which all ranks have as many batches.
         blocks_tried: all sizes up to it were looked at, and those that were asked for.
         safe_batch_sizes: batch sizes for which all ranks have as many of them.
-        batch_sizes_tried: all sizes up to it were looked at.
+        batch_sizes_tried: the same of batch sizes.
     """
 
     balance: Balance
@@ -174,8 +174,9 @@ def forecasts(asked: Asked) -> list[Forecast]:
     for block in asked.blocks:
         dealing = asked.dealing(block)
         imbalance = Imbalance.of(dealing, asked.draws_of_block)
-        tried = max(*asked.batch_sizes, min(LARGEST_BATCH, max(dealing.counts)))
-        safe = safe_batch_sizes(dealing.counts, range(1, tried + 1), drop_last=drop_last)
+        tried = min(LARGEST_BATCH, max(dealing.counts))
+        larger = sorted(size for size in asked.batch_sizes if size > tried)
+        safe = safe_batch_sizes(dealing.counts, [*range(1, tried + 1), *larger], drop_last=drop_last)
         for size, blocks in safe_blocks_of.items():
             balance = Balance(dealing, size, drop_last)
             found.append(Forecast(balance, imbalance, blocks, blocks_tried, safe, tried))
@@ -184,7 +185,7 @@ def forecasts(asked: Asked) -> list[Forecast]:
 
 def _safe_blocks(asked: Asked, batch_size: int, tried: int) -> list[int]:
     """Return which of the block sizes up to `tried`, and of those asked for, are safe if dealt in turns."""
-    found = safe_blocks(asked.samples, asked.shares, batch_size, drop_last=asked.drop_last, largest=tried)
+    found = safe_blocks(asked.samples, asked.shares, batch_size, tried, drop_last=asked.drop_last)
     for block in sorted(asked.blocks):
         dealing = replace(asked.dealing(block), scheme="shares")
         if block > tried and is_even(dealing.counts, batch_size, drop_last=asked.drop_last):

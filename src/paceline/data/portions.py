@@ -164,7 +164,7 @@ def check_cut(batch_size: int, policy: str) -> None:
     if policy not in get_args(Policy):
         raise unknown("policy for uneven data", policy, get_args(Policy))
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise UsageError(f"batch_size={batch_size!r}", remedy="a batch has at least 1 sample")
+        raise UsageError(f"batch_size={batch_size!r}", remedy="pass a whole number, 1 or more")
 
 
 def tell(numbers: Sequence[int], most: int = 8) -> str:

@@ -94,7 +94,6 @@ class Blockwise(ABC):
 
     def __init__(self, name: str, layout: Layout, dither: Dither | None) -> None:
         self.name, self.layout, self.dither = name, layout, dither
-        self.granule = 1
 
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)

@@ -16,7 +16,7 @@ blocks: there it holds for each number.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -47,13 +47,10 @@ class Codec(Protocol):
 
     Attributes:
         name: "int8", …: equal for codecs that understand one another's packets.
-        granule: lengths are multiples of it; 1: any length goes.
     """
 
     @property
     def name(self) -> str: ...
-    @property
-    def granule(self) -> int: ...
 
     def nbytes(self, numel: int) -> int:
         """Return the size of a packet of `numel` numbers: a multiple of 16."""
@@ -105,7 +102,6 @@ class Raw:
     """
 
     dtype: torch.dtype = torch.float32
-    granule: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.float64):

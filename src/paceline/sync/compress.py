@@ -107,6 +107,8 @@ class Compression:
                 raise UsageError(f"{name}={value!r}", remedy=f"give a whole number of {least} or more")
         if self.block % 32:
             raise UsageError(f"block={self.block}", remedy="give a multiple of 32")
+        if isinstance(self.exempt, str):  # its letters would be the patterns, and "*" exempts everything
+            raise UsageError(f"exempt={self.exempt!r}", remedy=f"give a tuple: exempt=({self.exempt!r},)")
 
     def __repr__(self) -> str:
         """Return what differs from the name's own settings."""
@@ -119,9 +121,11 @@ class Compression:
         """Return the compression of that name; None and a `Compression` are returned as they are.
 
         Raises:
-            UsageError: nothing is called so (the nearest one is suggested).
+            UsageError: nothing is called so (the nearest one is suggested), or it is no name.
         """
-        return cls(compression) if isinstance(compression, str) else compression
+        if compression is None or isinstance(compression, Compression):
+            return compression
+        return cls(compression)
 
     def exempts(self, name: str, param: torch.Tensor) -> bool:
         """Tell whether a parameter is sent as it is."""
@@ -152,11 +156,6 @@ class Compression:
     def is_sparse(self) -> bool:
         """Whether packets hold some of the numbers only, so that a sum has others than each."""
         return self.name == "topk"
-
-    @property
-    def granule(self) -> int:
-        """Parts of a buffer are multiples of so many numbers."""
-        return 64 if self.name in ("topk", "powersgd") else max(64, self.codec(rank=0).granule)
 
     def phase(self, step: int) -> float:
         """Return what changes with the step: as long as it stays, so do the packets."""

@@ -59,8 +59,9 @@ class DataParallel(torch.nn.Module):
             every ``ModuleList`` with at least 100,000 parameters.
 
     Raises:
-        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), `gather_dtype`
-            where nothing is gathered, or a CUDA graph of a model whose parameters are to move.
+        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), a dtype that is not
+            of floating point, `gather_dtype` where nothing is gathered, or a CUDA graph of a model whose parameters
+            are to move.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -83,6 +84,7 @@ class DataParallel(torch.nn.Module):
         faults.read_environment()
         tuned = sync == "auto"
         plan = DEFAULT if tuned else Sync.of(sync)
+        _refuse_unfit_dtypes(reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
         if gather_dtype is not None and plan.shard != "parameters":
             raise UsageError(
                 f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
@@ -298,6 +300,16 @@ class DataParallel(torch.nn.Module):
 
 def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     return group.get_group() if isinstance(group, DeviceMesh) else group
+
+
+def _refuse_unfit_dtypes(**dtypes: object) -> None:
+    """Raise for a dtype in which gradients or parameters would be lost, by the name of the argument."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UsageError(
+                f"{name}={dtype!r} is no dtype of floating point",
+                remedy="give for example torch.float32, or None for the parameters' own",
+            )
 
 
 def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> None:

@@ -16,7 +16,6 @@ rounding to float16 lost stays.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,33 +91,6 @@ class Feedback:
         self.residual.mul_(factor)
         if self.velocity is not None:
             self.velocity.mul_(factor)
-
-    def state(self) -> dict[str, Any]:
-        """Return what `load` takes to go on from here, with copies of all tensors."""
-        velocity = None if self.velocity is None else self.velocity.clone()
-        return {
-            "residual": self.residual.clone(),
-            "velocity": velocity,
-            "codec": self.codec.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            UsageError: it is that of a buffer of another size, or of one with momentum where this has none.
-        """
-        residual, velocity = state["residual"], state["velocity"]
-        if residual.shape != self.residual.shape or (velocity is None) != (self.velocity is None):
-            raise UsageError(
-                f"a state of {len(residual)} numbers, {'without' if velocity is None else 'with'} momentum, for "
-                f"{len(self.residual)} numbers {'without' if self.velocity is None else 'with'}",
-                remedy="load it into a Feedback of the same size and momentum",
-            )
-        self.residual.copy_(residual)
-        if self.velocity is not None:
-            self.velocity.copy_(velocity)
-        self.codec.load_state_dict(state["codec"])
 
     def _with_momentum(self, values: Tensor, packet: Tensor, residual: Tensor, velocity: Tensor) -> None:
         assert isinstance(self.codec, TopK), "checked when it was made"

@@ -141,9 +141,7 @@ class Flight:
         here.wait(bucket.index)
         pending.wait()
         here.arrive()
-        if bucket.slots and self._factor != 1.0:
-            low, high = self.own_part(bucket)
-            bucket.flat[low:high].mul_(self._factor)
+        self._scale(bucket)
         now = time.perf_counter()
         if (recorder := here.recording(self.wire)) is not None:
             recorder.arrived("reduce", bucket.index, pending.ended, now)
@@ -166,14 +164,18 @@ class Flight:
     def scale(self, factor: float) -> None:
         """Multiply the results: what has arrived now, the rest when it arrives."""
         self._factor = factor
-        if factor == 1.0:
-            return
         for bucket in self.buckets:
-            if bucket.freight is not None and bucket.launched:
-                bucket.freight.rescale(factor)
-            if bucket.slots and bucket.index not in self._under_way:
-                low, high = self.own_part(bucket)
-                bucket.flat[low:high].mul_(factor)
+            if bucket.index not in self._under_way:
+                self._scale(bucket)
+
+    def _scale(self, bucket: Bucket) -> None:
+        """Multiply a result that has arrived; what compression left out of it is in the same unit."""
+        if self._factor == 1.0 or not bucket.slots:
+            return
+        low, high = self.own_part(bucket)
+        bucket.flat[low:high].mul_(self._factor)
+        if bucket.freight is not None and bucket.launched:
+            bucket.freight.rescale(self._factor)
 
     def read_ledger(self, mean: bool) -> list[float]:
         """Return the ledger, summed over ranks."""

@@ -154,7 +154,7 @@ class Fragment:
         for name, param in named:
             self._places.append(_Place(name, param, at))
             at += param.numel()
-        unit = self._wire.size * max(codec.granule, _ALIGN)
+        unit = self._wire.size * _ALIGN
         piece = max(unit, piece_numel // unit * unit)
         while start < at:
             stop = min(start + piece, start + -(-(at - start) // unit) * unit)
@@ -234,9 +234,8 @@ class Fragment:
             if self._sent is None or rejected:
                 param.copy_(new if mix == 0.0 or rejected else new + mix * (param - new))
                 continue
-            new = (param - place.of(self._sent)).add_(
-                new
-            )  # in this order: exactly θ' where nothing was learnt
+            # In this order it is exactly θ' where nothing was learnt.
+            new = (param - place.of(self._sent)).add_(new)
             param.copy_(new if mix == 0.0 else torch.lerp(new, param.to(new.dtype), mix))
         return arrival
 

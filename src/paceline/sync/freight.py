@@ -24,7 +24,8 @@ from paceline.sync.wire import Wire
 __all__ = ["CompressedBucket", "Freight"]
 
 _MEASURED_EVERY = 100
-"""Rounds between two in which the error of compression is measured, which costs passes over the memory."""
+"""Rounds between two in which the error of compression is measured, which costs passes over the memory. It is
+measured too in the first round, and wherever packets become others (the end of a warm-up)."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,17 @@ class Freight:
 
     def launch(self, step: int, *, mean: bool) -> Self:
         """Start summing the bucket over all ranks, or averaging it, in round number `step`."""
-        phase = self._compression.phase(step)
-        if self._parcel is None or phase != self._phase:
-            self._parcel, self._phase = self._pack(step), phase
+        parcel, phase = self._parcel, self._compression.phase(step)
+        measure = step % _MEASURED_EVERY == 0
+        if parcel is None or phase != self._phase:
+            parcel = self._parcel = self._pack(step)
+            self._phase, measure = phase, True
             self._resume()
         if mean:
             self._bucket.flat.mul_(1 / self._wire.size)
-        measure = step % _MEASURED_EVERY == 0
         if measure:
             self._measured = step
-        self._parcel.launch(measure=measure)
+        parcel.launch(measure=measure)
         return self
 
     def look(self) -> None:
@@ -93,8 +95,7 @@ class Freight:
         """Block until the sum is there."""
         parcel = self._engaged()
         parcel.wait()
-        if self._measured >= 0:
-            self._error = parcel.error.relative
+        self._error = parcel.error.relative
 
     def _pack(self, step: int) -> Parcel:
         bucket, wire, compression = self._bucket, self._wire, self._compression

@@ -85,11 +85,12 @@ def close(engine: Gated) -> None:
         UnsyncedGradients: backward was cut short by an exception, or a parameter that was frozen when the
             model was wrapped has a gradient.
     """
+    step = engine.step  # of that backward, whose round is closed now
     if engine.recover():
         raise UnsyncedGradients(
             "the last backward ended in an exception, so there is no global gradient",
             rank=engine.wire.rank,
-            step=engine.step,
+            step=step,
             remedy="run forward and backward again before optimizer.step()",
         )
     if engine.wire.size > 1:

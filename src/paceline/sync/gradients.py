@@ -63,7 +63,7 @@ class Gradients:
         self.arrivals: dict[int, float] | None = None
         """When the gradients of slots were complete in the latest backward (`time.perf_counter`), while asked for."""
         self.round_ended: Callable[[int], None] | None = None
-        """Is told of every round that ended, of all ranks together, with how many there were."""
+        """Is told of every round that no rank failed in, on all ranks together, with how many rounds there were."""
         self.step = 0
         """Rounds so far: optimizer steps, where every step has one."""
         self.gauge: Gauge | None = None
@@ -277,7 +277,8 @@ class Gradients:
         """Return the memory of this rank's part of the result."""
         if self.settled:
             return [bucket.flat[low:high] for bucket, low, high in self.flight.own_parts()]
-        return [slot.param.grad for slot in self.slots if slot.param.grad is not None]
+        held = (slot.param.grad if slot.early is None else slot.early for slot in self.slots)
+        return [grad for grad in held if grad is not None]
 
     def _scale(self, factor: float) -> None:
         """Multiply the result, where that changes it."""

@@ -3,6 +3,9 @@
 Ranks that trained apart have equal parameters afterwards, but the moments that their optimizers keep differ. Training
 in step needs the same update on every rank, so before its first step the states are levelled: tensors become their
 mean over the ranks that have them, and what counts steps becomes the largest.
+
+A number alone may be either: a count of steps, or what an optimizer keeps of a parameter without dimensions. It is the
+latter if other parameters' entries of the same name have dimensions.
 """
 
 from __future__ import annotations
@@ -67,10 +70,12 @@ def level(optimizer: torch.optim.Optimizer, wire: Wire) -> None:
         for place, key, *form in told:
             forms.setdefault((place, key), form)
             counts[place, key] = counts.get((place, key), 0) + 1
+    averaged = {key for (_, key), (_, shape, _) in forms.items() if shape}
     for (place, key), form in sorted(forms.items()):
         value = mine.get((place, key))
         state = optimizer.state[params[place]]
-        state[key] = _levelled(value, form, params[place], counts[place, key], wire)
+        count = counts[place, key] if key in averaged else None
+        state[key] = _levelled(value, form, params[place], count, wire)
 
 
 def _described(entries: Mapping[_Entry, Any]) -> list[list[Any]]:
@@ -84,18 +89,23 @@ def _form(value: Any) -> list[Any]:
     return [list(value.shape), str(value.dtype).removeprefix("torch.")]
 
 
-def _levelled(value: Any, form: list[Any], param: Tensor, count: int, wire: Wire) -> Any:
-    """Return an entry as all ranks shall have it; `value` is this rank's, None where it has none."""
+def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, wire: Wire) -> Any:
+    """Return an entry as all ranks shall have it.
+
+    Args:
+        value: this rank's, None where it has none. form: what `_described` tells of it. param: whose it is.
+        count: of ranks that have one, whose mean it shall be; None: it shall be the largest.
+        wire: the ranks.
+    """
     is_tensor, shape, dtype = form
-    counts_steps = not shape  # a scalar: Adam's step
     kind = getattr(torch, dtype) if is_tensor else torch.float64
     wide = kind if kind.is_floating_point and kind.itemsize >= 4 else torch.float64
     whole = torch.zeros(shape, dtype=wide, device=param.device)
     if value is not None:
         whole.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
-    op = dist.ReduceOp.MAX if counts_steps else dist.ReduceOp.SUM
+    op = dist.ReduceOp.MAX if count is None else dist.ReduceOp.SUM
     dist.all_reduce(whole, op=op, group=wire.group)
-    if not counts_steps:
+    if count is not None:
         whole.div_(count)
     if not is_tensor:
         return int(whole) if dtype == "int" else float(whole)

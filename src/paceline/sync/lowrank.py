@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +112,7 @@ class LowRank:
     Call `project`, `orthogonalise`, `back`, `reconstruct` in this order, with the sums over ranks in between.
 
     Args:
-        shapes, rank, min_ratio: see `factors_of`.
+        shapes, rank: see `factors_of`.
         seed: of the first Q; the same on all ranks.
         device: where the tensors are.
 
@@ -125,11 +124,10 @@ class LowRank:
         self,
         shapes: Sequence[Sequence[int]],
         rank: int = 4,
-        min_ratio: float = 2.0,
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.factors = factors_of(shapes, rank, min_ratio)
+        self.factors = factors_of(shapes, rank)
         generator = torch.Generator().manual_seed(seed)
         first = torch.rand(self.factors.q_numel, generator=generator).mul_(2).sub_(1)
         self._first = first.to(device)
@@ -166,23 +164,6 @@ class LowRank:
     def thin_q(self) -> list[Tensor]:
         """Return each thin tensor's Q, flattened, in the order of `factors.thin`."""
         return [q.view(-1) for _, _, q in self._views()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes to go on from here."""
-        return {"q": self.q.clone()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            UsageError: it is that of other tensors or of another rank.
-        """
-        if state["q"].shape != self.q.shape:
-            raise UsageError(
-                f"a state of {state['q'].numel()} numbers for a Q of {self.q.numel()}",
-                remedy="load it with the same tensors, rank and min_ratio",
-            )
-        self.q.copy_(state["q"])
 
     def _views(self) -> list[tuple[Thin, Tensor, Tensor]]:
         """Return each tensor's part of the packed buffers: its P, and its Qᵀ."""

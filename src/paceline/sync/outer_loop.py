@@ -281,15 +281,16 @@ class OuterLoop:
 
         That is what to evaluate and to export: between two synchronisations each rank's own are different ones.
         """
-        before = {name: param.detach().clone() for name, param in self.module.named_parameters()}
+        params = dict(self.module.named_parameters())
+        before = {name: param.detach().clone() for name, param in params.items()}
         try:
             with torch.no_grad():
                 for name, theta in self.shared().items():
-                    dict(self.module.named_parameters())[name].copy_(theta)
+                    params[name].copy_(theta)
             yield
         finally:
             with torch.no_grad():
-                for name, param in self.module.named_parameters():
+                for name, param in params.items():
                     param.copy_(before[name])
 
     def shared(self) -> dict[str, Tensor]:

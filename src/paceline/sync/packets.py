@@ -172,7 +172,7 @@ class Swapped:
 
     Args:
         wire: the ranks, two or more.
-        flat: the buffer, 1-D; its length divides into one part for each rank, each a multiple of the codec's granule.
+        flat: the buffer, 1-D; its length divides into one part for each rank.
         codec: makes the packets.
         courier: does the second stage.
         feedback: of the whole buffer; None: what compression leaves out is lost.

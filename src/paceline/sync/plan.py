@@ -87,7 +87,7 @@ class Sync:
             raise UsageError(
                 "sync='auto' is a search for a strategy, not one", remedy="it goes to paceline.DataParallel"
             )
-        if sync not in STRATEGIES:
+        if not isinstance(sync, str) or sync not in STRATEGIES:
             raise unknown("strategy", sync, [*STRATEGIES, "auto"])
         return STRATEGIES[sync]
 

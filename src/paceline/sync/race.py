@@ -38,8 +38,8 @@ class Race:
         >>> race = Race(candidates=3, rounds=3)
         >>> while (turn := race.turn) is not None:
         ...     race.record([1.0, 0.8, 0.9][turn])
-        >>> race.winner, race.score(1), race.turns
-        (1, 0.8, 8)
+        >>> race.winner, race.score(1)
+        (1, 0.8)
     """
 
     candidates: int
@@ -59,11 +59,6 @@ class Race:
     def turn(self) -> int | None:
         """The candidate whose turn it is; None when the race is over."""
         return self._queue[0] if self._queue else None
-
-    @property
-    def turns(self) -> int:
-        """Turns so far."""
-        return sum(each is not None for row in self.seconds for each in row)
 
     def record(self, seconds: float) -> None:
         """Note what a step took in the turn that is over, above 0; the next turn begins."""

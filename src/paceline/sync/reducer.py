@@ -248,13 +248,17 @@ class Reducer(Gradients):
     def _begin_late(self, slot: Slot) -> None:
         """Open a backward that came by no output of the wrapped forward: one gradient is here already."""
         fresh = slot.param.grad
-        moved = self.settled and fresh is not slot.view
-        if moved:
+        moved = not (self.settled and fresh is slot.view)
+        if moved:  # or `begin` would take it for one that was kept
             slot.param.grad = None
         self.begin_in_backward()
-        if moved and fresh is not None:
+        if not moved or fresh is None:
+            return
+        if not self.settled or slot.staged:
+            slot.param.grad = fresh
+        else:
             slot.freshen()
-            slot.param.grad = fresh if slot.staged else slot.view.add_(fresh.detach())
+            slot.param.grad = slot.view.add_(fresh.detach())
 
     def recover(self) -> bool:
         """Complete a backward that an exception cut short, without a result; tell whether there was one."""
@@ -312,7 +316,8 @@ class Reducer(Gradients):
         self._local = False
         self.step += 1
         self._conclude(page, failed)
-        if self.round_ended is not None and not self.apart:
+        # Not where a round failed: there the other ranks have just raised, and what is told may ask for them all.
+        if self.round_ended is not None and not (failed or self.apart):
             self.round_ended(self.step)
 
     def _settle(self) -> None:
@@ -350,7 +355,7 @@ class Reducer(Gradients):
     def _conclude(self, page: ledger.Page, failed: bool) -> None:
         """Turn the sums into means and attach them, or drop them all and say why."""
         try:
-            page.judge(self.wire.rank, self.step)
+            page.judge(self.wire.rank, self.step - 1)
         except SyncError:
             self.drop()
             if failed:  # this rank's own exception is on its way

@@ -17,6 +17,9 @@ from paceline.sync.wire import Wire
 
 __all__ = ["agree_order", "build_buckets", "return_freed_memory"]
 
+_COMPRESSED_UNIT = 64
+"""A rank's part of a compressed bucket is a multiple of so many elements."""
+
 
 def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> list[int]:
     """Return the ready order that all ranks will use, and set every slot's `expected` firings.
@@ -33,8 +36,7 @@ def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> li
     last = {index: position for position, index in enumerate(firings)}
     seen = sorted(last, key=last.__getitem__)
     unseen = [slot.index for slot in reversed(slots) if slot.index not in last]
-    device = slots[0].param.device if slots else torch.device("cpu")
-    order, expected = wire.agree([seen + unseen, [slot.fired for slot in slots]], device)
+    order, expected = wire.agree([seen + unseen, [slot.fired for slot in slots]], slots[0].param.device)
     for slot, count in zip(slots, expected, strict=True):
         slot.expected = max(count, 1)
     return order
@@ -92,7 +94,7 @@ def build_buckets(
                 held[0].param.device,
                 tail=tail if inside and index == len(grouped) - 1 else 0,
                 shards=ranks if sharded or compressed else 1,
-                unit=squeeze.granule if squeeze is not None and compressed else ALIGN,
+                unit=_COMPRESSED_UNIT if compressed else ALIGN,
                 allocate=wire.allocate,
             )
         )

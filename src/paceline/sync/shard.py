@@ -51,7 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         options: passed to `optimizer`: ``lr``, ``betas``, ``fused`` …
 
     Raises:
-        UsageError: the optimizer is not elementwise or rejects the options, or parameters are not the model's.
+        UsageError: the optimizer is no class, is not elementwise or rejects the options, or parameters are not the
+            model's.
 
     Example:
         >>> optim = ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4, weight_decay=0.1)
@@ -68,6 +69,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             raise UsageError(
                 f"ShardedOptimizer({type(model).__name__}, ...)",
                 remedy="wrap the model: paceline.DataParallel(model)",
+            )
+        if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+            kind = getattr(optimizer, "__name__", type(optimizer).__name__)
+            raise UsageError(
+                f"ShardedOptimizer(model, {kind}, ...): that is no optimizer's class",
+                remedy="pass the class and its options: ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)",
             )
         engine = model.engine
         self._engine = engine

@@ -18,7 +18,7 @@ as the largest: those are always sent, and come out as they are. Their error is 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,6 @@ class TopK:
     """
 
     keep: float
-    granule: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:

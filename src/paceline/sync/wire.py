@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.errors import PacelineError, SyncError
+from paceline.errors import PacelineError, SyncError, UsageError
 from paceline.whereabouts import here
 
 __all__ = ["Pending", "Wire"]
@@ -125,9 +125,17 @@ class Wire:
 
     Args:
         group: the process group; None: the default group, or no communication where there is none.
+
+    Raises:
+        UsageError: it is no process group, as what torch gives to ranks that are not in one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UsageError(
+                f"group={group!r} is no process group that this process is in",
+                remedy="pass one of torch.distributed, and only on its members",
+            )
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         self.group = None if alone else (group or dist.group.WORLD)
         self.rank = 0 if alone else dist.get_rank(self.group)
@@ -305,7 +313,7 @@ class Wire:
         op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         if norm_type != math.inf:
             total = total**norm_type
-        with here.awaited():
+        with _named_loss(), here.awaited():
             dist.all_reduce(total, op=op, group=self.group)
         return total if norm_type == math.inf else total ** (1 / norm_type)
 
