@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from step_profile import profile
+from step_profile import model, profile
 
 
 @pytest.fixture
@@ -66,6 +66,19 @@ def test_what_fits_is_told_without_a_profile(call, tmp_path):
     assert "bucketed: micro-batches of all of 4 samples; fits:" in told
     assert "sharded: micro-batches of all of 4 samples; fits:" in told
     assert "Not known without measurements" in told
+
+
+def test_a_micro_batch_is_as_asked_at_most_and_no_larger_than_fits(call, tmp_path):
+    measured, told = tmp_path / "profile.json", tmp_path / "plan.json"
+    profile(models=(model(name="mini"),)).save(measured)
+    asked = ("--model", "mini", "--devices", "2", "--device-memory", "1200MiB", "--profile", measured)
+    for micro in (2, 4000):
+        code, out, err = call(*asked, "--micro", micro, "--json", told)
+        assert code == 0, err
+        fits = max(each["samples"] for each in json.loads(told.read_text())["memory"].values())
+        assert f"Micro-batches of {min(micro, fits)} samples without accumulation" in out
+        assert "Synchronise with" in out
+    assert 2 < fits < 4000
 
 
 def test_what_does_not_fit_is_said_and_nothing_else_is_promised(call):

@@ -26,6 +26,7 @@ def test_options_advice_and_json(call, tmp_path):
         assert words in told
     assert "Use int4 parameters every 2 steps" in told
     written = json.loads((tmp_path / "advice.json").read_text())
+    assert (written["kind"], written["schema"]) == ("plan-network", 1)
     assert written["command"].startswith("paceline plan network --parameters 20M")
     assert written["bytes_per_second"] == 25e6
     assert [option["flags"] for option in written["options"] if option["chosen"]] == [

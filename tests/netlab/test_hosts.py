@@ -68,6 +68,12 @@ def test_the_disk_the_folder_and_the_environment_are_shared(lab, tmp_path):
     )
 
 
+def test_a_module_is_run_by_this_python(lab, tmp_path):
+    (tmp_path / "named.py").write_text("import socket, sys; print(socket.gethostname(), sys.argv[1:])")
+    told = lab.run(["-m", "named", "a", "-b"], cwd=tmp_path, on=[0, 1])
+    assert [one.stdout for one in told] == [f"host{host} ['a', '-b']\n" for host in range(2)]
+
+
 def test_output_and_exit_codes_are_told_apart(lab):
     command = "echo out; echo err >&2; [ $(hostname) = host1 ] && exit 3; [ $(hostname) = host2 ] && kill -SEGV $$; :"
     results = lab.run(command, check=False)

@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.lab import needs
 from paceline.lab.needs import lacking
-from paceline.lab.program import check_program, search_path
+from paceline.lab.program import check_program, is_python, search_path
 from paceline.lab.torchrun import is_failure_report, torchrun_command, without_report
 from paceline.lab.traffic import Traffic, read_traffic
 
@@ -69,12 +69,13 @@ def test_torchrun_is_told_the_place_of_each_host():
 
 
 @pytest.mark.parametrize(
-    ("program", "is_python"),
+    ("program", "python"),
     [(["train.py"], True), (["-m", "my.module"], True), (["paceline", "train"], False), (["./train"], False)],
 )
-def test_what_is_no_python_is_run_as_it_is(program, is_python):
+def test_what_is_no_python_is_run_as_it_is(program, python):
+    assert is_python(program) is python
     command = torchrun_command(program, node=0, nodes=1, ranks_per_host=1, master=0, port=1)
-    assert ("--no-python" in command) is not is_python
+    assert ("--no-python" in command) is not python
 
 
 def test_fewer_than_one_rank_is_refused():

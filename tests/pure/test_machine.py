@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from paceline.machine import Loopback, Machine, findings, machine
 from paceline.machine.cores import cpu_quota
 from paceline.machine.facts import memory_limit, memory_used
-from paceline.machine.network import Interface, is_loopback
+from paceline.machine.network import Interface, interfaces, is_loopback
 from paceline.machine.software import Compiler, Gpu, Mpi, Torch, compiler, mpi
 
 GIB = 2**30
@@ -133,6 +135,17 @@ def test_interfaces_are_listed_with_their_speed():
     assert found(GOOD, "network eth0").value == "10.0.0.5; 1 Gbit/s, MTU 1500"
     assert found(replace(GOOD, interfaces=(replace(ETH, up=False),)), "network eth0").value.endswith(", down")
     assert "speed unknown" in found(GOOD, "network lo").value
+
+
+@pytest.mark.parametrize(
+    ("mbit", "bytes_per_second"), [(0, 0.0), (65535, 0.0), (1000, 125e6), (100_000, 12.5e9), (400_000, 50e9)]
+)
+def test_the_speed_of_a_link_is_read(monkeypatch, mbit, bytes_per_second):
+    address = SimpleNamespace(family=socket.AF_INET, address="10.0.0.5")
+    state = SimpleNamespace(isup=True, speed=mbit, mtu=1500)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [address]})
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": state})
+    assert interfaces() == (replace(ETH, bytes_per_second=bytes_per_second),)
 
 
 @pytest.mark.parametrize(

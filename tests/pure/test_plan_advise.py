@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,6 +68,14 @@ def test_accumulation_adds_micro_batches_that_are_not_sent():
     assert thrice.points[1].seconds == pytest.approx(once.points[1].seconds + 2 * 1.4)
     assert thrice.points[1].efficiency > once.points[1].efficiency
     assert thrice.shares["computing"] > once.shares["computing"]
+    assert thrice.points[1].low == pytest.approx(once.points[1].low + 2 * 1.4 * 0.9)
+    assert thrice.points[1].high == pytest.approx(once.points[1].high + 2 * 1.4 * 1.1)
+
+
+def test_no_range_reaches_below_nothing_however_much_steps_vary():
+    wild = made.profile(models=(replace(made.model(), spread=1.5),))
+    for point in advise_step(wild, [1, 2], Batch(4, 3)).points:
+        assert 0 < point.low < point.seconds < point.high
 
 
 def test_shares_add_up_and_name_the_limit():
@@ -86,6 +96,13 @@ def test_what_would_help_depends_on_what_limits():
     assert any(what.startswith("agreeing every") for what in bound)
     assert not any(what.startswith("agreeing every") for what in free)
     assert list(bound.values()) == sorted(bound.values(), reverse=True)
+
+
+def test_a_micro_batch_twice_as_large_gains_what_a_plan_with_it_has():
+    once, twice = (advise_step(made.profile(), [2], Batch(size), ["flat"]) for size in (4, 8))
+    (remedy,) = (each for each in once.remedies if each.what == "a micro-batch twice as large")
+    rates = [each.points[0].samples_per_second for each in (once, twice)]
+    assert remedy.factor == pytest.approx(rates[1] / rates[0])
 
 
 def test_sharding_is_a_remedy_where_it_is_not_among_the_ways():

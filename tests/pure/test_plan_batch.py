@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.plan.batch import States, device_nbytes, devices_for, most_samples, split_batch
+from paceline.plan.batch_answer import Asked, answer
+from paceline.plan.rates import matmul_of, wire_of
 
 SIZES = st.integers(0, 10_000)
 
@@ -116,3 +118,20 @@ def test_ranks_come_before_accumulation():
 def test_a_split_of_nothing_is_refused(numbers):
     with pytest.raises(UsageError, match="whole number"):
         split_batch(*numbers)
+
+
+@pytest.mark.parametrize(("wire", "between"), [("pcie4", "ndr"), ("nvlink4", "ndr")])
+def test_a_threshold_names_the_links_that_it_is_about(wire, between):
+    asked = Asked(
+        7_000_000_000,
+        devices=64,
+        flops=matmul_of("h100"),
+        wire=wire_of(wire),
+        between=wire_of(between),
+        group=8,
+    )
+    why = {figure.key: figure.why for figure in answer(asked).figures}
+    inside, outside = (f"({wire_of(name).source})" for name in (wire, between))
+    assert inside in why["tokens_hsdp_inside_a_group"]
+    assert outside in why["tokens_hsdp_between_groups"]
+    assert (inside if wire == "pcie4" else outside) in why["tokens_fsdp"], "the slower of both"

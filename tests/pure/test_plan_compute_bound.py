@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.collectives.closed_form import closed_form
 from paceline.errors import UsageError
-from paceline.plan.compute_bound import ddp_tokens, fsdp_tokens, fsdp_tp_tokens, hsdp_tokens, tp_most_ranks
+from paceline.plan.compute_bound import ddp_tokens, fsdp_tokens, fsdp_tp_tokens, hsdp_tokens
 
 C, W, PARAMETERS = 3e14, 4e10, 1.3e9
 RATES = st.floats(1.0, 1e5)
@@ -48,7 +48,7 @@ def test_fsdp_and_tp_at_the_threshold_a_block_is_as_long_as_both_kinds_of_messag
     d_model, alpha = 16384, C / W
     tokens = fsdp_tp_tokens(alpha, d_ff, tp, mx, my).tokens
     if math.isinf(tokens):
-        assert tp >= tp_most_ranks(alpha, d_ff, my) * (1 - 1e-12)
+        assert tp * alpha >= d_ff * my * (1 - 1e-12)
         return
     compute = 4 * tokens * d_model * d_ff / (tp * C)
     weights = 4 * d_model * d_ff / (tp * W * mx)

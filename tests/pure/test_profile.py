@@ -149,7 +149,7 @@ def damaged(path, value):
         (["collectives"], ..., "p.collectives is missing"),
         (["collectives", 0], 7, r"p.collectives\[0\] is no object"),
         (["collectives", 1, "op"], "all-reduse", r"p.collectives\[1\].op is 'all-reduse': one of all-reduce"),
-        (["collectives", 0, "algorithm"], "rign", "all-reduce has no form 'rign'"),
+        (["collectives", 0, "algorithm"], "rign", r"collectives\[0\].algorithm is 'rign': one of ring; "),
         (["collectives", 0, "ranks"], [], r"collectives\[0\].ranks is \[\]"),
         (["collectives", 0, "ranks"], [2, 1], r"ranks is \[2, 1\]: a list of whole numbers of 2 or more"),
         (["collectives", 0, "segments"], [], "one segment or more"),

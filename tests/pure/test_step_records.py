@@ -72,6 +72,7 @@ def change(record, path, value):
         (("exchanges", 0, "queued"), 1, "true or false"),
         (("exchanges", 0, "measured", "seconds"), [0.1], "numbers must stand there"),
         (("exchanges", 0, "measured", "seconds"), [math.inf], "a list of numbers"),
+        (("exchanges", 0, "measured", "seconds", 0), 0.0, r"measured.seconds is \[0.0, .* numbers above 0"),
         (("exchanges", 0, "op"), "sum", "one of all-reduce"),
         (("contentions", 0, "computing_slows"), 0.5, "a number of 1 or more"),
         (("contentions", 0, "source"), 7, "the number of one of 1 sources"),

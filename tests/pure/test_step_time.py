@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from paceline.plan.step_program import step_program
 from paceline.plan.step_time import best_of, predict, predict_all, simulated_bucket
 from paceline.plan.step_way import STRATEGIES, Way, usual_ways
 from paceline.plan.timeline import Compute, Launch, Wait
-from step_profile import CALL, MIB, RATE, contention, exchange, model, profile, seconds
+from step_profile import CALL, MIB, OPS, RATE, contention, exchange, model, profile, seconds
 
 COSTS = pick(profile())
 BARE = 0.5 + 0.9 + 0.2
@@ -221,6 +222,37 @@ def test_without_torchs_calls_only_its_ddp_is_missing():
     predict(costs, Way("sharded", 1))
     with pytest.raises(UsageError, match=r"no all-reduce of torch's"):
         predict(costs, Way("ddp"))
+
+
+def test_an_exchange_that_was_not_measured_is_named():
+    made = profile()
+    kept = tuple(each for each in made.exchanges if each.fit.op == "all-reduce")
+    costs = pick(type(made)(exchanges=kept, models=made.models, contentions=made.contentions))
+    assert predict(costs, Way("bucketed", 5)).seconds == predict(COSTS, Way("bucketed", 5)).seconds
+    for way in (Way("sharded", 5), Way("full-shard"), Way("bucketed", 5, "int8")):
+        with pytest.raises(UsageError, match=r"the profile has no (reduce-scatter|all-gather)\n"):
+            predict(costs, way)
+
+
+def test_torchs_calls_are_those_of_the_backend_that_torch_has_there():
+    nccl = [
+        *(exchange("all-reduce", queued, "torch", "nccl", call=1e-6) for queued in (False, True)),
+        *(exchange(op, queued, backend="nccl", call=1e-6) for op in OPS for queued in (False, True)),
+    ]
+    contentions = [contention("all-reduce", "torch", "nccl"), *(contention(op, backend="nccl") for op in OPS)]
+    on_nccl = replace(model(), device="H100", backend="nccl")
+    both = profile().with_entries(exchanges=nccl, models=[on_nccl], contentions=contentions)
+    for backend, call in (("gloo", CALL), ("nccl", 1e-6)):
+        costs = pick(both, backend=backend)
+        assert costs.torchs.alone.backend == backend
+        assert costs.torchs.seconds(MIB) == pytest.approx(seconds("all-reduce", MIB, call))
+    ours = [exchange(op, queued, backend="paceline") for op in OPS for queued in (False, True)]
+    in_memory = both.with_entries(
+        exchanges=ours,
+        models=[replace(model(), backend="paceline")],
+        contentions=[contention(op, backend="paceline") for op in OPS],
+    )
+    assert pick(in_memory, backend="paceline").torchs.alone.backend == "gloo"
 
 
 def test_other_numbers_of_ranks_are_predicted_and_noted():

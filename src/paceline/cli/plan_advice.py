@@ -252,8 +252,8 @@ def _deal(asked: Asked, devices: int, profile: Profile | None, page: Page) -> No
     if fits == 0:
         return
     if asked.batch is None:
-        measured = _measured_batch(asked, profile)
-        micro = asked.micro or min(measured or _MOST, fits or _MOST)
+        wanted = asked.micro or _measured_batch(asked, profile) or _MOST
+        micro = wanted if fits is None else min(wanted, fits)
         page.batch = Batch(micro)
         told = f"Micro-batches of {micro} {_samples(micro)} without accumulation: {micro * devices} in a step"
         page.tell(

@@ -66,7 +66,7 @@ GroupOption = Annotated[int, typer.Option(help="Devices of a node, which --link 
 BetweenOption = Annotated[
     str | None, typer.Option(help="Link of a device between nodes: a name or a rate; else all are alike.")
 ]
-GradientsOption = Annotated[int, typer.Option(help="Bytes of a gradient on the wire: 2 or 4.")]
+GradientsOption = Annotated[int, typer.Option(help="Bytes of a gradient on the wire: 1, 2 or 4.")]
 ProfileOption = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="C and W as measured, with their errors: profile.json."),

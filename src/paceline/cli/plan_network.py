@@ -53,8 +53,8 @@ def network(
     typer.echo(f"{FOOTER}\n")
     typer.echo("\n".join(advice.sentences))
     if json_file is not None:
-        told = {"command": shlex.join(["paceline", *sys.argv[1:]]), **advice.facts()}
-        write_json(json_file, told)
+        command = shlex.join(["paceline", *sys.argv[1:]])
+        write_json(json_file, {"kind": "plan-network", "schema": 1, "command": command, **advice.facts()})
         typer.echo(json_file)
 
 

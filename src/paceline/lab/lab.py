@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.lab import needs, plan
 from paceline.lab.job import Job, Program, Result
 from paceline.lab.place import Place
-from paceline.lab.program import check_program, is_script, search_path
+from paceline.lab.program import check_program, is_python, search_path
 from paceline.lab.star import INTERFACE, address_of, hosts_file, name_of, read_rate, star
 from paceline.lab.torchrun import torchrun_command
 from paceline.lab.traffic import Traffic, read_traffic
@@ -115,7 +115,8 @@ class Lab:
         """Run a command on hosts, and return the results when it has ended on all of them.
 
         Args:
-            command: a Python script (its name ends with .py) or a program, and its arguments; or a line for the shell.
+            command: a Python script (its name ends with .py), ``-m`` and a module, or any program, then its arguments;
+                or a line for the shell.
             on: a host or several; None: all.
             env: variables to set besides those of this process and GLOO_SOCKET_IFNAME.
             cwd: folder to run in; None: the present one.
@@ -140,7 +141,7 @@ class Lab:
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         chosen = self._chosen(on)
         folder, variables = self._checked(argv, env or {}, cwd)
-        if is_script(argv):
+        if is_python(argv):
             argv = [sys.executable, *argv]
         return self._start(dict.fromkeys(chosen, argv), variables, folder)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["check_program", "is_script", "search_path"]
+__all__ = ["check_program", "is_python", "search_path"]
 
 
 def search_path() -> str:
@@ -18,9 +18,9 @@ def search_path() -> str:
     return os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 
-def is_script(program: Sequence[str]) -> bool:
-    """Return whether `program` is a Python script, by its name."""
-    return program[0].endswith(".py")
+def is_python(program: Sequence[str]) -> bool:
+    """Return whether Python runs `program`: a script, by its name, or ``-m`` and a module."""
+    return program[0] == "-m" or _is_script(program[0])
 
 
 def check_program(program: Sequence[str], folder: str | Path = ".", path: str | None = None) -> None:
@@ -37,7 +37,7 @@ def check_program(program: Sequence[str], folder: str | Path = ".", path: str | 
     if not program:
         raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
     name = program[0]
-    if is_script(program):
+    if _is_script(name):
         if not Path(folder, name).is_file():
             raise UsageError(
                 f"no such script: {name}", remedy="check its path, which starts at the folder to run in"
@@ -46,3 +46,7 @@ def check_program(program: Sequence[str], folder: str | Path = ".", path: str | 
         known = shutil.which(Path(folder, name) if os.sep in name else name, path=path or search_path())
         if known is None:
             raise UsageError(f"no such program: {name}", remedy="give a Python script (.py) or a command")
+
+
+def _is_script(name: str) -> bool:
+    return name.endswith(".py")

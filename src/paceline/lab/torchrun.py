@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from paceline.errors import UsageError
-from paceline.lab.program import is_script
+from paceline.lab.program import is_python
 from paceline.lab.star import address_of
 
 __all__ = ["is_failure_report", "torchrun_command", "without_report"]
@@ -38,7 +38,6 @@ def torchrun_command(
         raise UsageError(
             f"ranks_per_host={ranks_per_host}: at least 1", remedy="give how many processes a host runs"
         )
-    is_python = program[0] == "-m" or is_script(program)
     options = {
         "--nnodes": nodes,
         "--node-rank": node,
@@ -53,7 +52,7 @@ def torchrun_command(
         "-m",
         "torch.distributed.run",
         *told,
-        *([] if is_python else ["--no-python"]),
+        *([] if is_python(program) else ["--no-python"]),
         *program,
     ]
 

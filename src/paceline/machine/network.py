@@ -44,7 +44,7 @@ def interfaces() -> tuple[Interface, ...]:
         addresses = tuple(entry.address.partition("%")[0] for entry in entries if entry.family in families)
         state = states.get(name)
         if addresses and state is not None:
-            speed = state.speed * 1e6 / 8 if 0 < state.speed < 65535 else 0.0  # 65535: unknown
+            speed = 0.0 if state.speed == 65535 else state.speed * 1e6 / 8  # 65535 as 0: unknown
             found.append(Interface(name, addresses, state.isup, speed, state.mtu))
     return tuple(found)
 

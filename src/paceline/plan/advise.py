@@ -225,14 +225,15 @@ def _points(
     for number in numbers:
         costs = costs_of.get(number, next(iter(costs_of.values())))
         alone, extra = _alone(costs, batch), _extra(costs, batch)
+        spread = costs.spread
         if number == 1:
-            spread = costs.step.spread
             bounds = (alone * (1 - spread), alone * (1 + spread))
             points.append(Point(1, None, alone, *bounds, batch.samples / alone, 1.0, 1.0, 1.0))
             continue
         error = 1.0 + max(price.error for price in costs.engine.values())
         time = best_of[number]
-        seconds, low, high = (extra + part for part in (time.seconds, time.low, time.high))
+        seconds = extra + time.seconds
+        low, high = extra * (1 - spread) + time.low, extra * (1 + spread) + time.high
         rate = number * batch.samples / seconds
         cheap, dear = (extra + predict(costs, time.way, calls=by).seconds for by in (1 / error, error))
         points.append(
@@ -262,7 +263,7 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
     def times(what: str, seconds: float, work: float = 1.0, cost: str = "") -> Remedy:
         return Remedy(what, work * now / seconds, cost)
 
-    faster, larger = _computing(costs, factor=0.5), _computing(costs, factor=2.0)
+    faster, larger = _computing(costs, factor=0.5), _computing(costs, micro=2 * costs.step.batch)
     found = [
         times("a network twice as fast", predict(costs, best.way, calls=0.5).seconds + extra),
         times("processors twice as fast", predict(faster, best.way).seconds + _extra(faster, batch)),
@@ -301,7 +302,7 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
 def _apart(costs: StepCosts, now: float, batch: Batch) -> list[Remedy]:
     """Return what agreeing every few steps gains, where a step is bound by the network."""
     parameters = costs.step.nbytes // 4
-    price = costs.engine["all-reduce"]
+    price = costs.price("all-reduce")
     rate = nbytes_of(parameters, costs.ranks) / price.seconds(costs.step.nbytes)
     advice = advise(parameters, costs.ranks, rate, _alone(costs, batch))
     if advice.chosen.every == 1:

@@ -19,6 +19,8 @@ from paceline.units import format_count, format_decimal
 
 __all__ = ["Answer", "Asked", "answer"]
 
+_INSIDE, _BETWEEN = "hsdp, inside a group", "hsdp, between groups"
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -195,8 +197,7 @@ def _thresholds(asked: Asked, devices: int) -> dict[str, Threshold]:
     if asked.flops is None or asked.wire is None or devices == 1:
         return {}
     sharded = asked.strategy == "fsdp"
-    slowest = min((asked.wire, asked.between or asked.wire), key=lambda wire: wire.value)
-    alpha = intensity(asked.flops, slowest).value
+    alpha = intensity(asked.flops, _wire_of(asked, asked.strategy)).value
     plain = (
         fsdp_tokens(alpha, devices, 2.0, asked.gradient_nbytes)
         if sharded
@@ -208,15 +209,21 @@ def _thresholds(asked: Asked, devices: int) -> dict[str, Threshold]:
         micro, step = hsdp_tokens(
             inside, outside, asked.group, -(-devices // asked.group), asked.gradient_nbytes
         )
-        found |= {"hsdp, inside a group": micro, "hsdp, between groups": step}
+        found |= {_INSIDE: micro, _BETWEEN: step}
     return found
+
+
+def _wire_of(asked: Asked, name: str) -> Quantity:
+    """Return the links that a threshold is about: inside a group, between groups, or the slower of both."""
+    assert asked.wire is not None
+    if asked.between is None or name == _INSIDE:
+        return asked.wire
+    return asked.between if name == _BETWEEN else min(asked.wire, asked.between, key=lambda each: each.value)
 
 
 def _threshold_figure(asked: Asked, name: str, threshold: Threshold) -> Derived:
     assert asked.flops is not None
-    assert asked.wire is not None
-    inside = asked.between is None or name == "hsdp, inside a group"
-    wire = asked.wire if inside else min(asked.between or asked.wire, asked.wire, key=lambda each: each.value)
+    wire = _wire_of(asked, name)
     alpha = intensity(asked.flops, wire)
     low, high = (threshold.tokens * each / alpha.value for each in (alpha.low, alpha.high))
     shown = f"{threshold.tokens:,.0f} tokens per {threshold.per}"

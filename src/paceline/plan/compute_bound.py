@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 
-__all__ = ["Threshold", "ddp_tokens", "fsdp_tokens", "fsdp_tp_tokens", "hsdp_tokens", "tp_most_ranks"]
+__all__ = ["Threshold", "ddp_tokens", "fsdp_tokens", "fsdp_tp_tokens", "hsdp_tokens"]
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,6 @@ def fsdp_tp_tokens(
         return Threshold(alone, "micro-batch", said)
     formula = f"{said} / (1 − {tp_ranks} · {intensity:,.1f}/({d_ff} · {tp_axes}))"
     return Threshold(alone / (1.0 - share), "micro-batch", formula)
-
-
-def tp_most_ranks(intensity: float, d_ff: int, axes: int = 1) -> float:
-    """Return how many ranks of tensor parallelism at most leave forward bound by computing: Y ≤ F·My/α.
-
-    Args:
-        intensity: α = C/W. d_ff: F. axes: My.
-
-    Example:
-        >>> round(tp_most_ranks(4.6e14 / 1.8e11, 53248), 1)
-        20.8
-    """
-    return d_ff * axes / intensity
 
 
 def _check(intensity: float, ranks: int) -> None:

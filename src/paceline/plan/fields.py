@@ -82,12 +82,12 @@ class Fields:
             self._wrong(name, f"a list of whole numbers of {least} or more")
         return tuple(values)
 
-    def numbers(self, name: str, *, least: float = -math.inf) -> tuple[float, ...]:
-        """Return a list of finite numbers of `least` or more, at least one."""
+    def positives(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers above 0, at least one."""
         values = self._list(name)
         real = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        if not values or not real or not all(max(least, -_LARGEST) <= value <= _LARGEST for value in values):
-            self._wrong(name, f"a list of numbers of {least:g} or more")
+        if not values or not real or not all(0 < value <= _LARGEST for value in values):
+            self._wrong(name, "a list of numbers above 0")
         return tuple(float(value) for value in values)
 
     def mapping(self, name: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.collectives.closed_form import CLOSED_FORMS, Terms, closed_form
-from paceline.errors import UsageError, unknown
+from paceline.errors import unknown
 
-__all__ = ["MESSAGES", "OPS", "PLAIN", "USUAL", "Form", "candidates", "form_named", "terms_of"]
+__all__ = ["MESSAGES", "OPS", "PLAIN", "USUAL", "Form", "candidates", "forms_by_name", "terms_of"]
 
 USUAL = {
     "all-reduce": "ring",
@@ -93,13 +93,10 @@ def candidates(op: str) -> list[Form]:
     return [Form(name, shared) for shared in (False, True) for name in names]
 
 
-def form_named(op: str, name: str) -> Form:
-    """Return the form that is written `name`, such as ``"ring, shared"``.
+def forms_by_name(op: str) -> dict[str, Form]:
+    """Return all forms of an operation by how they are written, such as ``"ring, shared"``.
 
     Raises:
-        UsageError: the operation has none of that name.
+        UsageError: there is no such operation.
     """
-    known = {str(form): form for form in (*candidates(op), PLAIN, MESSAGES)}
-    if name not in known:
-        raise UsageError(f"{op} has no form {name!r}", remedy=f"valid: {'; '.join(known)}")
-    return known[name]
+    return {str(form): form for form in (*candidates(op), PLAIN, MESSAGES)}

@@ -6,7 +6,6 @@ lab and NCCL; an entry that is measured again takes the place of the old one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from paceline.plan.records import (
     rate_record,
     source_from,
 )
+from paceline.plan.result_file import checked_result, read_result
 from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep
 from paceline.plan.step_records import (
     contention_from,
@@ -45,6 +45,7 @@ from paceline.plan.step_records import (
 __all__ = ["KIND", "SCHEMA", "Profile"]
 
 KIND, SCHEMA = "paceline-profile", 1
+_REMEDY = "name a file that paceline bench machine, bench fit or bench parts wrote with --profile"
 
 
 class _Entry(Protocol):
@@ -86,36 +87,19 @@ class Profile:
         Raises:
             UsageError: the file can't be read, is no profile, is of a newer schema, or a field is missing or wrong.
         """
-        name = Path(path).name
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(
-                f"can't read the profile {str(path)!r}: {error.strerror}",
-                remedy="make one with paceline bench machine --profile FILE",
-            ) from error
-        except ValueError as error:
-            raise UsageError(f"{str(path)!r} is no JSON: {error}", remedy="name a profile") from error
-        return cls.from_json(record, name)
+        return cls._read(read_result(path, KIND, SCHEMA, "profile", _REMEDY))
 
     @classmethod
-    def from_json(cls, record: object, where: str = "profile") -> Profile:
-        """Return the profile that `to_json` wrote; errors name it `where`.
+    def from_json(cls, record: object) -> Profile:
+        """Return the profile that `to_json` wrote.
 
         Raises:
             UsageError: as for `load`.
         """
-        top = Fields(record, where)
-        if top.text("kind") != KIND:
-            raise UsageError(
-                f"{where} is no profile: its kind is {top.text('kind')!r}, not {KIND!r}",
-                remedy="name a file that paceline bench machine or bench fit wrote with --profile",
-            )
-        if top.whole("schema", least=1) > SCHEMA:
-            raise UsageError(
-                f"{where} has schema {top.whole('schema')}; this version reads up to {SCHEMA}",
-                remedy="upgrade paceline, or measure anew",
-            )
+        return cls._read(checked_result(record, "profile", KIND, SCHEMA, "profile", _REMEDY))
+
+    @classmethod
+    def _read(cls, top: Fields) -> Profile:
         sources = [source_from(each) for each in top.rows("sources")]
         return cls(
             tuple(collective_from(each, sources) for each in top.rows("collectives")),

@@ -11,7 +11,7 @@ from paceline.plan.accuracy import Accuracy
 from paceline.plan.entries import RATES, CallCost, CollectiveCost, Rate, Source
 from paceline.plan.fields import Fields
 from paceline.plan.fit import Fit
-from paceline.plan.forms import USUAL, form_named
+from paceline.plan.forms import USUAL, forms_by_name
 from paceline.plan.line import Line
 from paceline.plan.segments import Segment
 
@@ -59,10 +59,13 @@ def collective_from(record: Fields, sources: Sequence[Source]) -> CollectiveCost
     op = record.text("op")
     if op not in USUAL:
         raise record.wrong("op", f"one of {', '.join(USUAL)}")
+    forms, name = forms_by_name(op), record.text("algorithm")
+    if name not in forms:
+        raise record.wrong("algorithm", f"one of {'; '.join(forms)}")
     errors = record.fields("error_of_algorithm")
     fit = Fit(
         op=op,
-        form=form_named(op, record.text("algorithm")),
+        form=forms[name],
         told=record.flag("algorithm_told"),
         segments=_segments_from(record),
         ranks=tuple(sorted(record.whole_numbers("ranks", least=2))),

@@ -24,6 +24,7 @@ __all__ = ["ExchangePrice", "StepCosts", "pick"]
 _WITHIN = 1.1  # a size at most so many times the largest measured one is not called beyond it
 _LARGE_NBYTES = 64 << 10
 _MEASURE = "measure with paceline bench parts --profile FILE"
+_MOST_SPREAD = 0.9  # so that the lower end of a range stays above 0
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,26 @@ class StepCosts:
         """Of a step without synchronisation."""
         return self.step.forward + self.step.backward + self.step.optimizer
 
+    @property
+    def spread(self) -> float:
+        """How far computing of single steps is from the median, relatively; at most 0.9."""
+        return min(self.step.spread, _MOST_SPREAD)
+
+    def price(self, op: str, *, torchs: bool = False) -> ExchangePrice:
+        """Return the price of an exchange of Paceline's, or of torch's DDP.
+
+        Raises:
+            UsageError: it was not measured.
+        """
+        found = self.torchs if torchs else self.engine.get(op)
+        if found is None:
+            whose, option = (" of torch's", "--torch ") if torchs else ("", "")
+            raise UsageError(
+                f"the profile has no {op}{whose}",
+                remedy=f"measure it with paceline bench parts {option}--profile FILE",
+            )
+        return found
+
     def equal_buckets(self, op: str = "all-reduce") -> EqualBuckets | None:
         """Return the closed form's values: o and w of the line through the times of exchanges in a row.
 
@@ -124,7 +145,7 @@ class StepCosts:
         Args:
             op: the exchange in backward; ``"reduce-scatter"`` where the optimizer is sharded.
         """
-        price = self.engine[op]
+        price = self.price(op)
         of_ranks = [point for point in price.queued.points if point.ranks == self.ranks]
         points = of_ranks or [
             point for point in price.queued.points if point.ranks == price.queued.points[0].ranks
@@ -171,12 +192,12 @@ def pick(
         raise UsageError("the profile has no exchanges of Paceline's", remedy=_MEASURE)
     backend, network = costs[0].backend, costs[0].network
     asked = {
+        "backend": backend,  # first: it tells processors and GPUs apart
         "model": model,
         "batch": batch,
         "shape": shape,
         "threads": threads,
         "device": None,
-        "backend": backend,
     }
     steps = list(profile.models)
     for what, value in asked.items():
@@ -189,9 +210,12 @@ def pick(
     step = min(steps, key=lambda each: abs(each.ranks - wanted))
     ours = [each for each in contentions if each.caller == "paceline" and each.backend == backend]
     engine = {op: _price(costs, ours, op, wanted) for op in sorted({each.fit.op for each in costs})}
-    others = [each for each in profile.exchanges if each.caller == "torch" and each.network == network]
-    theirs = [each for each in contentions if each.caller == "torch"]
-    torchs = _price(others, theirs, "all-reduce", wanted) if others else None
+    theirs = ("torch", "gloo" if backend == "paceline" else backend)  # as `paceline bench parts` measures it
+    others = [
+        each for each in profile.exchanges if (each.caller, each.backend, each.network) == (*theirs, network)
+    ]
+    disturbed = [each for each in contentions if (each.caller, each.backend) == theirs]
+    torchs = _price(others, disturbed, "all-reduce", wanted) if others else None
     noted = (
         [] if step.ranks == wanted else [f"computing was measured with {step.ranks} ranks at the same time"]
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.errors import UsageError
 from paceline.plan.bucket import plan_buckets, update_parts
 from paceline.plan.slow_network import NBYTES_A_NUMBER
 from paceline.plan.step_costs import ExchangePrice, StepCosts
@@ -79,13 +78,7 @@ class StepProgram:
 
     def price(self, op: str) -> ExchangePrice:
         """Return the price of a call."""
-        if not self.way.is_torchs:
-            return self.costs.engine[op]
-        if self.costs.torchs is None:
-            raise UsageError(
-                "the profile has no all-reduce of torch's", remedy="measure it: paceline bench parts --torch"
-            )
-        return self.costs.torchs
+        return self.costs.price(op, torchs=self.way.is_torchs)
 
 
 def step_program(costs: StepCosts, way: Way) -> StepProgram:

@@ -48,7 +48,7 @@ def exchange_from(record: Fields, sources: Sequence[Source]) -> ExchangeCost:
     columns = (
         measured.whole_numbers("nbytes", least=1),
         measured.whole_numbers("ranks", least=2),
-        measured.numbers("seconds", least=0.0),
+        measured.positives("seconds"),
     )
     if len({len(column) for column in columns}) != 1:
         raise measured.wrong("seconds", f"{len(columns[0])} numbers")

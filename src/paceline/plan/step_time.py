@@ -76,7 +76,7 @@ def predict(costs: StepCosts, way: Way, *, calls: float = 1.0) -> StepTime:
             calls_slow=price.contention.calls_slow,
         )
 
-    timeline, spread, error = played(), min(costs.step.spread, 0.9), 1.0 + price.error
+    timeline, spread, error = played(), costs.spread, 1.0 + price.error
     of_phase: dict[str, float] = defaultdict(float)
     for step, (began, ended) in zip(made.steps, timeline.spans, strict=True):
         of_phase[step.phase] += ended - began
@@ -113,7 +113,7 @@ def simulated_bucket(costs: StepCosts, op: str = "all-reduce") -> Best:
         costs: as for `predict`. op: the exchange in backward.
     """
     ready = [each.ready for each in costs.step.parameters]
-    return best_bucket(ready, costs.engine[op].channel, backward_seconds=costs.step.buffered)
+    return best_bucket(ready, costs.price(op).channel, backward_seconds=costs.step.buffered)
 
 
 def _scaled(step: Compute | Launch | Wait, calls: float, computing: float) -> Compute | Launch | Wait:
