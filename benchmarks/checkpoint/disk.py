@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import subprocess
 import tempfile
@@ -25,11 +24,12 @@ from typing import Any
 import torch
 
 import paceline as pl
+from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
 from paceline.checkpoint.folder import Folder
+from paceline.durable import write_json
 from paceline.lm.model import GPT
 from paceline.lm.sizes import size_of
-from paceline.machine import machine
 
 HERE = Path(__file__).parent
 BLOCK_NBYTES = 4 << 20
@@ -123,6 +123,8 @@ def main() -> None:
         "--folder", type=Path, help="On the disk to be measured; else the one of temporary files."
     )
     options = parser.parse_args()
+    if options.turns < 1:
+        parser.error(f"--turns {options.turns}: give 1 or more")
     with tempfile.TemporaryDirectory(prefix="paceline-disk-", dir=options.folder) as folder:
         place = Path(folder)
         net, optim = training(options.size)
@@ -132,15 +134,13 @@ def main() -> None:
         loaded = [loading(keep) for _ in range(options.turns)]
         nbytes = sum(file.stat().st_size for file in files(keep))
         keep.close()
-    result: dict[str, Any] = {
-        "command": f"python benchmarks/checkpoint/disk.py --size {options.size} --turns {options.turns}",
-        "machine": {"system": machine().system, "cpu": machine().cpu, "torch": torch.__version__},
+    result: dict[str, Any] = head("checkpoint-disk") | {
         "parameters": sum(param.numel() for param in net.parameters()), "nbytes": nbytes,
         "first save": first, "saves": saved, "loads": loaded,
         "stall / torch.save": ratio(saved, "stall", "torch.save"), "save / dd": ratio(saved, "save", "dd"),
         "load / dd": ratio(loaded, "load", "dd"),
     }  # fmt: skip
-    (HERE / "disk.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json(HERE / "disk.json", result)
     for name in ("stall / torch.save", "save / dd", "load / dd"):
         print(name, {key: round(value, 3) for key, value in result[name].items()})
 

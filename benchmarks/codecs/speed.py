@@ -23,10 +23,12 @@ from plain import plain_of
 
 from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.sync import blockwise
-from paceline.sync.codecs import Blocks, Codec, Half, Raw, ratio
+from paceline.sync.codecs import Blocks, Codec, Half, Raw
 from paceline.sync.sparse import TopK
 
 HERE = Path(__file__).parent
@@ -54,18 +56,19 @@ def codecs() -> dict[str, Codec]:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each.")] = 11,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 11,
     numel: Annotated[int, typer.Option(help="Numbers in a packet; a multiple of 1024.")] = 20 << 20,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE / "speed.json",
 ) -> None:
     """Time all codecs."""
+    check_writable(out, make_folder=True)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     values = torch.randn(numel)
     rows = []
     with TurnBar("codecs", (len(codecs()) * 3 + 1) * (rounds + 1)) as tick:
         for name, codec in codecs().items():
-            weight = {"name": name, "ratio": ratio(codec, numel)}
+            weight = {"name": name, "ratio": values.nbytes / codec.nbytes(numel)}
             rows += [
                 weight | {"work": kind} | take_turns(contestants, rounds, tick)
                 for kind, contestants in work_of(codec, values).items()
@@ -165,4 +168,4 @@ def rates(seconds: dict[str, list[float]], nbytes: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

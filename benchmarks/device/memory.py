@@ -18,6 +18,8 @@ from paceline.bench.facts import head
 from paceline.bench.footprint.check import check
 from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import subject_of
+from paceline.bench.program import run_program
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
 from paceline.launch.local import run_ranks
@@ -49,6 +51,7 @@ def main(
     if not torch.cuda.is_available():
         raise UsageError("no CUDA device", remedy="run it where there is one")
     out = out.resolve()
+    check_writable(out, make_folder=True)
     os.chdir(HERE)  # where the ranks find `models`
     rows = []
     for name, options in SETTINGS:
@@ -59,4 +62,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

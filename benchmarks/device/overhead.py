@@ -26,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline as pl
 from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.bench.turns import turn_order
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
 
@@ -45,16 +47,17 @@ Out = Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each contestant.")] = 40,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 40,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the program.")] = "cuda",
     small: Annotated[bool, typer.Option(help="Models that mean nothing, to try the program.")] = False,
-    images_at_once: Annotated[int, typer.Option(help="Batch of the ResNet-50.")] = 128,
-    texts_at_once: Annotated[int, typer.Option(help="Batch of the GPT, 1024 tokens each.")] = 8,
+    images_at_once: Annotated[int, typer.Option(min=1, help="Batch of the ResNet-50.")] = 128,
+    texts_at_once: Annotated[int, typer.Option(min=1, help="Batch of the GPT, 1024 tokens each.")] = 8,
     out: Out = HERE / "overhead.json",
 ) -> None:
     """Time steps, bare and wrapped."""
     if device == "cpu" and out == HERE / "overhead.json":
         raise UsageError("a result from a CPU is none", remedy="try it with --out elsewhere.json")
+    check_writable(out, make_folder=True)
     world = pl.init("nccl" if device == "cuda" else "gloo", device=device)
     workloads = [images(2, 64), tokens(1, 64, "tiny")] if small else [images(images_at_once, 224)]
     if not small:
@@ -149,4 +152,4 @@ def turn(contestant: Contestant, inputs: Tensor, targets: Tensor) -> tuple[float
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.data.dispatch import draw_counts
 from paceline.data.portions import Portions
 from paceline.data.shares import Shares
-from paceline.data.spread import expected_largest, largest_above, share_deviation, unlikely_largest
+from paceline.data.spread import expected_largest, largest_above, unlikely_largest
 from paceline.mixing import key_of
 from paceline.report.dispatch_words import in_short, percent, ranges
 from paceline.report.markdown import fill, table
@@ -56,7 +56,7 @@ def beside_draws(block: int) -> dict[str, Any]:
         "unlikely_largest": unlikely_largest(SEVEN, blocks),
         "drawn_largest": float(drawn.max(axis=1).mean() / mean - 1),
         "drawn_deviation": float(drawn[:, 0].std() / SAMPLES),
-        "deviation": share_deviation(1 / 7, SAMPLES, block),
+        "deviation": deviation(1 / 7, block),
         "lost_mean": float(left.mean()),
         "lost_worst": float(left.max()),
         "lost_seen": float(lost(seen[None])[0]),
@@ -66,6 +66,11 @@ def beside_draws(block: int) -> dict[str, Any]:
 def chi_squared(counts: NDArray[np.int64], mean: float, block: int) -> NDArray[np.float64]:
     """Return how far the samples of the ranks are from equal, blocks counted: 6 on average at random."""
     return ((counts - mean) ** 2 / (mean * block)).sum(axis=-1)
+
+
+def deviation(share: float, block: int) -> float:
+    """Return the standard deviation of the part of the data that a rank with this share gets at random."""
+    return math.sqrt(share * (1 - share) * block / SAMPLES)
 
 
 def lost(counts: NDArray[np.int64]) -> NDArray[np.float64]:

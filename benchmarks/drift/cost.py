@@ -28,8 +28,10 @@ import paceline as pl
 from paceline.bench.contestants import random_batch
 from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
 from paceline.checkpoint.digest import digest_of
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 from paceline.lm.model import GPT, loss
@@ -45,7 +47,7 @@ Hooks = dict[str, Callable[[], Any]]
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Turns of each, for each strategy.")] = 120,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each, for each strategy.")] = 120,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE / "cost.json",
     told: Annotated[Path | None, typer.Option(hidden=True, help="Be a rank, and write there.")] = None,
 ) -> None:
@@ -53,6 +55,7 @@ def main(
     if told is not None:
         measure(rounds, told)
         return
+    check_writable(out, make_folder=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         arguments = [__file__, "--rounds", str(rounds), "--told", str(file)]
@@ -140,4 +143,4 @@ def alone_ms(model: pl.DataParallel, work: Callable[[torch.Tensor], Any]) -> flo
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

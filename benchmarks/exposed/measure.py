@@ -57,6 +57,8 @@ def main(
     """Measure what synchronising costs, what the timeline says of it, and what recording costs."""
     if min(batch, rounds) < 1:
         raise UsageError(f"--batch {batch} --rounds {rounds}", remedy="give 1 or more of each")
+    if only is not None and not 1 <= only <= len(CASES):
+        raise UsageError(f"--only {only}", remedy=f"give a number of cases from 1 to {len(CASES)}")
     check_writable(out, make_folder=True)
     found = [run(case, {"batch": batch, "rounds": rounds, "size": asdict(SIZE)}) for case in CASES[:only]]
     short = {"batch": batch, "rounds": 10 * rounds, "size": asdict(SIZES["tiny"])}

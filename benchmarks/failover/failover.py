@@ -12,16 +12,15 @@ first step; whether the run ended, with the weights of one that nobody disturbed
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.facts import machine_record, versions
+from paceline.bench.facts import head
 from paceline.checkpoint.plain import weights_in
+from paceline.durable import write_json
 from paceline.lab import Job, Lab
 
 HERE = Path(__file__).parent
@@ -99,6 +98,8 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: give 1 or more")
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in FAULTS}
     with tempfile.TemporaryDirectory(prefix="paceline-failover-") as place, Lab(hosts=4) as lab:
         server = lab.start([sys.executable, "-m", "paceline", "run", "--serve", "host3"], on=3)
@@ -111,14 +112,7 @@ def main() -> None:
                 rows[name].append(told)
                 print(f"{name}: {told}", flush=True)
         server.end()
-    result = {
-        "command": f"python benchmarks/failover/failover.py --repeats {options.repeats}",
-        "machine": machine_record(),
-        "versions": versions(["paceline", "torch"]),
-        "cores": os.cpu_count(),
-        "rows": rows,
-    }
-    (HERE / "failover.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(HERE / "failover.json", head("failover") | {"rows": rows})
 
 
 if __name__ == "__main__":

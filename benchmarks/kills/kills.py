@@ -11,7 +11,6 @@ run that nobody disturbed, and the samples that its steps used are counted. Writ
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -25,8 +24,9 @@ from typing import Any
 
 from training import used_once
 
+from paceline.bench.facts import head
 from paceline.checkpoint.plain import weights_in
-from paceline.machine import machine
+from paceline.durable import write_json
 
 HERE = Path(__file__).parent
 KINDS = ["one rank", "rank 0", "all ranks", "one rank during a save", "all ranks during a save"]
@@ -122,6 +122,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.kills < 1:
+        parser.error(f"--kills {options.kills}: give 1 or more")
     chance = random.Random(options.seed)
     kinds = [KINDS[number % len(KINDS)] for number in range(options.kills)]
     chance.shuffle(kinds)
@@ -139,13 +141,14 @@ def main() -> None:
             runs.append(told)
             print(told, flush=True)
     totals = Counter(kind for told in runs for kind in told["kills"])
-    given = f"--kills {options.kills} --seed {options.seed}"
-    result = {
-        "command": f"python benchmarks/kills/kills.py {given}",
-        "machine": machine().system, "kills": sum(totals.values()), "by kind": totals, "runs": runs,
+    result = head("kills") | {
+        "settings": {"seed": options.seed},
+        "kills": sum(totals.values()),
+        "by kind": totals,
+        "runs": runs,
         "all the same": all(told["same weights"] and told["every sample once"] for told in runs),
-    }  # fmt: skip
-    (HERE / "kills.json").write_text(json.dumps(result, indent=2) + "\n")
+    }
+    write_json(HERE / "kills.json", result)
     print(f"{result['kills']} kills in {len(runs)} runs; all as if undisturbed: {result['all the same']}")
 
 

@@ -27,7 +27,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import paceline as pl
 from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 
 HERE = Path(__file__).parent
@@ -52,12 +54,13 @@ class Huge:
 
 def main(
     rounds: Annotated[
-        int | None, typer.Option(help="Turns of each loader in a process; else 40 and 10.")
+        int | None, typer.Option(min=1, help="Turns of each loader in a process; else 40 and 10.")
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE
     / "overhead.json",
 ) -> None:
     """Time epochs of both loaders, with 0 and 2 workers, and the start of an epoch over 10^9 samples."""
+    check_writable(out, make_folder=True)
     result = head("loader-overhead", ["paceline", "torch", "numpy"], schema=2) | {
         "settings": {"item": f"{WIDTH} float32 and a label", "batch_size": BATCH},
         "rows": [beside_torch(workers, rounds) for workers in PLANS],
@@ -142,4 +145,4 @@ def start_of_a_huge_epoch() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A measurement: hosts, ranks on each, rate of the links in bytes per second, and a row per size."""
+    """A measurement: hosts, ranks on each, rate of the links (``"1Gbit/s"``), and a row per size."""
 
     hosts: int
     ranks_per_host: int

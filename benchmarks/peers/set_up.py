@@ -28,6 +28,8 @@ def main(
     only: Annotated[str, typer.Option(help="torchft or hivemind; else both.")] = "",
 ) -> None:
     """Make the environments."""
+    if only not in ("", *PEERS):
+        raise typer.BadParameter(f"{only!r} is none of {', '.join(PEERS)}", param_hint="--only")
     for name, requirements in PEERS.items():
         if only in ("", name):
             install(folder / name, requirements)

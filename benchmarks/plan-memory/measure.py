@@ -1,6 +1,6 @@
 """How far `paceline plan memory` is from what training takes, over models, strategies and precisions.
 
-    cd benchmarks/plan-memory && python measure.py
+    python benchmarks/plan-memory/measure.py
 
 Each case is predicted in this process, on tensors without memory, then run by real ranks over gloo, whose CPU allocator
 reports every block it gives out. Both are about the same: building, wrapping, two steps. Cases on 64 devices are
@@ -22,7 +22,10 @@ from paceline.bench.footprint.check import check
 from paceline.bench.footprint.predict import predict
 from paceline.bench.footprint.setting import Setting
 from paceline.bench.footprint.subject import subject_of
+from paceline.bench.program import run_program
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
+from paceline.errors import UsageError
 from paceline.launch.local import run_ranks
 from paceline.plan.memory.verdict import MARGIN
 
@@ -69,8 +72,12 @@ def main(
 ) -> None:
     """Predict and measure every case."""
     out = out.absolute()
-    os.chdir(HERE)  # where the models are imported from, by ranks too
     chosen = [case for case in MEASURED if case[0].startswith(only) and _is_there(case[0])]
+    if not chosen:
+        names = dict.fromkeys(name for name, _ in MEASURED)
+        raise UsageError(f"--only {only}: no model is called so", remedy=f"there are {', '.join(names)}")
+    check_writable(out, make_folder=True)
+    os.chdir(HERE)  # where the models are imported from, by ranks too
     checks = []
     for name, setting in chosen:
         checked = check(subject_of(name), setting, run_ranks)
@@ -115,4 +122,4 @@ def _summary(checks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

@@ -8,53 +8,25 @@ links. Rank 0 writes both.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.bench.contestants import Contestant, build, random_batch, step
+from paceline.bench.contestants import build, random_batch, step
 from paceline.bench.entries import Entry
 from paceline.bench.parts.measure import measure_parts
 from paceline.bench.parts.settings import PartsSettings
 from paceline.bench.parts.workload import reference
-from paceline.bench.turns import turn_order
+from paceline.bench.worker import of_all_ranks, take_turns
 from paceline.lm.sizes import Size
 from paceline.plan.entries import Source
 from paceline.plan.profile import Profile
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
-
-
-def time_steps(
-    contestants: Sequence[Contestant], batch: Any, rounds: int, steps: int, ranks: int
-) -> list[list[list[list[list[float]]]]]:
-    """Return ``[entry][round][step][rank]`` of (forward, backward, optimizer, waited) in seconds."""
-    for contestant in contestants:
-        for _ in range(_WARM_UP):
-            step(contestant, batch)
-        tick()
-    own = torch.zeros(len(contestants), rounds, steps, 4, dtype=torch.float64)
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    for number in range(rounds):
-        for index in turn_order(len(contestants), number):
-            dist.barrier()
-            turns = [step(contestants[index], batch) for _ in range(steps)]
-            rows = [[each.forward, each.backward, each.optimizer, each.waited] for each in turns]
-            own[index, number] = torch.tensor(rows, dtype=torch.float64)
-            tick()
-    gc.enable()
-    every = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(every, own)
-    return torch.stack(every, dim=3).tolist()
 
 
 def tick() -> None:
@@ -80,7 +52,12 @@ def main(job_file: str) -> None:
     entries = [Entry(**each) for each in job["entries"]]
     contestants = [build(entry, size, world.device, 0, torchs) for entry in entries]
     batch = random_batch(size, settings.batch_size, settings.context, world.rank, world.device)
-    seconds = time_steps(contestants, batch, job["rounds"], job["steps"], world.size)
+    for contestant in contestants:
+        for _ in range(_WARM_UP):
+            step(contestant, batch)
+        tick()
+    mine = take_turns(contestants, [batch], job["rounds"], job["steps"], tick)
+    seconds = of_all_ranks(mine, world)
     if world.rank == 0:
         Path(job["out"]).write_text(json.dumps(seconds), encoding="utf-8")
     shutdown()

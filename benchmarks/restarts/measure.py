@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.lab import Lab
@@ -51,7 +52,7 @@ Row = dict[str, Any]
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Times each launcher has its turn.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each launcher has its turn.")] = 3,
     json_file: Annotated[Path, typer.Option("--json", help="Write the result there.")] = HERE
     / "restarts.json",
 ) -> None:
@@ -169,4 +170,4 @@ def times(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

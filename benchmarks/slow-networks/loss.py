@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,21 +68,11 @@ class Stage:
             return json.loads(found.read_text(encoding="utf-8"))
 
 
-@contextmanager
-def staged(ranks: int, rate: str | None, tick: Callable[[], None]):  # noqa: ANN201
-    """Give a `Stage` as long as a with-statement lasts."""
-    stage = Stage(ranks, rate, tick)
-    try:
-        yield stage
-    finally:
-        stage.close()
-
-
 def main(
-    hosts: Annotated[int, typer.Option(help="Hosts around the switch, a rank each.")] = 4,
+    hosts: Annotated[int, typer.Option(min=2, help="Hosts around the switch, a rank each.")] = 4,
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
-    seeds: Annotated[int, typer.Option(help="Trainings of each way.")] = 3,
-    timed: Annotated[int, typer.Option(help="Steps of DDP that are timed on the lab.")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each way.")] = 3,
+    timed: Annotated[int, typer.Option(min=1, help="Steps of DDP that are timed on the lab.")] = 100,
     json_file: JsonResultOption = None,
 ) -> None:
     """Train by DDP and by ours until the same held-out loss, and compare the times."""
@@ -90,9 +80,9 @@ def main(
     check_writable(path, make_folder=True)
     turns = seeds * (DDP.steps // EVERY + OURS.steps // EVERY)
     with TurnBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
-        with staged(hosts, None, tick) as here:
+        with closing(Stage(hosts, None, tick)) as here:
             ddp = [here.run(DDP, seed=seed) for seed in range(seeds)]
-        with staged(hosts, rate, tick) as lab:
+        with closing(Stage(hosts, rate, tick)) as lab:
             buckets = {mib: lab.run(replace(DDP, bucket_mib=mib), timed=8) for mib in BUCKETS}
             best = min(buckets, key=lambda mib: sorted(buckets[mib])[4])
             seconds: list[float] = []

@@ -97,7 +97,7 @@ def run(lab: Lab, hosts: int, steps: int, folder: Path) -> dict[str, Any]:
 
 
 def main(
-    hosts: Annotated[int, typer.Option(help="Hosts around the switch.")] = 16,
+    hosts: Annotated[int, typer.Option(min=VICTIM + 1, help="Hosts around the switch.")] = 16,
     rate: Annotated[str, typer.Option(help="Of every link, each direction.")] = "100Mbit/s",
     steps: Annotated[int, typer.Option(help="Local steps of a rank.")] = 400,
     json_file: JsonResultOption = None,

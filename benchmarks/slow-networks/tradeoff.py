@@ -9,12 +9,13 @@ library; `step.py` and the tests hold that against interfaces.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from loss import BATCH, SIZE, staged
+from loss import BATCH, SIZE, Stage
 from ways import TRADEOFF
 
 from paceline.bench.facts import head
@@ -23,6 +24,7 @@ from paceline.bench.progress import TurnBar
 from paceline.cli.file_options import JsonResultOption
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
+from paceline.errors import unknown
 from paceline.lm.sizes import size_of
 
 HERE = Path(__file__).parent
@@ -35,12 +37,16 @@ def main(
     json_file: JsonResultOption = None,
 ) -> None:
     """Train in many ways, and tell what each reached and sent."""
+    known = [way.name for way in TRADEOFF]
+    for name in only or []:
+        if name not in known:
+            raise unknown("way", name, known)
     path = json_file or HERE / "tradeoff.json"
     check_writable(path, make_folder=True)
     ways = [way for way in TRADEOFF if not only or way.name in only]
     rows = []
     turns = sum(way.steps // EVERY for way in ways)
-    with TurnBar("loss against bytes", turns) as tick, staged(RANKS, None, tick) as here:
+    with TurnBar("loss against bytes", turns) as tick, closing(Stage(RANKS, None, tick)) as here:
         for way in ways:
             curve = here.run(way, seed=seed, every=EVERY)
             rows.append({"way": asdict(way), "curve": curve})

@@ -9,7 +9,6 @@ The gradient is that of a linear regression, at zero, whose true coefficients di
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from paceline.data.dispatch import deal
 from paceline.data.portions import Policy, Portions
+from paceline.durable import write_json
 
 HERE = Path(__file__).parent
 SAMPLES, SHARES, BATCH_SIZE = 100_000, (0.25, 0.25, 0.10, 0.40), 64
@@ -79,8 +79,9 @@ def rows() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Write the rows beside this file."""
-    result = {"samples": SAMPLES, "shares": SHARES, "batch_size": BATCH_SIZE, "rows": rows()}
-    (HERE / "weights.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    head = {"kind": "epoch-weights", "schema": 1, "command": "python benchmarks/starvation/weights.py"}
+    settings = {"samples": SAMPLES, "shares": SHARES, "batch_size": BATCH_SIZE}
+    write_json(HERE / "weights.json", {**head, **settings, "rows": rows()})
 
 
 if __name__ == "__main__":

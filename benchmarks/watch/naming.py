@@ -19,7 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.lab import Job, Lab
 
@@ -53,10 +55,11 @@ FAULTS = {
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="How often each fault happens on each backend.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each fault happens on each backend.")] = 5,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE / "naming.json",
 ) -> None:
     """Time the naming of every fault."""
+    check_writable(out, make_folder=True)
     cases = [(name, backend) for name in FAULTS for backend in BACKENDS for _ in range(repeats)]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     drills = [{"backend": b, "faults": FAULTS[name], "stall": STALL, "lost": LOST} for name, b in cases]
@@ -115,4 +118,4 @@ def wait_for(folder: Path, name: str, jobs: Sequence[Job]) -> Any:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

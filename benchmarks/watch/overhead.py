@@ -20,7 +20,9 @@ from steps import BATCH, CONTEXT, STEPS
 
 from paceline.bench.facts import head
 from paceline.bench.paired import ratio_of
+from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.launch.local import run_ranks
 from paceline.whereabouts import Whereabouts
@@ -30,12 +32,13 @@ RANKS = 2
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Blocks of each kind in a pair of processes.")] = 30,
-    pairs: Annotated[int, typer.Option(help="Pairs of processes, one after another.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of each kind in a pair of processes.")] = 30,
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of processes, one after another.")] = 4,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Write the result there.")] = HERE
     / "overhead.json",
 ) -> None:
     """Time steps with and without a Watch."""
+    check_writable(out, make_folder=True)
     found: list[dict[str, Any]] = []
     with TurnBar("overhead", pairs) as tick:
         for _ in range(pairs):
@@ -60,4 +63,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program(main)

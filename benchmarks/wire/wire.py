@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
+from paceline.bench.facts import head
+from paceline.durable import write_json
 from paceline.sync.wire import Wire
 
 SIZES_MIB, ROUNDS, CALLS = (1, 4, 16), 15, 4
@@ -73,9 +75,10 @@ def main() -> None:
                     times[name].append(spent)
         rows.append({"mib": size} | {name: round(median(spent), 2) for name, spent in times.items()})
     if world.rank == 0:
-        result = {"ranks": world.size, "torch": torch.__version__, "milliseconds": rows}
-        Path(__file__).with_name("wire.json").write_text(json.dumps(result, indent=1) + "\n")
-        print(json.dumps(result, indent=1))
+        command = f"torchrun --nproc-per-node {world.size} benchmarks/wire/wire.py"
+        result = head("wire") | {"command": command, "ranks": world.size, "milliseconds": rows}
+        write_json(Path(__file__).with_name("wire.json"), result)
+        print(json.dumps(rows, indent=1))
     pl.shutdown()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 from paceline.bench import step as measuring
 from paceline.bench.entries import Entry
@@ -58,14 +59,16 @@ def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
     ("arguments", "message"),
     [
         (["--size", "tini"], "did you mean 'tiny'"),
-        (["--strategies", ""], "--strategies names none"),
+        (["--strategies", ""], "--strategies '' names none"),
         (["--seed", "-5"], "give 0 or more"),
-        (["--size", ","], "no model size"),
+        (["--size", ","], "--size ',' names none"),
         (["--strategies", "bukketed"], "did you mean 'bucketed'"),
         (["--bucket-mib", "0"], "'0' is no bucket size"),
         (["--bucket-mib", "-5"], "'-5' is no bucket size"),
         (["--bucket-mib", "big"], "'big' is no bucket size"),
-        (["--bucket-mib", ","], "bucket sizes []"),
+        (["--bucket-mib", ","], "--bucket-mib ',' names none"),
+        (["--backend", "globo"], "did you mean 'gloo'"),
+        (["--backend", "mpi4py"], "unknown backend 'mpi4py'"),
         (["--ranks", "1"], "nobody to synchronise with"),
         (["--steps", "0"], "--steps 0"),
         (["--context", "1000"], "at most 128 tokens"),
@@ -78,6 +81,22 @@ def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, meas
     assert message in " ".join(shown.split())
     assert "Traceback" not in shown
     assert measured == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("what", [["step"], ["parts", "--profile", "profile.json"]])
+def test_a_backend_that_needs_a_gpu_is_refused_where_there_is_none(monkeypatch, capsys, tmp_path, what):
+    monkeypatch.chdir(tmp_path)
+    assert paceline(monkeypatch, "bench", *what, "--backend", "nccl") == 2
+    assert "backend 'nccl' needs GPUs" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_backend_is_refused_before_a_profile_is_touched(monkeypatch, capsys, tmp_path):
+    profile = tmp_path / "deep" / "profile.json"
+    assert paceline(monkeypatch, "bench", "parts", "--profile", profile, "--backend", "globo") == 2
+    assert "did you mean 'gloo'" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("option", ["--json", "--csv", "--out"])

@@ -54,7 +54,7 @@ def test_a_second_run_takes_the_place_of_the_first_and_leaves_the_rest(monkeypat
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--bytes", "many"], "'many' is no size"),
         (["--sizes", "8,x"], "give whole numbers"),
-        (["--sizes", ","], "give a repetition, a size and a type or more"),
+        (["--sizes", ","], "--sizes ',' names none"),
         (["--dtypes", "float31"], "did you mean 'float32'"),
         (["--repetitions", "0"], "give a repetition"),
         (["--bytes", "1000TB"], "are free on the cpu"),

@@ -188,6 +188,8 @@ def test_it_answers_without_torch():
         (["--starve", *SEVEN, "--block", "1,2"], "--starve plays one block size"),
         (["--starve", "--out", "folder"], "--starve has no charts"),
         (["--starve", "--workers", 2], "how many samples are there"),
+        (["--starve", "--block", 50], "plays an example of its own"),
+        (["--starve", "--scheme", "random", "--seed", 1], "plays an example of its own"),
         (
             ["--starve", "--samples", 1100, "--workers", 2, "--block", 100, "--drop-last"],
             "don't drop the last",

@@ -31,7 +31,6 @@ def test_links_carry_what_is_priced(wire: Wire, tmp_path, stream):
         "backend": "gloo",
         "network": "test",
         "stream": stream,
-        "receipts": True,
         "timeout": 60,
         "out": str(out),
     }

@@ -125,6 +125,13 @@ def test_what_is_asked_for_and_does_not_fit_is_refused_with_what_would():
         refuse_what_does_not_fit(cases_of(settings(ranks=(4,), sizes=(largest + 8,))), room)
 
 
+def test_where_no_size_fits_none_is_recommended():
+    cases = cases_of(settings(ranks=(4,), sizes=(10**6,)))
+    with pytest.raises(UsageError, match=r"(?s)no size would fit.*give fewer --ranks or fewer") as caught:
+        refuse_what_does_not_fit(cases, Room(GIB // 2))
+    assert "--sizes" not in str(caught.value)
+
+
 def test_a_gpu_has_to_hold_its_buffers():
     case = Case(2, "all-reduce", GIB, ("nccl",))
     assert fitting_cases([case], Room(64 * GIB, gpu_nbytes=2 * GIB))[1] == []

@@ -187,3 +187,31 @@ def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
         user_defined(text.format(path))
     with pytest.raises(UsageError, match="returned int"):
         user_defined(f"{path}:make")
+
+
+def test_what_a_workload_returns_is_told_where_it_does_not_fit(tmp_path):
+    from paceline.bench.parts.workload import user_defined
+
+    path = tmp_path / "net.py"
+    path.write_text("import torch\ndef make():\n    return torch.nn.Linear(1, 1), torch.sum, 'eight'\n")
+    with pytest.raises(UsageError, match=r"returned \(Linear, builtin_function_or_method, str\)"):
+        user_defined(f"{path}:make")
+
+
+def test_a_workload_may_have_dataclasses_of_its_own(tmp_path):
+    from paceline.bench.parts.workload import user_defined
+
+    path = tmp_path / "net.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "import torch\n"
+        "@dataclass\n"
+        "class Sizes:\n"
+        "    width: int = 3\n"
+        "def make():\n"
+        "    return torch.nn.Linear(Sizes().width, 1), lambda model: model(torch.ones(2, 3)).sum(), 2\n"
+    )
+    workload = user_defined(f"{path}:make")
+    assert (workload.name, workload.batch) == ("net:make", 2)
+    assert workload.loss_of(workload.build()).shape == ()

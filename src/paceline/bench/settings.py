@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.bench.entries import DDP, DDP_PACELINE, OURS, entries
-from paceline.errors import UsageError
+from paceline.errors import UsageError, unknown
 from paceline.lm.sizes import size_of
 
-__all__ = ["StepSettings"]
+__all__ = ["BACKENDS", "StepSettings"]
+
+BACKENDS = ("paceline", "gloo", "nccl")
+"""What steps can run on."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class StepSettings:
         bucket_mib: bucket sizes to try, in MiB.
         threads: threads of a rank.
         strategies: who takes part; `no-sync`, `ddp` and peers always do.
-        backend: what our strategies run on: "paceline", "gloo" or "nccl"; None: what fits the device.
+        backend: what our strategies run on, a name in `BACKENDS`; None: what fits the device.
         memory: measure peak memory too, each contestant in processes of its own.
         seed: decides initial weights and batches.
 
@@ -56,6 +59,8 @@ class StepSettings:
         for name in ("batch_size", "context", "steps", "rounds", "threads"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}", remedy="give 1 or more")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise unknown("backend", self.backend, BACKENDS)
         if self.seed < 0:
             raise UsageError(f"--seed {self.seed}", remedy="give 0 or more")
         if not self.sizes:

@@ -76,28 +76,30 @@ def step(
 
     Exits with 1 if a strategy's parameters differ from those of torch DDP.
     """
+    from paceline.bench.collectives.backends import check_backends
+    from paceline.bench.collectives.sizes import parse_names
     from paceline.bench.entries import parse_bucket
     from paceline.bench.settings import StepSettings
     from paceline.bench.step import measure_steps, result
     from paceline.launch.local import run_ranks
 
-    chosen = {} if strategies is None else {"strategies": _names(strategies)}
-    if strategies is not None and not chosen["strategies"]:
-        raise UsageError("--strategies names none", remedy="for example --strategies bucketed,sharded")
+    chosen = {} if strategies is None else {"strategies": parse_names(strategies, "--strategies")}
     settings = StepSettings(
         ranks=ranks,
-        sizes=_names(size),
+        sizes=parse_names(size, "--size"),
         batch_size=batch_size,
         context=context,
         steps=steps,
         rounds=rounds,
-        bucket_mib=tuple(parse_bucket(text) for text in _names(bucket_mib)),
+        bucket_mib=tuple(parse_bucket(text) for text in parse_names(bucket_mib, "--bucket-mib")),
         threads=threads,
         backend=backend,
         memory=memory,
         seed=seed,
         **chosen,
     )
+    if backend is not None:
+        check_backends((backend,), ranks)
     writer_of = _writers(json_file, csv_file, out)
     rows = measure_steps(settings, run_ranks)
     _show(rows)
@@ -110,10 +112,6 @@ def step(
 
 
 _Writer = Callable[[Path, "list[Row]", Mapping[str, object]], None]
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) -> dict[Path, _Writer]:

@@ -47,6 +47,7 @@ def machine(
     ] = None,
 ) -> None:
     """Measure memory bandwidth and matrix rate, for the plan's cost model."""
+    from paceline.bench.collectives.sizes import parse_names
     from paceline.bench.facts import machine_record, versions
     from paceline.bench.machine_rates import MachineSettings, jobs, measure
     from paceline.bench.progress import TurnBar
@@ -54,7 +55,12 @@ def machine(
     from paceline.plan.entries import Source
 
     settings = MachineSettings(
-        device, parse_bytes(nbytes), _sizes(sizes), _names(dtypes), repetitions, seconds
+        device,
+        parse_bytes(nbytes),
+        _sizes(parse_names(sizes, "--sizes")),
+        parse_names(dtypes, "--dtypes"),
+        repetitions,
+        seconds,
     )
     if json_file is not None and json_file == profile_file:
         raise UsageError(f"--json and --profile both name {json_file}", remedy="name two files")
@@ -115,12 +121,7 @@ def _show(rates: Sequence[Rate]) -> None:
     typer.echo("Medians of repetitions. Bytes are those read and written; a product of n × n is 2n³ FLOP.")
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    names = _names(text)
+def _sizes(names: Sequence[str]) -> tuple[int, ...]:
     if not all(name.isdecimal() for name in names):
-        raise UsageError(f"--sizes {text}", remedy="give whole numbers, such as 512,1024")
+        raise UsageError(f"--sizes {','.join(names)}", remedy="give whole numbers, such as 512,1024")
     return tuple(sorted(int(name) for name in names))

@@ -60,6 +60,7 @@ def parts(
 
     Example: paceline bench parts --size mini --profile profile.json && paceline plan step --profile profile.json
     """
+    from paceline.bench.collectives.backends import check_backends
     from paceline.bench.collectives.request import is_joined
     from paceline.bench.facts import machine_record, versions
     from paceline.bench.parts.settings import PartsSettings
@@ -84,6 +85,8 @@ def parts(
         seconds=seconds,
         torch=torch,
     )
+    if backend is not None:
+        check_backends((backend,), place.local_size or settings.ranks)
     earlier = load_or_new(profile_file) if place.rank == 0 else Profile()
     command = shlex.join(["paceline", *sys.argv[1:]])
     source = Source(command, now(), machine_record(), versions(["paceline", "torch"]))

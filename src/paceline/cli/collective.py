@@ -50,6 +50,7 @@ __all__ = ["collective"]
 
 _TOPOLOGIES = ("star", "switch", "ring", "tree", "two-level")
 _PLACES = ("none", "here", "lab")
+_CARRIERS = ("gloo", "paceline")
 
 
 def collective(
@@ -87,6 +88,8 @@ def collective(
 
     if run not in _PLACES:
         raise unknown("place to run", run, _PLACES)
+    if backend not in _CARRIERS:
+        raise unknown("backend", backend, _CARRIERS)
     size, gamma = parse_bytes(nbytes), 0.0 if add is None else 1 / _positive("--add", add)
     slow_rates = {rank: _positive("--slow", rate) for rank, rate in read_slow(slow or ()).items()}
     own = {"--shared": shared, "--per-node": per_node, "--between": between, "--hub": hub}

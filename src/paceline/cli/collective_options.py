@@ -65,7 +65,7 @@ CompareOption = Annotated[
 RunOption = Annotated[
     str, typer.Option(help="here: processes on this machine; lab: hosts with such links; else none.")
 ]
-BackendOption = Annotated[str, typer.Option(help="Carries the messages of --run.")]
+BackendOption = Annotated[str, typer.Option(help="Carries the messages of --run: gloo or paceline.")]
 IterationsOption = Annotated[int, typer.Option(help="How often --run carries out each.")]
 StreamOption = Annotated[
     bool, typer.Option("--stream", help="Let --run send pieces on at once, not round by round.")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["dispatch"]
 
+_USUAL = ("round_robin", "1", "64", None, 0, False, None)
+"""Scheme, block, batch size, shares, seed, drop last and draws, where nobody asks for others."""
+
 
 def dispatch(
     samples: Annotated[int | None, typer.Option(help="How many there are.")] = None,
@@ -74,6 +77,11 @@ def dispatch(
     settings = (scheme, block, batch_size, shares, seed, drop_last, draws)
     if starve:
         example = samples is None and ranks is None and shares is None
+        if example and settings != _USUAL:
+            raise UsageError(
+                "--starve without --samples plays an example of its own, which other options don't change",
+                remedy="give --samples and --workers too",
+            )
         _starve(None if example else _asked(samples, ranks, *settings), timeout, backend, json_file, out)
         return
     for option, value in (("--timeout", timeout), ("--backend", backend)):

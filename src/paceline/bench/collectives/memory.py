@@ -78,7 +78,8 @@ def _reason(case: Case, room: Room) -> str:
         why = f"needs about {format_bytes(needed)} of memory, {format_bytes(room.memory_nbytes)} are free"
     else:
         why = f"needs more than the {format_bytes(room.gpu_nbytes)} of a GPU"
-    return f"{what} {why}; up to {_round_down(largest)} would fit"
+    fitting = f"up to {_round_down(largest)}" if largest else "no size"
+    return f"{what} {why}; {fitting} would fit"
 
 
 def _round_down(nbytes: int) -> str:
@@ -117,6 +118,5 @@ def refuse_what_does_not_fit(cases: Sequence[Case], room: Room) -> None:
         reason = _reason(case, room)
         if reason:
             least = min(largest_nbytes(each, room) for each in cases)
-            raise UsageError(
-                reason, remedy=f"give --sizes up to {_round_down(least)}, fewer --ranks or fewer --backends"
-            )
+            smaller = f"--sizes up to {_round_down(least)}, " if least else ""
+            raise UsageError(reason, remedy=f"give {smaller}fewer --ranks or fewer --backends")

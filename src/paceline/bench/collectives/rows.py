@@ -2,8 +2,8 @@
 
 [Note: one time per iteration] A collective is over when its last rank is done, so the largest time of all ranks
 stands for an iteration; median, 95th percentile, least and largest are taken over iterations. Bandwidth is S over the
-median time, never a mean of rates: the mean of S/t_i exceeds S over the mean of t_i, by 20 % and more on a noisy
-machine. The slowest rank is the one that was last most often; evenly spread lateness gives it a share of 1/n.
+median time, never a mean of rates: the mean of S/t_i exceeds S over the mean of t_i, as the fastest iterations count
+most in it. The slowest rank is the one that was last most often; evenly spread lateness gives it a share of 1/n.
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ class CollectiveSettings:
         if self.iterations is not None and self.iterations < 1:
             raise UsageError(f"--iterations {self.iterations}", remedy="give 1 or more")
         if not 0 < self.seconds < 86_400:
-            raise UsageError(f"--seconds {self.seconds:g}", remedy="give a time above 0, for example 2")
+            raise UsageError(
+                f"--seconds {self.seconds:g}", remedy="give more than 0 and less than a day, such as 2"
+            )
 
     @property
     def itemsize(self) -> int:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     """Return the peak of this rank and, on the CPU, the operators in which it was reached."""
-    _warm_up(setting)
+    _warm_up()
     gc.collect()
     gc.disable()  # cycles would be collected at other times than in a prediction
     if setting.device == "cuda":
@@ -68,7 +68,7 @@ def _measure_gpu(subject: Subject, setting: Setting, steps: int) -> dict[str, An
     return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
 
 
-def _warm_up(setting: Setting) -> None:
+def _warm_up() -> None:
     """Load what the first use of torch loads, so that it is not measured."""
     with torch.autograd.profiler.profile(profile_memory=True):
         torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.bench.settings import BACKENDS
+from paceline.errors import UsageError, unknown
 from paceline.lm.sizes import size_of
 
 __all__ = ["PartsSettings", "workload_place"]
@@ -37,7 +38,7 @@ class PartsSettings:
         batch_size: windows of a rank's batch, of a reference model.
         context: tokens of a window, of a reference model.
         threads: of a rank.
-        backend: ``"paceline"``, ``"gloo"`` or ``"nccl"``; None: what fits the device.
+        backend: a name in `paceline.bench.settings.BACKENDS`; None: what fits the device.
         network: what is between the ranks, in words.
         steps: of computing that are timed.
         rounds: repetitions of computing beside exchanges.
@@ -67,6 +68,8 @@ class PartsSettings:
         for name in ("batch_size", "context", "threads", "steps", "rounds"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}", remedy="give 1 or more")
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise unknown("backend", self.backend, BACKENDS)
         if not self.seconds > 0:
             raise UsageError(f"--seconds {self.seconds}", remedy="give a number above 0")
         if not self.network.strip():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -69,10 +71,11 @@ def user_defined(text: str) -> Workload:
         UsageError: there is no such file or function, or it returns something else.
     """
     path, name = workload_place(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"workload_in_{path.stem}", path)
     assert spec is not None, "a .py file has a loader"
     assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses and pickle look for what the file defines
     spec.loader.exec_module(module)
     make = getattr(module, name, None)
     if not callable(make):
@@ -83,15 +86,17 @@ def user_defined(text: str) -> Workload:
     def made() -> tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor], int]:
         torch.manual_seed(0)
         found: Any = make()
-        right = isinstance(found, tuple) and len(found) == 3
-        if not (right and isinstance(found[0], torch.nn.Module) and callable(found[1])):
-            raise UsageError(
-                f"{text} returned {type(found).__name__}", remedy="return (model, loss_of, batch)"
-            )
-        return found
+        match found:
+            case (torch.nn.Module(), loss_of, SupportsIndex()) if callable(loss_of):
+                return found[0], found[1], index(found[2])
+            case tuple() as parts:
+                told = f"({', '.join(type(part).__name__ for part in parts)})"
+            case other:
+                told = type(other).__name__
+        raise UsageError(f"{text} returned {told}", remedy="return (model, loss_of, samples of the batch)")
 
     _, loss_of, batch = made()
-    return Workload(f"{path.stem}:{name}", int(batch), "as the file says", lambda: made()[0], loss_of, adamw)
+    return Workload(f"{path.stem}:{name}", batch, "as the file says", lambda: made()[0], loss_of, adamw)
 
 
 def fingerprint(model: torch.nn.Module) -> str:

@@ -11,7 +11,10 @@ from paceline.collectives.cost import Price, cost
 from paceline.collectives.schedule import Schedule, pipelined
 from paceline.topology import Topology
 
-__all__ = ["Case", "best_segments", "contenders"]
+__all__ = ["ELEMENT_NBYTES", "Case", "best_segments", "contenders"]
+
+ELEMENT_NBYTES = 4
+"""Of the float32 that are carried."""
 
 _SEGMENTS = (1, 2, 4, 8, 16, 32, 64)
 _WORTH = 0.02  # of the price: more segments must save that much to be taken

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from paceline.bench.facts import machine_record
-from paceline.bench.schedules.case import Case
+from paceline.bench.schedules.case import ELEMENT_NBYTES, Case
 from paceline.bench.step import StartRanks
 from paceline.collectives.cost import Price
 from paceline.errors import UsageError
@@ -84,11 +84,17 @@ def carry_out(
         stream: let pieces go on as soon as they are there, instead of round by round.
 
     Raises:
-        UsageError: fewer than one iteration.
+        UsageError: fewer than one iteration, or a vector that has no element for each rank.
         RankFailed, HostFailed: a rank ended with an error; a wrong result is one.
     """
+    ranks = priced[0].case.ranks
     if iterations < 1:
         raise UsageError(f"iterations={iterations}: give at least 1")
+    if nbytes < ranks * ELEMENT_NBYTES:
+        raise UsageError(
+            f"{nbytes} bytes are no float32 for each of {ranks} ranks",
+            remedy=f"give {ranks * ELEMENT_NBYTES} bytes or more to what is carried out",
+        )
     longest = max((one.price.seconds for one in priced), default=0.0)
     with tempfile.TemporaryDirectory(prefix="paceline-collective-") as folder:
         job, out = Path(folder, "job.json"), Path(folder, "found.json")
@@ -99,12 +105,11 @@ def carry_out(
             "backend": backend,
             "network": network,
             "stream": stream,
-            "receipts": True,
             "timeout": max(_LEAST_TIMEOUT, 4 * longest),
             "out": str(out),
         }
         job.write_text(json.dumps(description), encoding="utf-8")
-        start(["-m", "paceline.bench.schedules.worker", str(job)], priced[0].case.ranks, env={})
+        start(["-m", "paceline.bench.schedules.worker", str(job)], ranks, env={})
         found = json.loads(out.read_text(encoding="utf-8"))
     return [
         Priced(one.case, one.price, of_case["seconds"], of_case["receipts"])

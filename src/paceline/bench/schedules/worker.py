@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.bench import exact
 from paceline.bench.progress import TurnBar
-from paceline.bench.schedules.case import Case
+from paceline.bench.schedules.case import ELEMENT_NBYTES, Case
 from paceline.collectives.run import SEGMENT_NBYTES, Outcome, run
 from paceline.errors import CollectiveError
 from paceline.world import World, init, shutdown
@@ -45,7 +45,7 @@ def work(job: Mapping[str, Any]) -> None:
 def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, Outcome]:
     """Carry out a case, check its result, and return the seconds of the slowest rank."""
     schedule = case.schedule()
-    tensor = torch.zeros(job["nbytes"] // 4 // case.ranks * case.ranks)
+    tensor = torch.zeros(job["nbytes"] // ELEMENT_NBYTES // case.ranks * case.ranks)
     output = torch.full_like(tensor, -1) if case.op in ("all-to-all", "send-recv") else None
     _fill(case, tensor, world.rank)
     dist.barrier()
@@ -56,7 +56,7 @@ def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, Outco
         output,
         orderly=not job["stream"],
         segment_nbytes=SEGMENT_NBYTES if job["stream"] else _WHOLE,
-        receipts=job["receipts"],
+        receipts=True,
         check=False,
         timeout=job["timeout"],
     )
