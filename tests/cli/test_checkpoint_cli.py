@@ -52,6 +52,14 @@ def test_damage_is_shown_and_an_exit_code(monkeypatch, capsys, run):
     assert "manifest.json is missing" in capsys.readouterr().out
 
 
+def test_weights_that_can_not_be_written_are_refused_first(monkeypatch, capsys, run, tmp_path):
+    out = tmp_path / "no" / "out.safetensors"
+    assert paceline(monkeypatch, "checkpoint", run, "--verify", "--export", out) == 2
+    told = capsys.readouterr()
+    assert "can't write --export" in told.err
+    assert told.out == ""
+
+
 def test_nothing_there(monkeypatch, capsys, tmp_path):
     assert paceline(monkeypatch, "checkpoint", tmp_path) == 2
     assert "no checkpoint in" in capsys.readouterr().err

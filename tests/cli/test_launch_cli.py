@@ -83,6 +83,8 @@ def test_a_driver_of_ray_is_shown(command):
         (["slurm", "--env", "A=1", "--env", "A=2", "train.py"], "sets A a second time"),
         (["slurm", "--folder", "runs", "train.py"], "folder 'runs' is not the same everywhere"),
         (["slurm", "--time", "soon", "train.py"], "'soon' is no time"),
+        (["torchrun", "--submit", "--shell", "", "train.py"], "--shell names no program"),
+        (["torchrun", "--submit", "--shell", "ssh '", "train.py"], "No closing quotation"),
         (["mpi", "--mpi", "mpitch", "train.py"], "did you mean 'mpich'?"),
         (["mpi", "--hostfile", "hosts", "train.py"], "no hosts to write there"),
         (["ray", "--out", "/no/such/folder/x.py", "train.py"], "no such folder"),
@@ -149,6 +151,23 @@ def test_a_job_that_slurm_does_not_know_is_told(monkeypatch, tmp_path):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(RankFailed, match=r"(?s)Slurm tells nothing of job 3: .*Invalid job id.*sacct -j 3"):
+        slurm_queue.watch_job(3, tmp_path / "log", print, print)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_controller_that_does_not_answer_is_asked_again(monkeypatch, tmp_path, answers):
+    asked = tmp_path / "asked"
+    script = tmp_path / "scontrol"
+    answer = f'[ $(wc -l < {asked}) -lt 2 ] || exec echo "JobId=3 JobState=COMPLETED ExitCode=0:0"'
+    script.write_text(f"#!/bin/sh\necho x >> {asked}\n{answer if answers else ''}\nexec sleep 100\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in (("_ASK_SECONDS", 0.3), ("_LOOK_SECONDS", 0.01), ("_TRIES", 3)):
+        monkeypatch.setattr(slurm_queue, name, value)
+    if answers:
+        assert slurm_queue.watch_job(3, tmp_path / "log", print, print).state == "COMPLETED"
+        return
+    with pytest.raises(RankFailed, match=r"Slurm tells nothing of job 3: no answer within 0.3 s, 3 times"):
         slurm_queue.watch_job(3, tmp_path / "log", print, print)
 
 

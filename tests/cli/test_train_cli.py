@@ -194,6 +194,8 @@ def test_token_file(tmp_path, here):
         ("--bucket-mib -4", "must be above 0"),
         ("--sync naive --bucket-mib 4", "which has no bucket size"),
         ("--ranks 0", "ranks=0"),
+        ("--min-ranks 3", "min_ranks=3, of 2 ranks"),
+        ("--ranks 1 --min-ranks 2", "min_ranks=2, of 1 rank"),
         ("--steps 0", "steps=0"),
         ("--batch-size -3", "batch_size=-3"),
         ("--lr -1", "lr=-1.0"),

@@ -127,6 +127,13 @@ def test_any_json_is_a_row_or_malformed(value):
             make(value, 4)
 
 
+def test_a_time_that_no_float_holds_is_malformed():
+    values = json.loads(json.dumps(ROW.message()))["row"]
+    values[list(WRONG_ROWS).index("age")] = 10**400
+    with pytest.raises(Malformed, match="age="):
+        Row.of(values, 4)
+
+
 def test_a_time_that_lies_in_the_future_is_now():
     values = json.loads(json.dumps(ROW.message()))["row"]
     values[list(WRONG_ROWS).index("age")] = -3.0

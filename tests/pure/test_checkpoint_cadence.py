@@ -18,6 +18,14 @@ def test_every_so_many_steps():
     assert cadence(None, list) is None
 
 
+def test_steps_that_are_passed_between_two_looks_count():
+    """A loop whose body makes three optimizer steps, begun anew after step 11."""
+    every = EverySteps(4)
+    assert [step for step in range(3, 25, 3) if every.due(step)] == [6, 9, 12, 18, 21, 24]
+    every = EverySteps(4)
+    assert [step for step in range(11, 30, 3) if every.due(step)] == [14, 17, 20, 26, 29]
+
+
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "0s", "10 apples", [], b"1"])
 def test_what_is_no_cadence(every):
     with pytest.raises(UsageError):
@@ -70,6 +78,23 @@ def test_looks_are_rare_where_steps_are_short_and_a_save_is_not_late():
             saved.append(now[0])
     assert saved == pytest.approx([600, 1200, 1800], rel=0.1)
     assert len(looks) < 120
+
+
+def test_the_time_between_two_looks_at_the_clock_is_no_step():
+    """Steps of 3 s, and a clock that goes on while it is read: the second look is not a thousand steps away."""
+    now, saved = [0.0], []
+
+    def clock():
+        now[0] += 1e-7
+        return now[0]
+
+    every = EverySeconds(60, list, clock)
+    for step in range(1, 101):
+        now[0] += 3.0
+        if every.due(step):
+            every.saved()
+            saved.append(now[0])
+    assert saved == pytest.approx([60, 120, 180, 240, 300], abs=3.1)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))

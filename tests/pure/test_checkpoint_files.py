@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import tracemalloc
@@ -73,6 +75,18 @@ def test_what_is_changed_in_memory_stays_in_memory(tmp_path):
     reader.check(["a.safetensors"])
 
 
+def test_mapped_tensors_begin_where_the_processor_may_read_them(tmp_path):
+    """An address that is no multiple of the element's size ends the process where complex numbers are copied."""
+    for length in range(1, 17):
+        told = write_file(
+            tmp_path / f"{length}.safetensors", {"w" * length: torch.ones(4, dtype=torch.complex128)}
+        )
+        found = Reader(tmp_path, {f"{length}.safetensors": told}).tensor(
+            f"{length}.safetensors", "w" * length
+        )
+        assert found.data_ptr() % 16 == 0
+
+
 def test_a_disk_that_fills_up_is_told(tmp_path):
     faults.disk_full(after_nbytes=100)
     try:
@@ -126,6 +140,18 @@ def harm(path, how, chance):
         at = chance.randrange(8 * len(data))
         data[at // 8] ^= 1 << at % 8
     path.write_bytes(data)
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path, 1)
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert problem_of(path) == "model.safetensors can't be read: Input/output error"
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    assert problem_of(path) == "model.safetensors ended while it was read"
 
 
 def test_when_none_is_intact_all_are_named(tmp_path):

@@ -117,6 +117,8 @@ def test_what_can_not_be_read_or_written(tmp_path):
     for name, words in (("a.pt", "no safetensors file"), ("no/where/a.safetensors", "can't write")):
         with pytest.raises(UsageError, match=words):
             pl.export_weights(tmp_path / "run", tmp_path / name)
+    with pytest.raises(UsageError, match="no safetensors file"):  # before anything is read
+        pl.export_weights(tmp_path / "nowhere", tmp_path / "a.pt")
 
 
 def test_damage_is_passed_over_or_told(tmp_path):

@@ -92,7 +92,10 @@ def test_tensors_of_the_same_path_have_labels_of_their_own():
     assert (found["a.b"].item(), found["a"]["b"].item()) == (0.0, 1.0)
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 0, torch.float32, np.array([object()])])
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: 0, torch.float32, np.array([object()]), np.array(["text"]), np.array([1.0], ">f4")],
+)
 def test_what_is_no_state_is_refused_by_its_path(value):
     with pytest.raises(UsageError, match=r"scheduler\.lambdas\[1\] is a"):
         pack({"lambdas": [None, value]}, "scheduler")

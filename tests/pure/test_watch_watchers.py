@@ -101,6 +101,9 @@ def test_what_comes_with_the_greeting_is_not_lost():
     mesh.close()
 
 
+NO_TEXT = rb'{"hello":[1,"\ud800","beats"]}'  # JSON that no encoding has
+
+
 @pytest.mark.parametrize(
     "greeting",
     [
@@ -109,6 +112,7 @@ def test_what_comes_with_the_greeting_is_not_lost():
         pack({"hello": ["1", "secret", "beats"]}),
         pack({"hello": [0, "secret", "beats"]}),
         pack({"hello": [1, None, "beats"]}),
+        len(NO_TEXT).to_bytes(4) + NO_TEXT,
         pack({"hello": [1, "secret", "else"]}),
         pack({"hello": "secret"}),
         pack({"row": []}),

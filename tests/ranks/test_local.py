@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import paceline
 from paceline.errors import RankFailed, UsageError
+from paceline.launch.child import Child, end
 from paceline.launch.local import run_ranks
 
 SOURCE = str(Path(paceline.__file__).parents[1])
@@ -266,10 +268,26 @@ def test_a_hangup_that_is_ignored_stays_ignored(home, start_parent):
     assert_clean(home, 2)
 
 
-def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_log_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="can't be made"):
+    with pytest.raises(UsageError, match="logs can't be written"):
         run_ranks(["-c", "pass"], 1, log_dir=tmp_path / "file" / "logs")
+
+    def refuse(**_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(UsageError, match="Read-only file system"):
+        run_ranks(["-c", "pass"], 2, log_dir=tmp_path)
+
+
+def test_who_was_reaped_is_sent_no_signal(monkeypatch):
+    """Its number may be another process's by then."""
+    child = Child(subprocess.Popen([sys.executable, "-S", "-c", ""], process_group=0))
+    end([child])
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("a signal was sent"))
+    child.signal_group(signal.SIGKILL)
+    end([child])
 
 
 def test_a_signal_without_a_name_is_told_by_its_number(home):

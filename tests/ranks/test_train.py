@@ -133,6 +133,14 @@ def test_resume_on_other_ranks_with_another_strategy(pool, settings, before, aft
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
 
 
+def test_ranks_that_start_again_after_the_last_step_tell_the_last_loss(pool, settings):
+    settings = clean(settings, "a")
+    val_loss, last = pool(2).run(run, settings)[0]
+    again, weights = pool(2).run(run, replace(settings, existing="resume"))[0]
+    assert again == pytest.approx(val_loss, rel=1e-6)
+    assert all(map(torch.equal, weights, last))
+
+
 def test_checkpoints_are_the_latest_two_and_no_pickle(pool, settings):
     settings = clean(replace(settings, checkpoint_every=3), "a")
     pool(2).run(run, settings)

@@ -222,9 +222,11 @@ def _rank(value: object, ranks: int) -> int:
 
 
 def _real(name: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if isinstance(value, int):
+        return max(0.0, float(_whole(name, value)))
+    if not isinstance(value, float) or not math.isfinite(value):
         raise Malformed(f"{name}={value!r}"[:80])
-    return max(0.0, float(value))
+    return max(0.0, value)
 
 
 def _text(name: str, value: object, most: int) -> str:

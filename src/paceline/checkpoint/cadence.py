@@ -21,14 +21,17 @@ Share = Callable[[list[float]], list[float]]
 
 
 class EverySteps:
-    """Due after every `steps` optimizer steps."""
+    """Due after every `steps` optimizer steps; where several lie between two looks, at the first look after."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
+        self._looked_at: int | None = None
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is due after `step` steps."""
-        return step % self._steps == 0
+        before = step - 1 if self._looked_at is None else self._looked_at
+        self._looked_at = step
+        return step // self._steps > before // self._steps
 
     def saved(self) -> None:
         """Take note that one was begun."""
@@ -51,12 +54,10 @@ class EverySeconds:
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is due after `step` steps; all ranks call this after every step."""
-        if self._looked_at is None:
-            self._looked_at = step, self._clock()
         if step < self._next:
             return False
         now = self._clock()
-        before, then = self._looked_at
+        before, then = self._looked_at or (step, now)
         per_step = (now - then) / max(1, step - before)
         ahead = self._seconds / _LOOKS / per_step if per_step > 0 else 1.0
         is_due = now - self._saved >= self._seconds

@@ -229,7 +229,7 @@ class Mesh:
             return False
         rank, token, purpose = hello
         known = isinstance(rank, int) and 0 <= rank < len(self.cards) and isinstance(token, str)
-        if not known or not hmac.compare_digest(token.encode(), self._token.encode()):
+        if not known or not hmac.compare_digest(token.encode(errors="replace"), self._token.encode()):
             return False
         if purpose == "stacks":
             self._dumps.append((rank, caller, bytearray()))

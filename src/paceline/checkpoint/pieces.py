@@ -1,6 +1,8 @@
 """Optimizer state as pieces: this range of elements of that parameter, flattened, has this state.
 
 Every strategy's state can be said so, whole or cut, so a checkpoint fits any number of ranks and any strategy.
+Elements are counted in the order in which the parameter is stored, a complex one as two, as shards are
+(`paceline.sync.reshard`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
+from paceline.sync.bucket import storage_numel
+from paceline.sync.reshard import flattened, shaped
 from paceline.sync.shard import ShardedOptimizer
 
 __all__ = ["Piece", "load_optimizer", "optimizer_state"]
 
 Piece = tuple[str, int, int, Mapping[str, Any]]
 """A parameter's name, start and stop among its flattened elements, and the state of start … stop - 1: tensors of as
-many elements (``exp_avg``), and what belongs to the whole parameter (``step``)."""
+many elements (``exp_avg``), and what belongs to the whole parameter (``step``, Adafactor's ``row_var``)."""
 
 
 def optimizer_state(
@@ -145,10 +149,10 @@ def _pieces(
     owners = deal([0 if isinstance(param, DTensor) else param.numel() for param in params], ranks)
     pieces: list[Piece] = []
     for index, (param, owner) in enumerate(zip(params, owners, strict=True)):
-        start, stop = _own_rows(param, rank) if isinstance(param, DTensor) else (0, param.numel())
+        start, stop = _own_rows(param, rank) if isinstance(param, DTensor) else (0, storage_numel(param))
         mine = isinstance(param, DTensor) or owner == rank
         if mine and start < stop and states.get(index):
-            state = {key: _flat(value) for key, value in states[index].items()}
+            state = {key: _flat(key, value, param) for key, value in states[index].items()}
             pieces.append((name_of[id(param)], start, stop, state))
     return pieces
 
@@ -174,41 +178,47 @@ def _own_rows(param: DTensor, rank: int) -> tuple[int, int]:
     return first * row_numel, first * row_numel + param.to_local().numel()
 
 
-def _flat(value: Any) -> Any:
-    if not isinstance(value, Tensor):
+def _flat(key: str, value: Any, param: Tensor) -> Any:
+    """Return what has a number for each element of `param` flattened, and anything else as it is."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != param.shape:
         return value
-    value = value.to_local() if isinstance(value, DTensor) else value
-    return value.flatten() if value.dim() else value
+    if isinstance(value, DTensor):
+        return value.to_local().flatten()
+    if value.is_contiguous() and param.is_contiguous() and not param.is_complex():
+        return value.flatten()  # without a copy
+    return flattened({key: value}, param, [key])[key]
 
 
 def _joined(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dict[str, Any]:
     """Return the state of `param` put together from `pieces`, cut to this rank's rows if it is sharded."""
     joined: dict[str, Any] = {}
-    covered = 0
+    covered, numel = 0, storage_numel(param)
     for _, start, stop, state in pieces:
         covered += stop - start
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 joined[key] = value
-            elif stop - start == param.numel():
+            elif stop - start == numel:
                 # A view of a mapped file is copied: the file may be gone before the state is used up.
                 joined[key] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
             else:
-                whole = joined.setdefault(key, value.new_zeros(param.numel()))
-                whole[start:stop] = value
-    if covered != param.numel():
+                if key not in joined:
+                    joined[key] = value.new_zeros(numel)
+                joined[key][start:stop] = value
+    if covered != numel:
         raise UsageError(
-            f"the checkpoint's optimizer state covers {covered} of {param.numel()} elements of {name!r}",
+            f"the checkpoint's optimizer state covers {covered} of {numel} elements of {name!r}",
             remedy="resume with the model and the optimizer that the checkpoint was written with",
         )
-    return {key: _like(param, value, rank) for key, value in joined.items()}
+    if isinstance(param, DTensor):
+        return {key: _rows(param, value, rank) for key, value in joined.items()}
+    return shaped(joined, param)
 
 
-def _like(param: Tensor, whole: Any, rank: int) -> Any:
+def _rows(param: DTensor, whole: Any, rank: int) -> Any:
+    """Return this rank's rows of what has a number for each element of `param`, and anything else as it is."""
     if not isinstance(whole, Tensor) or whole.dim() == 0:
         return whole
-    if not isinstance(param, DTensor):
-        return whole.view(param.shape)
     start, stop = _own_rows(param, rank)
     local = whole[start:stop].view(param.to_local().shape).to(param.device)
     return DTensor.from_local(

@@ -41,11 +41,12 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
     Example:
         >>> export_weights("runs/train/checkpoint", "model.safetensors")  # doctest: +SKIP
     """
-    weights, target = weights_in(source, model=model), Path(path)
+    target = Path(path)
     if target.suffix != ".safetensors":
         raise UsageError(
             f"{str(path)!r} is no safetensors file", remedy="name one that ends with .safetensors"
         )
+    weights = weights_in(source, model=model)
     try:
         write_whole(target, lambda beside: write_file(beside, weights))
     except OSError as error:

@@ -48,7 +48,7 @@ class Reader:
             keep: those of them whose tensors are kept in memory.
 
         Raises:
-            DamagedCheckpoint: they differ, or can't be read; the message names the file and the tensor.
+            DamagedCheckpoint: they differ, or can't be read; the message names the file, and the tensor that differs.
         """
         kept = set(keep)
         handles: dict[str, int] = {}
@@ -106,7 +106,7 @@ class Reader:
     def _check_header(self, handle: int, name: str) -> None:
         file = self._files[name]
         buffer = memoryview(bytearray(min(_BLOCK_NBYTES, file.header_nbytes)))
-        checksum = _summed(handle, 0, file.header_nbytes, lambda start, nbytes: buffer[:nbytes])
+        checksum = _summed(handle, name, 0, file.header_nbytes, lambda start, nbytes: buffer[:nbytes])
         self._compare(checksum, file.header_checksum, name, "the header")
 
     def _check_stretch(
@@ -119,9 +119,11 @@ class Reader:
                 self._read[name, label] = tensor = _empty(one)
                 flat: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
                 whole = memoryview(flat)
-                checksum = _summed(handle, one.start, one.stop, lambda at, n, whole=whole: whole[at : at + n])
+                checksum = _summed(
+                    handle, name, one.start, one.stop, lambda at, n, whole=whole: whole[at : at + n]
+                )
             else:
-                checksum = _summed(handle, one.start, one.stop, lambda at, n: buffer[:n])
+                checksum = _summed(handle, name, one.start, one.stop, lambda at, n: buffer[:n])
             self._compare(checksum, one.checksum, name, f"tensor {label!r}")
 
     def _compare(self, found: str, told: str, name: str, what: str) -> None:
@@ -145,16 +147,16 @@ def _stretches(tensors: Mapping[str, Stored]) -> Iterator[list[tuple[str, Stored
         yield run
 
 
-def _summed(handle: int, start: int, stop: int, place: Callable[[int, int], memoryview]) -> str:
+def _summed(handle: int, name: str, start: int, stop: int, place: Callable[[int, int], memoryview]) -> str:
     """Read the bytes start … stop - 1 and return their checksum.
 
     Args:
-        handle: the file.
+        handle, name: the file.
         start, stop: in the file.
         place: returns where to put so many bytes that begin at an offset from `start`.
 
     Raises:
-        DamagedCheckpoint: the file ends before.
+        DamagedCheckpoint: the file ends before, or can't be read.
     """
     checksum, at = xxh3_64(), start
     while at < stop:
@@ -162,9 +164,9 @@ def _summed(handle: int, start: int, stop: int, place: Callable[[int, int], memo
         try:
             nbytes = os.preadv(handle, [block], at)
         except OSError as error:
-            raise DamagedCheckpoint(f"a file can't be read: {error.strerror}") from error
+            raise DamagedCheckpoint(f"{name} can't be read: {error.strerror}") from error
         if not nbytes:
-            raise DamagedCheckpoint("a file ended while it was read")
+            raise DamagedCheckpoint(f"{name} ended while it was read")
         checksum.update(block[:nbytes])
         at += nbytes
     return checksum.hexdigest()

@@ -132,22 +132,19 @@ class Saving:
     def _run(self) -> None:
         try:
             part = self._write()
-        except OSError as error:
-            self.failure = error.strerror or str(error)
-            part = {"failure": self.failure}
         except Exception as error:  # noqa: BLE001 — a thread's exception would be printed and forgotten
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = _reason(error)
             part = {"failure": self.failure}
         try:
             write_text(self._part(self._rank), json.dumps(part))
         except OSError as error:
-            self.failure = self.failure or error.strerror or str(error)
+            self.failure = self.failure or _reason(error)
         self._written.set()
         if self._rank == 0:
             try:
                 self._complete()
-            except OSError as error:
-                self.failure = error.strerror or str(error)
+            except Exception as error:  # noqa: BLE001 — the training thread waits for this thread's end
+                self.failure = _reason(error)
             if self.path is None:
                 self._folder.remove(self._growing)
         self._over.set()
@@ -186,3 +183,10 @@ class Saving:
             if not threading.main_thread().is_alive():
                 left -= _LOOK_SECONDS
         return json.loads(there.read_bytes())
+
+
+def _reason(error: Exception) -> str:
+    """Return why a checkpoint could not be written, in one line."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"{type(error).__name__}: {error}"

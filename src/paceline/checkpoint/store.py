@@ -24,7 +24,7 @@ from torch import Tensor
 import paceline
 from paceline.checkpoint.cadence import cadence
 from paceline.checkpoint.contents import contents_of, take_up
-from paceline.checkpoint.folder import Folder, Lock
+from paceline.checkpoint.folder import Folder, Lock, name_of
 from paceline.checkpoint.recovery import PassedOver, find
 from paceline.checkpoint.saving import Buffers, Saving, Share
 from paceline.checkpoint.subjects import Subjects
@@ -71,7 +71,7 @@ class Checkpoint:
         every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: where `save` is called.
         keep: complete checkpoints that stay, 1 or more. With 2 there is another one if a disk damages the newest.
         asynchronous: False: training waits until a checkpoint is complete, and no memory is taken for copies.
-        facts: what else is to be remembered, as JSON can say it.
+        facts: what else is to be remembered, as JSON can say it: no NaN.
         group: the ranks, as a process group; None: all.
         named: objects under names of their own.
 
@@ -83,7 +83,7 @@ class Checkpoint:
 
     Raises:
         UsageError: the folder can't be written or is not shared, its file system does not rename in one step, an object
-            has no state, or `every` or `keep` make no sense.
+            has no state, `facts` are more than JSON can say, or `every` or `keep` make no sense.
         CheckpointError: another run writes to the folder.
 
     Example:
@@ -109,7 +109,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
-        self.facts = dict(facts or {})
+        self.facts = _checked(facts or {})
         self._group, (self._rank, self._ranks) = group, place_in(group)
         self._cadence = cadence(every, self._rank_0s)
         self._keep, self._asynchronous = keep, asynchronous
@@ -168,6 +168,11 @@ class Checkpoint:
                 "with the next batch",
                 type(loader).__qualname__,
             )
+        elif hasattr(loader, "state_dict"):
+            log.warning(
+                "the loader was not there when load() was called, so it is not saved: a run that is resumed begins its "
+                "epoch again; give it to paceline.Checkpoint too"
+            )
 
     def _tick(self) -> None:
         """Save if that is due; after the body of the loop."""
@@ -203,6 +208,7 @@ class Checkpoint:
             )
 
     def _begin(self) -> None:
+        self._warn_of_newer()
         contents = contents_of(self.subjects, self._rank, self._ranks, epoch=self.epoch)
         files = self._buffers.copy(contents.files) if self._asynchronous else _on_cpu(contents.files)
         about = {
@@ -221,6 +227,18 @@ class Checkpoint:
         self._under_way, self._latest, self._saved_at = (self.step, saving), saving, self.step
         if self._cadence is not None:
             self._cadence.saved()
+
+    def _warn_of_newer(self) -> None:
+        """Say so where another run has left checkpoints that count as newer than what this one saves."""
+        if self._loaded or self._rank != 0:
+            return
+        newest = next(iter(self._folder.complete()), None)
+        if newest is not None and newest.name >= name_of(self.step):
+            log.warning(
+                "%s is there already, and this run did not begin with it: what is saved up to that step is removed "
+                "as older; call load() before training, or name another folder",
+                newest,
+            )
 
     def _settle(self) -> str:
         """See the checkpoint under way through to its end; return why it can't be completed, if so."""
@@ -335,6 +353,18 @@ class Checkpoint:
         """Return rank 0's numbers on all ranks."""
         mine = numbers if self._rank == 0 else [0.0] * len(numbers)
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
+
+
+def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `facts`, once it is clear that a manifest can hold them."""
+    try:
+        json.dumps(dict(facts), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"the facts of a checkpoint are more than JSON can say: {error}",
+            remedy="give texts, finite numbers, True, False, None, and lists and dicts of them",
+        ) from error
+    return dict(facts)
 
 
 def _have_counted(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkpoint]) -> None:

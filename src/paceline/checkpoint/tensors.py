@@ -81,7 +81,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     text = json.dumps(
         {"__metadata__": {"format": "pt", **metadata}, **entries}, separators=(",", ":")
     ).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % 16)  # of the largest element: mapped, tensors are used where they lie
     return len(text).to_bytes(8, "little") + text
 
 

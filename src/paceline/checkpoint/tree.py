@@ -54,7 +54,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, Tensor):
         return {"$tensor": _aside(value, path, tensors)}
-    if isinstance(value, np.ndarray) and value.dtype != object:
+    if isinstance(value, np.ndarray) and value.dtype.isnative and hasattr(torch, value.dtype.name):
         return {"$array": _aside(torch.from_numpy(np.ascontiguousarray(value)), path, tensors)}
     if isinstance(value, bytes | bytearray):
         return {"$bytes": bytes(value).hex()}

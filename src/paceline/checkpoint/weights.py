@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline.checkpoint.pieces import deal
 from paceline.checkpoint.subjects import bare
@@ -145,8 +145,6 @@ def load_weights(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
     for name, tensor in weights_of(model)[0].items():
         value = whole(name)
         if isinstance(tensor, DTensor):
-            from torch.distributed.tensor import distribute_tensor
-
             value = distribute_tensor(
                 value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
             )

@@ -57,7 +57,9 @@ def checkpoint(
             f"no checkpoint in {str(place)!r}", remedy="name the folder that was given to paceline.Checkpoint"
         )
     if json_file is not None:
-        check_writable(json_file)
+        check_writable(json_file, "--json")
+    if export is not None:
+        check_writable(export, "--export")
     rows = [_look(path, verify) for path in complete]
     console = Console()
     console.print(_table(rows))

@@ -30,6 +30,7 @@ from paceline.cli.launch_options import (
 )
 from paceline.cli.writable import check_writable
 from paceline.durable import write_text
+from paceline.errors import UsageError
 
 __all__ = ["app"]
 
@@ -70,13 +71,13 @@ def torchrun(
     """
     from paceline.launch.torchrun import torchrun_line, torchrun_script
 
-    work = described(context.params)
+    work, words = described(context.params), _words(shell)
     text = torchrun_script(work)
     _put(text, out, submit=submit)
     if submit:
         from paceline.launch.foreground import run_commands
 
-        line, words = torchrun_line(work), shlex.split(shell)
+        line = torchrun_line(work)
         commands = {one: [*words, one, line] for one in work.host_names} or {"": ["sh", "-c", line]}
         _end(run_commands(commands))
 
@@ -236,6 +237,21 @@ def kubernetes(
 
     work = described(context.params)
     _put(manifest(work, Pods(image, claim, namespace, parse_bytes(shared_memory))), out)
+
+
+def _words(shell: str) -> list[str]:
+    """Return the words of --shell.
+
+    Raises:
+        UsageError: there are none, or a quotation in it does not end.
+    """
+    try:
+        words = shlex.split(shell)
+    except ValueError as error:
+        raise UsageError(f"--shell {shell!r}: {error}", remedy=f"for example --shell {_SSH!r}") from error
+    if not words:
+        raise UsageError("--shell names no program", remedy=f"for example --shell {_SSH!r}")
+    return words
 
 
 def _put(text: str, out: Path | None, *, submit: bool = False) -> None:

@@ -31,6 +31,7 @@ def command_of(work: Work, flavour: str, hostfile: Path | None, *, submit: bool)
     """
     if flavour not in get_args(Mpi):
         raise unknown("MPI", flavour, get_args(Mpi))
+    mpi: Mpi = "mpich" if flavour == "mpich" else "openmpi"
     mpiexec = find_mpiexec() if submit else "mpiexec"
     if mpiexec is None:
         raise UsageError(
@@ -43,9 +44,9 @@ def command_of(work: Work, flavour: str, hostfile: Path | None, *, submit: bool)
                 f"--hostfile {hostfile}, but no hosts to write there", remedy="name them: --host pc1 …"
             )
         check_writable(hostfile, "--hostfile")
-        write_text(hostfile, host_file(work, "mpich" if flavour == "mpich" else "openmpi"))
+        write_text(hostfile, host_file(work, mpi))
     hosts = "" if hostfile is None else str(hostfile.absolute())
-    return mpiexec_command(work, "mpich" if flavour == "mpich" else "openmpi", mpiexec, hosts)
+    return mpiexec_command(work, mpi, mpiexec, hosts)
 
 
 def run_again(command: Sequence[str], max_restarts: int) -> int:

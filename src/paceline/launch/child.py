@@ -39,7 +39,9 @@ class Child:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to this process and its children; call only before the process is reaped."""
+        """Send a signal to this process and its children, unless it was reaped: then the number may be another's."""
+        if self.process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 

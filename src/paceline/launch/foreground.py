@@ -18,6 +18,7 @@ from typing import IO
 
 from paceline.errors import UsageError
 from paceline.launch.child import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline.launch.over import exit_status
 
 __all__ = ["run_commands"]
 
@@ -97,4 +98,4 @@ def _await(running: Mapping[str, Child], follow: float) -> int:
         if None not in codes:
             break
         time.sleep(LOOK_SECONDS)
-    return first if first >= 0 else 128 - first
+    return exit_status(first)

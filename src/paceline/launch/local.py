@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from paceline.ending import how_ended
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.child import LOOK_SECONDS, end, termination_raises
+from paceline.launch.job import check_log_dir
+from paceline.launch.over import remedy_of
 from paceline.launch.rank import Rank, start_rank
 from paceline.machine.cores import usable_cores
 
@@ -51,7 +52,7 @@ def run_ranks(
 
     Raises:
         RankFailed: a rank ended with an error, or time was up; the others have been ended.
-        UsageError: no program, fewer than one rank, or a `log_dir` that can't be made.
+        UsageError: no program, fewer than one rank, or a `log_dir` that can't be written.
     """
     if not argv:
         raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
@@ -62,7 +63,7 @@ def run_ranks(
     try:
         with termination_raises():
             logs = private if log_dir is None else Path(log_dir)
-            _make(logs)
+            check_log_dir(logs)
             variables = {
                 **os.environ,
                 **(env or {}),
@@ -74,15 +75,6 @@ def run_ranks(
     finally:
         end(running)
         shutil.rmtree(private, ignore_errors=True)
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(
-            f"log_dir {folder} can't be made: {error.strerror}", remedy="name a folder that you may write to"
-        ) from error
 
 
 def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path) -> Rank:
@@ -128,17 +120,13 @@ def _failure(running: Sequence[Rank], failed: list[Rank], *, logs_stay: bool) ->
     after = f"; after it {', '.join(followed)}" if followed else ""
     where = f"; its whole output is in {first.log}" if first.log and logs_stay else ""
     shown = _tail(first) if first.log else "; its output is above"
-    return RankFailed(f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=_remedy(first))
+    return RankFailed(
+        f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=remedy_of(first.exit_code())
+    )
 
 
 def _how(one: Rank) -> str:
     return how_ended(one.exit_code() or 0)
-
-
-def _remedy(one: Rank) -> str:
-    if one.exit_code() == -signal.SIGKILL:
-        return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
-    return "correct what its output says; the other ranks have been ended"
 
 
 def _tail(one: Rank) -> str:

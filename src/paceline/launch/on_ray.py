@@ -21,6 +21,7 @@ from typing import Any
 from paceline.errors import UsageError, WorldError
 from paceline.launch.child import Child, end, on_leash, termination_raises
 from paceline.launch.hosts import Address, await_server
+from paceline.launch.over import exit_status
 from paceline.launch.run_command import run_command
 from paceline.launch.work import Work
 
@@ -163,8 +164,7 @@ class _Host:
         process = subprocess.Popen(
             on_leash(command), env=variables | threads | env, cwd=folder or None, stdin=subprocess.DEVNULL
         )
-        code = process.wait()
-        return code if code >= 0 else 128 - code
+        return exit_status(process.wait())
 
 
 def _await(ray: Any, running: list[Any]) -> int:

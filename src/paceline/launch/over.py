@@ -9,7 +9,7 @@ from paceline.errors import RankFailed
 from paceline.launch.failure import Failure
 from paceline.launch.verdict import Verdict
 
-__all__ = ["Over", "exit_status", "failed"]
+__all__ = ["Over", "exit_status", "failed", "remedy_of"]
 
 _FOLLOWERS = 4
 
@@ -35,7 +35,7 @@ def exit_status(code: int | None) -> int:
         >>> exit_status(3), exit_status(-9), exit_status(None)
         (3, 137, 1)
     """
-    return 1 if code is None else code if code > 0 else 128 - code
+    return 1 if code is None else code if code >= 0 else 128 - code
 
 
 def failed(verdict: Verdict) -> Over:
@@ -60,8 +60,13 @@ def _who(one: Failure) -> str:
 
 
 def _remedy(first: Failure) -> str:
-    if first.exit_code == -signal.SIGKILL:
-        return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
     if first.rank is None:
         return "look at that host: power, network, its own terminal; then start the same command again"
+    return remedy_of(first.exit_code)
+
+
+def remedy_of(exit_code: int | None) -> str:
+    """Return what to do about a rank that ended so; −n: by signal n."""
+    if exit_code == -signal.SIGKILL:
+        return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
     return "correct what its output says; the other ranks have been ended"

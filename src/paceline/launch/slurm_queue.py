@@ -156,14 +156,18 @@ def _ask(job: int) -> JobState:
     command = ["scontrol", "show", "job", "--oneliner", str(job)]
     told = None
     for _ in range(_TRIES):
-        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
         if told.returncode == 0 and "JobState=" in told.stdout:
             return read_job(told.stdout)
         if "Invalid job id" in told.stderr:
             break
         time.sleep(_LOOK_SECONDS)
+    why = told.stderr.strip() if told else f"no answer within {_ASK_SECONDS:g} s, {_TRIES} times"
     raise RankFailed(
-        f"Slurm tells nothing of job {job}: {told.stderr.strip() if told else ''}",
+        f"Slurm tells nothing of job {job}: {why}",
         remedy=f"ask for it with `sacct -j {job}`; scontrol forgets jobs some minutes after their end",
     )
 

@@ -63,6 +63,8 @@ def train(job: Job, progress: Progress, watch: Watch | None = None) -> float:
     """
     if job.first_val_loss is None:
         job.first_val_loss = _evaluate(job, progress)
+    if job.step >= job.settings.steps:  # a rank failed after the last step, and all were started again
+        return _evaluate(job, progress)
     val_loss = job.first_val_loss
     with ExitStack() as block:
         if job.loop is not None:

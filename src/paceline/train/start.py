@@ -48,6 +48,11 @@ def start(settings: Settings) -> None:
 def _launch(settings: Settings) -> None:
     """Start the ranks on this machine."""
     ranks = settings.ranks or RANKS
+    if settings.min_ranks is not None and settings.min_ranks > ranks:
+        raise UsageError(
+            f"min_ranks={settings.min_ranks}, of {ranks} rank{'s' * (ranks != 1)}",
+            remedy=f"valid: 1 to {ranks}",
+        )
     threads = settings.threads or max(1, int(usable_cores() / ranks))
     if settings.device == "cuda":
         for rank in range(ranks):
