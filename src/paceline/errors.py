@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TypedDict, Unpack
 
 __all__ = [
     "BackwardFailed",
@@ -67,6 +68,14 @@ __all__ = [
     "WorldError",
     "unknown",
 ]
+
+
+class _Known(TypedDict, total=False):
+    """What any error may be told besides its message, see `PacelineError`."""
+
+    rank: int | None
+    step: int | None
+    remedy: str
 
 
 class PacelineError(Exception):
@@ -150,16 +159,9 @@ class CollectiveError(PacelineError, RuntimeError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-        remedy: str = "",
-        host: str = "",
-        exit_code: int | None = None,
+        self, message: str, *, host: str = "", exit_code: int | None = None, **known: Unpack[_Known]
     ) -> None:
-        super().__init__(message, rank=rank, step=step, remedy=remedy)
+        super().__init__(message, **known)
         self.host, self.exit_code = host, exit_code
 
 
@@ -196,9 +198,6 @@ class PeerFailed(CollectiveError):
         self,
         message: str,
         *,
-        rank: int | None = None,
-        step: int | None = None,
-        remedy: str = "",
         host: str = "",
         exit_code: int | None = None,
         pid: int = 0,
@@ -206,8 +205,9 @@ class PeerFailed(CollectiveError):
         bucket: int = -1,
         kind: str = "",
         stack: str = "",
+        **known: Unpack[_Known],
     ) -> None:
-        super().__init__(message, rank=rank, step=step, remedy=remedy, host=host, exit_code=exit_code)
+        super().__init__(message, host=host, exit_code=exit_code, **known)
         self.pid, self.phase, self.bucket, self.kind, self.stack = pid, phase, bucket, kind, stack
 
 
@@ -225,14 +225,12 @@ class EnvelopeError(PacelineError, RuntimeError):
         self,
         message: str,
         *,
-        rank: int | None = None,
-        step: int | None = None,
-        remedy: str = "",
         source: int | None = None,
         sequence: int | None = None,
         part: str = "",
+        **known: Unpack[_Known],
     ) -> None:
-        super().__init__(message, rank=rank, step=step, remedy=remedy)
+        super().__init__(message, **known)
         self.source, self.sequence, self.part = source, sequence, part
 
 
@@ -268,16 +266,8 @@ class RankFailed(PacelineError, RuntimeError):
         exit_code: for the process that started it to end with.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-        remedy: str = "",
-        exit_code: int = 1,
-    ) -> None:
-        super().__init__(message, rank=rank, step=step, remedy=remedy)
+    def __init__(self, message: str, *, exit_code: int = 1, **known: Unpack[_Known]) -> None:
+        super().__init__(message, **known)
         self.exit_code = exit_code
 
 
@@ -289,16 +279,8 @@ class HostFailed(PacelineError, RuntimeError):
         host: number of the host that failed first.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        rank: int | None = None,
-        step: int | None = None,
-        remedy: str = "",
-        host: int | None = None,
-    ) -> None:
-        super().__init__(message, rank=rank, step=step, remedy=remedy)
+    def __init__(self, message: str, *, host: int | None = None, **known: Unpack[_Known]) -> None:
+        super().__init__(message, **known)
         self.host = host
 
 

@@ -300,7 +300,7 @@ def _calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
         try:
             arguments = [ast.literal_eval(each) for each in call.args]
             options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: a dictionary with a list as a key, for example
             raise UsageError(
                 f"{ast.unparse(call)!r} has arguments that are no plain values", remedy=_HOW
             ) from None

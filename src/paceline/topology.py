@@ -87,7 +87,7 @@ def star(
         hub: a rank that is the switch itself and needs no link.
 
     Raises:
-        UsageError: no ranks, a bandwidth that is none, as many bandwidths as ranks are not given.
+        UsageError: no ranks, a bandwidth that is none, another number of bandwidths than of ranks, no such hub.
     """
     _check_ranks(ranks)
     rates = [bandwidth] * ranks if isinstance(bandwidth, int | float) else list(bandwidth)
@@ -95,6 +95,8 @@ def star(
         raise UsageError(
             f"{len(rates)} bandwidths for {ranks} ranks", remedy="give one, or one for each rank"
         )
+    if hub is not None and not 0 <= hub < ranks:
+        raise UsageError(f"hub={hub}: there are ranks 0 to {ranks - 1}", remedy="name one of them")
     links = [Link(f"up {rank}", rate, latency / 2) for rank, rate in enumerate(rates)]
     links += [Link(f"down {rank}", rate, latency / 2) for rank, rate in enumerate(rates)]
     links.append(Link("switch", switch))

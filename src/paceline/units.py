@@ -6,6 +6,7 @@ Inside Paceline a size is an ``int`` in bytes (``nbytes``), a time a ``float`` i
 
 from __future__ import annotations
 
+import math
 import re
 
 from paceline.errors import UsageError
@@ -16,6 +17,7 @@ __all__ = [
     "format_count",
     "format_decimal",
     "format_seconds",
+    "format_size",
     "parse_bytes",
     "parse_count",
     "parse_rate",
@@ -31,11 +33,15 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 
 
+_LARGEST = 1e200  # a float holds it times any unit
+
+
 def _split(text: str, kind: str, example: str) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
-    if match is None:
+    number = float(match[1].replace("_", "")) if match is not None else math.inf
+    if match is None or number > _LARGEST:
         raise UsageError(f"{text!r} is no {kind}", remedy=f"write a number and a unit, for example {example}")
-    return float(match[1].replace("_", "")), match[2].lower()
+    return number, match[2].lower()
 
 
 def parse_bytes(text: str | int) -> int:

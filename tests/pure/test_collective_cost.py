@@ -191,6 +191,7 @@ def test_unlimited_links_cost_their_latency_only():
         (lambda: star(0, 1e6), "ranks=0"),
         (lambda: star(3, [1e6, 1e6]), "2 bandwidths for 3 ranks"),
         (lambda: star(2, 0.0), "bandwidth 0.0"),
+        (lambda: star(2, 1.0, hub=2), "hub=2: there are ranks 0 to 1"),
         (lambda: star(2, 1.0, -1.0), "latency"),
         (lambda: tree(4, 1.0, children=0), "children=0"),
         (lambda: two_level(4, 0, 1.0, 1.0), "per_node=0"),

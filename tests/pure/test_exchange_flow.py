@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import MissingEnvelope, UsageError
-from paceline.exchange.agree import Problem, Verdict
+from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
+from paceline.exchange.agree import Problem, Verdict, agree
 from paceline.exchange.carrier import Arrival, Tag
 from paceline.exchange.drive import drive
 from paceline.exchange.faults import FAULTS, order_of, parse_fault
@@ -19,6 +22,7 @@ from paceline.exchange.frames import frames_of, message_checksum
 from paceline.exchange.header import Header
 from paceline.exchange.inbox import Inbox
 from paceline.exchange.incoming import Incoming
+from paceline.exchange.mpi import Ring, bytes_view
 from paceline.exchange.outgoing import Outgoing
 
 KIND = {  # of the first problem that a fault has to lead to
@@ -234,6 +238,58 @@ def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
     assert incoming.whole
     assert left[0] == -1
     assert 100 < under_way < 5000
+
+
+def ring_of_one(fault="", kind=Carrier):
+    return Ring(kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault)
+
+
+def test_after_work_that_raised_no_other_exchange_can_follow():
+    def work():
+        raise ValueError("a mistake of the program")
+
+    ring = ring_of_one()
+    with pytest.raises(ValueError, match="a mistake of the program"):
+        ring.exchange(bytes(1000), bytearray(1000), work)
+    with pytest.raises(EnvelopeError, match="may still be under way"):
+        ring.exchange(bytes(1000), bytearray(1000))
+
+
+class LostCarrier(Carrier):
+    """What it sends is never taken."""
+
+    def send(self, buffer, target, tag):
+        flight = Flight(10**9)
+        self.flights = [*getattr(self, "flights", []), weakref.ref(flight)]
+        return flight
+
+
+def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
+    ring = ring_of_one(kind=LostCarrier)
+    outcome = ring.exchange(bytes(1000), bytearray(1000))
+    assert [each.kind for each in outcome.problems] == ["MissingEnvelope"]
+    gc.collect()
+    assert len(ring.carrier.flights) == 6
+    assert all(flight() is not None for flight in ring.carrier.flights), "MPI would write to memory of others"
+
+
+def test_who_tells_nothing_or_takes_nothing_is_named():
+    carrier = LostCarrier(Wire(random.Random(1)), 0, 3)
+    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 told nothing for 0\.05 s") as caught:
+        agree(carrier, Verdict(0), 0.05)
+    assert caught.value.source == 1
+    for source in (1, 2):
+        carrier.wire.between(source, 0).append((Tag.VERDICT, Verdict(source).packed()))
+    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 took nothing of what it was told for 0\.05 s"):
+        agree(carrier, Verdict(0), 0.05)
+    gc.collect()
+    assert all(flight() is not None for flight in carrier.flights)
+
+
+@pytest.mark.parametrize("wrong", [5, "text", np.zeros((3, 4)).T, np.zeros(3, "M8[s]")])
+def test_what_has_no_bytes_in_a_row_can_not_be_exchanged(wrong):
+    with pytest.raises(UsageError, match="can't be exchanged"):
+        bytes_view(wrong)
 
 
 @pytest.mark.parametrize(("nbytes", "frame_nbytes"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 1)])

@@ -89,6 +89,7 @@ def test_faults_are_read(text, found):
         ("fail_at(rank=1, step=1 + 1 if x else 2)", "no plain values"),
         ("fail_at(**{'rank': 1, 'step': 2})", "can't be read"),
         ("fail_at(*[1, 2])", "no plain values"),
+        ("fail_at(rank={[1]: 2}, step=1)", "no plain values"),
         ("import os", "is no fault"),
         ("x = fail_at(rank=1, step=2)", "is no fault"),
         ("lambda: 0", "is no fault"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 
 import pytest
 import zmq
@@ -73,6 +75,25 @@ def test_a_file_that_appears_at_the_last_moment_is_not_overwritten_either(tmp_pa
     with pytest.raises(UsageError, match=r"alice\.key is there already"):
         make_keys(folder, "alice")
     assert (folder / "alice.key").read_text() == "another's"
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_where_a_file_cannot_be_written_nothing_of_the_worker_stays(tmp_path, monkeypatch, at):
+    folder = tmp_path / "keys"
+    make_keys(folder, "bob")
+    before, link, done = content(folder), os.link, []
+
+    def refused(source, target):
+        done.append(target)
+        if len(done) == at + 1:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))  # as by a file system without hard links
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", refused)
+    with pytest.raises(UsageError, match="can't be written: Operation not permitted"):
+        make_keys(folder, "alice")
+    assert content(folder) == before
+    assert make_keys(folder, "alice").name == "alice.key"
 
 
 def add(folder, name):

@@ -314,6 +314,9 @@ def test_a_world_of_one_needs_nothing(monkeypatch):
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"device": "cpu:1"}, "unknown device 'cpu:1'"),
         ({"device": "cuda:x"}, "unknown device 'cuda:x'"),
+        ({"device": "cuda:"}, "unknown device 'cuda:'"),
+        ({"device": ":0"}, "unknown device ':0'"),
+        ({"device": 0}, "unknown device 0"),
         ({"backend": "nccl", "device": "cpu", "rank": 0, "size": 1}, "needs GPUs"),
     ],
 )

@@ -108,7 +108,28 @@ def objects(world):
         work = dist.isend(tensor, 1) if world.rank == 0 else dist.irecv(tensor, 0)
         assert work.get_future().wait()[0].tolist() == [7.0] * 3
         assert work.is_completed()
+        called_back(world.rank)
     return [each["rank"] for each in found]
+
+
+def called_back(rank):
+    """Who is called back at the end of a message may wait for it, and send the next one."""
+    place = torch.zeros(3)
+    if rank == 0:
+        dist.recv(place, 1)  # so that rank 1 is called back after it asked for that
+        dist.send(torch.ones(3), 1)
+        dist.recv(place, 1)
+        assert place.tolist() == [2.0] * 3
+        return
+    came = dist.irecv(place, 0)
+
+    def answer(_):
+        came.wait()
+        dist.send(place + 1, 0)
+
+    answered = came.get_future().then(answer)
+    dist.send(torch.zeros(3), 0)
+    answered.wait()
 
 
 def late(world):

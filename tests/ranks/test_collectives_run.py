@@ -204,6 +204,20 @@ def spoilt(rank, size, how, name, seconds):
     return "well"
 
 
+class Wordless(Streaming):
+    """Raises an error without a text on rank 0."""
+
+    def carry(self):
+        super().carry()
+        if self.rank == 0:
+            raise MemoryError
+
+
+def test_an_error_without_a_text_is_told_by_its_name(pool):
+    told, *_ = pool(2).run(spoilt, Wordless, "ring", 60)
+    assert "rank 0 failed: MemoryError" in told
+
+
 def test_a_damaged_message_is_named(pool):
     told, *others = pool(4).run(spoilt, Damaging, "ring", 60)
     assert "message 1→2 of round 2, chunk 3 was sent as 400 bytes with checksum" in told
@@ -224,9 +238,17 @@ def schedules_differ(rank, size):
     run(schedule("all-reduce", "ring" if rank else "tree", size), torch.ones(100))
 
 
+def pieces_differ(rank, size):
+    run(schedule("all-reduce", "ring", size), torch.ones(100), segment_nbytes=64 + 64 * rank)
+
+
 @pytest.mark.parametrize(
     ("case", "said"),
-    [(sizes_differ, "tensors of different sizes"), (schedules_differ, "different schedules")],
+    [
+        (sizes_differ, "tensors of different sizes"),
+        (schedules_differ, "different schedules"),
+        (pieces_differ, "different schedules, dtypes or settings"),
+    ],
 )
 def test_ranks_that_disagree_are_told(pool, case, said):
     with pytest.raises(RankError) as caught:

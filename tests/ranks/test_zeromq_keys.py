@@ -131,13 +131,12 @@ def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
 def test_a_record_that_cannot_be_read_is_told_and_the_others_count(ends, hub, folder):
     make_keys(folder, "bob")
     (folder / "workers" / "alice.pub").write_text("kind = public\nname = alice\npublic = nonsense\n")
-    hub.read_workers()
-    assert "alice.pub is damaged" in hub.trouble
     meet(hub, worker_of(ends, hub, folder, "bob", 8))
+    assert "alice.pub is damaged" in hub.trouble
     with pytest.raises(UsageError, match=r"alice\.pub is damaged"):
         HubExchange(LOOPBACK, "run", keys=HubKeys.read(folder))
     (folder / "workers" / "alice.pub").unlink()
-    hub.read_workers()
+    meet(hub, worker_of(ends, hub, folder, "bob", 9))
     assert hub.trouble == ""
 
 

@@ -54,6 +54,7 @@ class MessageWork(CollectiveWork):
 
     def look(self) -> bool:
         """Return whether it has ended, after asking MPI."""
+        error: Exception | None = None
         with self._looking:
             if self._done.is_set():
                 return True
@@ -62,10 +63,11 @@ class MessageWork(CollectiveWork):
                 if not self._request.Test(status):
                     return False
                 self._end(status)
-            except (self._mpi.Exception, UsageError) as error:
-                self.finish(error)
-            else:
-                self.finish()
+            except (self._mpi.Exception, UsageError) as raised:
+                error = raised
+            call_back = self.settle(error)
+        if call_back is not None:
+            call_back()  # it may look itself
         return True
 
     def _end(self, status: Any) -> None:
@@ -131,10 +133,16 @@ class MessageWork(CollectiveWork):
 
     def cancel(self) -> bool:
         """Give up a receive, and return whether nothing is under way any more."""
+        call_back = None
         if not self.look() and self._receives:
-            self._request.Cancel()
-            self._request.Wait()
-            self.finish(CollectiveError(f"{self._name}: the group was left with it under way"))
+            with self._looking:
+                if not self._done.is_set():
+                    self._request.Cancel()
+                    self._request.Wait()
+                    left = CollectiveError(f"{self._name}: the group was left with it under way")
+                    call_back = self.settle(left)
+        if call_back is not None:
+            call_back()
         return self._done.is_set()
 
 
@@ -180,8 +188,11 @@ class MpiMail:
         """Return the work of a request, and keep it: its memory must stay until MPI is through with it."""
         work = MessageWork(self._mpi, request, tensor, dense, name, self, receives)
         with self._lock:
-            self._under_way = [each for each in self._under_way if not each.look()]
             self._under_way.append(work)
+            earlier = self._under_way[:-1]
+        ended = {id(each) for each in earlier if each.look()}  # without the lock: who is called back may send
+        with self._lock:
+            self._under_way = [each for each in self._under_way if id(each) not in ended]
         return work
 
     def _checked(self, tag: int) -> int:
@@ -196,10 +207,13 @@ class MpiMail:
         """Stop: what is to be received is given up, what is sent has a moment more to be taken."""
         deadline = time.monotonic() + _LAST_SECONDS
         idle = Idle()
-        with self._lock, contextlib.suppress(self._mpi.Exception):
-            while not all([each.cancel() for each in self._under_way]):
+        with self._lock:
+            left = list(self._under_way)
+        with contextlib.suppress(self._mpi.Exception):
+            while not all([each.cancel() for each in left]):
                 if time.monotonic() > deadline:
                     self.stuck = True
                     return
                 idle.wait()
+            self._under_way.clear()
             self._comm.Free()

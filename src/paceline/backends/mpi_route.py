@@ -55,6 +55,7 @@ class MpiRoute:
         self.index, self.size, self.timeout = comm.rank, comm.size, timeout
         self._failure, self._left = "", False
         self._abandoned: CollectiveError | None = None
+        self._meeting: tuple[Any, ...] = ()  # MPI reads and writes what is in it, even after this gave it up
 
     @property
     def broken(self) -> bool:
@@ -191,6 +192,7 @@ class MpiRoute:
         every = torch.empty(self.size, mine.numel(), dtype=torch.uint8)
         limit = self.timeout if call.timeout is None else call.timeout
         request = self._comm.Iallgather(self._bytes(mine), self._share(bytes_of(every)))
+        self._meeting = request, mine, every
         idle, deadline = Idle(), time.monotonic() + limit
         while not request.Test():
             if time.monotonic() > deadline:

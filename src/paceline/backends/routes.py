@@ -57,16 +57,14 @@ class Routes(Meeting):
         pieces: Sequence[torch.Tensor],
         sources: Sequence[int],
         *,
-        shared: bool = False,
         longest: int | None = None,
     ) -> Iterator[Part]:
         """Show `pieces` and yield, part by part, what all `sources` show.
 
         Args:
             call: what all ranks call.
-            pieces: one 1-D tensor per target rank, or, if `shared`, one for all.
+            pieces: one 1-D tensor per target rank, or one for all of them.
             sources: the ranks whose pieces are read.
-            shared: there is one piece.
             longest: elements of the longest piece anywhere, where pieces differ in size.
         """
         uneven = longest is not None
@@ -79,7 +77,7 @@ class Routes(Meeting):
         notice = self._notice(call, pieces if mine and not uneven else [])
         notices = self._begin(call, notice)
         if all(notices[rank].segment >= 0 for rank in sources):
-            yield self._direct(pieces, sources, notices, shared)
+            yield self._direct(pieces, sources, notices)
             self._meet()
             return
         yield from self._windows(pieces, length, mine)
@@ -98,7 +96,7 @@ class Routes(Meeting):
         return Part(0, length, read)
 
     def _direct(
-        self, pieces: Sequence[torch.Tensor], sources: Sequence[int], notices: Sequence[Notice], shared: bool
+        self, pieces: Sequence[torch.Tensor], sources: Sequence[int], notices: Sequence[Notice]
     ) -> Part:
         length, dtype = pieces[0].numel(), pieces[0].dtype
         regions = {

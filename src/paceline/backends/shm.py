@@ -75,7 +75,7 @@ class HostGroup(Routes):
         """Reduce `tensor` over all ranks, in place; a mean divides by `ranks`."""
         flat = tensor.view(-1)
         if tensor.nbytes <= SMALL_NBYTES:
-            for part in self._parts(call, [flat], range(self.size), shared=True):
+            for part in self._parts(call, [flat], range(self.size)):
                 how([part.read(rank, 0) for rank in range(self.size)], flat, 0, self._scratch, ranks)
             return
         notices = self._begin(call, self._notice(call, [flat]))
@@ -146,7 +146,7 @@ class HostGroup(Routes):
     def reduce(self, call: Call, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks into that of `root`; the others' stay as they are."""
         flat = tensor.view(-1)
-        for part in self._parts(call, [flat], range(self.size), shared=True):
+        for part in self._parts(call, [flat], range(self.size)):
             if self.index == root:
                 inputs = [part.read(rank, 0) for rank in range(self.size)]
                 for *block, out in blocks([*inputs, flat[part.low : part.high]]):
@@ -180,14 +180,14 @@ class HostGroup(Routes):
         mine = bytes_of(tensor.clone() if _clash(tensor, outputs, self.index) else tensor)
         places = [bytes_of(output) for output in outputs]
         order = [(self.index + distance) % self.size for distance in range(self.size)]
-        for part in self._parts(call, [mine], range(self.size), shared=True):
+        for part in self._parts(call, [mine], range(self.size)):
             for rank in order if takes else ():  # the next one first: not all at the same source
                 copy(places[rank][part.low : part.high], part.read(rank, 0))
 
     def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from `root` to all ranks."""
         mine = bytes_of(tensor)
-        for part in self._parts(call, [mine], [root], shared=True):
+        for part in self._parts(call, [mine], [root]):
             if self.index != root:
                 copy(mine[part.low : part.high], part.read(root, 0))
 
@@ -224,7 +224,7 @@ class HostGroup(Routes):
         mine = torch.tensor([[each.numel() for each in shown], [each.numel() for each in places]])
         table = torch.empty(self.size, 2, self.size, dtype=torch.int64)
         flat = mine.view(-1)
-        for part in self._parts(call.about("sizes", flat), [flat], range(self.size), shared=True):
+        for part in self._parts(call.about("sizes", flat), [flat], range(self.size)):
             for rank in range(self.size):
                 table[rank].view(-1)[part.low : part.high].copy_(part.read(rank, 0))
         sent, expected = table[:, 0], table[:, 1].T

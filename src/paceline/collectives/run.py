@@ -61,7 +61,7 @@ def run(
         group: the process group; None: the default one.
         segment_nbytes: size of the pieces in which chunks travel.
         receipts: have every message checked at both ends, and the root given a receipt of every rank.
-        check: make sure first that all ranks run the same on tensors alike; a small all-reduce.
+        check: make sure first that all ranks run the same, in the same way, on tensors alike; a small all-reduce.
         orderly: send to one rank after another, the next one when the last one has confirmed. A slow link then
             serves first who is first in the schedule; on a fast one it is a delay.
         lockstep: wait for every round as a whole; None: only where the backend needs it (NCCL).
@@ -69,7 +69,7 @@ def run(
 
     Raises:
         UsageError: the schedule is wrong, the group has another size, a tensor does not fit.
-        MismatchError: the ranks called it with different schedules or tensors.
+        MismatchError: the ranks called it with different schedules, settings or tensors.
         CollectiveError: with `receipts`, on the root: a message is missing or arrived as another, and which one.
 
     Example:
@@ -78,11 +78,11 @@ def run(
     """
     rank = _check(schedule, tensor, group, segment_nbytes)
     memory = Memory(schedule, rank, tensor.detach(), None if output is None else output.detach())
+    together = lockstep if lockstep is not None else _backend(group, tensor) in _LOCKSTEP
     if check and schedule.ranks > 1:
-        _agree(schedule, tensor, group)
+        _agree(schedule, tensor, group, (segment_nbytes, receipts, orderly, together))
     if schedule.op in ("all-to-all", "send-recv"):
         _keep_own(schedule, memory, rank)
-    together = lockstep if lockstep is not None else _backend(group, tensor) in _LOCKSTEP
     make = Lockstep if together else partial(Streaming, orderly=orderly)
     carrier = make(schedule, memory, group, segment_nbytes, receipts)
     told: list[Receipt] | None = None
@@ -91,7 +91,7 @@ def run(
             carrier.carry()
     except Exception as error:
         if receipts:
-            carrier.log.error = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            carrier.log.error = f"{type(error).__name__}: {error}".partition("\n")[0]
             collect(schedule, memory, carrier.finished_log(failed=True), group, timeout)
         raise
     if receipts:
@@ -129,20 +129,29 @@ def _backend(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> str:
     return "nccl" if tensor.is_cuda and "nccl" in dist.get_backend(group) else dist.get_backend(group)
 
 
-def _agree(schedule: Schedule, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Raise on all ranks if one of them runs another schedule, or on another kind of tensor."""
-    words = f"{schedule} {schedule.chunks} {schedule.root} {hash(schedule.rounds)} {tensor.dtype}"
+def _agree(
+    schedule: Schedule,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    settings: tuple[int | bool, ...],
+) -> None:
+    """Raise on all ranks if one of them runs another schedule, on another kind of tensor, or in another way."""
+    words = f"{schedule} {schedule.chunks} {schedule.root} {hash(schedule.rounds)} {tensor.dtype} {settings}"
     digest = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=7).digest(), "little")
     mine = torch.tensor([digest, tensor.numel(), -digest, -tensor.numel()], device=tensor.device)
     most = mine.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = most[:2].tolist(), (-most[2:]).tolist()
     if largest != smallest:
-        what = "different schedules or dtypes" if largest[0] != smallest[0] else "tensors of different sizes"
+        what = (
+            "different schedules, dtypes or settings"
+            if largest[0] != smallest[0]
+            else "tensors of different sizes"
+        )
         raise MismatchError(
             f"{schedule}: the ranks came with {what}; here {tensor.numel()} × {tensor.dtype}",
             rank=dist.get_rank(group),
-            remedy="call run() with the same schedule and alike tensors on all ranks",
+            remedy="call run() with the same schedule, the same settings and alike tensors on all ranks",
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.errors import EnvelopeError, MissingEnvelope
-from paceline.exchange.carrier import Carrier, Flight, Tag
+from paceline.exchange.carrier import GIVEN_UP, Carrier, Flight, Tag
 from paceline.idle import Idle
 
 __all__ = ["Problem", "Verdict", "agree"]
@@ -69,23 +69,24 @@ def agree(carrier: Carrier, mine: Verdict, timeout: float) -> list[Verdict]:
     """Return the verdicts of all ranks, by rank; every rank gets the same.
 
     Raises:
-        MissingEnvelope: some rank told nothing for `timeout` seconds; the message names all such ranks.
+        MissingEnvelope: some rank told or took nothing for `timeout` seconds; the message names all such ranks.
     """
     others = [rank for rank in range(carrier.size) if rank != carrier.rank]
     packed = mine.packed()
-    sends = [carrier.send(packed, rank, Tag.VERDICT) for rank in others]
+    sends = {rank: carrier.send(packed, rank, Tag.VERDICT) for rank in others}
     found: dict[int, Verdict] = {carrier.rank: mine}
     arriving: dict[int, tuple[Flight, bytearray]] = {}
     idle, deadline = Idle(), time.monotonic() + timeout
     while len(found) < carrier.size or sends:
         before = len(found), len(arriving), len(sends)
-        sends = [each for each in sends if not each.Test()]
+        sends = {rank: flight for rank, flight in sends.items() if not flight.Test()}
         for rank in others:
             _look_for(rank, carrier, arriving, found)
         if before != (len(found), len(arriving), len(sends)):
             idle.reset()
         elif time.monotonic() > deadline:
-            raise _silent(mine, [rank for rank in others if rank not in found], timeout)
+            GIVEN_UP.append((packed, sends, arriving))
+            raise _silent(mine, [rank for rank in others if rank not in found], list(sends), timeout)
         else:
             idle.wait()
     return [found[rank] for rank in range(carrier.size)]
@@ -108,11 +109,13 @@ def _look_for(
         del arriving[rank]
 
 
-def _silent(mine: Verdict, silent: list[int], timeout: float) -> MissingEnvelope:
-    names = ", ".join(map(str, silent))
+def _silent(mine: Verdict, silent: list[int], deaf: list[int], timeout: float) -> MissingEnvelope:
+    """Return the error that names who told nothing, or, if all did, who did not take what this rank told."""
+    ranks, what = (silent, "told nothing") if silent else (deaf, "took nothing of what it was told")
+    names = ", ".join(map(str, ranks))
     found = "".join(f"; {problem}" for problem in mine.problems[:3])
     return MissingEnvelope(
-        f"rank {names or 'nobody'} told nothing for {timeout:g} s after the round{found}",
-        source=silent[0] if silent else None,
+        f"rank {names} {what} for {timeout:g} s after the round{found}",
+        source=ranks[0],
         remedy="see whether that rank still runs",
     )

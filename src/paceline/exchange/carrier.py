@@ -9,7 +9,10 @@ from typing import Protocol
 
 from paceline.exchange.envelope import Bytes
 
-__all__ = ["Arrival", "Carrier", "Flight", "Tag"]
+__all__ = ["GIVEN_UP", "Arrival", "Carrier", "Flight", "Tag"]
+
+GIVEN_UP: list[object] = []
+"""Messages that were under way when somebody gave them up: MPI may still read and write their memory, so it stays."""
 
 
 class Tag(IntEnum):

@@ -35,9 +35,14 @@ def kernel_pacing(fd: int, rate: float, *, port: int | None = None) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        connection = socket.socket(fileno=os.dup(fd))
+        own = os.dup(fd)
     except OSError:
-        return False  # it is closed, or no socket
+        return False  # it is closed
+    try:
+        connection = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        return False  # it is no socket
     with connection:
         try:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):

@@ -98,7 +98,8 @@ def make_keys(folder: str | Path, worker: str = "worker") -> Path:
         worker: a name for the worker; workers that are given the same file are the same to the hub.
 
     Raises:
-        UsageError: the worker has keys already, others can enter the folder, or `worker` is no name.
+        UsageError: the worker has keys already, others can enter the folder, nothing can be written there, or
+            `worker` is no name.
 
     Example:
         >>> make_keys("keys", "alice").name  # doctest: +SKIP
@@ -121,8 +122,12 @@ def make_keys(folder: str | Path, worker: str = "worker") -> Path:
     given = {"kind": "worker", **own, "secret": secret, "hub": _hub_of(folder).public}
     if not _write(record, {"kind": "public", **own}, f"{worker} may come to this hub"):
         raise _there(record)
-    if not _write(key, given, f"for {worker} and nobody else"):
-        raise _there(key)
+    try:
+        if not _write(key, given, f"for {worker} and nobody else"):
+            raise _there(key)
+    except BaseException:
+        record.unlink()  # nobody has the key that it is of
+        raise
     return key
 
 
@@ -182,15 +187,19 @@ def _make_folder(folder: Path) -> None:
 def _write(path: Path, values: Mapping[str, str], what: str) -> bool:
     """Write a file, whole once it is there, unless there is one; return whether it was written."""
     lines = [f"# Paceline: {what}", *(f"{name} = {value}" for name, value in values.items())]
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as beside:  # mode 0600
-        beside.write("\n".join(lines) + "\n")
-        beside.flush()
-        os.fsync(beside.fileno())
-        try:
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-") as beside:  # 0600
+            beside.write("\n".join(lines) + "\n")
+            beside.flush()
+            os.fsync(beside.fileno())
             os.link(beside.name, path)
-        except FileExistsError:
-            return False
-    flush(path.parent)
+        flush(path.parent)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise UsageError(
+            f"{path} can't be written: {error.strerror}", remedy="make room, or give another folder"
+        ) from error
     return True
 
 

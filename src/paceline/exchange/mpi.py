@@ -27,7 +27,7 @@ from uuid import uuid4
 
 from paceline.errors import EnvelopeError, UsageError
 from paceline.exchange.agree import Problem, Verdict, agree
-from paceline.exchange.carrier import Arrival, Flight, Tag
+from paceline.exchange.carrier import GIVEN_UP, Arrival, Flight, Tag
 from paceline.exchange.drive import Work, drive
 from paceline.exchange.envelope import Bytes
 from paceline.exchange.frames import FRAME_NBYTES, frames_of, message_checksum
@@ -37,7 +37,7 @@ from paceline.exchange.incoming import Incoming
 from paceline.exchange.outgoing import Outgoing
 from paceline.world.mpi import let_go_of_names, load_mpi
 
-__all__ = ["AllToAll", "Exchange", "MpiCarrier", "Outcome", "Ring"]
+__all__ = ["AllToAll", "MpiCarrier", "Outcome", "RankExchange", "Ring"]
 
 _PASSING_ON_SECONDS = 0.2
 
@@ -78,7 +78,11 @@ class MpiCarrier:
 
     def ranks_here(self) -> int:
         """Return how many of the ranks share this host's memory; all ranks have to ask."""
-        return self._data.Split_type(self._mpi.COMM_TYPE_SHARED).size
+        here = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
+        try:
+            return here.size
+        finally:
+            here.Free()
 
     def abort(self, code: int) -> None:
         """End all ranks, once mpiexec has had time to pass on what was printed: it drops the rest."""
@@ -122,7 +126,7 @@ class Outcome:
             raise EnvelopeError(f"{first}{more}", source=first.culprit if first.culprit >= 0 else None)
 
 
-class Exchange:
+class RankExchange:
     """Exchanges messages between ranks again and again; call everything on all ranks, in the same order.
 
     Args:
@@ -180,10 +184,11 @@ class Exchange:
             MissingEnvelope: some rank told nothing in time, so nobody knows what it found.
             EnvelopeError: an earlier exchange was given up with messages under way.
             UsageError: something has no bytes in a row, or can't be written.
+            Exception: what `work` raised; messages may be under way then.
         """
         if not self._closed:
             raise EnvelopeError(
-                "messages of an earlier exchange are still under way, so no other can follow",
+                "messages of an earlier exchange may still be under way, so no other can follow",
                 remedy="end all ranks: carrier.abort(1)",
             )
         started = time.perf_counter()
@@ -194,11 +199,14 @@ class Exchange:
         ]
         incoming = [self._incoming(source, place) for source, place in sorted(places.items())]
         stuck: list[EnvelopeError] = []
-        under_way = 0
+        under_way, self._closed = 0, False  # until all ranks tell that it is
         try:
             under_way = drive(outgoing, incoming, self.timeout, work)
         except EnvelopeError as error:
             stuck.append(error)
+        finally:
+            if not all(each.done for each in (*outgoing, *incoming)):
+                GIVEN_UP.append((outgoing, incoming))
         seconds = time.perf_counter() - started
         problems = [each for one in incoming for each in one.problems] + stuck
         verdicts = self._agree(problems, closed=not stuck)
@@ -238,7 +246,7 @@ class Exchange:
         return Incoming(self.carrier, self.inbox, source, self._round, view, self.frame_nbytes)
 
 
-class Ring(Exchange):
+class Ring(RankExchange):
     """Every rank sends to the next one and receives from the one before it."""
 
     def exchange(self, data: Any, into: Any, work: Work | None = None) -> Outcome:
@@ -247,7 +255,7 @@ class Ring(Exchange):
         return self.exchange_pieces({(rank + 1) % size: data}, {(rank - 1) % size: into}, work)
 
 
-class AllToAll(Exchange):
+class AllToAll(RankExchange):
     """Every rank sends a piece to every rank, itself included."""
 
     def exchange(self, data: Any, into: Any, work: Work | None = None) -> Outcome:
@@ -292,7 +300,7 @@ def bytes_view(data: Any) -> memoryview:
     try:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(bytearray())
-    except (TypeError, NotImplementedError) as error:
+    except (TypeError, ValueError) as error:  # ValueError: numpy's, of dtypes that have no buffer
         raise UsageError(
             f"a {type(data).__name__} can't be exchanged: {error}",
             remedy="give bytes or a contiguous numpy array",

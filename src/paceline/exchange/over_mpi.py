@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from threading import Event
 
 from paceline.errors import DamagedEnvelope, EnvelopeError, UsageError
-from paceline.exchange.carrier import Carrier, Flight, Tag
+from paceline.exchange.carrier import GIVEN_UP, Carrier, Flight, Tag
 from paceline.exchange.envelope import HEAD_LIMIT_NBYTES, TAIL_NBYTES, encode_sealed, seal
 from paceline.exchange.frames import FRAME_NBYTES
 from paceline.exchange.opening import check_place, open_whole
@@ -22,7 +22,6 @@ __all__ = ["MpiExchange"]
 
 _FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 2e-3
 _MESSAGES_A_POLL = 64
-_LEFT: list[tuple[Flight, bytes]] = []  # MPI may still read what did not leave: it stays in memory
 
 
 class MpiExchange:
@@ -110,8 +109,10 @@ class MpiExchange:
             if not self._receive():
                 time.sleep(_FIRST_NAP_SECONDS)
         for out in self._out.values():
-            _LEFT.extend(out)
+            GIVEN_UP.extend(out)
             out.clear()
+        GIVEN_UP.extend(self._coming.values())
+        self._coming.clear()
 
     def _receive(self) -> list[Envelope]:
         """Return what has come, one envelope of a rank at a time, no more than leaves time for the rest."""

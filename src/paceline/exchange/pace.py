@@ -150,7 +150,7 @@ def parse_share(text: str, link: float | None = None) -> float:
 
 def _rate(text: str, rate: str) -> float:
     value = parse_rate(rate)
-    if not 0 < value < math.inf:
+    if not value > 0:
         raise UsageError(f"{text!r}: nothing goes at {rate}", remedy="give a rate such as 40MB/s")
     return value
 

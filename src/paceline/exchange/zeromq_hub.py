@@ -98,11 +98,6 @@ class HubExchange(End):
         """What the hub's user should know of: a record of a worker that can't be read; "" if nothing is wrong."""
         return self._door.trouble if self._door is not None else ""
 
-    def read_workers(self) -> None:
-        """Read again who is admitted; a change of the records is found without it when somebody connects."""
-        if self._door is not None:
-            self._door.read_again()
-
     def peers(self) -> list[int]:
         """Return the workers that were heard of recently, and are not known to have gone."""
         since = time.monotonic() - self._recent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from paceline.errors import UsageError, WorldError
 
@@ -26,9 +27,11 @@ def choose_device(
     """
     import torch
 
-    kind, _, index = (device or "").partition(":")
-    if kind not in ("", "cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
+    if device not in (None, "") and not (
+        isinstance(device, str) and re.fullmatch(r"cpu|cuda(:\d+)?", device)
+    ):
         raise UsageError(f"unknown device {device!r}", remedy="valid: cpu, cuda, cuda:<index>")
+    kind, _, index = (device or "").partition(":")
     if not kind:
         kind = "cuda" if torch.cuda.is_available() and backend not in CPU_BACKENDS else "cpu"
         if backend == "nccl":
