@@ -24,6 +24,7 @@ from table import show
 from paceline.bench.facts import head
 from paceline.bench.program import run_program
 from paceline.bench.progress import TurnBar
+from paceline.cli.number_lists import numbers_of
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
@@ -55,7 +56,7 @@ def main(
     ] = None,
 ) -> None:
     """Measure training steps on slow links, and hold what the simulator says beforehand against them."""
-    counts = [int(each) for each in ranks.split(",")]
+    counts = numbers_of("--ranks", ranks, int, "2,4,8")
     if min(counts) < 2 or 2 not in counts or min(rounds, steps, batch) < 1:
         raise UsageError(
             f"--ranks {ranks} --rounds {rounds} --steps {steps} --batch {batch}: nothing to predict from",

@@ -131,6 +131,14 @@ def test_spoilt_messages_cost_next_to_nothing_and_no_round_counts_twice():
     assert found.digest == simulate(replace(plan, spoil=Spoiling(0.05)), LinearTask()).digest
 
 
+@pytest.mark.parametrize("seed", [1, 3, 7, 8])
+def test_what_is_lost_before_all_share_a_centre_keeps_nobody_out(seed):
+    """In turn: the ask or what it asks for, and what tells that all share one."""
+    plan = replace(PLAN, seconds=math.inf, steps=600, machines=FOUR, spoil=Spoiling(0.2, seed))
+    found = simulate(plan, LinearTask())
+    assert all(each["taken"] > 5 for each in found.counts)
+
+
 def test_workers_that_come_and_go(usual):
     plan = replace(PLAN, churn=churned(0.3, 4, PLAN.seconds, seed=1))
     found = simulate(plan, LinearTask())

@@ -1,11 +1,16 @@
 """The hub: what it takes in, and what it answers."""
 
 import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from star_talk import LAYOUT, NUMEL, ONES, Talk, kinds
 
+from paceline.cli.hub_table import HubTable
+from paceline.errors import CheckpointError
 from paceline.star.layout import Layout
 from paceline.star.rules import HubRules, Shard
 
@@ -31,11 +36,67 @@ def test_if_the_first_worker_falls_silent_another_is_asked() -> None:
     assert kinds(talk.hello(2)) == ["welcome", "ask"]
 
 
+def test_if_who_was_asked_is_gone_another_that_is_there_already_is_asked() -> None:
+    for silent in (True, False):
+        talk = Talk(HubRules(silent_after=10))
+        for worker in (1, 2):
+            talk.hello(worker)
+        if not silent:
+            talk.say("bye", 1)
+        talk.now = 8.0
+        told = talk.say("beat", 2)
+        talk.now = 15.0
+        told += talk.say("beat", 2)
+        assert [(each.kind, each.target) for each in told] == [("ask", 2)]
+
+
 def test_parameters_that_are_not_finite_are_no_beginning() -> None:
     talk = Talk()
     talk.begin(1, numbers=torch.full((NUMEL,), math.nan))
     assert talk.hub.phase == "empty"
     assert kinds(talk.hello(2)) == ["welcome", "ask"]
+
+
+def test_after_parameters_that_are_not_finite_the_next_worker_is_asked() -> None:
+    talk = Talk()
+    talk.begin(1, 2, numbers=torch.full((NUMEL,), math.nan))
+    talk.now = 2.0
+    assert [(each.kind, each.target) for each in talk.say("beat", 1)] == [("ask", 2)]
+
+
+def test_while_the_disk_refuses_nothing_is_taken_in_and_all_is_once_it_does_not(capsys) -> None:
+    talk = Talk()
+    talk.begin(1, 2)
+    commit = talk.journal.commit
+
+    def refuse() -> None:
+        raise CheckpointError("the disk is full", remedy="make room")
+
+    talk.journal.commit = refuse
+    assert talk.update(1, 0, ONES) == talk.update(2, 0, ONES) == []
+    assert (talk.hub.updates, talk.hub.refused) == (1, {"not stored": 1})
+    exchange = SimpleNamespace(
+        address="here",
+        refused=Counter(foreign=2),
+        turned_away=Counter(foreign=1),
+        sent_nbytes=0,
+        received_nbytes=0,
+    )
+    with HubTable(talk.hub, exchange, Path("folder")):  # type: ignore[arg-type]
+        pass
+    assert "4 refused" in (told := capsys.readouterr().out)
+    assert "nothing is answered: the disk is full → make room" in told
+    talk.journal.commit = commit
+    assert [(each.kind, each.target) for each in talk.say("beat", 1)] == [("ack", 1)]
+    assert kinds(talk.update(2, 0, ONES)) == ["ack"]
+    assert talk.hub.updates == 2
+
+
+def test_frames_that_are_dropped_are_counted_among_what_is_refused() -> None:
+    talk = Talk()
+    talk.begin(1)
+    talk.say("update", 1, bytes(1 << 16), dtype="fp32")
+    assert talk.hub.refused == {"too long": 1}
 
 
 def test_an_update_moves_the_centre_and_is_acknowledged() -> None:
@@ -161,6 +222,16 @@ def test_a_sharded_hub_keeps_its_fragments_only() -> None:
     assert sorted(talk.hub.centres.of_fragment) == [1, 3]
     (answer,) = Talk(HubRules(shard=Shard(1, 2))).hello(1)
     assert "too few for 2 hubs" in answer.meta["why"]
+
+
+def test_how_a_worker_trains_is_known_as_it_told_last() -> None:
+    talk = Talk()
+    talk.begin(1)
+    talk.say("beat", 1, steps=7, every=11, delay=3)
+    talk.say("beat", 1, steps=8)
+    member = talk.hub.members.get(1)
+    assert member is not None
+    assert (member.every, member.delay, member.steps) == (11, 3, 8)
 
 
 def test_a_score_of_the_centre_is_written_down() -> None:

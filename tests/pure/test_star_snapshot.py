@@ -11,7 +11,8 @@ from star_folders import copied, ends_of, found_in, never_waiting, numbers_in, w
 from star_snapshots import names_in, numbers_of, snap
 
 from paceline.errors import DamagedCheckpoint, UsageError
-from paceline.star.keeping import ledger
+from paceline.star.keeping import journal as journal_module
+from paceline.star.keeping import ledger, recovery
 from paceline.star.keeping.journal import Journal
 from paceline.star.keeping.ledger import read_ledger
 from paceline.star.keeping.memory import MemoryJournal
@@ -273,3 +274,19 @@ def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_change
             assert numbers_of(folder) == list(range(22))
             assert len(seen) >= len(changed)
             assert (folder / "ledger.jsonl").read_bytes() == b"".join(changed)
+
+
+def test_a_snapshot_is_read_once_when_its_run_goes_on(tmp_path, monkeypatch):
+    with Journal.open(tmp_path, resume=False) as journal:
+        write(journal, range(3))
+        snap(journal, 1, 3)
+    reads = []
+    read = recovery.read_snapshot
+    for module in (recovery, journal_module):
+        monkeypatch.setattr(module, "read_snapshot", lambda path: (reads.append(path), read(path))[1])
+    with Journal.open(tmp_path, resume=True) as journal:
+        assert numbers_in(journal) == [0, 1, 2]
+        assert len(reads) == 1
+        assert numbers_in(journal) == [0, 1, 2], "and may be asked for again"
+        snap(journal, 2, 3)
+        assert journal.recovered().revision == 2

@@ -122,3 +122,19 @@ def test_with_time_the_centre_is_asked_for_as_late_as_can_be() -> None:
     talk.hear("ack", round=update.round)
     pause, said = talk.wait()
     assert (round(pause, 6), said) == (round(5.0 - 1.3 * 0.05, 6), ["fetch"])
+
+
+def test_until_all_share_a_centre_it_says_hello_again_and_nothing_that_is_lost_there_keeps_it_out() -> None:
+    talk = Conversation()
+
+    def welcome(phase: str) -> None:
+        talk.hear("welcome", run=RUN, phase=phase, slot=0, slots=1, workers=1, yours=talk.spoke.session)
+
+    assert talk.said() == ["hello"]
+    welcome("empty")
+    assert talk.said() == []
+    for _ in range(3):  # whose answers are lost
+        pause, said = talk.wait()
+        assert (pause, said) == (10.0, ["hello"])
+    welcome("together")
+    assert talk.said() == ["fetch"]

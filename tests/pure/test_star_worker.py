@@ -1,10 +1,39 @@
 """When a worker sends: at every k-th step, more often in its warm-up; in virtual time, where nothing else matters."""
 
 import pytest
+import torch
 
 from paceline.simulate.asynchrony import AsyncPlan, AsyncResult, Machine, simulate
 from paceline.simulate.tasks import LinearTask
+from paceline.star.keeping.outbox import Outbox
+from paceline.star.layout import Layout
+from paceline.star.packing import Packing
+from paceline.star.policy import Policy
+from paceline.star.side import Side
+from paceline.star.spoke import Spoke
+from paceline.star.worker import Worker
 from paceline.sync.staggering import Cadence
+
+
+def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    layout = Layout.of(net, 4)
+    sides = [Side(each, dict(net.named_parameters()), Packing(each, "fp32")) for each in layout.fragments]
+    spokes = [
+        Spoke(
+            1, "w", layout, {index: sides[index], index + 2: sides[index + 2]}, Outbox(None, 1),
+            facts={}, new_session=lambda: 1,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    worker = Worker(sides, spokes, Cadence(8, 4, 1), Policy())
+    for spoke, fragments in ((spokes[1], [1, 3]), (spokes[0], [0, 2])):
+        spoke.terms.wanted = True
+        worker.step(1.0, 0.1, 0.0, 1.0)
+        assert [(order.kind, order.fragment) for order in spoke.orders] == [
+            ("parameters", fragment) for fragment in fragments
+        ]
+    assert len(spokes[1].orders) == 2, "asked once, it is given all once"
 
 
 def run(steps: int, warmup: int, cadence: Cadence, workers: int = 1, latency: float = 1e-4) -> AsyncResult:

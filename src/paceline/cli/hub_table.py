@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -88,13 +89,18 @@ class HubTable:
     def _line(self) -> str:
         hub = self._hub
         down, up = self._rates
-        refused = sum(hub.refused.values()) + sum(self._exchange.refused.values())
         loss = f", score {hub.loss:.4f}" if hub.loss == hub.loss else ""
+        trouble = f"; nothing is answered: {' '.join(hub.trouble.split())}" if hub.trouble else ""
         return (
             f"{format_seconds(time.monotonic() - self._began)}: {hub.phase}, {len(hub.members.alive)} workers, "
-            f"{hub.updates} updates, {format_count(int(hub.tally.samples))} samples{loss}, {refused} refused, "
-            f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out"
+            f"{hub.updates} updates, {format_count(int(hub.tally.samples))} samples{loss}, "
+            f"{self._refused().total()} refused, "
+            f"{format_bytes(int(up))}/s in, {format_bytes(int(down))}/s out{trouble}"
         )
+
+    def _refused(self) -> Counter[str]:
+        exchange = self._exchange
+        return self._hub.refused + exchange.refused + exchange.turned_away
 
     def _picture(self) -> Group:
         hub = self._hub
@@ -133,7 +139,7 @@ class HubTable:
         parts = [table, Text(self._line(), style="dim")]
         if rest > 0:
             parts.insert(1, Text(f"… and {rest} more", style="dim"))
-        refused = {**hub.refused, **self._exchange.refused, **self._exchange.turned_away}
+        refused = self._refused()
         if refused:
             told = ", ".join(f"{why} {count}" for why, count in sorted(refused.items()))
             parts.append(Text(f"refused: {told}", style="dim"))

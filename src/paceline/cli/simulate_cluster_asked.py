@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cli.model_option import parameters_of
+from paceline.cli.number_lists import numbers_of
 from paceline.errors import UsageError
 from paceline.plan.entries import CollectiveCost
 from paceline.plan.hardware import interconnect
@@ -69,7 +70,7 @@ def asked_of(options: Mapping[str, Any]) -> Asked:
         seconds,
         float(options["gradients"] * parameters),
         Machines(
-            _speeds(options["speeds"]),
+            tuple(numbers_of("--speeds", options["speeds"], float, "1:1:2:4", ":")),
             parse_share(options["spread"]),
             parse_share(options["jitter"]),
             measured,
@@ -243,17 +244,8 @@ def _contention(
     return (1.0, 1.0) if most is None else (most.computing_slows, most.calls_slow)
 
 
-def _speeds(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(each) for each in text.split(":"))
-    except ValueError:
-        raise UsageError(
-            f"--speeds {text}", remedy="write numbers above 0 with colons between them: 1:1:2:4"
-        ) from None
-
-
-def _time(option: str, text: str, parse: Callable[[str], float] = parse_seconds) -> float:
-    seconds = parse(text)
+def _time(option: str, text: str) -> float:
+    seconds = parse_seconds(text)
     if not 0 < seconds < math.inf:
         raise UsageError(f"{option} {text}", remedy="pass a time above 0, such as 30s or 5min")
     return seconds

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Stepped", "after_step", "before_step"]
+__all__ = ["Stepped", "after_step", "before_step", "put_back"]
 
 
 class Stepped(Protocol):
@@ -34,7 +34,10 @@ def before_step(me: weakref.ref[Stepped]) -> Any:
 
     def scale(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         star = me()
-        if star is not None and star.lr_scale != 1.0:
+        if star is None:
+            return
+        put_back(star, optimizer)  # where the step before raised
+        if star.lr_scale != 1.0:
             star.unscaled = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * star.lr_scale
@@ -47,12 +50,16 @@ def after_step(me: weakref.ref[Stepped]) -> Any:
 
     def count(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         star = me()
-        if star is None:
-            return
-        if star.unscaled is not None:
-            for group, lr in zip(optimizer.param_groups, star.unscaled, strict=True):
-                group["lr"] = lr
-            star.unscaled = None
-        star.step_taken()
+        if star is not None:
+            put_back(star, optimizer)
+            star.step_taken()
 
     return count
+
+
+def put_back(star: Stepped, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer its own learning rates again, if they are scaled."""
+    if star.unscaled is not None:
+        for group, lr in zip(optimizer.param_groups, star.unscaled, strict=True):
+            group["lr"] = lr
+        star.unscaled = None

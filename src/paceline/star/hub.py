@@ -71,7 +71,7 @@ class Hub:
         self.phase, self.trouble = "empty", ""
         self._screen = Screen(rules.screen)
         self._leader = Leader(rules.population, self._send, self._note, self._begin)
-        self._assembler = Assembler(self._limit)
+        self._assembler = Assembler(self._limit, refused=self.refused)
         self._out: list[Message] = []
         self._looked = -math.inf  # for workers that fell silent
         self._since_snapshot = 0
@@ -129,6 +129,8 @@ class Hub:
             for member in self.members.fall_silent(now):
                 self._note("silent", worker=member.number)
                 self._leader.lose(member.number)
+            if self.phase == "empty" and self.centres is not None:
+                self._leader.seek(self.members.alive)
         self._release()
         try:
             self._journal.commit()
@@ -259,6 +261,7 @@ class Hub:
 
     def _beat(self, message: Message, member: Member, now: float) -> None:
         meta = message.meta
+        member.every, member.delay = whole(meta, "every", member.every), whole(meta, "delay", member.delay)
         member.steps = whole(meta, "steps")
         member.samples = float(number(meta, "samples") or 0.0)
         member.speed = float(number(meta, "speed") or 0.0)
@@ -267,6 +270,7 @@ class Hub:
 
     def _bye(self, message: Message, member: Member, now: float) -> None:
         self.members.leave(member)
+        self._leader.lose(member.number)
         self._assembler.forget(member.number)
         self._note("leave", worker=member.number)
 
@@ -276,6 +280,9 @@ class Hub:
         fragment, centres = message.fragment, self.centres
         if centres is None or self.phase != "together":
             self.refused["too early"] += 1
+            return
+        if self.trouble:
+            self.refused["not stored"] += 1  # nor acknowledged, so that it comes again
             return
         latest, why = member.rounds.get(fragment, (-1, ""))
         if message.round <= latest:

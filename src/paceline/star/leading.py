@@ -1,7 +1,8 @@
 """Who gives the parameters that all share, and what becomes of workers that train apart until then.
 
 The hub has no model of its own: the first worker gives its parameters, or after a population's phase the best one. A
-worker whose parameters are wanted is asked, and answers when it can; if it falls silent before, nothing has happened.
+worker whose parameters are wanted is asked, and answers when it can; if it is gone before, nothing has happened, and
+the next one is asked.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Leader:
         self._population = None if rules is None else Population(rules)
         self._send, self._note, self._begin = send, note, begin
         self._wanted: dict[int, _Wanted] = {}
+        self._last = 0  # who was asked last
 
     @property
     def leads_population(self) -> bool:
@@ -64,8 +66,13 @@ class Leader:
         """Ask a worker that joins, if nobody else is asked yet, or ask it again."""
         if self.wants(member.number):
             self._ask(member.number)
-        elif not self.leads_population and not any(each in alive for each in self._wanted):
+        elif not self.leads_population and not self._asks(alive):
             self._want(member.number, None)
+
+    def seek(self, alive: Collection[int]) -> None:
+        """Ask the next worker for a beginning if nobody is asked: who was is gone, or what it gave is none."""
+        if alive and not self._asks(alive):
+            self._want(min((each for each in alive if each > self._last), default=min(alive)), None)
 
     def lose(self, worker: int) -> None:
         """Expect nothing of a worker any more."""
@@ -106,12 +113,16 @@ class Leader:
         if any(not isinstance(each, Replace) for each in wanted.decisions):
             self._begin(wanted.packets, member)
 
+    def _asks(self, alive: Collection[int]) -> bool:
+        return any(each in alive for each in self._wanted)
+
     def _joining(self) -> bool:
         return any(
             isinstance(each, Together) for wanted in self._wanted.values() for each in wanted.decisions
         )
 
     def _want(self, worker: int, decision: Replace | Together | None) -> None:
+        self._last = worker
         self._wanted.setdefault(worker, _Wanted([])).decisions.append(decision)
         self._ask(worker)
 

@@ -78,6 +78,7 @@ class Assembler:
         limit: returns how many bytes a message with this header may have, None if it is not expected at all.
         unfinished: how many messages of one source may be incomplete at a time; the oldest is given up for a new one.
         most_nbytes: that all unfinished messages may take together; above that the oldest are given up.
+        refused: where frames that are dropped are counted by reason; None: in a counter of its own.
 
     Attributes:
         refused: frames that were dropped, by reason.
@@ -85,12 +86,16 @@ class Assembler:
     """
 
     def __init__(
-        self, limit: Callable[[Header], int | None], unfinished: int = 8, most_nbytes: int = 1 << 30
+        self,
+        limit: Callable[[Header], int | None],
+        unfinished: int = 8,
+        most_nbytes: int = 1 << 30,
+        refused: Counter[str] | None = None,
     ) -> None:
         self._limit, self._most, self.most_nbytes = limit, unfinished, most_nbytes
         self.held_nbytes = 0
         self._partial: OrderedDict[int, OrderedDict[tuple[str, int, int], _Unfinished]] = OrderedDict()
-        self.refused: Counter[str] = Counter()
+        self.refused = Counter[str]() if refused is None else refused
 
     def take(self, envelope: Envelope) -> Message | None:
         """Return the message that this envelope completes, None if it completes none."""

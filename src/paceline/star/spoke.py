@@ -1,7 +1,8 @@
 """A worker's side of the conversation with a hub (no clock, no network, no model of its own).
 
     out        not in touch: says hello, again and again, while training goes on
-    in         updates leave, acknowledgements and centres come
+    in         updates leave, acknowledgements and centres come; until all share a centre it goes on saying hello, since
+               what leads there is said once: whoever was asked for parameters is asked again, and told if all is over
 
 For each fragment, one exchange at a time: an update goes out and stays in the outbox until the hub says that it is on
 its disk; then the centre is asked for, as late as it may be to come in time, so that it is as new as can be. What gets
@@ -123,7 +124,9 @@ class Spoke:
         else:
             while self.orders:
                 self._begin(self.orders.popleft(), now)
-            if self._never and self.terms.phase == "together":
+            if self.terms.phase != "together":
+                self._greet(now)
+            elif self._never:
                 self._join(now)
             if now >= self._due:
                 self._repeat(now)
@@ -162,7 +165,8 @@ class Spoke:
             return math.inf
         if not self.connected:
             return self._hello_at
-        return self._due if self._due < self._beat_at else self._beat_at
+        due = self._due if self._due < self._beat_at else self._beat_at
+        return due if self.terms.phase == "together" else min(due, self._hello_at)
 
     @property
     def idle(self) -> bool:
@@ -173,7 +177,7 @@ class Spoke:
         self._out.append(Message(kind, self.me, HUB, meta=meta))
 
     def _limit(self, header: Header) -> int | None:
-        if header.kind not in BULK and header.kind != "adopt":
+        if header.kind not in BULK:
             return 0
         side = self.sides.get(header.meta.get("fragment", -1))
         if side is None or header.dtype not in CODECS:
@@ -211,6 +215,7 @@ class Spoke:
         terms.slot, terms.slots = whole(meta, "slot"), whole(meta, "slots", 1)
         self._listen(meta)
         was, self.connected = self.connected, True
+        self._hello_at, self._hello_pause = now + _LONGEST_HELLO_SECONDS, _LONGEST_HELLO_SECONDS
         if was:
             return
         for letter in self._outbox.pending():

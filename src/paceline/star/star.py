@@ -31,7 +31,7 @@ from paceline.errors import UsageError
 from paceline.exchange.keys import WorkerKeys
 from paceline.exchange.zeromq import Settings, WorkerExchange
 from paceline.star.communication import Communication
-from paceline.star.hooks import Stepped, after_step, before_step
+from paceline.star.hooks import Stepped, after_step, before_step, put_back
 from paceline.star.keeping.outbox import Outbox
 from paceline.star.layout import Layout
 from paceline.star.packing import Packing
@@ -257,6 +257,7 @@ class Star:
     def _close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        put_back(self, self._optimizer)
         for talk in self._talks:
             talk.close()
         for outbox in self._outboxes:

@@ -6,16 +6,17 @@
       fetch        send me the centre of this fragment
       parameters   what I was asked for: my parameters as they are; payload: a packed fragment
       score        how good my parameters, or the centre's at a revision, are
-      beat         I am alive: steps, speed, bytes
+      beat         I am alive: steps, samples, speed, loss, how I train now
       bye          I leave
     hub → worker
-      welcome      you are in: run, phase, what to do first
+      welcome      you are in: run, phase, which of how many you are
       refusal      you are not, and why
       who          I don't know you (any more): say hello
       ack          an update was taken in, or refused, and why; it is on disk
       centre       what was fetched; payload: a packed fragment
       ask          send me your parameters
-      adopt        take what follows for your own: another's parameters, or the centre
+      adopt        take what follows for your own: another's parameters; payload: a packed fragment
+      together     all share a centre from now on, and whose parameters it began from
 
 All are harmless when they come twice: an update is known by (worker, round, fragment), a centre by its revision, and
 the rest says what is so at the time.
@@ -35,7 +36,7 @@ __all__ = ["BULK", "VERSION", "Message", "Number", "number", "text", "whole"]
 VERSION = 1
 """Of this set of messages; hub and workers must have the same."""
 
-BULK = frozenset({"hello", "update", "parameters", "centre"})
+BULK = frozenset({"hello", "update", "parameters", "centre", "adopt"})
 """Messages whose payload may be long; all others have none."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -122,14 +122,15 @@ class Worker:
             self._live_in_population(lr)
         elif phase == "together" or self.sides[0].revision >= 0:
             self._live_together(now, step_seconds, count, cadence)
-        if self.spokes[0].terms.wanted:
-            self._hand_over()
+        for spoke in self.spokes:
+            if spoke.terms.wanted:
+                self._hand_over(spoke)
 
     def steps_until_due(self) -> int:
         """Return after how many more steps something is due, 1 or more, unless something comes in between."""
         counts, every, spoke = self.counts, self.cadence.every, self.spokes[0]
         steps = counts.steps
-        if spoke.terms.wanted or spoke.adopted is not None:
+        if spoke.adopted is not None or any(each.terms.wanted for each in self.spokes):
             return 1
         together = spoke.terms.phase == "together" or self.sides[0].revision >= 0
         if spoke.terms.phase == "empty" or (together and not self.staggered):
@@ -263,17 +264,17 @@ class Worker:
         self.counts.replaced += 1
         self._forget()
 
-    def _hand_over(self) -> None:
-        """Give the whole parameters to the hub, when nothing is under way."""
-        if any(side.state is not State.HERE for side in self.sides):
+    def _hand_over(self, spoke: Spoke) -> None:
+        """Give a hub the whole of its fragments, when nothing of them is under way."""
+        if any(side.state is not State.HERE for side in spoke.sides.values()):
             return
-        self.spokes[0].terms.wanted = False
-        for fragment, side in enumerate(self.sides):
+        spoke.terms.wanted = False
+        for fragment, side in spoke.sides.items():
             kept = side.samples, side.steps
             side.snapshot()
             side.samples, side.steps = kept
             side.state = State.OUT
-            self._spoke_of(fragment).orders.append(Order(fragment, "parameters"))
+            spoke.orders.append(Order(fragment, "parameters"))
 
     # ------------------------------------------------------------------ scores
 

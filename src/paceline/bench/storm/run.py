@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,7 +54,7 @@ class Found:
         updates: taken in, as the ledger has them. acknowledged: rounds that workers were told are taken in or refused.
         lost: of those, how many the ledger has not. twice: rounds that were taken in more than once.
         gaps: revisions that don't follow one another. refused: by the first words of the reason.
-        hub_starts: how often a hub began. ended: workers that left in order, and with the centre.
+        ended: workers that left in order. ended_with_centre: those of them that left with the centre.
         first_score, last_score: of the centre, as workers measured it.
     """
 
@@ -194,8 +194,3 @@ def count(folder: Path, workers: int) -> Found:
         scores[0] if scores else None,
         scores[-1] if scores else None,
     )
-
-
-def told(found: Found) -> dict[str, Any]:
-    """Return it as plain values."""
-    return asdict(found)

@@ -58,6 +58,7 @@ class Journal:
         self._described = facts is not None
         base = find_base(folder)
         self._base_path, self._base = base.path, base.snapshot
+        self._tensors = base.tensors  # until they are asked for
         lines = standing(folder.ledger, self._base.next, self._base.ledger_nbytes)
         if lines.bad_line and lines.last + 1 < self._base.next:
             raise DamagedCheckpoint(
@@ -150,8 +151,9 @@ class Journal:
         Raises:
             DamagedCheckpoint: the disk has lost what was there when the journal was opened.
         """
-        base, tensors = self._base, None
-        if self._base_path is not None:
+        base = self._base
+        tensors, self._tensors = self._tensors, None
+        if tensors is None and self._base_path is not None:
             base, tensors = read_snapshot(self._base_path)
         records = records_between(self._logs, base.next, self._log.durable)
         return Recovered(
@@ -231,7 +233,7 @@ class Journal:
             raise failed(
                 path, error, "what was there before is untouched: make room, then take the snapshot again"
             ) from error
-        self._base_path, self._base = path, snapshot
+        self._base_path, self._base, self._tensors = path, snapshot, None
         if revision != self._log.start.revision:
             self._begin(revision)
         self._logs = [self._log.path]

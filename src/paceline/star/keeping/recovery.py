@@ -48,11 +48,13 @@ class Base:
     Attributes:
         path: of the snapshot; None: there is none yet.
         snapshot: what it says; without one, revision 0 and the first record.
+        tensors: of it; None: there is none.
         passed_over: newer snapshots that are not intact.
     """
 
     path: Path | None = None
     snapshot: Snapshot = field(default_factory=lambda: Snapshot(0, 0, {}))
+    tensors: dict[str, Tensor] | None = None
     passed_over: tuple[Path, ...] = ()
 
 
@@ -83,13 +85,13 @@ def find_base(folder: Folder) -> Base:
     passed: dict[Path, DamagedCheckpoint] = {}
     for path in folder.snapshots().values():
         try:
-            snapshot, _ = read_snapshot(path)
+            snapshot, tensors = read_snapshot(path)
         except DamagedCheckpoint as error:
             passed[path] = error
         else:
             for newer, why in passed.items():
                 log.warning("passed over %s, which is not intact: %s", newer, why)
-            return Base(path, snapshot, tuple(passed))
+            return Base(path, snapshot, tensors, tuple(passed))
     if passed:
         raise DamagedCheckpoint(
             f"none of the {len(passed)} snapshots in {str(folder.path)!r} is intact: "
