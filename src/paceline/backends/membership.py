@@ -170,7 +170,8 @@ class Membership(dist.ProcessGroup):
             self.payload_nbytes += payload_nbytes
 
         launched, spans = time.perf_counter(), self.spans
-        record = record_function(f"{self._name}:{name}") if torch.autograd._profiler_enabled() else None
+        profiled = spans is None and torch.autograd._profiler_enabled()
+        record = record_function(f"{self._name}:{name}") if profiled else None
         if record is not None:
             record.__enter__()  # left where the call ends, in whatever thread that is
 
