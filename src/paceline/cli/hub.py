@@ -99,6 +99,10 @@ def hub(
     from paceline.star.share import share_of_link
     from paceline.star.stale import Staleness
 
+    if not (exploding == 0 or exploding > 1):
+        raise UsageError(
+            f"--exploding {exploding:g}", remedy="give a number above 1, such as 10, or 0 for none"
+        )
     rules = HubRules(
         outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=Staleness(staleness, bound),

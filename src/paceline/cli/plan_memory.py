@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli.device_room import CUDA_CONTEXT, KINDS, capacity_of, room_of
 from paceline.cli.file_options import JsonOption
+from paceline.cli.number_lists import numbers_of
 from paceline.cli.plan_memory_options import (
     BackendOption,
     BatchOption,
@@ -77,6 +78,11 @@ def memory(
     from paceline.cli.plan_memory_files import plan_files
     from paceline.cli.plan_memory_show import show
 
+    if inputs and ":" not in model:
+        raise UsageError(
+            f"--inputs {inputs[0]} with --model {model}, which brings its own",
+            remedy="leave it out, or name a model of yours: --model package.module:name",
+        )
     capacity = capacity_of(device, device_memory)
     kind = device if device in KINDS else "cuda"
     room = room_of(kind, capacity, cuda_context, data)
@@ -132,10 +138,9 @@ def _settings(strategies: str, devices: str, **options: object) -> list[Setting]
     """Return every strategy on every number of devices; one device trains alone."""
     from paceline.bench.footprint.setting import ALONE, Setting
 
-    try:
-        counts = [int(part) for part in devices.split(",")]
-    except ValueError as error:
-        raise UsageError(f"--devices {devices!r}", remedy="give numbers, for example 1,2,4,64") from error
+    counts = numbers_of("--devices", devices, int, "1,2,4,64")
+    if min(counts) < 1:
+        raise UsageError(f"--devices {devices}", remedy="pass numbers of 1 or more, for example 1,2,4,64")
     found: list[Setting] = []
     for count in counts:
         for name in strategies.split(","):

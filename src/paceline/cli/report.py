@@ -18,7 +18,9 @@ __all__ = ["report"]
 def report(
     run: Annotated[
         Path,
-        typer.Argument(help="Folder of a run: of `paceline train --out`, or of `paceline hub --folder`."),
+        typer.Argument(
+            help="Folder of a run: of `paceline train --out`, `pl.Record` or `paceline hub --folder`."
+        ),
     ],
     profile: Annotated[
         Path | None,

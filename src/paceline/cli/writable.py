@@ -24,20 +24,23 @@ def check_writable(path: Path, option: str = "", *, make_folder: bool = False) -
         make_folder: make its folder rather than refuse one that is absent.
 
     Raises:
-        UsageError: `path` is a folder or may not be written, or its folder is absent or can't be made.
+        UsageError: `path` is no ordinary file or may not be written, or its folder is absent or can't be made.
     """
     folder, told = path.absolute().parent, f"{option} {path}".lstrip()
-    if make_folder:
-        try:
+    try:
+        if make_folder:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"can't write {told}: {error.strerror}", remedy=_REMEDY) from error
-    if not folder.is_dir():
-        raise UsageError(f"can't write {told}: no such folder", remedy=f"make {folder} first")
-    if path.is_dir():
-        raise UsageError(f"can't write {told}: it is a folder", remedy=_REMEDY)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"can't write {told}: no permission", remedy=_REMEDY)
+        if not folder.is_dir():
+            raise UsageError(f"can't write {told}: no such folder", remedy=f"make {folder} first")
+        if path.is_dir():
+            raise UsageError(f"can't write {told}: it is a folder", remedy=_REMEDY)
+        if path.exists() and not path.is_file():  # a device or a pipe would be replaced, not written to
+            raise UsageError(f"can't write {told}: it is no ordinary file", remedy=_REMEDY)
+        # It is written beside its place and put there once it is whole, so its folder counts too.
+        if not all(os.access(each, os.W_OK) for each in (folder, path) if each.exists()):
+            raise UsageError(f"can't write {told}: no permission", remedy=_REMEDY)
+    except OSError as error:
+        raise UsageError(f"can't write {told}: {error.strerror}", remedy=_REMEDY) from error
 
 
 def checked_files(

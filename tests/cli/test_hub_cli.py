@@ -1,0 +1,25 @@
+"""What `paceline hub` refuses, by the names that its options have, before it binds or writes."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--exploding", "-1"], "--exploding -1\n  → give a number above 1"),
+        (["--exploding", "nan"], "--exploding nan"),
+        (["--outer", "adam"], "unknown outer optimizer 'adam'; valid: averaging"),
+        (["--strikes", "0"], "strikes=0"),
+        (["--shard", "2/2"], "shard 2 of 2"),
+        (["--until", "soon"], "'soon' is no time"),
+        (["--keys", "nowhere"], "nowhere can't be read"),
+    ],
+)
+def test_what_can_not_be_is_refused(command, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = command("hub", *words)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,48 @@
+"""Files that a command is to write: what can't be written, or must not be replaced, is refused first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.writable import check_writable
+from paceline.errors import UsageError
+
+
+def test_a_file_that_is_there_or_not_may_be_written(tmp_path):
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    for path in (there, tmp_path / "new.json"):
+        check_writable(path, "--json")
+    assert there.read_text() == "{}"
+
+
+def test_a_folder_is_made_only_where_that_is_asked(tmp_path):
+    with pytest.raises(UsageError, match=r"--json .*: no such folder"):
+        check_writable(tmp_path / "a" / "b.json", "--json")
+    check_writable(tmp_path / "a" / "b.json", "--out", make_folder=True)
+    assert (tmp_path / "a").is_dir()
+
+
+def test_what_is_no_ordinary_file_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path, why in ((pipe, "it is no ordinary file"), (tmp_path, "it is a folder")):
+        with pytest.raises(UsageError, match=f"--json .*: {why}"):
+            check_writable(path, "--json")
+    assert pipe.is_fifo()
+
+
+def test_a_file_in_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+    there = tmp_path / "there.json"
+    there.write_text("{}")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(UsageError, match="no permission"):
+        check_writable(there, "--json")
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"can't write --json .*: File name too long"):
+        check_writable(tmp_path / ("a" * 300), "--json")
