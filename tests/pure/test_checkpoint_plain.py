@@ -95,6 +95,7 @@ def test_one_of_several_models(tmp_path):
             "'bias' is int64 [1], here float32",
         ),
         ("nowhere", "there is no 'nowhere'"),
+        ({"weight": [[1.0, 2.0]]}, "'weight' of the state_dict is a list, not a tensor"),
     ],
 )
 def test_weights_of_something_else_are_refused(source, words):

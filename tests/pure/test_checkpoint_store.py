@@ -79,3 +79,11 @@ def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog)
         assert len(list(keep.resume(loader))) == 2
     keep.close()
     assert caplog.messages == []
+
+
+def test_a_closed_one_writes_nothing(tmp_path):
+    keep = pl.Checkpoint(tmp_path, nn.Linear(2, 1))
+    keep.close()
+    with pytest.raises(CheckpointError, match="after close"):
+        keep.save()
+    assert list(tmp_path.glob("step-*")) == []

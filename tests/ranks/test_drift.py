@@ -9,7 +9,7 @@ import torch
 import zoo
 
 import paceline as pl
-from paceline.errors import Drifted
+from paceline.errors import Drifted, MismatchError
 
 EVERY = 2
 
@@ -138,3 +138,14 @@ def repairs_from_the_one_that_differs(rank, size):
 
 def test_nothing_is_copied_from_a_rank_that_differs_from_the_majority(pool):
     pool(3).run(repairs_from_the_one_that_differs)
+
+
+def other_settings(rank, size):
+    net = torch.nn.Linear(2, 1)
+    model = pl.DataParallel(net)
+    with pytest.raises(MismatchError, match="every=1"):
+        pl.Drift(model, torch.optim.SGD(net.parameters(), lr=0.1), every=1 + rank)
+
+
+def test_ranks_that_would_compare_at_different_steps_are_refused(pool):
+    pool(2).run(other_settings)

@@ -72,11 +72,28 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32'"),
         ({"sync": "full-shard", "gather_dtype": torch.int8}, "gather_dtype=torch.int8"),
         ({"sync": ["bucketed"]}, "unknown strategy"),
+        ({"units": []}, "units= with 'bucketed', which shards no units"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
         pl.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
+
+
+@pytest.mark.parametrize("wrap", [pl.DataParallel, list], ids=["twice", "a list"])
+def test_what_is_no_bare_module_is_refused(wrap):
+    with pytest.raises(UsageError, match=r"pass the bare torch\.nn\.Module"):
+        pl.DataParallel(wrap(torch.nn.Sequential(torch.nn.Linear(1, 1))))
+
+
+def test_a_loss_that_is_no_tensor_is_refused():
+    with pytest.raises(UsageError, match="the loss is a float, not a tensor"):
+        pl.DataParallel(torch.nn.Linear(1, 1)).backward(0.5, samples=1)
+
+
+def test_overlap_is_yes_or_no():
+    with pytest.raises(UsageError, match="overlap='no'"):
+        pl.Sync(overlap="no")
 
 
 def test_sparse_embeddings_are_refused_by_name():

@@ -201,8 +201,9 @@ def refuses(rank, size, folder):
         pl.Record(folder / "file" if rank == 1 else folder / "fine", model)
     with pytest.raises(UsageError, match="Record of a Plain"):
         pl.Record(folder, model.module)
-    with pytest.raises(UsageError, match="every=0"):
-        pl.Record(folder, model, every=0)
+    for every in (0, "10min"):
+        with pytest.raises(UsageError, match=f"every={every!r}"):
+            pl.Record(folder, model, every=every)
     with (
         pl.Record(folder, model, tensorboard=False) as record,
         pytest.raises(UsageError, match="samples_per_second"),
@@ -213,6 +214,15 @@ def refuses(rank, size, folder):
         pytest.raises(UsageError, match="None with samples=4"),
     ):
         record.log(loss=None, samples=4)
+    with pl.Record(folder, model, tensorboard=False) as record:
+        for values, said in (
+            ({"loss": torch.ones(2)}, r"loss is a tensor of shape \[2\]"),
+            ({"loss": "x"}, "a str"),
+        ):
+            with pytest.raises(UsageError, match=said):
+                record.log(**values)
+        with pytest.raises(UsageError, match="samples=-1"):
+            record.log(samples=-1)
 
 
 def test_what_makes_no_sense_is_refused_on_all_ranks(pool, tmp_path):

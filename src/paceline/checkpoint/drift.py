@@ -25,7 +25,7 @@ from paceline.errors import Drifted, UsageError
 from paceline.sync.engine import DataParallel
 from paceline.sync.owned import refuse_foreign
 from paceline.sync.replica import broadcast_tensors
-from paceline.world.agree import RowsUnderWay, gather_rows, gather_rows_ahead
+from paceline.world.agree import RowsUnderWay, gather_rows, gather_rows_ahead, verify_same
 
 __all__ = ["Drift"]
 
@@ -52,6 +52,7 @@ class Drift:
     Raises:
         UsageError: `every` is less than 1, `repair` is no rank, the model is not wrapped, or the optimizer is
             another model's.
+        MismatchError: ranks have other settings.
         Drifted: from ``optimizer.step()`` or `check`, on every rank alike.
 
     Example:
@@ -74,6 +75,7 @@ class Drift:
             raise UsageError(
                 f"repair={repair!r}: there are ranks 0 to {model.wire.size - 1}", remedy="name one of them"
             )
+        verify_same([f"every={every}", f"repair={repair}", f"buffers={buffers}"], "Drift", model.wire.group)
         self.steps = self.comparisons = self.repairs = 0
         self._wire, self._optimizer, self._every, self._repair = model.wire, optimizer, every, repair
         self._engine = model.engine

@@ -74,6 +74,12 @@ def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         >>> import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
     """
     weights = dict(source) if isinstance(source, Mapping) else weights_in(source)
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{name!r} of the state_dict is a {type(tensor).__name__}, not a tensor",
+                remedy="pass a state_dict of the bare module",
+            )
     wanted = {name: tensor.dtype for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     wanted = {name.removeprefix("module."): dtype for name, dtype in wanted.items()} | wanted
     for name, tensor in weights.items():

@@ -119,6 +119,7 @@ class Checkpoint:
         self._buffers = Buffers()
         self._under_way: tuple[int, Saving] | None = None
         self._latest: Saving | None = None
+        self._closed = False
         self._loaded = False  # a state was looked for
         self._fresh = False  # one was found, and nobody has gone on from it
         self._saved_at, self._ticked = -1, 0
@@ -193,8 +194,15 @@ class Checkpoint:
             wait: return when it is complete.
 
         Raises:
-            CheckpointError: with `wait`, it can't be completed.
+            CheckpointError: with `wait`, it can't be completed; or this is closed: the folder may be another run's now.
         """
+        if self._closed:
+            raise CheckpointError(
+                f"save() into {self.folder} after close()",
+                rank=self._rank,
+                step=self.step,
+                remedy="close at the end, or make another paceline.Checkpoint",
+            )
         if self.step != self._saved_at:
             self._settle()
             with here.during("checkpoint"):
@@ -334,6 +342,7 @@ class Checkpoint:
     def close(self) -> None:
         """See the checkpoint under way through, and let other runs write to the folder; all ranks call this."""
         self._settle()
+        self._closed = True
         if self._latest is not None:
             self._latest.end()
         if self._lock is not None:

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY_NBYTES = 40  # as text
 _FILE_LIMIT_NBYTES = 4096
 _OTHERS = 0o077
-_MAKE = "make one: paceline.exchange.keys.make_keys"
+_MAKE = "make one: paceline hub keygen FOLDER"
 
 
 @dataclass(frozen=True)

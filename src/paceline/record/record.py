@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -67,7 +69,7 @@ class Record:
                 f"Record of a {type(model).__name__}",
                 remedy="give it the model that pl.DataParallel returned",
             )
-        if every < 1:
+        if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self.folder, self._model, self._every = Path(folder), model, every
         self._rank = place_in(model.wire.group)[0]
@@ -105,12 +107,21 @@ class Record:
             numbers: such as ``loss``, means over this rank's samples; None where it has none.
 
         Raises:
-            UsageError: a number has a name that this writes itself, or is None on a rank that has samples.
+            UsageError: a number has a name that this writes itself, is no single number, or is None on a rank that has
+                samples; or `samples` is negative.
         """
         if not _OWN.isdisjoint(numbers):
             taken = ", ".join(sorted(_OWN & numbers.keys()))
             raise UsageError(f"log(): {taken} is written by Record itself", remedy="use another name")
-        if samples and None in numbers.values():
+        if not 0 <= samples < math.inf:
+            raise UsageError(f"log(samples={samples!r})", remedy="pass the number of samples, 0 or more")
+        for name, value in numbers.items():
+            if not (value is None or isinstance(value, Real) or _is_scalar(value)):
+                raise UsageError(
+                    f"log(): {name} is {_told(value)}, not one number",
+                    remedy="pass its mean over this rank's samples",
+                )
+        if samples and any(value is None for value in numbers.values()):
             raise UsageError(
                 f"log(): None with samples={samples!r}", remedy="a rank without numbers passes samples=0"
             )
@@ -162,6 +173,16 @@ def _how(model: DataParallel) -> str:
     plan = "auto" if model.engine.tuner is not None else model.plan.words
     squeezed = Compression.of(model.plan.compression)
     return plan if squeezed is None else f"{plan}, {squeezed.name}"
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+def _told(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def _number(value: float | torch.Tensor | None) -> float:

@@ -20,6 +20,9 @@ __all__ = ["Restart", "Run", "Span", "Step", "read_run"]
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _SPEAKER = re.compile(r"^\[rank\d+\]: ")  # torch says who raised
+_NAME_A_RUN = (
+    "name a folder that `paceline train --out` or pl.Record wrote, or that `paceline hub --folder` keeps"
+)
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
 _SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes")
 _OF_A_STEP = (
@@ -140,13 +143,12 @@ def _read_facts(folder: Path) -> dict[str, object]:
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is no folder",
-            remedy="give the folder that `paceline train --out` wrote, or that `paceline hub --folder` keeps",
+            remedy=_NAME_A_RUN,
         )
     path = folder / "run.json"
     if not path.is_file():
         runs = sorted(found.parent for found in folder.glob("*/run.json"))
-        wrote = "give the folder that `paceline train --out` wrote, or that `paceline hub --folder` keeps"
-        remedy = f"did you mean {runs[0]}?" if runs else wrote
+        remedy = f"did you mean {runs[0]}?" if runs else _NAME_A_RUN
         raise UsageError(f"{folder} is no run: it has no run.json", remedy=remedy)
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))

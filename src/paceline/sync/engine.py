@@ -59,9 +59,9 @@ class DataParallel(torch.nn.Module):
             every ``ModuleList`` with at least 100,000 parameters.
 
     Raises:
-        UsageError: an unknown strategy, parameters that can't be synchronised (sparse gradients), a dtype that is not
-            of floating point, `gather_dtype` where nothing is gathered, or a CUDA graph of a model whose parameters
-            are to move.
+        UsageError: an unknown strategy, no bare module, parameters that can't be synchronised (sparse gradients), a
+            dtype that is not of floating point, `gather_dtype` or `units` where nothing is gathered, or a CUDA graph
+            of a model whose parameters are to move.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
     Example:
@@ -85,6 +85,11 @@ class DataParallel(torch.nn.Module):
         tuned = sync == "auto"
         plan = DEFAULT if tuned else Sync.of(sync)
         _refuse_unfit_dtypes(reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
+        if units is not None and plan.shard != "parameters":
+            raise UsageError(
+                f"units= with {sync!r}, which shards no units",
+                remedy='use sync="full-shard", or leave it out',
+            )
         if gather_dtype is not None and plan.shard != "parameters":
             raise UsageError(
                 f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
@@ -216,6 +221,12 @@ class DataParallel(torch.nn.Module):
                 remedy="a rank without a loss passes samples=0",
                 **where,
             )
+        if loss is not None and not isinstance(loss, torch.Tensor):
+            raise UsageError(
+                f"the loss is a {type(loss).__name__}, not a tensor",
+                remedy="pass what the model computed",
+                **where,
+            )
         if loss is not None and loss.numel() != 1:
             raise UsageError(
                 f"loss has shape {list(loss.shape)}, not one number",
@@ -313,7 +324,9 @@ def _refuse_unfit_dtypes(**dtypes: object) -> None:
 
 
 def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> None:
-    """Raise for parameters whose gradients can't be kept in a dense buffer, or compressed, by name."""
+    """Raise for what is no bare module, and for parameters that can't be in a dense buffer, or compressed, by name."""
+    if not isinstance(module, torch.nn.Module) or isinstance(module, DataParallel):
+        raise UsageError(f"DataParallel({type(module).__name__})", remedy="pass the bare torch.nn.Module")
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, torch.nn.Embedding | torch.nn.EmbeddingBag):
             raise UsageError(

@@ -60,6 +60,8 @@ class Sync:
                 f"bucket_mib={self.bucket_mib!r} is no bucket size",
                 remedy="give MiB > 0, 0 for one bucket per parameter, or math.inf for a single bucket",
             )
+        if not isinstance(self.overlap, bool):
+            raise UsageError(f"overlap={self.overlap!r}", remedy="give True or False")
         if self.shard not in ("none", "optimizer", "parameters"):
             raise unknown("shard", self.shard, ["none", "optimizer", "parameters"])
         object.__setattr__(self, "compression", Compression.of(self.compression))

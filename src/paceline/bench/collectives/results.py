@@ -80,7 +80,7 @@ def read_result(path: Path) -> Result:
     except OSError as error:
         raise UsageError(f"can't read {path}: {error.strerror}", remedy=remedy) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no result of bench collectives ({error!r})", remedy=remedy) from error
+        raise UsageError(f"{path} is no result of bench collectives ({error})", remedy=remedy) from error
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
