@@ -10,7 +10,6 @@ Writes ``exposed.json`` beside this file.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +19,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
+from paceline.bench.program import run_job, run_program
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
-from paceline.lab import Lab
-from paceline.launch.local import run_ranks
 from paceline.lm.sizes import SIZES, Size
 from paceline.report.parts import mean_parts
 from paceline.report.records import read_run
@@ -72,23 +68,12 @@ def run(case: tuple[int, str | None, str, str, float | None], job: dict[str, Any
     """Run one case and return its times: for each kind of step, by round, the mean over ranks."""
     ranks, rate, backend, strategy, bucket = case
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        asked = Path(folder, "job.json")
-        told = job | {"backend": backend, "strategy": strategy, "bucket_mib": bucket, "out": folder}
-        asked.write_text(json.dumps(told), encoding="utf-8")
-        program, turns = [str(HERE / "ranks.py"), str(asked)], job["rounds"]
-        if rate is None:
-            run_ranks(program, ranks, env={"OMP_NUM_THREADS": "1"})
-        else:
-            with Lab(ranks, rate) as lab, TurnBar(f"{ranks} hosts, {rate}, {strategy}", turns) as tick:
-                lab.start_torchrun(program, ranks_per_host=1).follow(tick, turns)
+        told = job | {"backend": backend, "strategy": strategy, "bucket_mib": bucket, "timelines": folder}
+        kinds = run_job(HERE / "ranks.py", told, hosts=ranks, rate=rate, turns=job["rounds"], title=strategy)
         Path(folder, "run.json").write_text("{}")
-        times = [json.loads(Path(folder, f"times{rank}.json").read_text()) for rank in range(ranks)]
         traces = read_run(Path(folder)).spans_of_rank
-        quiet = [line.quiet for line in read_steps(traces[0]).steps]
-        exposed = [mean_parts(read_steps(each).steps)["exposed"] for each in traces.values()]
-    kinds = {
-        kind: [fmean(turn) for turn in zip(*(each[kind] for each in times), strict=True)] for kind in times[0]
-    }
+    quiet = [line.quiet for line in read_steps(traces[0]).steps]
+    exposed = [mean_parts(read_steps(each).steps)["exposed"] for each in traces.values()]
     return {
         "model": job["size"]["name"],
         "ranks": ranks,

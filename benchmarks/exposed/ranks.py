@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 from paceline.bench.contestants import Contestant, build, random_batch, step
 from paceline.bench.entries import NO_SYNC, Entry
+from paceline.bench.worker import tick
 from paceline.lm.batches import Batch
 from paceline.lm.sizes import Size
 from paceline.record.timeline import Timeline
 from paceline.sync.engine import DataParallel
 from paceline.whereabouts import here
 from paceline.world import init, shutdown
+from paceline.world.agree import sum_over_ranks
 
 _WARM_UP = 3
 
@@ -36,7 +38,7 @@ class Times:
 
 
 def main(job_file: str) -> None:
-    """Do the job that a file describes; every rank's times go beside it, and the timelines."""
+    """Do the job that a file describes; rank 0 writes the times, means over ranks."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     world = init(job["backend"])
@@ -49,7 +51,7 @@ def main(job_file: str) -> None:
             step(contestant, batch)
     times = Times()
     assert isinstance(recorded.model, DataParallel), "the contestant is one of Paceline's"
-    with Timeline(job["out"], recorded.model):
+    with Timeline(job["timelines"], recorded.model):
         recorder = here.recorder
         assert recorder is not None, "the timeline is being recorded"
         turns = [(synced, times.synced, None), (recorded, times.recorded, recorder)]
@@ -58,10 +60,12 @@ def main(job_file: str) -> None:
                 here.recorder = told
                 seconds.append(_turn(contestant, batch))
             turns.reverse()
-            if world.rank == 0:
-                print("tick", flush=True)
+            tick()
         here.recorder = recorder
-    Path(job["out"], f"times{world.rank}.json").write_text(json.dumps(vars(times)), encoding="utf-8")
+    mean = sum_over_ranks(torch.tensor(list(vars(times).values()), dtype=torch.float64)) / world.size
+    if world.rank == 0:
+        found = dict(zip(vars(times), mean.tolist(), strict=True))
+        Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
     shutdown()
 
 

@@ -8,8 +8,6 @@ live in the same processes and take turns ([Note: turns] in `paceline.bench.pair
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +16,12 @@ from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
 from rich.table import Table
 
 from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
+from paceline.bench.program import run_job, run_program
 from paceline.cli.file_options import JsonResultOption
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
-from paceline.lab import Lab
 from paceline.units import format_count, format_seconds, parse_bytes
 
 HERE = Path(__file__).parent
@@ -87,13 +83,16 @@ def rounds_and_calls(nbytes: int, rounds: int | None) -> tuple[int, int]:
 def run(hosts: int, ranks: int, rate: str, plan: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
     """Make the hosts, start the ranks, show how far they are, and return what rank 0 wrote."""
     turns = sum((1 + rounds) * len(contestants_at(nbytes)) for nbytes, rounds, _ in plan)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
-        job, found = Path(folder, "job.json"), Path(folder, "found.json")
-        job.write_text(json.dumps({"sizes": plan, "out": str(found)}), encoding="utf-8")
-        started = lab.start_torchrun([str(HERE / "ranks.py"), str(job)], ranks_per_host=ranks)
-        with TurnBar(f"all-reduce, {hosts} hosts × {ranks} ranks, {rate}", turns) as tick:
-            started.follow(tick, turns)
-        return json.loads(found.read_text(encoding="utf-8"))
+    title = f"all-reduce, {ranks} ranks a host"
+    return run_job(
+        HERE / "ranks.py",
+        {"sizes": plan},
+        hosts=hosts,
+        rate=rate,
+        turns=turns,
+        title=title,
+        ranks_per_host=ranks,
+    )
 
 
 def show(rows: list[Row]) -> None:

@@ -24,6 +24,7 @@ from figures import ARENA, BEST, GLOO, HALVES, ORDINARY, Row, contestants_at
 from paceline.bench import exact
 from paceline.bench.paired import Times
 from paceline.bench.turns import turn_order
+from paceline.bench.worker import tick
 from paceline.lab.traffic import Traffic, read_traffic
 
 Contestant = tuple[Callable[[], object], Callable[[], object], torch.Tensor]
@@ -81,7 +82,7 @@ def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> di
         run()
         if not exact.is_sum(buffer, dist.get_world_size()):
             raise RuntimeError(f"{name} is wrong at {nbytes} bytes")
-        _tick()
+        tick()
     names = list(everybody)
     seconds = torch.zeros(len(names), rounds, calls, dtype=torch.float64)
     passed = torch.zeros(len(names), rounds, 2, dtype=torch.float64)
@@ -92,7 +93,7 @@ def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> di
             times, traffic = turn(names[index], everybody[names[index]], calls)
             seconds[index, number] = torch.tensor(times)
             passed[index, number] = torch.tensor([traffic.sent / calls, traffic.received / calls])
-            _tick()
+            tick()
     gc.enable()
     for table in (seconds, passed):
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=gloo)
@@ -102,11 +103,6 @@ def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> di
         for name, turns in zip(names, passed.tolist(), strict=True)
     }
     return Row(times, counted).to_json()
-
-
-def _tick() -> None:
-    if dist.get_rank() == 0:
-        print("tick", flush=True)
 
 
 def main(job_file: str) -> None:

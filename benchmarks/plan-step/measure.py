@@ -9,8 +9,6 @@ the form of ``paceline bench step --json``. ``table.py`` holds one against the o
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,15 +20,12 @@ import typer
 from paceline.bench.entries import NO_SYNC, Entry
 from paceline.bench.facts import head, machine_record, versions
 from paceline.bench.parts.settings import PartsSettings
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
+from paceline.bench.program import run_job, run_program
 from paceline.bench.rounds import round_of, split
 from paceline.cli.profiles import load_or_new, now
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
-from paceline.lab import Lab
-from paceline.launch.local import run_ranks
 from paceline.lm.sizes import Size
 from paceline.plan.entries import Source
 
@@ -111,26 +106,16 @@ def run(
     """Start the ranks, on hosts if there is a rate, and return the seconds that rank 0 wrote."""
     turns = 1 + (1 + rounds) * len(CONTESTANTS)
     source = Source(head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"]))
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
-        job = {
-            "parts": parts.to_json(),
-            "size": asdict(SIZE),
-            "profile": str(profile.absolute()),
-            "source": vars(source),
-            "entries": [asdict(entry) for entry in CONTESTANTS],
-            "rounds": rounds,
-            "steps": steps,
-            "out": str(found),
-        }
-        asked.write_text(json.dumps(job), encoding="utf-8")
-        program = [str(HERE / "ranks.py"), str(asked)]
-        if rate is None:
-            run_ranks(program, ranks, env={"OMP_NUM_THREADS": "1"})
-        else:
-            with Lab(ranks, rate) as lab, TurnBar(f"{ranks} hosts, {rate}", turns) as tick:
-                lab.start_torchrun(program, ranks_per_host=1).follow(tick, turns)
-        return json.loads(found.read_text(encoding="utf-8"))
+    job = {
+        "parts": parts.to_json(),
+        "size": asdict(SIZE),
+        "profile": str(profile.absolute()),
+        "source": vars(source),
+        "entries": [asdict(entry) for entry in CONTESTANTS],
+        "rounds": rounds,
+        "steps": steps,
+    }
+    return run_job(HERE / "ranks.py", job, hosts=ranks, rate=rate, turns=turns)
 
 
 def rows_of(seconds: Sequence[Any], ranks: int) -> list[dict[str, Any]]:

@@ -20,19 +20,13 @@ from paceline.bench.entries import Entry
 from paceline.bench.parts.measure import measure_parts
 from paceline.bench.parts.settings import PartsSettings
 from paceline.bench.parts.workload import reference
-from paceline.bench.worker import of_all_ranks, take_turns
+from paceline.bench.worker import of_all_ranks, take_turns, tick
 from paceline.lm.sizes import Size
 from paceline.plan.entries import Source
 from paceline.plan.profile import Profile
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
-
-
-def tick() -> None:
-    """Tell whoever follows that one more turn is done."""
-    if dist.get_rank() == 0:
-        print("tick", flush=True)
 
 
 def main(job_file: str) -> None:

@@ -8,8 +8,6 @@ file. `predict.py` says what goes into the prediction.
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +20,11 @@ from strategies import ALONE, STRATEGIES
 from table import show
 
 from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
+from paceline.bench.program import run_job, run_program
 from paceline.cli.number_lists import numbers_of
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError
-from paceline.lab import Lab
 from paceline.lm.sizes import size_of
 from paceline.machine import machine
 from paceline.simulate.cluster.machines import Machines
@@ -89,13 +85,7 @@ def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
     turns = len(job["sizes"])
     if job["strategies"]:
         turns += 2 + job["rounds"] * (1 + len(job["strategies"]))
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
-        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
-        asked.write_text(json.dumps(job | {"out": str(found)}), encoding="utf-8")
-        started = lab.start_torchrun([str(HERE / "ranks.py"), str(asked)], ranks_per_host=1)
-        with TurnBar(f"{hosts} hosts, {rate}", turns) as tick:
-            started.follow(tick, turns)
-        return json.loads(found.read_text(encoding="utf-8"))
+    return run_job(HERE / "ranks.py", job, hosts=hosts, rate=rate, turns=turns)
 
 
 def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> list[dict[str, Any]]:

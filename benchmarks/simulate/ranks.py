@@ -27,6 +27,7 @@ from paceline.bench.parts.contention import measure_contention
 from paceline.bench.parts.exchanges import Exchanger
 from paceline.bench.parts.workload import reference
 from paceline.bench.turns import turn_order
+from paceline.bench.worker import tick
 from paceline.lm.model import GPT, loss
 from paceline.lm.sizes import size_of
 from paceline.plan.entries import Source
@@ -48,7 +49,7 @@ def all_reduces(sizes: list[int], calls: int) -> dict[int, float]:
                 seconds[call] = time.perf_counter() - started
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         found[nbytes] = median(seconds.tolist())
-        _tick()
+        tick()
     return found
 
 
@@ -104,7 +105,7 @@ def strategies(job: dict[str, Any]) -> dict[str, Any]:
     """Return by strategy, for each round, the slowest rank's seconds a step, and what hosts are like."""
     names = [ALONE, *job["strategies"]]
     steps = {name: contestant(name, job) for name in names}
-    _tick()
+    tick()
     rounds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
@@ -113,16 +114,11 @@ def strategies(job: dict[str, Any]) -> dict[str, Any]:
             slowest = torch.tensor(turn(steps[names[index]], job["steps"]), dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             rounds[names[index]].append(float(slowest))
-            _tick()
+            tick()
     gc.enable()
     measured = host(job)
-    _tick()
+    tick()
     return {"rounds": rounds, "host": measured}
-
-
-def _tick() -> None:
-    if dist.get_rank() == 0:
-        print("tick", flush=True)
 
 
 def main(job_file: str) -> None:

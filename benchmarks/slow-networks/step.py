@@ -8,8 +8,6 @@ this file. All contestants live in the same processes and take turns ([Note: tur
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +18,11 @@ from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
 from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
+from paceline.bench.program import run_job, run_program
 from paceline.cli.wide_table import print_wide
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError, unknown
-from paceline.lab import Lab
 
 HERE = Path(__file__).parent
 
@@ -69,13 +65,7 @@ def main(
 def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
     """Make the hosts, start the ranks, show how far they are, and return what rank 0 wrote."""
     turns = (1 + job["rounds"]) * len(job["names"])
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, Lab(hosts, rate) as lab:
-        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
-        asked.write_text(json.dumps(job | {"out": str(found)}), encoding="utf-8")
-        started = lab.start_torchrun([str(HERE / "step_ranks.py"), str(asked)], ranks_per_host=1)
-        with TurnBar(f"steps, {hosts} hosts, {rate}", turns) as tick:
-            started.follow(tick, turns)
-        return json.loads(found.read_text(encoding="utf-8"))
+    return run_job(HERE / "step_ranks.py", job, hosts=hosts, rate=rate, turns=turns, title="steps")
 
 
 def show(result: StepResult) -> None:

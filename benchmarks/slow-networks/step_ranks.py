@@ -23,6 +23,7 @@ from contestants import CONTESTANTS, Contestant, Stage
 from workload import batch_of, digest_of
 
 from paceline.bench.turns import turn_order
+from paceline.bench.worker import tick
 from paceline.lab.traffic import Traffic, read_traffic
 
 
@@ -68,7 +69,7 @@ def measure(everybody: dict[str, Contestant], job: Job) -> dict[str, dict[str, A
             contestant = everybody[names[index]]
             seconds[index, number], traffic = turn(contestant, steps_of(contestant, job.steps))
             passed[index, number, dist.get_rank()] = torch.tensor([traffic.sent, traffic.received])
-            _tick()
+            tick()
     gc.enable()
     for table in (seconds, passed):
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
@@ -99,17 +100,12 @@ def build(stage: Stage, job: Job) -> dict[str, Contestant]:
     for name in job.names:
         everybody[name] = CONTESTANTS[name](stage)
         turn(everybody[name], steps_of(everybody[name], 2))
-        _tick()
+        tick()
     return everybody
 
 
 def _traffic() -> Traffic:
     return read_traffic(Path("/proc/net/dev").read_text())
-
-
-def _tick() -> None:
-    if dist.get_rank() == 0:
-        print("tick", flush=True)
 
 
 def main(job_file: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.lm import corpus as corpora
 from paceline.lm.batches import Batches, HeldOut
+from paceline.lm.held_out import summed_loss
 from paceline.lm.model import GPT
 from paceline.lm.model import loss as loss_of
 from paceline.lm.sizes import size_of
@@ -68,10 +69,7 @@ class Training:
         """Return the held-out loss with these parameters, in nats per token."""
         for name, param in self.net.named_parameters():
             param.copy_(parameters[name])
-        total = count = 0.0
-        for batch in self.held_out.rounds():
-            total += loss_of(self.net(batch.inputs), batch.targets).item() * batch.samples
-            count += batch.samples
+        total, count = summed_loss(self.net, self.held_out)
         return total / count
 
 

@@ -9,7 +9,6 @@ it settled on. Writes ``4x1Gbit.json``, ``4x200Mbit.json`` and ``one-host.json``
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,13 +18,10 @@ import typer
 
 from paceline.bench.entries import AUTO, NO_SYNC, Entry
 from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
+from paceline.bench.program import run_job, run_program
 from paceline.cli.writable import check_writable
 from paceline.durable import write_json
 from paceline.errors import UsageError, unknown
-from paceline.lab import Lab
-from paceline.launch.local import run_ranks
 from paceline.lm.sizes import Size
 
 HERE = Path(__file__).parent
@@ -84,18 +80,13 @@ def main(
 def run(ranks: int, rate: str | None, job: dict[str, Any]) -> dict[str, Any]:
     """Start the ranks, on hosts if there is a rate, and return what rank 0 wrote."""
     turns = 1 + job["rounds"] * len(CONTESTANTS)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        asked, found = Path(folder, "job.json"), Path(folder, "found.json")
-        entries = [entry.to_json() for entry in CONTESTANTS]
-        told = job | {"size": asdict(SIZE), "entries": entries, "out": str(found), "cache": folder}
-        asked.write_text(json.dumps(told), encoding="utf-8")
-        program = [str(HERE / "ranks.py"), str(asked)]
-        if rate is None:
-            run_ranks(program, ranks, env={"OMP_NUM_THREADS": "1"})
-        else:
-            with Lab(ranks, rate) as lab, TurnBar(f"{ranks} hosts, {rate}", turns) as tick:
-                lab.start_torchrun(program, ranks_per_host=1).follow(tick, turns)
-        return json.loads(found.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="paceline-cache-") as cache:
+        told = job | {
+            "size": asdict(SIZE),
+            "entries": [entry.to_json() for entry in CONTESTANTS],
+            "cache": cache,
+        }
+        return run_job(HERE / "ranks.py", told, hosts=ranks, rate=rate, turns=turns)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from paceline.bench.contestants import build, random_batch, settle, step
 from paceline.bench.entries import AUTO, Entry
-from paceline.bench.worker import of_all_ranks, take_turns
+from paceline.bench.worker import of_all_ranks, take_turns, tick
 from paceline.lm.sizes import Size
 from paceline.sync.engine import DataParallel
 from paceline.world import init, shutdown
@@ -56,12 +56,6 @@ def main(job_file: str) -> None:
         }
         Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
     shutdown()
-
-
-def tick() -> None:
-    """Tell whoever follows that one more turn is done."""
-    if dist.get_rank() == 0:
-        print("tick", flush=True)
 
 
 if __name__ == "__main__":

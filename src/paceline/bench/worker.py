@@ -27,7 +27,7 @@ from paceline.lm.batches import Batch
 from paceline.lm.sizes import Size, size_of
 from paceline.world import World, init, shutdown
 
-__all__ = ["main", "of_all_ranks", "take_turns", "time_contestants"]
+__all__ = ["main", "of_all_ranks", "take_turns", "tick", "time_contestants"]
 
 CHECK_STEPS = 5  # steps after which parameters are compared; they also warm up
 _PROFILED_STEPS = 5
@@ -49,6 +49,12 @@ def main(argv: Sequence[str]) -> None:
     if world.rank == 0:
         Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
     shutdown()
+
+
+def tick() -> None:
+    """Tell whoever follows this job that one more turn is done (`paceline.bench.program.run_job`)."""
+    if dist.get_rank() == 0:
+        print("tick", flush=True)
 
 
 def time_contestants(

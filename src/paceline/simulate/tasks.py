@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.lm import corpus as corpora
 from paceline.lm.batches import Batches, HeldOut
+from paceline.lm.held_out import summed_loss
 from paceline.lm.model import GPT
 from paceline.lm.model import loss as loss_of
 from paceline.lm.sizes import Size
@@ -228,12 +229,8 @@ class _GPTLearner:
             self.apply(lr)
         return samples
 
-    @torch.no_grad()
     def score(self) -> float:
-        total = count = 0.0
-        for batch in self._task.held_out.rounds():
-            total += loss_of(self.module(batch.inputs), batch.targets).item() * batch.samples
-            count += batch.samples
+        total, count = summed_loss(self.module, self._task.held_out)
         return total / count if count else math.nan
 
     def forget(self) -> None:
