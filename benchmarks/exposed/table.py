@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
+from paceline.bench.paired import ratio_of
 from paceline.report.markdown import fill, table
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ def row(case: dict[str, Any]) -> list[str]:
         [seconds[kind][turn] for turn in usual] for kind in ("recorded", "bare", "synced")
     )
     cost = fmean(recorded) - fmean(bare)
-    ratio = median(mine / other for mine, other in zip(recorded, synced, strict=True))
+    ratio = ratio_of(recorded, synced)
     bucket = f", {case['bucket_mib']:g} MiB" if case["bucket_mib"] else ""
     milliseconds = (fmean(recorded), fmean(bare), cost, case["exposed_seconds"])
     return [
@@ -49,7 +50,7 @@ def row(case: dict[str, Any]) -> list[str]:
         case["strategy"] + bucket,
         *(f"{1e3 * each:.1f}" for each in milliseconds),
         f"{case['exposed_seconds'] / cost:.3f}",
-        f"{ratio:.3f}",
+        f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
     ]
 
 

@@ -72,7 +72,6 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32'"),
         ({"sync": "full-shard", "gather_dtype": torch.int8}, "gather_dtype=torch.int8"),
         ({"sync": ["bucketed"]}, "unknown strategy"),
-        ({"units": []}, "units= with 'bucketed', which shards no units"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, said):

@@ -60,7 +60,7 @@ class DataParallel(torch.nn.Module):
 
     Raises:
         UsageError: an unknown strategy, no bare module, parameters that can't be synchronised (sparse gradients), a
-            dtype that is not of floating point, `gather_dtype` or `units` where nothing is gathered, or a CUDA graph
+            dtype that is not of floating point, `gather_dtype` where nothing is gathered, or a CUDA graph
             of a model whose parameters are to move.
         MismatchError: ranks hold different models; names the first parameter and the ranks.
 
@@ -85,11 +85,6 @@ class DataParallel(torch.nn.Module):
         tuned = sync == "auto"
         plan = DEFAULT if tuned else Sync.of(sync)
         _refuse_unfit_dtypes(reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)
-        if units is not None and plan.shard != "parameters":
-            raise UsageError(
-                f"units= with {sync!r}, which shards no units",
-                remedy='use sync="full-shard", or leave it out',
-            )
         if gather_dtype is not None and plan.shard != "parameters":
             raise UsageError(
                 f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
