@@ -1,6 +1,7 @@
 """Runs whose report has something to say: a rank that is slow, a slow network, and the same with the advice followed.
 
     python benchmarks/report/measure.py
+    python benchmarks/report/measure.py pages      # of the runs that are there already
 
 Each run is one command (`RUNS`); hosts are played by `paceline.lab` (as root, on Linux). Their folders are left beside
 this file without checkpoints, with screenshots of their pages, wide and as on a phone (needs Chromium and playwright).
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
+
+from paceline.report.page import write_report
 
 HERE = Path(__file__).parent
 TRAIN = ["paceline", "train", "--size", "mini", "--batch-size", "8", "--steps", "40", "--eval-every", "0"]
@@ -33,15 +36,18 @@ KEPT = ("run.json", "settings.json", "steps.jsonl", "trace")
 SCREENS = {"desk": {"width": 1100, "height": 900}, "phone": {"width": 390, "height": 844}}
 
 
-def main() -> None:
-    """Run all, keep what the report reads, and look at the pages."""
+def main(*, train: bool) -> None:
+    """Run all, or write the pages of the runs that are there; look at the pages, and keep what they are made of."""
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("there is no Chromium on the PATH: apt-get install chromium")
     for name, (command, faults) in RUNS.items():
-        shutil.rmtree(HERE / name, ignore_errors=True)
-        command = [sys.executable, "-m", *command, "--out", name]
-        subprocess.run(command, cwd=HERE, env=os.environ | faults, check=True)
+        if train:
+            shutil.rmtree(HERE / name, ignore_errors=True)
+            command = [sys.executable, "-m", *command, "--out", name]
+            subprocess.run(command, cwd=HERE, env=os.environ | faults, check=True)
+        else:
+            write_report(HERE / name)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name in RUNS:
@@ -62,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(train="pages" not in sys.argv[1:])
