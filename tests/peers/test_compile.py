@@ -57,7 +57,7 @@ def by_blocks(net, sync, units):
 WAYS = {"inside": inside, "outside": outside, "by blocks": by_blocks}
 
 
-def train(rank, sync, way):
+def train(rank, sync, way, clip):
     """Return the parameters, and the number of graphs after each step."""
     torch.manual_seed(3)
     net = Net().double()
@@ -69,30 +69,34 @@ def train(rank, sync, way):
         draw = torch.Generator().manual_seed(10 * step + rank)
         x, y = (torch.randn(6, width, generator=draw, dtype=torch.float64) for width in (4, 1))
         model.backward((run(x) - y).square().mean(), samples=6)
-        model.clip_grad_norm_(1.0)
+        if clip:
+            model.clip_grad_norm_(1.0)
         optim.step()
         optim.zero_grad()
         graphs.append(counters["stats"]["unique_graphs"])
     return model.whole_parameters(), graphs
 
 
-def compiled(rank, size, sync):
+def compiled(rank, size, sync, clip):
     """Return for every way how far it is from eager, the graphs after each step, and the breaks."""
-    expected, _ = train(rank, sync, None)
+    expected, _ = train(rank, sync, None, clip)
     found = {}
     for way in WAYS:
         torch._dynamo.reset()
         counters.clear()
-        params, graphs = train(rank, sync, way)
+        params, graphs = train(rank, sync, way, clip)
         found[way] = apart(params, expected), graphs, sum(counters["graph_break"].values())
     return found
 
 
+@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("sync", STRATEGIES)
-def test_compiled_is_eager_to_the_bit(pool, sync):
-    for found in pool(2).run(compiled, sync):
+def test_compiled_is_eager_to_the_bit(pool, sync, clip):
+    """But for the norm over the shards of buckets: they are cut where gradients became ready, and so rounds the sum."""
+    most = 1e-15 if clip and sync == "sharded" else 0.0
+    for found in pool(2).run(compiled, sync, clip):
         for gap, graphs, _ in found.values():
-            assert gap == 0.0
+            assert gap <= most
             assert graphs == [1] * STEPS, "blocks are alike, so one graph serves them; no later step compiles"
         assert found["inside"][2] == found["by blocks"][2] == 0
         assert found["outside"][2] == (3 if sync == "full-shard" else 2), (
