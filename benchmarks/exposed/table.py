@@ -1,8 +1,8 @@
-"""Write what was found into the table of README.md.
+"""Write what was found into the tables of README.md.
 
     python benchmarks/exposed/table.py
 
-Reads ``exposed.json`` beside this file. No figure there is typed by hand.
+Reads ``exposed.json`` and ``exposed-epyc.json`` beside this file. No figure there is typed by hand.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.bench.paired import ratio_of
+from paceline.durable import write_text
 from paceline.report.markdown import fill, table
 
 HERE = Path(__file__).parent
@@ -55,11 +56,13 @@ def row(case: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Fill the table."""
-    cases = json.loads((HERE / "exposed.json").read_text(encoding="utf-8"))["cases"]
+    """Fill a table for each result."""
     readme = HERE / "README.md"
-    block = table(HEAD, [row(case) for case in cases], words=5)
-    readme.write_text(fill(readme.read_text(encoding="utf-8"), "cases", block), encoding="utf-8")
+    text = readme.read_text(encoding="utf-8")
+    for name in ("exposed", "exposed-epyc"):
+        cases = json.loads((HERE / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+        text = fill(text, name, table(HEAD, [row(case) for case in cases], words=5))
+    write_text(readme, text)
 
 
 if __name__ == "__main__":
