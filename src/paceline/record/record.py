@@ -90,8 +90,10 @@ class Record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._timeline.__exit__(kind, error, trace)
-        self._scalars.close()
+        try:
+            self._timeline.__exit__(kind, error, trace)
+        finally:
+            self._scalars.close()
 
     def log(
         self, *, samples: float = 1.0, tokens: float = 0.0, **numbers: float | torch.Tensor | None
