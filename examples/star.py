@@ -9,10 +9,10 @@ import sys
 import torch
 
 import paceline as pl
-from paceline.lm import corpus as corpora
-from paceline.lm.batches import Batches, HeldOut
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import size_of
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.token_windows import Batches, HeldOut
 
 STEPS, BATCH = 300, 8
 

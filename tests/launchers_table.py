@@ -13,8 +13,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from paceline.durable import write_json
-from paceline.report.markdown import table
+from bench_harness.markdown import table
+
+from paceline._core.files import write_json
 
 __all__ = ["cells", "show", "write"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.plan.entries import Source
-from paceline.plan.fitting import Point, fit_points
-from paceline.plan.profile import Profile
-from paceline.plan.step_entries import Contention, ExchangeCost, ModelStep, Parameter
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep, Parameter, Source
 
 SOURCE = Source(
     "paceline bench parts --profile profile.json", "2026-01-02T03:04:05+00:00", {"cpu": "a"}, {"torch": "2"}

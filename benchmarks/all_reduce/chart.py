@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from figures import ARENA, BEST, COPY, MPICH, ORDINARY, Result
 
-from paceline.report import charts
+from paceline.tools.report.charts import training_charts
 
 LABEL_OF_NAME = {
     ARENA: "paceline, arena",
@@ -24,17 +24,19 @@ LABEL_OF_NAME = {
 }
 
 
-def draw(result: Result) -> charts.Chart:
+def draw(result: Result) -> training_charts.Chart:
     """Return the chart of a measurement."""
     times, ratios = [], []
     for name, label in LABEL_OF_NAME.items():
         faint = name == COPY
-        times.append(charts.Line(label, [(row.nbytes, row.seconds[name]) for row in result.rows], faint))
+        times.append(
+            training_charts.Line(label, [(row.nbytes, row.seconds[name]) for row in result.rows], faint)
+        )
         if name not in (BEST, COPY):
             points = [(row.nbytes, row.ratio(BEST, name).median) for row in result.rows]
-            ratios.append(charts.Line(label, points))
+            ratios.append(training_charts.Line(label, points))
     title = f"All-reduce of float32 between {result.ranks} processes of one machine"
-    return charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
+    return training_charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
 
 
 def main(

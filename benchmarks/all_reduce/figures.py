@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.paired import Times
+from bench_harness.paired import Times
 
 __all__ = [
     "ARENA",

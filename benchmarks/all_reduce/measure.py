@@ -3,7 +3,7 @@
     python benchmarks/all_reduce/measure.py --ranks 2
 
 Starts the ranks itself and writes ``2-ranks.json`` beside this file. All contestants live in the same processes, which
-are ranks of MPI and of torch at once, and take turns ([Note: turns] in `paceline.bench.paired`). It needs the extra
+are ranks of MPI and of torch at once, and take turns ([Note: turns] in `bench_harness.paired`). It needs the extra
 ``mpi``.
 """
 
@@ -22,20 +22,20 @@ from typing import Annotated, Any
 import mpich
 import psutil
 import typer
+from bench_harness.paired import Times
+from bench_harness.program import run_program
 from figures import ARENA, BEST, COPY, MPICH, ORDINARY, contestants_at
 from rich.table import Table
 
-from paceline.bench.facts import head
-from paceline.bench.paired import Times
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.wide_table import print_wide
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.cpu_cores import usable_cores
+from paceline._core.files import write_json
+from paceline._core.units import format_bytes, format_count, format_seconds, parse_bytes
 from paceline.errors import UsageError
-from paceline.machine.cores import usable_cores
-from paceline.units import format_bytes, format_count, format_seconds, parse_bytes
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.console_table import print_wide
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 SIZES = "4kB,16kB,64kB,256kB,1MB,4MB,16MB,100MB,1GB"

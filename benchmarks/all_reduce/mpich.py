@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean, median
 from typing import Any
 
-from paceline.launch.mpi import mpi_command, mpich_settings, need_mpi
+from paceline.launch.targets.mpiexec_command import mpi_command, mpich_settings, need_mpi
 
 __all__ = ["command", "thread_level", "tries", "turns"]
 

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench_harness.paired import Times
 from figures import ARENA, BEST, COPY, COPY_ALONE, GLOO, HALVES, MPICH, ORDINARY, PASS, contestants_at
 from mpi4py import MPI
 
-from paceline.bench import exact
-from paceline.bench.paired import Times
-from paceline.bench.turns import turn_order
+from paceline.tools.bench.collectives import exact_buffers
+from paceline.tools.bench.turn_order import turn_order
 
 
 class Ranks:
@@ -95,14 +95,14 @@ def contestants(ranks: Ranks, numel: int) -> dict[str, Contestant]:
 def check(ranks: Ranks, name: str, contestant: Contestant) -> None:
     """Run it once on numbers that differ between places and ranks, and look at every place of what comes out."""
     copies = contestant.source is not None
-    exact.write(contestant.source if copies else contestant.buffer, ranks.rank)
+    exact_buffers.write(contestant.source if copies else contestant.buffer, ranks.rank)
     time_calls(ranks, contestant, 1)
     if contestant.alone and ranks.rank:
         return
     right = (
-        exact.is_written(contestant.buffer, ranks.rank)
+        exact_buffers.is_written(contestant.buffer, ranks.rank)
         if copies
-        else exact.is_sum(contestant.buffer, ranks.size)
+        else exact_buffers.is_sum(contestant.buffer, ranks.size)
     )
     if not right:
         raise RuntimeError(f"{name} is wrong at {contestant.buffer.nbytes} bytes")
@@ -115,7 +115,7 @@ def turn(ranks: Ranks, name: str, contestant: Contestant, calls: int) -> list[fl
         contestant.source.fill_(2.0)
     seconds = time_calls(ranks, contestant, calls)
     expected = 2.0 if contestant.source is not None else float(ranks.size) ** calls
-    if not (contestant.alone and ranks.rank) and not exact.all_equal(contestant.buffer, expected):
+    if not (contestant.alone and ranks.rank) and not exact_buffers.all_equal(contestant.buffer, expected):
         raise RuntimeError(f"{name} is wrong at {contestant.buffer.nbytes} bytes after {calls} calls")
     return seconds
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_harness.markdown import fill, table
 from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, PASS, Result, Tried
 
-from paceline.report.markdown import fill, table
-from paceline.units import format_size
+from paceline._core.units import format_size
 
 MB = 1_000_000
 WANTED = [  # ranks, bytes, own, other, bound

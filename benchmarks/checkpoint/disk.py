@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_harness.paired import ratio_of
 
 import paceline as pl
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.checkpoint.folder import Folder
-from paceline.durable import write_json
-from paceline.lm.model import GPT
-from paceline.lm.sizes import size_of
+from paceline._core.files import write_json
+from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.tools.bench.result_head import head
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt_sizes import size_of
 
 HERE = Path(__file__).parent
 BLOCK_NBYTES = 4 << 20

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from statistics import median
 
-from paceline.report.markdown import fill, table
-from paceline.units import format_bytes, format_seconds
+from bench_harness.markdown import fill, table
+
+from paceline._core.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "checkpoints.md"

@@ -1,4 +1,4 @@
-"""The codecs of `paceline.sync` as one would write them first: whole tensors, one line after the other.
+"""The codecs of `paceline.parallel` as one would write them first: whole tensors, one line after the other.
 
 They do the same work, but for details: packing neighbours, a uniform random number for each number, indices as int32.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.sync.codecs import Blocks, Codec, Half, Raw
-from paceline.sync.sparse import TopK
+from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.topk import TopK
 
 __all__ = ["Plain", "plain_of"]
 

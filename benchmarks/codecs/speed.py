@@ -19,17 +19,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from plain import plain_of
 
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.sync import blockwise
-from paceline.sync.codecs import Blocks, Codec, Half, Raw
-from paceline.sync.sparse import TopK
+from paceline._core.files import write_json
+from paceline.parallel.compression import blockwise
+from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.topk import TopK
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 OURS, PLAIN, COPY = "ours", "plain", "copy"

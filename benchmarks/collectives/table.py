@@ -12,14 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import typer
+from bench_harness.markdown import fill, table
 
-from paceline.bench.collectives.results import Result, read_result
-from paceline.bench.collectives.rows import Row
-from paceline.plan.accuracy import Accuracy
-from paceline.plan.fitting import Point, held_out_ranks, held_out_sizes
-from paceline.plan.forms import MESSAGES, Form
-from paceline.report.markdown import fill, table
-from paceline.units import format_size
+from paceline._core.units import format_size
+from paceline.cost_model.algorithm_terms import MESSAGES, Form
+from paceline.cost_model.fit_measurements import Point, held_out_ranks, held_out_sizes
+from paceline.cost_model.prediction_error import Accuracy
+from paceline.tools.bench.collectives.collectives_rows import Result, Row, read_result
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "collectives.md"

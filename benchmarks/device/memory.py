@@ -13,16 +13,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.footprint.check import check
-from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import subject_of
-from paceline.bench.program import run_program
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.memory_benchmark import check
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.plan.memory.training_subject import Setting, subject_of
 
 HERE = Path(__file__).parent
 PLACES = {"backend": "nccl", "device": "cuda"}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import size_of
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import size_of
 
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # width and blocks; arXiv 1512.03385, table 1
 CLASSES = 1000

@@ -19,19 +19,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from models import Workload, images, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.bench.turns import turn_order
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 STEPS, BAR = 5, 1.01

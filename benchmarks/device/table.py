@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from paceline.bench.footprint.setting import Setting
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
+
+from paceline.tools.plan.memory.training_subject import Setting
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

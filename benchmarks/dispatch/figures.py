@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import typer
+from bench_harness.markdown import fill, table
 from numpy.typing import NDArray
 
-from paceline.data.dispatch import draw_counts
-from paceline.data.portions import Portions
-from paceline.data.shares import Shares
-from paceline.data.spread import expected_largest, largest_above, unlikely_largest
-from paceline.mixing import key_of
-from paceline.report.dispatch_words import in_short, percent, ranges
-from paceline.report.markdown import fill, table
+from paceline._core.keyed_random import key_of
+from paceline.data.sampling.block_dispatch import draw_counts
+from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.uneven_policies import Portions
+from paceline.tools.plan.dispatch_text import in_short, percent, ranges
+from paceline.tools.plan.imbalance_statistics import expected_largest, largest_above, unlikely_largest
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "dispatch.md"

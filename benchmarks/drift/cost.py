@@ -23,20 +23,20 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 
 import paceline as pl
-from paceline.bench.contestants import random_batch
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.checkpoint.digest import digest_of
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.launch.local import run_ranks
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import size_of
-from paceline.sync.gauge import peak_of
+from paceline._core.files import write_json
+from paceline.health.replica_check import digest_of
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.parallel.engine.finite_check import peak_of
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.bench.step.step_contestants import random_batch
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import size_of
 
 HERE = Path(__file__).parent
 RANKS, SIZE, BATCH, CONTEXT, STEPS = 2, "mini", 2, 64, 2

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.program import run_program
-from paceline.lab import Lab
-from paceline.launch.mpi import need_mpi
+from paceline.launch.targets.mpiexec_command import need_mpi
+from paceline.testing.netlab import Lab
 
 _LAUNCH, _LAUNCHED = "HYDRA_LAUNCH: ", "HYDRA_LAUNCH_END"
 

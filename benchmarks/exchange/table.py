@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.report.markdown import fill, table
-from paceline.units import format_count
+from bench_harness.markdown import fill, table
+
+from paceline._core.units import format_count
 
 HERE = Path(__file__).parent
 WHERE = {"ranks": "one machine", "hosts": "two hosts, 200 Mbit/s"}  # by the last word of a result's name

@@ -2,9 +2,9 @@
 
     python benchmarks/exposed/measure.py
 
-Hosts and links are played by `paceline.lab` (as root, on Linux), one rank on each, one thread a rank. In every round
-three models take turns, one step each, all ranks beginning together: a bare one that sends nothing, one that is
-synchronised, and one that is synchronised and has its timeline recorded; the last two change places each round.
+Hosts and links are played by `paceline.testing.netlab` (as root, on Linux), one rank on each, one thread a rank. In
+every round three models take turns, one step each, all ranks beginning together: a bare one that sends nothing, one
+that is synchronised, and one that is synchronised and has its timeline recorded; the last two change places each round.
 Writes ``exposed.json`` beside this file.
 """
 
@@ -17,16 +17,16 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_job, run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_job, run_program
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.lm.sizes import SIZES, Size
-from paceline.report.parts import mean_parts
-from paceline.report.records import read_run
-from paceline.report.steps import read_steps
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.models.gpt_sizes import SIZES, Size
+from paceline.tools.report.run.run_records import read_run
+from paceline.tools.report.run.step_breakdown import mean_parts
+from paceline.tools.report.run.trace_reader import read_steps
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)

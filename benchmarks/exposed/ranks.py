@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.bench.contestants import Contestant, build, random_batch, step
-from paceline.bench.entries import NO_SYNC, Entry
-from paceline.bench.worker import tick
-from paceline.lm.batches import Batch
-from paceline.lm.sizes import Size
-from paceline.record.timeline import Timeline
-from paceline.sync.engine import DataParallel
-from paceline.whereabouts import here
+from paceline._core.step_state import here
+from paceline.parallel.data_parallel import DataParallel
+from paceline.profiling.rank_timeline import Timeline
+from paceline.tools.bench.step.step_contestants import Contestant, build, random_batch, step
+from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
+from paceline.tools.bench.step.step_worker import tick
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.token_windows import Batch
 from paceline.world import init, shutdown
-from paceline.world.agree import sum_over_ranks
+from paceline.world.object_collectives import sum_over_ranks
 
 _WARM_UP = 3
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from paceline.bench.paired import ratio_of
-from paceline.durable import write_text
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
+from bench_harness.paired import ratio_of
+
+from paceline._core.files import write_text
 
 HERE = Path(__file__).parent
 HEAD = [

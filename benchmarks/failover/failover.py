@@ -2,7 +2,7 @@
 
 python benchmarks/failover/failover.py [--repeats 3]
 
-Plays the hosts with `paceline.lab` (as root, on Linux), a fourth one serves the rendezvous. Each run is
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux), a fourth one serves the rendezvous. Each run is
 `paceline run --hosts 3 --min-ranks 2` of ../kills/training.py, one rank on each host. In the middle of it one host is
 cut off, killed or stopped, or its rank raises or runs out of memory. Writes failover.json beside this file: seconds
 from the fault until the ranks of the other hosts had raised the error that names it, and until a new world made its
@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.facts import head
-from paceline.checkpoint.plain import weights_in
-from paceline.durable import write_json
-from paceline.lab import Job, Lab
+from paceline._core.files import write_json
+from paceline.checkpoint.weights_export import weights_in
+from paceline.testing.netlab import Job, Lab
+from paceline.tools.bench.result_head import head
 
 HERE = Path(__file__).parent
 TRAINING = HERE.parent / "kills" / "training.py"

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "failures.md"

@@ -17,10 +17,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from paceline.bench.facts import head
-from paceline.durable import write_json, write_text
-from paceline.report.markdown import fill, table
-from paceline.units import format_seconds
+from bench_harness.markdown import fill, table
+
+from paceline._core.files import write_json, write_text
+from paceline._core.units import format_seconds
+from paceline.tools.bench.result_head import head
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

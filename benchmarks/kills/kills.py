@@ -24,9 +24,9 @@ from typing import Any
 
 from training import used_once
 
-from paceline.bench.facts import head
-from paceline.checkpoint.plain import weights_in
-from paceline.durable import write_json
+from paceline._core.files import write_json
+from paceline.checkpoint.weights_export import weights_in
+from paceline.tools.bench.result_head import head
 
 HERE = Path(__file__).parent
 KINDS = ["one rank", "rank 0", "all ranks", "one rank during a save", "all ranks during a save"]

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
 
 HERE = Path(__file__).parent
 

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 import paceline as pl
-from paceline import faults
 from paceline.errors import PeerFailed
-from paceline.lm import corpus as corpora
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import size_of
+from paceline.testing import fault_injection
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import size_of
 
 SAMPLES, CONTEXT, GLOBAL_BATCH, EPOCHS, EVERY = 240, 64, 12, 4, 3
 STALL, LOST = 5.0, 3.0
@@ -57,7 +57,7 @@ def main(folder: Path) -> None:
     (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
     host = os.uname().nodename
     if host == os.environ.get("FAULT_ON"):
-        faults.arm(os.environ["FAULT"].format(rank=world.rank))
+        fault_injection.arm(os.environ["FAULT"].format(rank=world.rank))
     place = {"rank": world.rank, "size": world.size, "host": host}
     try:
         with pl.Watch(stall=STALL, lost=LOST):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
 
 HERE = Path(__file__).parent
 ROWS = ("torchrun", "Slurm", "Ray", "MPI")

@@ -23,12 +23,12 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline as pl
-from paceline.bench.facts import head
-from paceline.data.dispatch import deal
-from paceline.data.epoch import Row
-from paceline.data.position import Position, Recipe
-from paceline.durable import write_json
-from paceline.launch.local import run_ranks
+from paceline._core.files import write_json
+from paceline.data.epoch_plan import Row
+from paceline.data.loader_position import Position, Recipe
+from paceline.data.sampling.block_dispatch import deal
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.result_head import head
 
 HERE = Path(__file__).parent
 RATE = 0.1

@@ -22,15 +22,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline as pl
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 WIDTH, BATCH = 32, 64

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_harness.paired import ratio_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.durable import write_json
-from paceline.launch.local import run_ranks
+from paceline._core.files import write_json
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.result_head import head
 
 HERE = Path(__file__).parent
 SAMPLES, WIDTH, HIDDEN, BATCH, ROUNDS, REDEAL = 4096, 32, 64, 64, 12, 8

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.paired import ratio_of
-from paceline.report.markdown import fill, table
-from paceline.units import format_seconds
+from bench_harness.markdown import fill, table
+from bench_harness.paired import ratio_of
+
+from paceline._core.units import format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "data.md"

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.markdown import fill, table
 from tables import OP, Table, load
 
-from paceline.plan.accuracy import Accuracy, Checked
-from paceline.plan.fit import Fit
-from paceline.plan.fitting import fit_points, held_out_sizes
-from paceline.report.fit_chart import Series, fit_chart
-from paceline.report.markdown import fill, table
+from paceline.cost_model.collective_fit import Fit
+from paceline.cost_model.fit_measurements import fit_points, held_out_sizes
+from paceline.cost_model.prediction_error import Accuracy, Checked
+from paceline.tools.report.charts.collective_charts import Series, fit_chart
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "profile.md"

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.plan.fitting import Point
+from paceline.cost_model.fit_measurements import Point
 
 __all__ = ["FILE", "OP", "Table", "load"]
 

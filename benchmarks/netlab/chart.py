@@ -13,23 +13,25 @@ from typing import Annotated
 import typer
 from figures import ARENA, BEST, ORDINARY, Result
 
-from paceline.report import charts
+from paceline.tools.report.charts import training_charts
 
 LABEL_OF_NAME = {ARENA: "paceline, arena", BEST: "gloo", ORDINARY: "paceline, ordinary"}
 
 
-def draw(result: Result) -> charts.Chart:
+def draw(result: Result) -> training_charts.Chart:
     """Return the chart of a measurement."""
     rows = [row.times for row in result.rows]
     times, ratios = [], []
     for name, label in LABEL_OF_NAME.items():
-        times.append(charts.Line(label, [(row.nbytes, row.seconds[name]) for row in rows]))
+        times.append(training_charts.Line(label, [(row.nbytes, row.seconds[name]) for row in rows]))
         if name != BEST:
-            ratios.append(charts.Line(label, [(row.nbytes, row.ratio(BEST, name).median) for row in rows]))
+            ratios.append(
+                training_charts.Line(label, [(row.nbytes, row.ratio(BEST, name).median) for row in rows])
+            )
     title = (
         f"All-reduce of float32, {result.hosts} hosts × {result.ranks_per_host} ranks, links of {result.rate}"
     )
-    return charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
+    return training_charts.against_size(times, ratios, title=title, ratio="times faster than gloo")
 
 
 def main(

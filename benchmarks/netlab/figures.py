@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.paired import Times
+from bench_harness.paired import Times
 
 __all__ = ["ARENA", "BEST", "GLOO", "HALVES", "ORDINARY", "Result", "Row", "contestants_at"]
 

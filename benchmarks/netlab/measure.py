@@ -2,8 +2,8 @@
 
     python benchmarks/netlab/measure.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux) and writes ``2x2-1Gbit.json`` beside this file. Both backends
-live in the same processes and take turns ([Note: turns] in `paceline.bench.paired`).
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux) and writes ``2x2-1Gbit.json`` beside this file.
+Both backends live in the same processes and take turns ([Note: turns] in `bench_harness.paired`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_job, run_program
 from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
 from rich.table import Table
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_job, run_program
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.wide_table import print_wide
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
+from paceline._core.units import format_count, format_seconds, parse_bytes
 from paceline.errors import UsageError
-from paceline.units import format_count, format_seconds, parse_bytes
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.console_table import print_wide
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 SIZES = "64kB,1MB,10MB,100MB"

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_harness.paired import Times
 from figures import ARENA, BEST, GLOO, HALVES, ORDINARY, Row, contestants_at
 
-from paceline.bench import exact
-from paceline.bench.paired import Times
-from paceline.bench.turns import turn_order
-from paceline.bench.worker import tick
-from paceline.lab.traffic import Traffic, read_traffic
+from paceline.testing.netlab.lab_network import Traffic, read_traffic
+from paceline.tools.bench.collectives import exact_buffers
+from paceline.tools.bench.step.step_worker import tick
+from paceline.tools.bench.turn_order import turn_order
 
 Contestant = tuple[Callable[[], object], Callable[[], object], torch.Tensor]
 """How to all-reduce; the barrier of the same library, at which an iteration begins; what is reduced."""
@@ -65,7 +65,7 @@ def turn(name: str, contestant: Contestant, calls: int) -> tuple[list[float], Tr
         seconds.append(time.perf_counter() - started)
     dist.barrier()
     passed = _traffic() - before
-    if not exact.all_equal(buffer, float(dist.get_world_size()) ** calls):
+    if not exact_buffers.all_equal(buffer, float(dist.get_world_size()) ** calls):
         raise RuntimeError(f"{name} is wrong at {buffer.nbytes} bytes after {calls} calls")
     return seconds, passed
 
@@ -78,9 +78,9 @@ def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> di
     """Return the times of all contestants at one size, and the bytes of the host that sent or received most."""
     everybody = contestants(gloo, nbytes)
     for name, (run, _, buffer) in everybody.items():
-        exact.write(buffer, dist.get_rank())
+        exact_buffers.write(buffer, dist.get_rank())
         run()
-        if not exact.is_sum(buffer, dist.get_world_size()):
+        if not exact_buffers.is_sum(buffer, dist.get_world_size()):
             raise RuntimeError(f"{name} is wrong at {nbytes} bytes")
         tick()
     names = list(everybody)

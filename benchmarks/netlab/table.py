@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_harness.markdown import fill, table
 from figures import ARENA, BEST, GLOO, ORDINARY, Result
 
-from paceline.report.markdown import fill, table
-from paceline.units import format_count
+from paceline._core.units import format_count
 
 
 def figures(result: Result) -> str:

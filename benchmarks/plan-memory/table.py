@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.footprint.setting import Setting
-from paceline.report.markdown import fill, table
-from paceline.units import format_bytes
+from bench_harness.markdown import fill, table
+
+from paceline._core.units import format_bytes
+from paceline.tools.plan.memory.training_subject import Setting
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "memory.md"

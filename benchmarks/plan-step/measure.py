@@ -2,9 +2,9 @@
 
     python benchmarks/plan-step/measure.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each. For every number of hosts and every rate the
-same ranks first measure the parts of a step into ``profile-….json``, then whole steps, which go to ``steps-….json`` in
-the form of ``paceline bench step --json``. ``table.py`` holds one against the other.
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one rank on each. For every number of hosts and
+every rate the same ranks first measure the parts of a step into ``profile-….json``, then whole steps, which go to
+``steps-….json`` in the form of ``paceline bench step --json``. ``table.py`` holds one against the other.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_job, run_program
 
-from paceline.bench.entries import NO_SYNC, Entry
-from paceline.bench.facts import head, machine_record, versions
-from paceline.bench.parts.settings import PartsSettings
-from paceline.bench.program import run_job, run_program
-from paceline.bench.rounds import round_of, split
-from paceline.cli.profiles import load_or_new, now
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
+from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
-from paceline.lm.sizes import Size
-from paceline.plan.entries import Source
+from paceline.tools.bench.parts.parts_settings import PartsSettings
+from paceline.tools.bench.result_head import head, machine_record, versions
+from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
+from paceline.tools.bench.turn_order import round_of, split
+from paceline.tools.cli.output_files import check_writable, load_or_new, now
+from paceline.tools.models.gpt_sizes import Size
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)

@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.bench.contestants import build, random_batch, step
-from paceline.bench.entries import Entry
-from paceline.bench.parts.measure import measure_parts
-from paceline.bench.parts.settings import PartsSettings
-from paceline.bench.parts.workload import reference
-from paceline.bench.worker import of_all_ranks, take_turns, tick
-from paceline.lm.sizes import Size
-from paceline.plan.entries import Source
-from paceline.plan.profile import Profile
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import Source
+from paceline.tools.bench.parts.parts_benchmark import measure_parts
+from paceline.tools.bench.parts.parts_settings import PartsSettings
+from paceline.tools.bench.parts.workload import reference
+from paceline.tools.bench.step.step_contestants import build, random_batch, step
+from paceline.tools.bench.step.step_strategies import Entry
+from paceline.tools.bench.step.step_worker import of_all_ranks, take_turns, tick
+from paceline.tools.models.gpt_sizes import Size
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second

@@ -12,12 +12,12 @@ import math
 from pathlib import Path
 
 import numpy as np
+from bench_harness.markdown import fill, table
 
-from paceline.plan.bucket import plan_buckets
-from paceline.plan.bucket_formula import EqualBuckets
-from paceline.plan.line import fit_line
-from paceline.report.markdown import fill, table
-from paceline.units import MIB
+from paceline._core.units import MIB
+from paceline.cost_model.bucket_closed_form import EqualBuckets
+from paceline.cost_model.bucket_layout import plan_buckets
+from paceline.cost_model.piecewise_fit import fit_line
 
 DOCS = Path(__file__).parents[2] / "docs" / "step-time.md"
 D_MODEL, D_FF, LAYERS, VOCABULARY = 1024, 4096, 24, 10_000

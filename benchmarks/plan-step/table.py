@@ -14,20 +14,20 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from bench_harness.markdown import fill, table
+from bench_harness.program import run_program
 
-from paceline.bench.entries import NO_SYNC
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.cli.step_files import draw_breakdown, draw_buckets
-from paceline.durable import write_json
-from paceline.plan.accuracy import Accuracy
-from paceline.plan.profile import Profile
-from paceline.plan.step_costs import StepCosts, pick
-from paceline.plan.step_measured import MeasuredStep, accuracy_of, beside, load_measured, ways_measured
-from paceline.plan.step_time import StepTime, predict_all, simulated_bucket
-from paceline.plan.step_way import Way
-from paceline.report.markdown import fill, table
-from paceline.units import MIB
+from paceline._core.files import write_json
+from paceline._core.units import MIB
+from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.step_costs import StepCosts, pick
+from paceline.cost_model.step_strategy import Way
+from paceline.cost_model.step_time import StepTime, predict_all, simulated_bucket
+from paceline.tools.bench.result_head import head
+from paceline.tools.bench.step.step_strategies import NO_SYNC
+from paceline.tools.cli.plan.plan_step_command import draw_breakdown, draw_buckets
+from paceline.tools.plan.step_measured import MeasuredStep, accuracy_of, beside, load_measured, ways_measured
 
 HERE = Path(__file__).parent
 DRAWN = ("steps-4x200Mbit", "steps-2x1Gbit")

@@ -3,8 +3,9 @@
     python benchmarks/report/measure.py
     python benchmarks/report/measure.py pages      # of the runs that are there already
 
-Each run is one command (`RUNS`); hosts are played by `paceline.lab` (as root, on Linux). Their folders are left beside
-this file without checkpoints, with screenshots of their pages, wide and as on a phone (needs Chromium and playwright).
+Each run is one command (`RUNS`); hosts are played by `paceline.testing.netlab` (as root, on Linux). Their folders
+are left beside this file without checkpoints, with screenshots of their pages, wide and as on a phone (needs
+Chromium and playwright).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-from paceline.report.page import write_report
+from paceline.tools.report.run.run_page import write_report
 
 HERE = Path(__file__).parent
 TRAIN = ["paceline", "train", "--size", "mini", "--batch-size", "8", "--steps", "40", "--eval-every", "0"]

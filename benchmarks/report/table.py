@@ -10,11 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from paceline.report.limits import limit_of
-from paceline.report.markdown import fill, table
-from paceline.report.records import read_run
-from paceline.report.summary import summarize
-from paceline.units import format_bytes, format_seconds
+from bench_harness.markdown import fill, table
+
+from paceline._core.units import format_bytes, format_seconds
+from paceline.tools.report.run.bottleneck import limit_of
+from paceline.tools.report.run.run_records import read_run
+from paceline.tools.report.run.run_summary import summarize
 
 HERE = Path(__file__).parent
 RUNS = ("slow-network", "slow-network-int8")

@@ -3,8 +3,8 @@
     python benchmarks/restarts/measure.py
 
 One host, two ranks: rank 1 is killed (SIGKILL); once more with a rank 0 that heeds no SIGTERM. Three hosts of
-`paceline.lab` (as root, on Linux) with a rank each: all processes of one are killed, and later it comes back. The
-launchers take turns. Writes ``restarts.json`` beside this file.
+`paceline.testing.netlab` (as root, on Linux) with a rank each: all processes of one are killed, and later it comes
+back. The launchers take turns. Writes ``restarts.json`` beside this file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Lab
+from paceline._core.files import write_json
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 STEPS = HERE / "steps.py"

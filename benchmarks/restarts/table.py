@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
 
 HERE = Path(__file__).parent
 SCENES = {

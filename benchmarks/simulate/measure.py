@@ -2,8 +2,8 @@
 
     python benchmarks/simulate/measure.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each, and writes ``steps-200Mbit.json`` beside this
-file. `predict.py` says what goes into the prediction.
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one rank on each, and writes
+``steps-200Mbit.json`` beside this file. `predict.py` says what goes into the prediction.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_job, run_program
 from predict import FIT_HOSTS, Host, fitted, predict
 from strategies import ALONE, STRATEGIES
 from table import show
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_job, run_program
-from paceline.cli.number_lists import numbers_of
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.lm.sizes import size_of
-from paceline.machine import machine
-from paceline.simulate.cluster.machines import Machines
-from paceline.simulate.cluster.network import Network
-from paceline.simulate.cluster.plan import DAY, ClusterPlan
-from paceline.simulate.cluster.run import simulate
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import numbers_of
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.simulate.cluster.cluster_network import Network
+from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate
+from paceline.tools.simulate.cluster.compute_times import Machines
+from paceline.world.machine_facts import machine
 
 HERE = Path(__file__).parent
 SIZES = [262144, 1048576, 4194304, 13107200]

@@ -16,11 +16,10 @@ from typing import Any
 
 from strategies import ALONE, STRATEGIES
 
-from paceline.plan.fit import Fit
-from paceline.plan.fitting import Point, fit_points
-from paceline.simulate.cluster.fitted import FittedNetwork
-from paceline.simulate.cluster.plan import ClusterPlan
-from paceline.simulate.cluster.run import ClusterRow, simulate
+from paceline.cost_model.collective_fit import Fit
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.tools.simulate.cluster.cluster_network import FittedNetwork
+from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, ClusterRow, simulate
 
 __all__ = ["FIT_HOSTS", "NAMES", "Host", "fitted", "predict"]
 

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from strategies import ALONE, STRATEGIES
 
 import paceline as pl
-from paceline.bench.parts.computing import Wrapped, measure_model
-from paceline.bench.parts.contention import measure_contention
-from paceline.bench.parts.exchanges import Exchanger
-from paceline.bench.parts.workload import reference
-from paceline.bench.turns import turn_order
-from paceline.bench.worker import tick
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import size_of
-from paceline.plan.entries import Source
-from paceline.sync.wire import Wire
+from paceline.cost_model.profile_entries import Source
+from paceline.parallel.engine.comm import Wire
+from paceline.tools.bench.parts.compute_times_of_model import Wrapped, measure_model
+from paceline.tools.bench.parts.contention import measure_contention
+from paceline.tools.bench.parts.exchange_times import Exchanger
+from paceline.tools.bench.parts.workload import reference
+from paceline.tools.bench.step.step_worker import tick
+from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import size_of
 
 Step = Callable[[], object]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.markdown import fill, table
 from rich.table import Table
 
-from paceline.cli.wide_table import print_wide
-from paceline.report.markdown import fill, table
+from paceline.tools.cli.console_table import print_wide
 
 TITLES = [
     *("strategy", "ranks", "measured, s", "simulated, s", "off", "off, hosts as 2 are"),

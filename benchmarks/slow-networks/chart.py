@@ -13,10 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from figures import NO_SYNC, StepResult, StepRow
 
-from paceline.report.canvas import COLOUR_OF_PHASE, INK, PAPER, Chart, drawn, stacked_panels, swatch
+from paceline.tools.report.charts.chart_style import (
+    COLOUR_OF_PHASE,
+    INK,
+    PAPER,
+    Chart,
+    drawn,
+    stacked_panels,
+    swatch,
+)
 
 if TYPE_CHECKING:
-    from paceline.report.canvas import Axes
+    from paceline.tools.report.charts.chart_style import Axes
 
 COMPUTING, WAITING, BYTES = (COLOUR_OF_PHASE[phase] for phase in ("forward", "exposed", "backward"))
 

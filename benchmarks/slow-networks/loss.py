@@ -2,7 +2,7 @@
 
     python benchmarks/slow-networks/loss.py
 
-Trains the reference model `mini` on hosts that `paceline.lab` plays (as root, on Linux) and writes
+Trains the reference model `mini` on hosts that `paceline.testing.netlab` plays (as root, on Linux) and writes
 ``loss-<hosts>x<rate>.json`` beside this file. What DDP learns in a step does not depend on the network: its curves are
 made on this machine, and its step is timed on the lab, in turns with the trainings that are timed whole.
 """
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 from loss_figures import LossResult
 from ways import DDP, OURS, Way
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Lab
-from paceline.lm.sizes import size_of
+from paceline._core.files import write_json
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.models.gpt_sizes import size_of
 
 HERE = Path(__file__).parent
 BATCH, SIZE = 2, "mini"

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from loss_figures import Curve, LossResult
 
-from paceline.report.canvas import COLOURS, INK, Chart, drawn, stacked_panels, swatch
+from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, drawn, stacked_panels, swatch
 
 KINDS = {
     "ddp": ("torch DDP", INK),

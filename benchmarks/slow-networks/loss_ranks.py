@@ -26,15 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ways import Way
 
 import paceline as pl
-from paceline.lab.traffic import read_traffic
-from paceline.lm import corpus as corpora
-from paceline.lm.batches import Batches, HeldOut
-from paceline.lm.held_out import summed_loss
-from paceline.lm.model import GPT
-from paceline.lm.model import loss as loss_of
-from paceline.lm.sizes import size_of
-from paceline.sync.outer_loop import OuterLoop
-from paceline.train.schedule import cosine
+from paceline.parallel.local_sgd.outer_loop import OuterLoop
+from paceline.testing.netlab.lab_network import read_traffic
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt import loss as loss_of
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
+from paceline.tools.train.training_job import cosine
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 CLIP = 1.0

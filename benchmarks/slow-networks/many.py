@@ -2,7 +2,7 @@
 
     python benchmarks/slow-networks/many.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux), one more serves the rendezvous. Each host runs
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one more serves the rendezvous. Each host runs
 `paceline run` of many_training.py with one rank. Writes ``many.json`` beside this file: how the run went on after the
 failure and the return, who trained how long, the losses, and whether all hosts ended with the same parameters.
 """
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Job, Lab
+from paceline._core.files import write_json
+from paceline.testing.netlab import Job, Lab
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 SLOW, VICTIM = 3, 5

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from paceline.lm import corpus as corpora
-from paceline.lm.batches import Batches
-from paceline.lm.model import GPT
-from paceline.lm.model import loss as loss_of
-from paceline.lm.sizes import size_of
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt import loss as loss_of
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.token_windows import Batches
 
 BATCH, SEED = 2, 0
 STALL, LOST = 60.0, 10.0

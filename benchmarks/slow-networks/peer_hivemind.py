@@ -24,8 +24,8 @@ from peer_turn import OUTER_LR, OUTER_MOMENTUM, Peer, Place, play, ring_nbytes
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from workload import EVERY
 
-from paceline.lab.star import address_of
-from paceline.lm.model import GPT
+from paceline.testing.netlab.lab_network import address_of
+from paceline.tools.models.gpt import GPT
 
 _AHEAD = 5
 """Inner steps before the end of a round at which a group is looked for."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from workload import EVERY
 
 import paceline as pl
-from paceline.lm.model import GPT
+from paceline.tools.models.gpt import GPT
 
 
 def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:

@@ -14,7 +14,7 @@ from peer_turn import OUTER_LR, OUTER_MOMENTUM, Peer, Place, play, ring_nbytes
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from workload import EVERY
 
-from paceline.lm.model import GPT
+from paceline.tools.models.gpt import GPT
 
 
 def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:

@@ -24,7 +24,7 @@ from torchft.coordination import LighthouseServer  # pyright: ignore[reportMissi
 from torchft.local_sgd import DiLoCo  # pyright: ignore[reportMissingImports]
 from workload import EVERY
 
-from paceline.lm.model import GPT
+from paceline.tools.models.gpt import GPT
 
 _PATIENCE = timedelta(seconds=300)
 _TICK_MS = 10

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from workload import EVERY, batch_of, digest_of, model_and_optimizer
 
-from paceline.lab.traffic import read_traffic
-from paceline.lm.batches import Batch
-from paceline.lm.model import GPT, loss
+from paceline.testing.netlab.lab_network import read_traffic
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.token_windows import Batch
 
 __all__ = ["OUTER_LR", "OUTER_MOMENTUM", "Peer", "Place", "play", "ring_nbytes"]
 

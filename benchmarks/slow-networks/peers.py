@@ -3,9 +3,9 @@
     python benchmarks/peers/set_up.py
     python benchmarks/slow-networks/peers.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each, and writes ``peers-4x200Mbit.json`` beside
-this file. Libraries can't share a process, so each turn starts its own, under the Python that the library was installed
-into; the turns alternate.
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one rank on each, and writes
+``peers-4x200Mbit.json`` beside this file. Libraries can't share a process, so each turn starts its own,
+under the Python that the library was installed into; the turns alternate.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 from figures import (
     BY_HAND,
     HIVEMIND,
@@ -33,21 +34,21 @@ from figures import (
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.bench.turns import turn_order
-from paceline.cli.wide_table import print_wide
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import HostFailed, UsageError, unknown
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.cli.console_table import print_wide
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 HOMES = Path.home() / ".cache" / "paceline-peers"
 TRIES, TURN_SECONDS = 3, 400.0
 _VERSIONS = (
-    "import json; from paceline.bench.facts import versions; print(json.dumps(versions({packages!r})))"
+    "import json; from paceline.tools.bench.result_head import versions; "
+    "print(json.dumps(versions({packages!r})))"
 )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.lm.batches import Batch
+from paceline.tools.models.token_windows import Batch
 
 __all__ = ["Contestant", "Stage", "ring_nbytes"]
 

@@ -2,8 +2,9 @@
 
     python benchmarks/slow-networks/step.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux), one rank on each, and writes ``step-4x200Mbit.json`` beside
-this file. All contestants live in the same processes and take turns ([Note: turns] in `paceline.bench.paired`).
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one rank on each, and writes
+``step-4x200Mbit.json`` beside this file. All contestants live in the same processes and take turns ([Note: turns] in
+`bench_harness.paired`).
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_job, run_program
 from contestants import CONTESTANTS
 from figures import NO_SYNC, StepResult
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_job, run_program
-from paceline.cli.wide_table import print_wide
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.console_table import print_wide
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 

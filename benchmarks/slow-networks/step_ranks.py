@@ -22,9 +22,9 @@ import torch.distributed as dist
 from contestants import CONTESTANTS, Contestant, Stage
 from workload import batch_of, digest_of
 
-from paceline.bench.turns import turn_order
-from paceline.bench.worker import tick
-from paceline.lab.traffic import Traffic, read_traffic
+from paceline.testing.netlab.lab_network import Traffic, read_traffic
+from paceline.tools.bench.step.step_worker import tick
+from paceline.tools.bench.turn_order import turn_order
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_harness.program import run_program
 from loss import BATCH, SIZE, Stage
 from ways import TRADEOFF
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import unknown
-from paceline.lm.sizes import size_of
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.models.gpt_sizes import size_of
 
 HERE = Path(__file__).parent
 RANKS, EVERY = 4, 100

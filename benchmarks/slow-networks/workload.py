@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from paceline.lm.batches import Batch
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import Size
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.token_windows import Batch
 
 __all__ = ["BATCH", "EVERY", "SIZE", "batch_of", "digest_of", "model_and_optimizer", "trainer"]
 

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from safetensors.torch import save_file
 from training import Training, seconds_of, wait_until
 
-from paceline.lab.traffic import read_traffic
-from paceline.train.schedule import cosine
+from paceline.testing.netlab.lab_network import read_traffic
+from paceline.tools.train.training_job import cosine
 
 __all__ = ["Part", "play"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from loss_figures import loss_at
 
-from paceline.report.canvas import COLOURS, INK, Chart, drawn, stacked_panels
+from paceline.tools.report.charts.chart_style import COLOURS, INK, Chart, drawn, stacked_panels
 
 HERE = Path(__file__).parent
 CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"

@@ -2,10 +2,10 @@
 
     python benchmarks/star/loss.py
 
-Trains the reference model `mini` on four hosts that `paceline.lab` plays (as root, on Linux), whose speeds are
-1 : 1 : 2 : 4, and writes ``loss-<rate>.json`` beside this file. What DDP and LocalSGD learn in a step depends on no
-network and no speed: their curves are those of `benchmarks/slow-networks`, and their steps are timed here, in turns
-with the star, which is timed whole. The hub is a process of the first host, beside its worker.
+Trains the reference model `mini` on four hosts that `paceline.testing.netlab` plays (as root, on Linux), whose
+speeds are 1 : 1 : 2 : 4, and writes ``loss-<rate>.json`` beside this file. What DDP and LocalSGD learn in a step
+depends on no network and no speed: their curves are those of `benchmarks/slow-networks`, and their steps are timed
+here, in turns with the star, which is timed whole. The hub is a process of the first host, beside its worker.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 from training import BATCH, SIZE, SPEEDS, Training
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Lab
-from paceline.lm.sizes import size_of
+from paceline._core.files import write_json
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.models.gpt_sizes import size_of
 
 HERE = Path(__file__).parent
 CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"

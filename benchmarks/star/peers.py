@@ -2,10 +2,10 @@
 
     python benchmarks/star/peers.py
 
-Trains the reference model `mini` on four hosts that `paceline.lab` plays (as root, on Linux), whose speeds are
-1 : 1 : 2 : 4, on links of 200 Mbit/s, for as long as the star's schedule lasts: by hivemind's optimizer with local
-updates, by torchft's streaming DiLoCo, by the star. The loss is that of the mean of the four machines' parameters; of
-the star, the centre's. ``benchmarks/peers/set_up.py`` makes the environments.
+Trains the reference model `mini` on four hosts that `paceline.testing.netlab` plays (as root, on Linux), whose
+speeds are 1 : 1 : 2 : 4, on links of 200 Mbit/s, for as long as the star's schedule lasts: by hivemind's optimizer
+with local updates, by torchft's streaming DiLoCo, by the star. The loss is that of the mean of the four machines'
+parameters; of the star, the centre's. ``benchmarks/peers/set_up.py`` makes the environments.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from bench_harness.program import run_program
 from loss import LEAD_SECONDS, Stage, StarSettings
 from training import BATCH, SIZE, SPEEDS, Training
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 HOMES = Path.home() / ".cache" / "paceline-peers"

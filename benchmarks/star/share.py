@@ -2,9 +2,9 @@
 
     python benchmarks/star/share.py
 
-Two hosts on a link of 200 Mbit/s (`paceline.lab`; needs root): a hub with ``--bandwidth`` on one, a worker with
-``bandwidth=`` on the other, which exchange a large model as often as they may. The interfaces are read every 100 ms;
-then a file is sent beside them, in each direction, and alone.
+Two hosts on a link of 200 Mbit/s (`paceline.testing.netlab`; needs root): a hub with ``--bandwidth`` on one, a
+worker with ``bandwidth=`` on the other, which exchange a large model as often as they may. The interfaces are read
+every 100 ms; then a file is sent beside them, in each direction, and alone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Job, Lab
-from paceline.units import parse_rate
+from paceline._core.files import write_json
+from paceline._core.units import parse_rate
+from paceline.testing.netlab import Job, Lab
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 TICK = 0.1

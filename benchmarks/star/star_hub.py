@@ -13,12 +13,12 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.exchange.zeromq import HubExchange
-from paceline.star.hub import Hub
-from paceline.star.keeping.journal import Journal
-from paceline.star.merge import Outer
-from paceline.star.rules import HubRules
-from paceline.star.serve import Server
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_server import Server
+from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.transport.zmq import HubExchange
 
 
 def main(job_file: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from training import Training, seconds_of, wait_until
 
 import paceline as pl
-from paceline.lab.traffic import read_traffic
-from paceline.train.schedule import cosine
+from paceline.testing.netlab.lab_network import read_traffic
+from paceline.tools.train.training_job import cosine
 
 
 def main(job_file: str, rank: int) -> None:

@@ -2,9 +2,9 @@
 
     python benchmarks/star/storm.py
 
-Eight workers and a hub on hosts that `paceline.lab` plays (as root, on Linux): workers are killed, stopped, cut off,
-the hub is killed five times, and 2 % of all envelopes are damaged, cut, repeated, lost or out of order, in both
-directions. What workers were told is then held against the hub's ledger.
+Eight workers and a hub on hosts that `paceline.testing.netlab` plays (as root, on Linux): workers are killed,
+stopped, cut off, the hub is killed five times, and 2 % of all envelopes are damaged, cut, repeated, lost or out of
+order, in both directions. What workers were told is then held against the hub's ledger.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_harness.program import run_program
+from bench_harness.storm.plan import drawn
+from bench_harness.storm.run import Storm, count
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.bench.storm.plan import drawn
-from paceline.bench.storm.run import Storm, count
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Lab
+from paceline._core.files import write_json
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
-from paceline.simulate.tasks import LinearTask
-from paceline.sync.staggering import Cadence
+from paceline._core.files import write_json
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
+from paceline.tools.simulate.learning_tasks import LinearTask
 
 HERE = Path(__file__).parent
 MACHINE = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from bench_harness.program import run_program
 from loss import Stage, StarSettings
 from loss_figures import alone_share
 from training import SPEEDS
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Lab
+from paceline._core.files import write_json
+from paceline.testing.netlab import Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
 
 HERE = Path(__file__).parent
 

@@ -9,12 +9,11 @@ import torch
 from slowed import Slowed
 from torch import Tensor, nn
 
-from paceline.lm import corpus as corpora
-from paceline.lm.batches import Batches, HeldOut
-from paceline.lm.held_out import summed_loss
-from paceline.lm.model import GPT
-from paceline.lm.model import loss as loss_of
-from paceline.lm.sizes import size_of
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt import loss as loss_of
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
 
 __all__ = ["BATCH", "SIZE", "SPEEDS", "Training", "seconds_of"]
 

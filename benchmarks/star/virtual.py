@@ -17,23 +17,23 @@ from unittest import mock
 
 import torch
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.file_options import JsonResultOption
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lm.sizes import Size
-from paceline.simulate.asynchrony import AsyncPlan, Machine, simulate
-from paceline.simulate.lockstep import LockstepPlan, lockstep
-from paceline.simulate.tasks import GPTTask
-from paceline.star.merge import Outer
-from paceline.star.population import PopulationRules
-from paceline.star.rules import HubRules
-from paceline.star.side import Side
-from paceline.sync.staggering import Cadence
-from paceline.train.schedule import cosine
+from paceline._core.files import write_json
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.worker.fragment_replica import Side
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
+from paceline.tools.simulate.learning_tasks import GPTTask
+from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
+from paceline.tools.train.training_job import cosine
 
 HERE = Path(__file__).parent
 SIZE = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
@@ -146,7 +146,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         schedule=SCHEDULES[way.falls],
         score_every=STEPS / 12,
     )
-    with mock.patch("paceline.simulate.node.Side", Overwriting if way.overwrite else Side):
+    with mock.patch("paceline.tools.simulate.simulated_worker.Side", Overwriting if way.overwrite else Side):
         found = simulate(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]
     sent = sum(counts["sent"] for counts in found.counts) / WORKERS

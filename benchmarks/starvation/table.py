@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.starvation.table import COLUMNS, cells, title
-from paceline.report.markdown import fill, table
+from bench_harness.markdown import fill, table
+
+from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, title
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "data.md"

@@ -1,10 +1,10 @@
 """How much each rank's data count in an epoch, by policy: ``python benchmarks/starvation/weights.py``.
 
-Pure arithmetic over `paceline.data.portions`. A step's gradient is a weighted sum over ranks: torch's DDP weighs
-them all the same, Paceline by their samples. The mean over the steps of an epoch is what a rank's data count in
-it, compared with the rank's share of the data. If ranks hold different data, the difference is a bias that more
-epochs don't remove; if all data are shuffled over all ranks before each epoch, it is none, whatever the policy.
-The gradient is that of a linear regression, at zero, whose true coefficients differ between ranks.
+Pure arithmetic over `paceline.data.sampling.uneven_policies`. A step's gradient is a weighted sum over ranks:
+torch's DDP weighs them all the same, Paceline by their samples. The mean over the steps of an epoch is what a rank's
+data count in it, compared with the rank's share of the data. If ranks hold different data, the difference is a bias
+that more epochs don't remove; if all data are shuffled over all ranks before each epoch, it is none, whatever the
+policy. The gradient is that of a linear regression, at zero, whose true coefficients differ between ranks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.dispatch import deal
-from paceline.data.portions import Policy, Portions
-from paceline.durable import write_json
+from paceline._core.files import write_json
+from paceline.data.sampling.block_dispatch import deal
+from paceline.data.sampling.uneven_policies import Policy, Portions
 
 HERE = Path(__file__).parent
 SAMPLES, SHARES, BATCH_SIZE = 100_000, (0.25, 0.25, 0.10, 0.40), 64

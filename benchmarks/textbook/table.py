@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 
 import typer
+from bench_harness.markdown import fill, table
 
-from paceline.bench.schedules.case import Case
-from paceline.report.markdown import fill, table
+from paceline.tools.bench.schedule_benchmark import Case
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "collectives.md"

@@ -2,9 +2,10 @@
 
     python benchmarks/tuner/measure.py
 
-Three settings: four hosts on links of 1 Gbit/s and of 200 Mbit/s (`paceline.lab`, as root, on Linux, a rank on each),
-and two ranks on one host. In each, ``auto`` first searches by itself; then all contestants take turns, `auto` with what
-it settled on. Writes ``4x1Gbit.json``, ``4x200Mbit.json`` and ``one-host.json`` beside this file.
+Three settings: four hosts on links of 1 Gbit/s and of 200 Mbit/s (`paceline.testing.netlab`, as root, on Linux, a
+rank on each), and two ranks on one host. In each, ``auto`` first searches by itself; then all contestants take
+turns, `auto` with what it settled on. Writes ``4x1Gbit.json``, ``4x200Mbit.json`` and ``one-host.json`` beside this
+file.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_job, run_program
 
-from paceline.bench.entries import AUTO, NO_SYNC, Entry
-from paceline.bench.facts import head
-from paceline.bench.program import run_job, run_program
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
+from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
-from paceline.lm.sizes import Size
+from paceline.tools.bench.result_head import head
+from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, Entry
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.models.gpt_sizes import Size
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.bench.contestants import build, random_batch, settle, step
-from paceline.bench.entries import AUTO, Entry
-from paceline.bench.worker import of_all_ranks, take_turns, tick
-from paceline.lm.sizes import Size
-from paceline.sync.engine import DataParallel
+from paceline.parallel.data_parallel import DataParallel
+from paceline.tools.bench.step.step_contestants import build, random_batch, settle, step
+from paceline.tools.bench.step.step_strategies import AUTO, Entry
+from paceline.tools.bench.step.step_worker import of_all_ranks, take_turns, tick
+from paceline.tools.models.gpt_sizes import Size
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second

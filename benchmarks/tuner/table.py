@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench_harness.markdown import fill, table
 from measure import SETTINGS
 
-from paceline.bench.entries import AUTO, NO_SYNC, Entry
-from paceline.bench.rounds import Round, ratio, round_of
-from paceline.report.markdown import fill, table
+from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, Entry
+from paceline.tools.bench.turn_order import Round, ratio, round_of
 
 HERE = Path(__file__).parent
 COLUMNS = ["", "s per step", "auto ÷", "DDP's default ÷"]

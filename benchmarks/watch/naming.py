@@ -2,8 +2,8 @@
 
     python benchmarks/watch/naming.py
 
-Plays the hosts with `paceline.lab` (as root, on Linux) and writes ``naming.json`` beside this file. A time is that from
-the fault to the moment at which a rank's loop raised PeerFailed, on each rank of the other hosts.
+Plays the hosts with `paceline.testing.netlab` (as root, on Linux) and writes ``naming.json`` beside this file. A
+time is that from the fault to the moment at which a rank's loop raised PeerFailed, on each rank of the other hosts.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench_harness.program import run_program
 
-from paceline.bench.facts import head
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.lab import Job, Lab
+from paceline._core.files import write_json
+from paceline.testing.netlab import Job, Lab
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 HOSTS, RANKS, VICTIM = 3, 2, 1
@@ -68,7 +68,9 @@ def main(
         jobs = []
         for host in range(HOSTS):
             arguments = [folder, *map(str, (host, HOSTS, RANKS))]
-            jobs.append(lab.start([sys.executable, "-m", "paceline.bench.drill", *arguments], on=host))
+            jobs.append(
+                lab.start([sys.executable, "-m", "paceline.tools.bench.fire_drill", *arguments], on=host)
+            )
         with TurnBar("faults", len(cases)) as tick:
             for number, (name, backend) in enumerate(cases):
                 rows.setdefault((name, backend), []).append(one(lab, Path(folder), number, name, jobs))

@@ -16,16 +16,16 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from steps import BATCH, CONTEXT, STEPS
 
-from paceline.bench.facts import head
-from paceline.bench.paired import ratio_of
-from paceline.bench.program import run_program
-from paceline.bench.progress import TurnBar
-from paceline.cli.writable import check_writable
-from paceline.durable import write_json
-from paceline.launch.local import run_ranks
-from paceline.whereabouts import Whereabouts
+from paceline._core.files import write_json
+from paceline._core.step_state import Whereabouts
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.result_head import head
+from paceline.tools.cli.output_files import check_writable
 
 HERE = Path(__file__).parent
 RANKS = 2

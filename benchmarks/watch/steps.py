@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import paceline as pl
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import size_of
-from paceline.world.agree import barrier
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.world.object_collectives import barrier
 
 STEPS, BATCH, CONTEXT = 8, 4, 128
 """Of a block; windows of a rank's batch, and tokens of a window."""

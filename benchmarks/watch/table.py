@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.report.markdown import fill, table
-from paceline.units import format_seconds
+from bench_harness.markdown import fill, table
+
+from paceline._core.units import format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "failures.md"

@@ -1,4 +1,4 @@
-"""Compare gloo's reduce-scatter and all-gather with the point-to-point ones of `paceline.sync.wire`.
+"""Compare gloo's reduce-scatter and all-gather with the point-to-point ones of `paceline.parallel.engine.comm`.
 
     torchrun --nproc-per-node 2 benchmarks/wire/wire.py
 
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import paceline as pl
-from paceline.bench.facts import head
-from paceline.durable import write_json
-from paceline.sync.wire import Wire
+from paceline._core.files import write_json
+from paceline.parallel.engine.comm import Wire
+from paceline.tools.bench.result_head import head
 
 SIZES_MIB, ROUNDS, CALLS = (1, 4, 16), 15, 4
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from statistics import median
 
-from paceline.report.canvas import COLOURS, MUTED, Chart, drawn, stacked_panels
+from paceline.tools.report.charts.chart_style import COLOURS, MUTED, Chart, drawn, stacked_panels
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, TORCHRUN
 
 HERE = Path(__file__).resolve().parent

@@ -15,51 +15,52 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from paceline._core.version import __version__
+
 if TYPE_CHECKING:
-    from paceline.checkpoint.drift import Drift as Drift
-    from paceline.checkpoint.plain import export_weights as export_weights
-    from paceline.checkpoint.plain import import_weights as import_weights
-    from paceline.checkpoint.store import Checkpoint as Checkpoint
-    from paceline.checkpoint.watch import Watch as Watch
+    from paceline.async_dp.api import Star as Star
+    from paceline.checkpoint.api import Checkpoint as Checkpoint
+    from paceline.checkpoint.weights_export import export_weights as export_weights
+    from paceline.checkpoint.weights_export import import_weights as import_weights
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
-    from paceline.record.record import Record as Record
-    from paceline.star.star import Star as Star
-    from paceline.sync.compress import Compression as Compression
-    from paceline.sync.engine import DataParallel as DataParallel
-    from paceline.sync.finite import Finite as Finite
-    from paceline.sync.periodic import DiLoCo as DiLoCo
-    from paceline.sync.periodic import LocalSGD as LocalSGD
-    from paceline.sync.periodic import SlowMo as SlowMo
-    from paceline.sync.plan import Sync as Sync
-    from paceline.sync.shard import ShardedOptimizer as ShardedOptimizer
+    from paceline.health.non_finite_guard import Finite as Finite
+    from paceline.health.replica_check import Drift as Drift
+    from paceline.health.watchdog import Watch as Watch
+    from paceline.parallel.compression.compression_config import Compression as Compression
+    from paceline.parallel.data_parallel import DataParallel as DataParallel
+    from paceline.parallel.local_sgd.local_sgd import DiLoCo as DiLoCo
+    from paceline.parallel.local_sgd.local_sgd import LocalSGD as LocalSGD
+    from paceline.parallel.local_sgd.local_sgd import SlowMo as SlowMo
+    from paceline.parallel.sharding.zero import ShardedOptimizer as ShardedOptimizer
+    from paceline.parallel.strategy import Sync as Sync
+    from paceline.profiling.profiler import Record as Record
     from paceline.world import World as World
     from paceline.world import init as init
     from paceline.world import shutdown as shutdown
 
-__version__ = "0.1.0"
 
 _HOME = {
-    "Checkpoint": "paceline.checkpoint.store",
-    "Compression": "paceline.sync.compress",
-    "DataParallel": "paceline.sync.engine",
-    "DiLoCo": "paceline.sync.periodic",
-    "Drift": "paceline.checkpoint.drift",
-    "Finite": "paceline.sync.finite",
+    "Checkpoint": "paceline.checkpoint.api",
+    "Compression": "paceline.parallel.compression.compression_config",
+    "DataParallel": "paceline.parallel.data_parallel",
+    "DiLoCo": "paceline.parallel.local_sgd.local_sgd",
+    "Drift": "paceline.health.replica_check",
+    "Finite": "paceline.health.non_finite_guard",
     "Loader": "paceline.data.loader",
-    "LocalSGD": "paceline.sync.periodic",
+    "LocalSGD": "paceline.parallel.local_sgd.local_sgd",
     "PacelineError": "paceline.errors",
-    "Record": "paceline.record.record",
-    "ShardedOptimizer": "paceline.sync.shard",
-    "SlowMo": "paceline.sync.periodic",
-    "Star": "paceline.star.star",
-    "Sync": "paceline.sync.plan",
-    "Watch": "paceline.checkpoint.watch",
+    "Record": "paceline.profiling.profiler",
+    "ShardedOptimizer": "paceline.parallel.sharding.zero",
+    "SlowMo": "paceline.parallel.local_sgd.local_sgd",
+    "Star": "paceline.async_dp.api",
+    "Sync": "paceline.parallel.strategy",
+    "Watch": "paceline.health.watchdog",
     "World": "paceline.world",
-    "export_weights": "paceline.checkpoint.plain",
+    "export_weights": "paceline.checkpoint.weights_export",
     "evaluate": "paceline.data.evaluate",
-    "import_weights": "paceline.checkpoint.plain",
+    "import_weights": "paceline.checkpoint.weights_export",
     "init": "paceline.world",
     "shutdown": "paceline.world",
 }

@@ -1,6 +1,6 @@
 """``python -m paceline`` is ``paceline``."""
 
-from paceline.cli.app import main
+from paceline.tools.cli.app import main
 
 if __name__ == "__main__":
     main()

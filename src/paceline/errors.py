@@ -188,9 +188,9 @@ class PeerFailed(CollectiveError):
         message, rank, step, remedy, host, exit_code: as for a CollectiveError; `rank` is None where no single one
             is to blame.
         pid: its process.
-        phase: of the step that it was in, see `paceline.whereabouts`.
+        phase: of the step that it was in, see `paceline._core.step_state`.
         bucket: that it was waiting for, −1: none.
-        kind: what happened to it: one of those in `paceline.checkpoint.culprit`.
+        kind: what happened to it: one of those in `paceline.health.attribution`.
         stack: its traceback, or where it stands; empty if nobody could tell.
     """
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.cli.app import main
+from paceline.tools.cli.app import main
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 import typer
 
 import paceline
-from paceline.cli import app as module
 from paceline.errors import MissingRanks, PacelineError, RankFailed, UsageError
+from paceline.tools.cli import app as module
 
 HEAVY = ("torch", "numpy", "matplotlib", "jinja2", "psutil", "safetensors")
 
@@ -41,7 +41,7 @@ def raising(error):
 def test_help_names_the_commands_and_imports_nothing_heavy():
     code = (
         "import sys\n"
-        "from paceline.cli.app import main\n"
+        "from paceline.tools.cli.app import main\n"
         "sys.argv = ['paceline', '--help']\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"
@@ -57,7 +57,7 @@ def test_help_names_the_commands_and_imports_nothing_heavy():
 def test_each_command_explains_itself_without_torch(name):
     code = (
         "import sys\n"
-        "from paceline.cli.app import main\n"
+        "from paceline.tools.cli.app import main\n"
         f"sys.argv = ['paceline', {name!r}, '-h']\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code, end.code\n"
@@ -96,7 +96,7 @@ def test_an_unknown_option_is_refused():
 
 
 def test_a_command_whose_module_is_absent_is_no_command(monkeypatch, capsys):
-    monkeypatch.setattr(module, "COMMANDS", {"gone": ("paceline.cli.gone", "gone", "Gone.")})
+    monkeypatch.setattr(module, "COMMANDS", {"gone": ("paceline.tools.cli.gone", "gone", "Gone.")})
     monkeypatch.setattr(sys, "argv", ["paceline", "gone"])
     with pytest.raises(SystemExit) as caught:
         module.main()

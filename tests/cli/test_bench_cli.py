@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from paceline.bench import step as measuring
-from paceline.bench.entries import Entry
-from paceline.bench.results import Row
-from paceline.bench.rounds import Split
-from paceline.cli import app as module
+from paceline.tools.bench.step import step_benchmark as measuring
+from paceline.tools.bench.step.step_rows import Row
+from paceline.tools.bench.step.step_strategies import Entry
+from paceline.tools.bench.turn_order import Split
+from paceline.tools.cli import app as module
 
 
 def paceline(monkeypatch, *arguments):

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from paceline.cli import app as module
-from paceline.collectives.closed_form import closed_form
-from paceline.plan.profile import Profile
+from paceline.collectives.closed_form_cost import closed_form
+from paceline.cost_model.profile import Profile
+from paceline.tools.cli import app as module
 
 SIZES = [4 * 4**k for k in range(12)]
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from paceline.cli import app as module
-from paceline.plan.profile import Profile
+from paceline.cost_model.profile import Profile
+from paceline.tools.cli import app as module
 
 SMALL = ["--device", "cpu", "--bytes", "1MiB", "--sizes", "8,16", "--repetitions", "3", "--seconds", "0.1"]
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import paceline as pl
-from paceline.cli import app
+from paceline.tools.cli import app
 
 
 def paceline(monkeypatch, *arguments):

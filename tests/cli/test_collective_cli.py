@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.cli import app as module
+from paceline.tools.cli import app as module
 
 
 @pytest.fixture

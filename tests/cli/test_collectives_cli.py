@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-import paceline.bench.collectives.measure as measuring
-from paceline.bench.collectives import backends, request
-from paceline.bench.collectives.journal import Journal
-from paceline.bench.collectives.measure import keys_of
-from paceline.bench.collectives.rows import Row, Summary
-from paceline.cli import app as module
-from paceline.cli import starters
+import paceline.tools.bench.collectives.collectives_benchmark as measuring
 from paceline.errors import RankFailed
+from paceline.tools.bench.collectives import benchmarked_backends, collectives_request
+from paceline.tools.bench.collectives.collectives_benchmark import keys_of
+from paceline.tools.bench.collectives.collectives_rows import Row, Summary
+from paceline.tools.bench.collectives.measurement_journal import Journal
+from paceline.tools.cli import app as module
+from paceline.tools.cli.bench import bench_collectives_command
 
 GIB = 2**30
 
@@ -48,7 +48,7 @@ def measured(monkeypatch):
     """Keep the command from starting ranks, on a machine with 64 GiB free."""
     played = Measurement()
     monkeypatch.setattr(measuring, "measure", played)
-    monkeypatch.setattr(request, "available_nbytes", lambda: 64 * GIB)
+    monkeypatch.setattr(collectives_request, "available_nbytes", lambda: 64 * GIB)
     return played
 
 
@@ -83,12 +83,12 @@ def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, meas
 
 
 def test_mpi_that_is_not_there_is_refused_with_how_to_install_it(monkeypatch, capsys, measured):
-    monkeypatch.setattr(starters, "find_mpiexec", lambda: None)
+    monkeypatch.setattr(bench_collectives_command, "find_mpiexec", lambda: None)
     assert paceline(monkeypatch, "collectives", "--backends", "mpi4py") == 2
     assert "pip install 'paceline[mpi]'" in capsys.readouterr().err
     assert paceline(monkeypatch, "collectives") == 0
     assert measured.asked[0][0].backends == ("gloo", "paceline")
-    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    monkeypatch.setattr(benchmarked_backends, "find_spec", lambda name: None)
     assert paceline(monkeypatch, "collectives", "--backends", "gloo,mpi4py") == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "mpi4py is not installed → pip install 'paceline[mpi]'" in told
@@ -130,7 +130,7 @@ def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monke
 def test_of_the_default_sizes_those_that_do_not_fit_are_left_out_and_named(
     monkeypatch, capsys, measured, tmp_path
 ):
-    monkeypatch.setattr(request, "available_nbytes", lambda: 7 * GIB)
+    monkeypatch.setattr(collectives_request, "available_nbytes", lambda: 7 * GIB)
     assert paceline(monkeypatch, "collectives", "--backends", "gloo", "--json", tmp_path / "r.json") == 0
     told = capsys.readouterr().err
     assert told.count("left out: ") == 1

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import app as module
-from paceline.cli import dispatch_starve
+from paceline.tools.cli import app as module
+from paceline.tools.cli.plan import dispatch_command
 
 SEVEN = ["--samples", 50_000, "--workers", 7]
 POLICIES = ["none", "join", "rebalance", "truncate", "pad", "drop", "error"]
@@ -155,7 +155,7 @@ def test_thousands_of_workers_are_told_in_short(paceline):
 def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
     played = []
     monkeypatch.setattr(
-        dispatch_starve, "starve", lambda balance, **options: played.append((balance, options))
+        dispatch_command, "starve", lambda balance, **options: played.append((balance, options))
     )
     assert paceline("--starve")[0] == 0
     asked = ["--samples", 1000, "--shares", ".25,.25,.1,.4", "--block", 5, "--batch-size", 16, "--timeout", 3]
@@ -169,7 +169,7 @@ def test_starvation_is_played_with_what_was_asked_for(paceline, monkeypatch):
 
 def test_it_answers_without_torch():
     code = (
-        "import sys; from paceline.cli.app import app; import typer\n"
+        "import sys; from paceline.tools.cli.app import app; import typer\n"
         "typer.main.get_command(app)(['dispatch', '--samples', '100', '--workers', '3'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules\n"
     )

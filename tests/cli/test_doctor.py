@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import typer
 
-from paceline.cli import doctor as module
-from paceline.cli.doctor import doctor, try_loopback
 from paceline.errors import UsageError
-from paceline.machine import Loopback, machine
+from paceline.tools.cli import doctor_command as module
+from paceline.tools.cli.doctor_command import doctor, try_loopback
+from paceline.world.machine_facts import Loopback, machine
 
 
 @pytest.fixture(scope="module")

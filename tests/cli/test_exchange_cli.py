@@ -15,13 +15,16 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 import mpi_worlds
 
-from paceline.cli import app as module
 from paceline.errors import RankFailed, UsageError, WorldError
-from paceline.exchange.overlap import Slices, overlap
-from paceline.exchange.settings import ExchangeSettings, check_memory
-from paceline.launch import mpi as starting
-from paceline.machine.mpiexec import find_mpiexec
-from paceline.world.mpi import under_mpi
+from paceline.launch.targets import mpiexec_command as starting
+from paceline.tools.cli import app as module
+from paceline.transport.mpi_exchange.exchange_measurement import (
+    ExchangeSettings,
+    Slices,
+    check_memory,
+    overlap,
+)
+from paceline.world.mpi_world import find_mpiexec, under_mpi
 
 needs_mpi = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -236,7 +239,7 @@ def test_the_ranks_end_with_the_command_however_that_ends(number, code):
 def test_help_imports_neither_torch_nor_mpi4py():
     code = (
         "import sys\n"
-        "from paceline.cli.app import main\n"
+        "from paceline.tools.cli.app import main\n"
         "sys.argv = ['paceline', 'exchange', 'ring', '--help']\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline import faults
 from paceline.errors import UsageError
-from paceline.train.settings import Settings
-from paceline.train.start import start
+from paceline.testing import fault_injection
+from paceline.tools.train.start_ranks import start
+from paceline.tools.train.train_settings import Settings
 
 
 def test_a_rank_that_is_killed_is_named_on_the_terminal(tmp_path):
@@ -40,4 +40,4 @@ def test_a_fault_that_can_not_be_read_is_refused_before_anything_is_started(tmp_
     with pytest.raises(UsageError, match=r"PACELINE_FAULTS='fail_at\(rank=1\)'"):
         start(Settings(out=str(out)))
     assert not out.exists()
-    assert not faults.armed
+    assert not fault_injection.armed

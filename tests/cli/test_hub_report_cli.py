@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from paceline.cli import app as module
-from paceline.star.keeping.journal import Journal
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.tools.cli import app as module
 
 
 def paceline(monkeypatch, *arguments):

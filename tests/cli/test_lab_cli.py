@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from paceline.cli import app as module
-from paceline.cli.lab import read_slow
 from paceline.errors import UsageError
-from paceline.lab import lab as making
-from paceline.lab import needs
+from paceline.testing.netlab import lab as making
+from paceline.testing.netlab import lab_requirements
+from paceline.tools.cli import app as module
+from paceline.tools.cli.lab_command import read_slow
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def test_a_call_that_can_not_be_read_is_refused(paceline, arguments):
 
 
 def test_without_rights_it_says_how_to_get_them(paceline, monkeypatch):
-    monkeypatch.setattr(needs.sys, "platform", "linux")
-    monkeypatch.setattr(needs, "_find", lambda name: name)
-    monkeypatch.setattr(needs, "_capabilities", lambda: 0)
+    monkeypatch.setattr(lab_requirements.sys, "platform", "linux")
+    monkeypatch.setattr(lab_requirements, "_find", lambda name: name)
+    monkeypatch.setattr(lab_requirements, "_capabilities", lambda: 0)
     code, _, err = paceline("true")
     assert code == 2
     assert "this process lacks CAP_NET_ADMIN and CAP_SYS_ADMIN" in err
@@ -84,8 +84,8 @@ def test_without_rights_it_says_how_to_get_them(paceline, monkeypatch):
 
 
 def test_without_tools_it_names_the_package(paceline, monkeypatch):
-    monkeypatch.setattr(needs.sys, "platform", "linux")
-    monkeypatch.setattr(needs, "_find", lambda name: None if name == "tc" else name)
+    monkeypatch.setattr(lab_requirements.sys, "platform", "linux")
+    monkeypatch.setattr(lab_requirements, "_find", lambda name: None if name == "tc" else name)
     code, _, err = paceline("true")
     assert code == 2
     assert "a lab needs tc: not found" in err

@@ -10,12 +10,12 @@ import psutil
 import pytest
 import yaml
 
-from paceline.cli.launch_mpi import run_again
 from paceline.errors import RankFailed, UsageError
-from paceline.launch import slurm_queue
-from paceline.launch.foreground import run_commands
-from paceline.launch.ray import ray_driver
-from paceline.launch.work import Work
+from paceline.launch.process.foreground_commands import run_commands
+from paceline.launch.targets import slurm
+from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.ray_job import ray_driver
+from paceline.tools.cli.launch.launch_submit import run_again
 
 
 def test_what_would_be_started_is_shown(command):
@@ -111,7 +111,7 @@ def test_a_launcher_that_is_not_here_is_told(command, monkeypatch, tmp_path):
     code, _, err = command("launch", "mpi", "--submit", "train.py")
     assert code == 2
     assert "there is no mpiexec on this machine" in err
-    monkeypatch.setattr("paceline.launch.on_ray.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.launch.targets.ray_job.find_spec", lambda name: None)
     code, _, err = command("launch", "ray", "--submit", "train.py")
     assert code == 2
     assert "pip install 'paceline[ray]'" in err
@@ -130,10 +130,10 @@ def test_a_job_whose_node_is_lost_may_come_back(monkeypatch, tmp_path, end):
     )
     (tmp_path / "log").write_bytes(b"step 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm_queue, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(slurm_queue, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(slurm, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(slurm, "_RETURN_SECONDS", 0.05)
     said, shown = [], []
-    state = slurm_queue.watch_job(3, tmp_path / "log", said.append, shown.append)
+    state = slurm.watch_job(3, tmp_path / "log", said.append, shown.append)
     assert (state.state, state.exit_code) == (end, 0 if end == "COMPLETED" else 1)
     assert [line.split()[2].rstrip(",") for line in said] == [
         "PENDING",
@@ -151,7 +151,7 @@ def test_a_job_that_slurm_does_not_know_is_told(monkeypatch, tmp_path):
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(RankFailed, match=r"(?s)Slurm tells nothing of job 3: .*Invalid job id.*sacct -j 3"):
-        slurm_queue.watch_job(3, tmp_path / "log", print, print)
+        slurm.watch_job(3, tmp_path / "log", print, print)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -163,12 +163,12 @@ def test_a_controller_that_does_not_answer_is_asked_again(monkeypatch, tmp_path,
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name, value in (("_ASK_SECONDS", 0.3), ("_LOOK_SECONDS", 0.01), ("_TRIES", 3)):
-        monkeypatch.setattr(slurm_queue, name, value)
+        monkeypatch.setattr(slurm, name, value)
     if answers:
-        assert slurm_queue.watch_job(3, tmp_path / "log", print, print).state == "COMPLETED"
+        assert slurm.watch_job(3, tmp_path / "log", print, print).state == "COMPLETED"
         return
     with pytest.raises(RankFailed, match=r"Slurm tells nothing of job 3: no answer within 0.3 s, 3 times"):
-        slurm_queue.watch_job(3, tmp_path / "log", print, print)
+        slurm.watch_job(3, tmp_path / "log", print, print)
 
 
 def test_lines_stand_behind_their_hosts_and_the_first_error_counts(capsys):

@@ -46,15 +46,15 @@ def test_without_a_batch_the_measured_one_is_planned(call, saved):
 
 
 def test_a_context_that_was_not_measured_is_refused_and_the_measured_one_is_usual(call, saved):
-    from paceline.cli import plan_advice
+    from paceline.tools.cli.plan import plan_advice_command
 
     asked = ("--model", "net", "--devices", "2", "--profile", saved)
     assert call(*asked)[0] == 0
     code, _, told = call(*asked, "--context", "16")
     assert code == 2
     assert "it has: context 8" in told
-    assert plan_advice._context(plan_advice.Asked("net"), profile()) == 8
-    assert plan_advice._context(plan_advice.Asked("other"), profile()) == 128
+    assert plan_advice_command._context(plan_advice_command.Asked("net"), profile()) == 8
+    assert plan_advice_command._context(plan_advice_command.Asked("other"), profile()) == 128
 
 
 def test_what_fits_is_told_without_a_profile(call, tmp_path):

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from bench_harness.markdown import fill, table
 
-from paceline.cli.plan_hardware import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
-from paceline.cli.plan_xxl import show
-from paceline.plan.entries import CollectiveCost, Rate, Source
-from paceline.plan.fitting import Point, fit_points
-from paceline.plan.hardware import DEVICES, INTERCONNECTS
-from paceline.plan.profile import Profile
-from paceline.report.markdown import fill, table
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
+from paceline.tools.cli.plan.plan_batch_command import show
+from paceline.tools.cli.plan.plan_command import DEVICE_COLUMNS, LINK_COLUMNS, device_rows, link_rows
 
 ASKED = "--model medium --device rtx-4090 --link 10gbe --devices 8 --batch 500"
 

@@ -8,8 +8,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.plan import app
 from paceline.errors import UsageError
+from paceline.tools.cli.plan.plan_command import app
 
 MODEL = """
 import torch

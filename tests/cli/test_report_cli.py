@@ -8,7 +8,7 @@ import webbrowser
 
 import pytest
 
-from paceline.cli import app as module
+from paceline.tools.cli import app as module
 from pure.run_folder import write_run
 
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from paceline.cli import run as module
-from paceline.cli.app import main
 from paceline.errors import RankFailed
+from paceline.tools.cli import run_command as module
+from paceline.tools.cli.app import main
 
 
 @pytest.fixture

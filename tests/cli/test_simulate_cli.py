@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from paceline.cli import simulate_asked
+from paceline.tools.cli.simulate import simulate_async_request
 
 QUICK = "--for 20s --every 10 --delay 5"
 
@@ -116,7 +116,7 @@ def test_steps_rather_than_time(call, tmp_path):
 
 
 def test_a_gpt_learns(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(simulate_asked, "POINTS", 4)
+    monkeypatch.setattr(simulate_async_request, "POINTS", 4)
     command = "--task gpt --steps 12 --every 4 --delay 1 --fragments 2 --workers 2 --speeds 1"
     code, _, _ = call(f"{command} --json {tmp_path}/a.json")
     assert code == 0
@@ -191,7 +191,7 @@ def test_bad_input_is_one_clear_message_before_anything_is_computed(call, argume
 
 
 def test_the_help_needs_no_torch():
-    told = "import sys, paceline.cli.simulate; sys.exit('torch' in sys.modules)"
+    told = "import sys, paceline.tools.cli.simulate.simulate_async_command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", told], check=False).returncode == 0
 
 

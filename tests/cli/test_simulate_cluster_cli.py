@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.entries import CollectiveCost, Source
-from paceline.plan.fitting import Point, fit_points
-from paceline.plan.profile import Profile
-from paceline.plan.step_entries import Contention
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import CollectiveCost, Contention, Source
 from step_profile import profile
 
 BASE = "--parameters 20M --step 1s --link 200Mbit/s --latency 100us"

@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from paceline.cli.app import main
-from paceline.lm.sizes import size_of
-from paceline.report.records import read_run
-from paceline.report.steps import read_steps
+from paceline.tools.cli.app import main
+from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.report.run.run_records import read_run
+from paceline.tools.report.run.trace_reader import read_steps
 
 TRAIN = ["-m", "paceline", "train"]
 SMALL = ["--context", 16, "--batch-size", 2, "--eval-every", 3, "--checkpoint-every", 3, "--threads", 1]
@@ -225,7 +225,7 @@ def test_token_file(tmp_path, here):
     ],
 )
 def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, message):
-    monkeypatch.setattr("paceline.train.start._run", lambda *_: pytest.fail("the training began"))
+    monkeypatch.setattr("paceline.tools.train.start_ranks._run", lambda *_: pytest.fail("the training began"))
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("a short text. " * 50)
     (tmp_path / "odd.bin").write_bytes(b"123")
@@ -315,10 +315,10 @@ def test_an_interrupt_says_how_to_go_on(tmp_path, text, here, every, remedy):
 def test_bad_input_is_refused_before_torch_is_loaded():
     code = (
         "import sys; sys.argv[1:] = ['train', '--sync', 'bukketed']\n"
-        "from paceline.cli.app import main\n"
+        "from paceline.tools.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "assert 'paceline.train.start' in sys.modules\n"
+        "assert 'paceline.tools.train.start_ranks' in sys.modules\n"
         "sys.exit(3 if 'torch' in sys.modules else 0)\n"
     )
     assert run(program=["-c", code]).returncode == 0

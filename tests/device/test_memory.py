@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.footprint.check import check
-from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import subject_of
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.memory_benchmark import check
+from paceline.tools.plan.memory.training_subject import Setting, subject_of
 
 BAR = 0.05
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
 
 TOLERANCE = 1e-10
 SCRIPT = Path(__file__).with_name("two_ranks.py")

@@ -13,7 +13,7 @@ from manual import PAGES, ROOT, name
 from shell import command_lines, spans
 from typer.exceptions import TyperException
 
-from paceline.cli.app import COMMANDS, app
+from paceline.tools.cli.app import COMMANDS, app
 
 LINES = {page: command_lines(page) for page in PAGES}
 SPANS = {page: spans(page) for page in PAGES}

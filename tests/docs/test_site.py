@@ -43,4 +43,4 @@ def test_a_reader_fetches_nothing_from_elsewhere(site):
 def test_docstrings_are_where_the_reference_asks_for_them(site):
     text = (site / "docs" / "reference" / "training.html").read_text(encoding="utf-8")
     assert "<!-- reference:" not in text
-    assert 'id="paceline.sync.engine.DataParallel.backward"' in text
+    assert 'id="paceline.parallel.data_parallel.DataParallel.backward"' in text

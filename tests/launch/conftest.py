@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from notes import STEPS, TRAINING, Notes
 
-from paceline.lab import Lab, missing
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.testing.netlab import Lab, missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

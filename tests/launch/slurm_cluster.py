@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from shutil import which
 
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 __all__ = ["SlurmCluster", "lacking"]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from notes import WEIRD
 
-from paceline.machine.mpiexec import find_mpiexec
+from paceline.world.mpi_world import find_mpiexec
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -11,8 +11,8 @@ import tempfile
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.on_ray import run_on_ray
-from paceline.launch.work import Work
+from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.ray_job import run_on_ray
 
 pytest.importorskip("ray", reason="no Ray (pip install 'paceline[ray]')")
 pytestmark = pytest.mark.timeout(300)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from notes import KILL_ONCE
 
-from paceline.lab import inside
+from paceline.testing.netlab import namespace_main
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -21,7 +21,7 @@ def launch(lab, notes, tmp_path):
     pids = " ".join(f"host{host}) pid={lab._places[host].ready()};;" for host in range(2))
     shell.write_text(
         f"#!/bin/sh\ncase $1 in {pids} esac\nshift\n"
-        f'exec {sys.executable} -I -S {inside.__file__} enter $pid / sh -c "$*"\n'
+        f'exec {sys.executable} -I -S {namespace_main.__file__} enter $pid / sh -c "$*"\n'
     )
     shell.chmod(0o755)
 

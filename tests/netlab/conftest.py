@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from wire import Wire
 
-from paceline.lab import Lab, missing
+from paceline.testing.netlab import Lab, missing
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline as pl
-from paceline.lab.traffic import read_traffic
+from paceline.testing.netlab.lab_network import read_traffic
 
 WIDTH, STEPS = 512, 8
 

@@ -12,11 +12,11 @@ import os
 import sys
 import time
 
-from paceline.exchange.header import Header
-from paceline.exchange.pace import bucket_of, frame_nbytes, parse_share
-from paceline.exchange.paced import Paced
-from paceline.exchange.seam import Envelope
-from paceline.exchange.zeromq import HubExchange, Settings, WorkerExchange
+from paceline.transport.envelope_header import Header
+from paceline.transport.paced_queue import Paced
+from paceline.transport.token_bucket import bucket_of, frame_nbytes, parse_share
+from paceline.transport.transport_interface import Envelope
+from paceline.transport.zmq import HubExchange, Settings, WorkerExchange
 
 BEAT_SECONDS = 0.2
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from wire import Wire
 
-from paceline.bench.schedules.case import Case
-from paceline.topology import star
+from paceline.collectives.topology import star
+from paceline.tools.bench.schedule_benchmark import Case
 
 HEADERS = 1.08  # Ethernet, IP, TCP, and acknowledgements of what goes the other way
 START = 300_000  # bytes: the ranks meet and tell each other times
@@ -36,7 +36,7 @@ def test_links_carry_what_is_priced(wire: Wire, tmp_path, stream):
     }
     job.write_text(json.dumps(description))
     before = [lab.bytes(host) for host in range(3)]
-    lab.torchrun(["-m", "paceline.bench.schedules.worker", str(job)], ranks_per_host=1, timeout=120)
+    lab.torchrun(["-m", "paceline.tools.bench.schedule_worker", str(job)], ranks_per_host=1, timeout=120)
     moved = [lab.bytes(host) - before[host] for host in range(3)]
     found = json.loads(out.read_text())
     assert [(len(one["seconds"]), len(one["receipts"])) for one in found] == [(TIMES, 3)] * len(CASES)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from paceline.errors import HostFailed, UsageError
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -143,7 +143,7 @@ def test_a_hang_names_the_hosts(lab):
 
 
 def test_ending_takes_descendants_and_the_deaf_along(lab, monkeypatch):
-    monkeypatch.setattr("paceline.lab.job._END_SECONDS", 0.5)
+    monkeypatch.setattr("paceline.testing.netlab.lab_job._END_SECONDS", 0.5)
     job = lab.start(f"trap '' TERM; setsid sh -c 'trap : TERM; {FOREVER}' & {FOREVER}", on=0)
     until(lambda: len(processes(lab, 0)) >= 2)
     job.end()
@@ -254,7 +254,7 @@ def test_a_closed_lab_says_so_and_keeps_results():
 
 OWNER = """
 import os, sys, time
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 lab = Lab(hosts=2, rate="100Mbit/s")
 job = lab.start(sys.argv[1])
 piped = lab.popen(0, ["sleep", "1001"])

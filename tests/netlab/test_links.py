@@ -8,7 +8,7 @@ import pytest
 from wire import Wire
 
 from paceline.errors import UsageError
-from paceline.lab import Lab, Traffic, missing
+from paceline.testing.netlab import Lab, Traffic, missing
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 

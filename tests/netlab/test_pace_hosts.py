@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.alone
 

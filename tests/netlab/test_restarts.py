@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 KINDS = ["plain", "bf16", "int8", "int4", "topk", "powersgd", "diloco", "streaming"]
 

@@ -4,11 +4,11 @@ import itertools
 from pathlib import Path
 
 import pytest
+from bench_harness.storm.plan import Mishap, drawn
+from bench_harness.storm.run import Storm, count
 
-from paceline.bench.storm.plan import Mishap, drawn
-from paceline.bench.storm.run import Storm, count
 from paceline.errors import UsageError
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from paceline.errors import HostFailed
-from paceline.lab import Lab
+from paceline.testing.netlab import Lab
 
 pytestmark = pytest.mark.timeout(300)
 

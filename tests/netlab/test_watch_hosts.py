@@ -49,7 +49,7 @@ class Course:
             line = [
                 sys.executable,
                 "-m",
-                "paceline.bench.drill",
+                "paceline.tools.bench.fire_drill",
                 str(folder),
                 *map(str, (host, HOSTS, RANKS)),
             ]

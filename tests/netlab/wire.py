@@ -7,7 +7,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from paceline.lab import Job, Lab
+from paceline.testing.netlab import Job, Lab
 
 __all__ = ["Wire"]
 

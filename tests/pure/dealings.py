@@ -8,8 +8,8 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from paceline.data.dispatch import Dealing, Scheme
-from paceline.data.shares import Shares
+from paceline.data.sampling.block_dispatch import Dealing, Scheme
+from paceline.data.sampling.rank_shares import Shares
 
 SCHEMES = st.sampled_from(get_args(Scheme))
 SEEDS = st.integers(0, 2**64 - 1)

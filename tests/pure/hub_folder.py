@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.star.keeping.page import write_page
+from paceline.async_dp.wal.json_values import write_page
 
 START = 1_785_000_000.0
 NUMBERS = 1_000_000

@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 
-from paceline import faults
-from paceline.star.keeping.folder import LEDGER
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.records import HEAD_NBYTES, START_NBYTES, head_of
+from paceline.async_dp.wal.hub_folder import LEDGER
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.journal_records import HEAD_NBYTES, START_NBYTES, head_of
+from paceline.testing import fault_injection
 
 __all__ = ["copied", "ends_of", "found_in", "never_waiting", "numbers_in", "payload_of", "small_run", "write"]
 
@@ -85,4 +85,4 @@ def never_waiting(monkeypatch):
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda handle: None)
     yield
-    faults.disarm()
+    fault_injection.disarm()

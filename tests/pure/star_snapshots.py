@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from star_folders import numbers_in
 
-from paceline.star.keeping.journal import Journal
+from paceline.async_dp.wal.hub_journal import Journal
 
 __all__ = ["names_in", "numbers_of", "snap"]
 

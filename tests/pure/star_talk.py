@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.exchange.seam import Envelope
-from paceline.star.hub import Hub
-from paceline.star.keeping.memory import MemoryJournal
-from paceline.star.layout import Layout
-from paceline.star.mail import cut
-from paceline.star.packing import Packing
-from paceline.star.rules import HubRules
-from paceline.star.words import VERSION, Message
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.protocol.hub_messages import VERSION, Message
+from paceline.async_dp.protocol.message_assembly import cut
+from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.wal.memory_journal import MemoryJournal
+from paceline.transport.transport_interface import Envelope
 
 RUN = "a run"
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.exchange.address import Address, parse_address
-from paceline.exchange.keys import needs_keys
+from paceline.transport.hub_address import Address, parse_address
+from paceline.transport.zmq.curve_keys import needs_keys
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ from forks import in_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.backends import arena as module
-from paceline.backends.arena import Arena, Segment
-from paceline.backends.heap import Heap
+from paceline.backends.shm import shared_arena as module
+from paceline.backends.shm.shared_arena import Arena, Heap, Segment
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex128]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.beat import KINDS, LARGEST_NBYTES, Inbox, Malformed, Notice, Row, clipped, pack
+from paceline.health.heartbeat import KINDS, LARGEST_NBYTES, Inbox, Malformed, Notice, Row, clipped, pack
 
 ROW = Row(1, 5, 20, "backward", "eval", 3, True, 0.25, 1.5, 19, 12.5, False, (0, 2))
 NOTICE = Notice("raised", 2, 2, 0.5, "ValueError: no", "Traceback …\n", None, 20, "forward", -1, (0,))

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from paceline.bench.entries import DDP, OURS, TITLES, Entry, entries, parse_bucket
-from paceline.bench.settings import StepSettings
 from paceline.errors import UsageError
-from paceline.sync.plan import STRATEGIES
+from paceline.parallel.strategy import STRATEGIES
+from paceline.tools.bench.step.step_benchmark import StepSettings
+from paceline.tools.bench.step.step_strategies import DDP, OURS, TITLES, Entry, entries, parse_bucket
 
 MIB = 2**20
 

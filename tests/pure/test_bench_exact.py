@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.exact import all_equal, is_sum, is_written, write
+from paceline.tools.bench.collectives.exact_buffers import all_equal, is_sum, is_written, write
 
 NUMEL = 3_000_001  # several blocks and a rest
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.bench import memory
-from paceline.bench.memory import PeakMemory
-from paceline.bench.progress import TurnBar
+from paceline.tools.bench import peak_memory
+from paceline.tools.bench.peak_memory import PeakMemory
+from paceline.tools.bench.progress_bar import TurnBar
 
 MIB = 2**20
 
@@ -32,15 +32,15 @@ def test_what_was_held_and_what_was_freed_before_do_not_count():
 
 
 def test_without_permission_to_forget_the_process_peak_stands_in(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_FORGET", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr(peak_memory, "_FORGET", tmp_path / "missing" / "clear_refs")
     with PeakMemory("cpu") as peak:
         block = torch.ones(16 * MIB)
     assert peak.nbytes >= block.nbytes - 8 * MIB
 
 
 def test_without_proc_the_peak_of_the_process_stands_in(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "_STATUS", tmp_path / "missing")
-    assert memory.resident_nbytes() > 10 * MIB
+    monkeypatch.setattr(peak_memory, "_STATUS", tmp_path / "missing")
+    assert peak_memory.resident_nbytes() > 10 * MIB
 
 
 @pytest.mark.parametrize(("total", "lines"), [(3, 3), (100, 10), (104, 11)])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from bench_harness.paired import Ratio, Times, ratio_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-from paceline.bench.paired import Ratio, Times, ratio_of
 
 times = st.lists(st.floats(0.001, 1000), min_size=1, max_size=30)
 

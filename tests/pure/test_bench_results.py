@@ -9,13 +9,11 @@ import math
 import pytest
 from rich.console import Console
 
-from paceline.bench.entries import Entry, entries
-from paceline.bench.results import make_rows, write_csv
-from paceline.bench.settings import StepSettings
-from paceline.bench.step import measure_steps
-from paceline.bench.table import table
-from paceline.cli import bench_charts
 from paceline.errors import UsageError
+from paceline.tools.bench.step.step_benchmark import StepSettings, measure_steps
+from paceline.tools.bench.step.step_rows import make_rows, table, write_csv
+from paceline.tools.bench.step.step_strategies import Entry, entries
+from paceline.tools.cli.bench import bench_step_charts
 
 PEER_OF = entries(["naive", "bucketed", "sharded"], [1.0, math.inf], 13 * 2**20)
 SECONDS = {"no-sync": 0.05, "naive": 0.12, "bucketed": 0.08, "sharded": 0.06, "ddp": 0.10, "ddp-zero": 0.09}
@@ -116,7 +114,7 @@ def test_the_table_says_which_row_is_wrong():
 
 
 def test_charts_show_the_fastest_of_each(tmp_path):
-    shown = bench_charts.fastest_of_each(rows())
+    shown = bench_step_charts.fastest_of_each(rows())
     assert [row.entry.strategy for row in shown] == [
         "no-sync",
         "naive",
@@ -126,8 +124,8 @@ def test_charts_show_the_fastest_of_each(tmp_path):
         "ddp-zero",
     ]
     assert next(row for row in shown if row.entry.strategy == "ddp").entry.bucket_mib == 1.0
-    bench_charts.breakdown(tmp_path / "a.svg", rows())
-    bench_charts.buckets(tmp_path / "b.svg", rows())
+    bench_step_charts.breakdown(tmp_path / "a.svg", rows())
+    bench_step_charts.buckets(tmp_path / "b.svg", rows())
     assert "0.67 × DDP" in (tmp_path / "a.svg").read_text()
     assert "mini (3.28 M parameters), 2 ranks" in (tmp_path / "b.svg").read_text()
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.rounds import Round, ratio, round_of, split
-from paceline.bench.traffic import covered_seconds
-from paceline.bench.turns import turn_order
+from paceline.tools.bench.step.comm_traffic import covered_seconds
+from paceline.tools.bench.turn_order import Round, ratio, round_of, split, turn_order
 
 
 def a_round(forward=1.0, backward=2.0, optimizer=0.5, waited=0.0):

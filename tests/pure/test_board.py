@@ -12,10 +12,17 @@ import pytest
 import torch
 from forks import ended, in_child, start
 
-from paceline.backends import board as module
-from paceline.backends import futex
-from paceline.backends.arena import Segment
-from paceline.backends.board import RING_NBYTES, SMALL_NBYTES, WINDOW_NBYTES, Board, Failure, Notice
+from paceline.backends.shm import control_block as module
+from paceline.backends.shm import futex
+from paceline.backends.shm.control_block import (
+    RING_NBYTES,
+    SMALL_NBYTES,
+    WINDOW_NBYTES,
+    Board,
+    Failure,
+    Notice,
+)
+from paceline.backends.shm.shared_arena import Segment
 
 pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
 LOST = Failure(2, "host", 7, -9, "ended (ended by SIGKILL)")

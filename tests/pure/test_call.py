@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from paceline.backends import call as module
-from paceline.backends.board import Notice
-from paceline.backends.call import Call
-from paceline.backends.reduction import NAMES
+from paceline.backends import op_signature as module
+from paceline.backends.block_reduction import NAMES
+from paceline.backends.op_signature import Call
+from paceline.backends.shm.control_block import Notice
 
 FULL = Call("reduce", 1024, torch.float32, "SUM", 1, 30.0)
 

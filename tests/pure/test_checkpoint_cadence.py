@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.cadence import EverySeconds, EverySteps, cadence
-from paceline.checkpoint.pieces import deal
+from paceline.checkpoint.parts.optimizer_state import deal
+from paceline.checkpoint.save_cadence import EverySeconds, EverySteps, cadence
 from paceline.errors import UsageError
 
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from paceline import faults
-from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.manifest import MANIFEST, SUM, Manifest
-from paceline.checkpoint.reading import Reader
-from paceline.checkpoint.recovery import find, problem_of
-from paceline.checkpoint.tensors import write_file
+from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.manifest import MANIFEST, SUM, Manifest
+from paceline.checkpoint.format.safetensors_writer import write_file
+from paceline.checkpoint.format.verified_reader import Reader
+from paceline.checkpoint.resume import find, problem_of
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
+from paceline.testing import fault_injection
 
 TENSORS = {
     "weight": torch.arange(12.0).view(3, 4), "half": torch.arange(5, dtype=torch.bfloat16), "flag": torch.tensor(True),
@@ -88,12 +88,12 @@ def test_mapped_tensors_begin_where_the_processor_may_read_them(tmp_path):
 
 
 def test_a_disk_that_fills_up_is_told(tmp_path):
-    faults.disk_full(after_nbytes=100)
+    fault_injection.disk_full(after_nbytes=100)
     try:
         with pytest.raises(OSError, match="No space left"):
             write_file(tmp_path / "a.safetensors", TENSORS)
     finally:
-        faults.disarm()
+        fault_injection.disarm()
 
 
 # ------------------------------------------------------------------ damage

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from paceline.checkpoint import folder as module
-from paceline.checkpoint.folder import Folder, Lock, name_of
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.format import checkpoint_folder as module
+from paceline.checkpoint.format.checkpoint_folder import Folder, Lock, name_of
+from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -61,7 +61,7 @@ def test_what_is_not_complete_is_not_seen_and_swept(tmp_path):
 
 
 def test_a_file_that_is_shorter_than_told_is_not_made_a_checkpoint(tmp_path):
-    from paceline.checkpoint.manifest import TensorFile
+    from paceline.checkpoint.format.manifest import TensorFile
 
     folder = Folder(tmp_path)
     growing = folder.growing(1, "mark")
@@ -75,7 +75,7 @@ def test_a_file_that_is_shorter_than_told_is_not_made_a_checkpoint(tmp_path):
 
 def test_the_lock_names_the_run_that_has_it(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from paceline.checkpoint.folder import Lock\n"
+        "import sys; from pathlib import Path; from paceline.checkpoint.format.checkpoint_folder import Lock\n"
         "lock = Lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(

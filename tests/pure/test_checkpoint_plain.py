@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import paceline as pl
-from paceline.checkpoint.plain import weights_in
+from paceline.checkpoint.weights_export import weights_in
 from paceline.errors import DamagedCheckpoint, UsageError
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.tree import pack, unpack
+from paceline.checkpoint.format.state_tree import pack, unpack
 from paceline.errors import UsageError
 
 KEYS = st.one_of(

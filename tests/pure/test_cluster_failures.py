@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.simulate.cluster.failures import Risk, best_interval, course, daly, expected_ratio, young
+from paceline.tools.simulate.cluster.failure_cost import (
+    Risk,
+    best_interval,
+    course,
+    daly,
+    expected_ratio,
+    young,
+)
 
 HOUR = 3600.0
 RISKS = [

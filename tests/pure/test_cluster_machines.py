@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.simulate.cluster.machines import Machines, longest_of, sample_steps
+from paceline.tools.simulate.cluster.compute_times import Machines, longest_of, sample_steps
 
 DRAWS = 2_000_000
 

@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import topology
+from paceline.collectives import topology
+from paceline.collectives.alpha_beta_cost import cost
 from paceline.collectives.catalogue import schedule
-from paceline.collectives.closed_form import closed_form
-from paceline.collectives.cost import cost
+from paceline.collectives.closed_form_cost import closed_form
+from paceline.cost_model.bucket_closed_form import EqualBuckets
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.step_simulator import Compute, Launch, Wait, run
 from paceline.errors import UsageError
-from paceline.plan.bucket_formula import EqualBuckets
-from paceline.plan.fitting import Point, fit_points
-from paceline.plan.timeline import Compute, Launch, Wait, run
-from paceline.simulate.cluster.fitted import FittedNetwork
-from paceline.simulate.cluster.network import Network
-from paceline.simulate.cluster.overlap import cheapest, exposed_seconds
-from paceline.simulate.cluster.rounds import ALGORITHMS, NESTED, phases
+from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
+from paceline.tools.simulate.cluster.cluster_network import FittedNetwork, Network
+from paceline.tools.simulate.cluster.exposed_communication import cheapest, exposed_seconds
 
 NBYTES = 1e6
 PLAIN = [name for name in ALGORITHMS if name not in NESTED]

@@ -10,16 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cost_model.fit_measurements import Point, fit_points
 from paceline.errors import UsageError
-from paceline.plan.fitting import Point, fit_points
-from paceline.report.cluster_words import sentences
-from paceline.simulate.cluster.failures import Risk, expected_ratio
-from paceline.simulate.cluster.fitted import FittedNetwork
-from paceline.simulate.cluster.machines import Machines
-from paceline.simulate.cluster.network import Network
-from paceline.simulate.cluster.overlap import STRATEGIES, exposed_seconds
-from paceline.simulate.cluster.plan import DAY, ClusterPlan
-from paceline.simulate.cluster.run import LOSSES, simulate, sweep
+from paceline.tools.simulate.cluster.cluster_network import FittedNetwork, Network
+from paceline.tools.simulate.cluster.cluster_simulation import DAY, LOSSES, ClusterPlan, simulate, sweep
+from paceline.tools.simulate.cluster.cluster_text import sentences
+from paceline.tools.simulate.cluster.compute_times import Machines
+from paceline.tools.simulate.cluster.exposed_communication import STRATEGIES, exposed_seconds
+from paceline.tools.simulate.cluster.failure_cost import Risk, expected_ratio
 
 SLOW = Network(link=25e6, latency=1e-4)
 FAST = Network(link=math.inf, latency=0.0)

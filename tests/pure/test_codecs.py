@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.sync.blockwise import Blockwise
-from paceline.sync.codecs import Blocks, Codec, Half, Raw, ratio
-from paceline.sync.dither import Dither
+from paceline.parallel.compression.blockwise import Blockwise
+from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw, ratio
+from paceline.parallel.compression.stochastic_rounding import Dither
 
 NEAREST = {
     "fp32": Raw(),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.collectives.alpha_beta_cost import cost
 from paceline.collectives.catalogue import ALGORITHMS, schedule
-from paceline.collectives.closed_form import CLOSED_FORMS, Terms, closed_form
-from paceline.collectives.cost import cost
+from paceline.collectives.closed_form_cost import CLOSED_FORMS, Terms, closed_form
 from paceline.collectives.schedule import pipelined
+from paceline.collectives.topology import ring, star, tree, two_level
 from paceline.errors import UsageError
-from paceline.topology import ring, star, tree, two_level
 
 ALPHA, BETA, GAMMA = 3e-5, 1e-9, 3e-10
 

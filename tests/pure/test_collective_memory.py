@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.collectives.catalogue import ALGORITHMS, schedule
-from paceline.collectives.memory import Memory
+from paceline.collectives.chunk_memory import Memory
 
 EVERY = [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]]
 

@@ -6,11 +6,22 @@ from importlib.util import find_spec
 
 import pytest
 
-from paceline.bench.collectives.backends import MPI, RANKS, default_backends
-from paceline.bench.collectives.memory import Room, fitting_cases, needed_nbytes, refuse_what_does_not_fit
-from paceline.bench.collectives.plan import Case, cases_of, iterations_for, process_sets, turns_of
-from paceline.bench.collectives.settings import CollectiveSettings
 from paceline.errors import UsageError
+from paceline.tools.bench.collectives.benchmark_cases import (
+    Case,
+    cases_of,
+    iterations_for,
+    process_sets,
+    turns_of,
+)
+from paceline.tools.bench.collectives.benchmarked_backends import MPI, RANKS, default_backends
+from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
+from paceline.tools.bench.collectives.memory_needed import (
+    Room,
+    fitting_cases,
+    needed_nbytes,
+    refuse_what_does_not_fit,
+)
 
 GIB = 2**30
 BASE = {"backends": ("gloo", "paceline"), "ops": ("all-reduce",), "ranks": (2, 4), "sizes": (1000, 2000)}
@@ -43,10 +54,10 @@ def test_backends_share_processes_of_one_number_of_ranks():
 def test_a_backend_with_a_starter_of_its_own_has_processes_of_its_own(monkeypatch):
     from dataclasses import replace
 
-    from paceline.bench.collectives import backends
+    from paceline.tools.bench.collectives import benchmarked_backends
 
-    mpi = replace(backends.BACKENDS["gloo"], name="mpi", starter="elsewhere")
-    monkeypatch.setitem(backends.BACKENDS, "mpi", mpi)
+    mpi = replace(benchmarked_backends.BACKENDS["gloo"], name="mpi", starter="elsewhere")
+    monkeypatch.setitem(benchmarked_backends.BACKENDS, "mpi", mpi)
     found = process_sets(cases_of(settings(backends=("gloo", "mpi", "paceline"), ranks=(2,), sizes=(1000,))))
     assert [(each.starter, each.cases[0].backends) for each in found] == [
         (RANKS, ("gloo", "paceline")),
@@ -57,10 +68,10 @@ def test_a_backend_with_a_starter_of_its_own_has_processes_of_its_own(monkeypatc
 def test_a_backend_takes_part_in_the_operations_that_it_has(monkeypatch):
     from dataclasses import replace
 
-    from paceline.bench.collectives import backends
+    from paceline.tools.bench.collectives import benchmarked_backends
 
-    ring = replace(backends.BACKENDS["gloo"], name="ring", ops=("all-reduce",))
-    monkeypatch.setitem(backends.BACKENDS, "ring", ring)
+    ring = replace(benchmarked_backends.BACKENDS["gloo"], name="ring", ops=("all-reduce",))
+    monkeypatch.setitem(benchmarked_backends.BACKENDS, "ring", ring)
     found = cases_of(
         settings(backends=("gloo", "ring"), ops=("all-reduce", "broadcast"), ranks=(2,), sizes=(8,))
     )
@@ -113,7 +124,7 @@ def test_what_does_not_fit_is_left_out_with_its_reason():
 
 
 def test_what_is_asked_for_and_does_not_fit_is_refused_with_what_would():
-    from paceline.bench.collectives.memory import largest_nbytes
+    from paceline.tools.bench.collectives.memory_needed import largest_nbytes
 
     room = Room(4 * GIB)
     cases = cases_of(settings(sizes=(10**6, 10**10)))

@@ -10,18 +10,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.bench.collectives.compare import compare
-from paceline.bench.collectives.compare import table as comparison_table
-from paceline.bench.collectives.journal import Journal
-from paceline.bench.collectives.measure import finished, in_order, measure
-from paceline.bench.collectives.plan import cases_of
-from paceline.bench.collectives.results import Result, read_result, write_csv, write_json
-from paceline.bench.collectives.rows import Row, Summary
-from paceline.bench.collectives.settings import CollectiveSettings
-from paceline.bench.collectives.table import table, tables
-from paceline.cli import collective_charts
+from paceline._core.units import format_size
 from paceline.errors import RankFailed, UsageError
-from paceline.units import format_size
+from paceline.tools.bench.collectives.benchmark_cases import cases_of
+from paceline.tools.bench.collectives.collectives_benchmark import finished, in_order, measure
+from paceline.tools.bench.collectives.collectives_rows import (
+    Result,
+    Row,
+    Summary,
+    read_result,
+    table,
+    tables,
+    write_csv,
+    write_json,
+)
+from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
+from paceline.tools.bench.collectives.measurement_journal import Journal
+from paceline.tools.bench.collectives.result_comparison import compare
+from paceline.tools.bench.collectives.result_comparison import table as comparison_table
+from paceline.tools.cli.bench import bench_collectives_files
 
 SETTINGS = CollectiveSettings(("gloo", "paceline"), ("all-reduce",), (2, 4), (1000, 1_000_000))
 CASES = cases_of(SETTINGS)
@@ -219,7 +226,7 @@ def test_sizes_are_shown_in_the_units_that_suit_them(nbytes, shown):
 
 def test_charts_have_a_line_for_each_backend_and_number_of_ranks(tmp_path):
     (tmp_path / "o").mkdir()
-    for path, write in collective_charts.writers(tmp_path / "o", ["all-reduce", "broadcast"]).items():
+    for path, write in bench_collectives_files.writers(tmp_path / "o", ["all-reduce", "broadcast"]).items():
         write(path, result())
     names = {f"all-reduce-{name}{suffix}" for name in ("time", "busbw") for suffix in (".png", ".svg")}
     assert {path.name for path in (tmp_path / "o").iterdir()} == names  # broadcast has no rows yet

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.collectives.operations import OPERATIONS, algbw, busbw, operation_of
-from paceline.bench.collectives.rows import Row, Summary, percentile, summarize
-from paceline.bench.collectives.sizes import parse_names, parse_ranks, parse_sizes
 from paceline.errors import UsageError
+from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS, algbw, busbw, operation_of
+from paceline.tools.bench.collectives.collectives_rows import Row, Summary, percentile, summarize
+from paceline.tools.bench.collectives.collectives_settings import parse_names, parse_ranks, parse_sizes
 
 ROW = Row("gloo", "all-reduce", 4, 1000, "float32", Summary(2, 0.5, 0.9, 0.1, 1.0, 3, 0.5), True)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.beat import Notice, Row
-from paceline.checkpoint.culprit import CERTAIN, Limits, Seen, Verdict, judge, late, position, waited
-from paceline.whereabouts import PHASES
+from paceline._core.step_state import PHASES
+from paceline.health.attribution import CERTAIN, Limits, Seen, Verdict, judge, late, position, waited
+from paceline.health.heartbeat import Notice, Row
 
 LIMITS = Limits(stall=60.0, lost=10.0, beat=1.0)
 

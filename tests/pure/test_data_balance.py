@@ -9,10 +9,10 @@ from dealings import dealings, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.balance import Balance, is_even, moved, safe_batch_sizes, safe_blocks
-from paceline.data.dispatch import Dealing, deal
-from paceline.data.portions import EXACT, Policy, Portions
-from paceline.data.shares import Shares
+from paceline.data.sampling.block_dispatch import Dealing, deal
+from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.uneven_policies import EXACT, Policy, Portions
+from paceline.tools.plan.balance_report import Balance, is_even, moved, safe_batch_sizes, safe_blocks
 
 SIZES = st.integers(1, 50)
 

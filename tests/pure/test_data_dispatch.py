@@ -12,10 +12,10 @@ from dealings import shares as any_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.dispatch import COUNTED, Dealing, deal, draw_counts
-from paceline.data.shares import FINEST, Shares, Turns, by_largest_remainder
-from paceline.data.spread import share_deviation
+from paceline.data.sampling.block_dispatch import COUNTED, Dealing, deal, draw_counts
+from paceline.data.sampling.rank_shares import FINEST, Shares, Turns, by_largest_remainder
 from paceline.errors import UsageError
+from paceline.tools.plan.imbalance_statistics import share_deviation
 
 UNEVEN = [0.25, 0.25, 0.10, 0.40]
 

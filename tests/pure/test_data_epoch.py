@@ -13,11 +13,11 @@ from dealings import SCHEMES, SEEDS, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.dispatch import Dealing
-from paceline.data.epoch import Epoch, Row, ShuffleMode, left_of
-from paceline.data.portions import Portions
-from paceline.data.position import Position, Recipe
-from paceline.data.shares import Shares
+from paceline.data.epoch_plan import Epoch, Row, ShuffleMode, left_of
+from paceline.data.loader_position import Position, Recipe
+from paceline.data.sampling.block_dispatch import Dealing
+from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.uneven_policies import Portions
 from paceline.errors import UsageError
 
 MODES = st.sampled_from(get_args(ShuffleMode))

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from paceline.data.balance import Balance
-from paceline.data.forecast import Asked, forecasts
-from paceline.data.shares import Shares
+from paceline.data.sampling.rank_shares import Shares
 from paceline.errors import UsageError
+from paceline.tools.plan.balance_report import Balance
+from paceline.tools.plan.dispatch_forecast import Asked, forecasts
 
 
 def test_every_block_size_with_every_batch_size():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.portions import EXACT, Policy, Portions, tell
+from paceline.data.sampling.uneven_policies import EXACT, Policy, Portions, tell
 from paceline.errors import UnevenData, UsageError
 
 COUNTS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any).map(tuple)

@@ -11,9 +11,9 @@ from dealings import chi_squared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.shuffle import LARGEST, LISTED, Shuffle
+from paceline._core.keyed_random import key_of, mixed
+from paceline.data.sampling.shuffle import LARGEST, LISTED, Shuffle
 from paceline.errors import UsageError
-from paceline.mixing import key_of, mixed
 
 MIXED = [3207296026000306913, 14232521865600346940, 4532161160992623299]
 KEYS = [0, 4361977758313117227, 17153583634484706263, 14178424926433637697]

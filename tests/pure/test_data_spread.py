@@ -9,9 +9,10 @@ import pytest
 from dealings import dealings
 from hypothesis import given, settings
 
-from paceline.data.dispatch import Dealing, deal, draw_counts
-from paceline.data.shares import Shares
-from paceline.data.spread import (
+from paceline._core.keyed_random import key_of
+from paceline.data.sampling.block_dispatch import Dealing, deal, draw_counts
+from paceline.data.sampling.rank_shares import Shares
+from paceline.tools.plan.imbalance_statistics import (
     bound_in_turns,
     expected_largest,
     largest_above,
@@ -19,7 +20,6 @@ from paceline.data.spread import (
     spread_of,
     unlikely_largest,
 )
-from paceline.mixing import key_of
 
 DRAWS = 3000
 

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from paceline.checkpoint import digest
-from paceline.checkpoint.digest import digest_of, mixed_sum
-from paceline.checkpoint.verdict import judge
+from paceline.health import replica_check
+from paceline.health.replica_check import digest_of, judge, mixed_sum
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128,
@@ -18,7 +17,7 @@ DTYPES = [
 
 
 def mixed(tensor):
-    return mixed_sum(digest._words_of(tensor))
+    return mixed_sum(replica_check._words_of(tensor))
 
 
 @pytest.fixture(params=[digest_of, mixed], ids=["xxh3", "mixed sum"])
@@ -75,7 +74,7 @@ def test_zeros_at_the_end_count(way):
 def test_a_sum_does_not_depend_on_its_pieces(monkeypatch, chunk):
     words = torch.randint(-(2**31), 2**31 - 1, (1000,), dtype=torch.int32)
     whole = mixed_sum(words)
-    monkeypatch.setattr(digest, "_CHUNK", chunk)
+    monkeypatch.setattr(replica_check, "_CHUNK", chunk)
     assert mixed_sum(words) == whole
 
 

@@ -6,12 +6,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.data.balance import Balance, Outcome
-from paceline.data.dispatch import Dealing, deal
-from paceline.data.forecast import Asked, forecasts
-from paceline.data.shares import Shares
-from paceline.report.dispatch_charts import MOST_PANELS, end_chart, imbalance_chart
-from paceline.report.dispatch_words import in_short, of_bias, of_loop, of_safe, percent, ranges
+from paceline.data.sampling.block_dispatch import Dealing, deal
+from paceline.data.sampling.rank_shares import Shares
+from paceline.tools.plan.balance_report import Balance, Outcome
+from paceline.tools.plan.dispatch_forecast import Asked, forecasts
+from paceline.tools.plan.dispatch_text import in_short, of_bias, of_loop, of_safe, percent, ranges
+from paceline.tools.report.charts.dispatch_charts import MOST_PANELS, end_chart, imbalance_chart
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from paceline.durable import write_text
+from paceline._core.files import write_text
 
 
 def test_new_content_takes_the_place_of_the_old_and_leaves_nothing_beside(tmp_path):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.backends.exits import Exit
-from paceline.ending import how_ended
+from paceline._core.process_exit import Exit, how_ended
 
 
 @pytest.mark.parametrize(

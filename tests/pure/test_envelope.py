@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from paceline.errors import DamagedEnvelope, ForeignEnvelope, TruncatedEnvelope, UsageError
-from paceline.exchange import envelope, header
-from paceline.exchange.envelope import decode, decode_head, encode
-from paceline.exchange.header import Header
+from paceline.transport import envelope, envelope_header
+from paceline.transport.envelope import decode, decode_head, encode
+from paceline.transport.envelope_header import Header
 
 PLAIN = Header("run", "frame", source=1, target=2, sequence=3)
 
@@ -95,9 +95,9 @@ def test_a_payload_that_is_not_bytes_is_sent_as_the_bytes_it_is():
 def test_no_memory_is_taken_for_a_size_that_nobody_checked(frames):
     huge = 2**62
     told = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
-    values = [getattr(told, name) for name in header._NAMES]
-    values[header._NAMES.index("meta")] = {}
-    data = forged(header.SCHEMA, *values)
+    values = [getattr(told, name) for name in envelope_header._NAMES]
+    values[envelope_header._NAMES.index("meta")] = {}
+    data = forged(envelope_header.SCHEMA, *values)
     tracemalloc.start()
     try:
         with pytest.raises(DamagedEnvelope, match=f"payload of {huge} bytes; at most 1000"):

@@ -15,9 +15,9 @@ from paceline.errors import (
     RepeatedEnvelope,
     TruncatedEnvelope,
 )
-from paceline.exchange.envelope import BEGIN, END, decode, encode
-from paceline.exchange.header import Header
-from paceline.exchange.inbox import Inbox
+from paceline.transport.envelope import BEGIN, END, decode, encode
+from paceline.transport.envelope_header import Header
+from paceline.transport.message_frames import Inbox
 
 FAULTS = 220
 ENVELOPES, RUN, ME = 6, "run-1", 0

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.backends import everywhere
-from paceline.backends.everywhere import reduce_everywhere
-from paceline.backends.reduction import Scratch, reduction_of
+from paceline.backends import block_reduction
+from paceline.backends.block_reduction import Scratch, reduce_everywhere, reduction_of
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -30,7 +29,7 @@ def nothing():
     ("op", "dtype"), [(op, dtype) for op in ("SUM", "AVG") for dtype in DTYPES[: 4 if op == "SUM" else 2]]
 )
 def test_numpy_and_torch_come_to_the_same_bits(monkeypatch, size, dtype, op):
-    monkeypatch.setattr(everywhere, "BLOCK_NBYTES", 512)
+    monkeypatch.setattr(block_reduction, "BLOCK_NBYTES", 512)
     how = reduction_of(getattr(dist.ReduceOp, op), dtype)
     for own in range(size):
         for numel in (1, 63, 64, 1000):
@@ -38,7 +37,7 @@ def test_numpy_and_torch_come_to_the_same_bits(monkeypatch, size, dtype, op):
             quick, plain = [[each.clone() for each in given] for _ in range(2)]
             reduce_everywhere(quick, own, how, Scratch(), size + 1, nothing)
             with monkeypatch.context() as torchs:
-                torchs.setattr(everywhere, "_SUMMED_BY_NUMPY", ())
+                torchs.setattr(block_reduction, "_SUMMED_BY_NUMPY", ())
                 reduce_everywhere(plain, own, how, Scratch(), size + 1, nothing)
             for left, right in zip(quick, plain, strict=True):
                 assert torch.equal(left, right)

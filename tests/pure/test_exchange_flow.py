@@ -14,16 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
-from paceline.exchange.agree import Problem, Verdict, agree
-from paceline.exchange.carrier import Arrival, Tag
-from paceline.exchange.drive import drive
-from paceline.exchange.faults import FAULTS, order_of, parse_fault
-from paceline.exchange.frames import frames_of, message_checksum
-from paceline.exchange.header import Header
-from paceline.exchange.inbox import Inbox
-from paceline.exchange.incoming import Incoming
-from paceline.exchange.mpi import Ring, bytes_view
-from paceline.exchange.outgoing import Outgoing
+from paceline.transport.envelope_faults import FAULTS, order_of, parse_fault
+from paceline.transport.envelope_header import Header
+from paceline.transport.message_frames import Inbox, frames_of, message_checksum
+from paceline.transport.mpi_exchange.incoming_messages import Incoming
+from paceline.transport.mpi_exchange.message_carrier import Arrival, Tag
+from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
+from paceline.transport.mpi_exchange.polled_agreement import Problem, Verdict, agree
+from paceline.transport.mpi_exchange.progress_loop import drive
+from paceline.transport.mpi_exchange.ring_and_all_to_all import Ring, bytes_view
 
 KIND = {  # of the first problem that a fault has to lead to
     "flip-begin": "DamagedEnvelope",

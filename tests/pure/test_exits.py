@@ -9,7 +9,7 @@ import time
 import pytest
 from forks import start
 
-from paceline.backends.exits import Exit, exit_of, has_ended
+from paceline._core.process_exit import Exit, exit_of, has_ended
 
 
 def end(how):

@@ -14,23 +14,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import faults, mishaps
+from paceline._core.step_state import here
 from paceline.errors import UsageError
-from paceline.whereabouts import here
+from paceline.testing import fault_effects, fault_injection
+
+IMPORT = "from paceline.testing import fault_injection as faults; "
 
 
 @pytest.fixture(autouse=True)
 def nothing_armed(monkeypatch):
     monkeypatch.delenv("PACELINE_FAULTS", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    monkeypatch.setattr(faults, "_rank", lambda: 1)
-    faults.disarm()
+    monkeypatch.setattr(fault_injection, "_rank", lambda: 1)
+    fault_injection.disarm()
     yield
-    faults.disarm()
+    fault_injection.disarm()
 
 
 def armed():
-    return [(fault.when, fault.rank, fault.step, fault.restart) for fault in faults.armed]
+    return [(fault.when, fault.rank, fault.step, fault.restart) for fault in fault_injection.armed]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def armed():
     ],
 )
 def test_faults_are_read(text, found):
-    faults.arm(text)
+    fault_injection.arm(text)
     assert armed() == found
 
 
@@ -99,27 +101,27 @@ def test_faults_are_read(text, found):
 )
 def test_what_is_no_fault_is_refused_and_nothing_is_armed(text, message):
     with pytest.raises(UsageError, match=message):
-        faults.arm(text)
+        fault_injection.arm(text)
     assert armed() == []
 
 
 @given(st.text(max_size=60))
 def test_any_text_is_read_or_refused(text):
     try:
-        faults.arm(text)
+        fault_injection.arm(text)
     except UsageError:
-        assert faults.armed == []
-    faults.disarm()
+        assert fault_injection.armed == []
+    fault_injection.disarm()
 
 
 def test_the_environment_is_read_once(monkeypatch):
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=0, step=3)")
-    faults.read_environment()
-    faults.read_environment()
+    fault_injection.read_environment()
+    fault_injection.read_environment()
     assert armed() == [("begin", 0, 3, None)]
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=0, step=3")
     with pytest.raises(UsageError, match=r"^PACELINE_FAULTS='fail_at\(rank=0, step=3': can't be read"):
-        faults.read_environment()
+        fault_injection.read_environment()
 
 
 @pytest.mark.parametrize(
@@ -138,32 +140,32 @@ def test_the_environment_is_read_once(monkeypatch):
 def test_a_fault_happens_once_at_its_rank_step_and_restart(monkeypatch, rank, step, restart, count, happens):
     if count is not None:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    faults.fail_at(rank, step, restart=restart)
-    faults.begin_step(3)
+    fault_injection.fail_at(rank, step, restart=restart)
+    fault_injection.begin_step(3)
     if happens:
         with pytest.raises(RuntimeError, match=rf"on purpose: fail_at\(rank={rank}, step={step}"):
-            faults.begin_step(5)
-        assert not faults.armed
-    faults.begin_step(5)
+            fault_injection.begin_step(5)
+        assert not fault_injection.armed
+    fault_injection.begin_step(5)
 
 
 def test_running_out_of_memory_is_a_real_memory_error_and_leaves_the_process_usable():
-    faults.fail_at(1, 0, "memory")
+    fault_injection.fail_at(1, 0, "memory")
     with pytest.raises(MemoryError):
-        faults.begin_step(0)
+        fault_injection.begin_step(0)
     assert len(bytearray(600 << 20)) == 600 << 20
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", mishaps.EXIT_CODE), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(("how", "code"), [("exit", fault_effects.EXIT_CODE), ("kill", -signal.SIGKILL)])
 def test_a_rank_that_ends(how, code):
-    line = f"from paceline import faults; faults.fail_at(0, 2, {how!r}); faults.begin_step(1); faults.begin_step(2)"
+    line = IMPORT + f"faults.fail_at(0, 2, {how!r}); faults.begin_step(1); faults.begin_step(2)"
     ended = subprocess.run([sys.executable, "-c", line], timeout=60, env=os.environ | {"RANK": "0"})
     assert ended.returncode == code
 
 
 def test_a_stop_that_ends_and_a_lock_that_is_given_back():
     started = time.monotonic()
-    line = "from paceline import faults; faults.stall_at(0, 0, 0.2, 'stop'); faults.begin_step(0)"
+    line = IMPORT + "faults.stall_at(0, 0, 0.2, 'stop'); faults.begin_step(0)"
     for how in ("gil", "sleep"):
         line += f"; faults.stall_at(0, 1, 0.1, {how!r}); faults.begin_step(1)"
     subprocess.run([sys.executable, "-c", line], timeout=60, check=True)
@@ -172,23 +174,23 @@ def test_a_stop_that_ends_and_a_lock_that_is_given_back():
 
 def test_a_slow_rank_sleeps_once_a_step(monkeypatch):
     slept = []
-    monkeypatch.setattr(mishaps.time, "sleep", slept.append)
+    monkeypatch.setattr(fault_effects.time, "sleep", slept.append)
     monkeypatch.setattr(here, "latest_busy_seconds", 0.5)
-    faults.slow(1, seconds=0.25)
+    fault_injection.slow(1, seconds=0.25)
     for step in (0, 0, 1):
         here.begin(step, "forward")
-        faults.begin_step(step)
+        fault_injection.begin_step(step)
     assert slept == [0.25, 0.25]
 
 
 def test_a_factor_is_of_the_time_without_the_fault(monkeypatch):
     slept = []
-    monkeypatch.setattr(mishaps.time, "sleep", slept.append)
-    faults.slow(1, factor=1.5)
+    monkeypatch.setattr(fault_effects.time, "sleep", slept.append)
+    fault_injection.slow(1, factor=1.5)
     for step in range(4):
         monkeypatch.setattr(here, "latest_busy_seconds", 0.2 + (slept[-1] if slept else 0.0))
         here.begin(step, "forward")
-        faults.begin_step(step)
+        fault_injection.begin_step(step)
     assert slept == pytest.approx([0.1] * 4)
 
 
@@ -196,16 +198,16 @@ def test_one_bit_of_one_parameter_flips_after_its_step():
     model = torch.nn.Linear(3, 2)
     named = list(model.named_parameters())
     before = {name: param.detach().clone() for name, param in named}
-    faults.corrupt(1, 4, "weight")
-    faults.end_step(3, named)
+    fault_injection.corrupt(1, 4, "weight")
+    fault_injection.end_step(3, named)
     assert torch.equal(model.weight, before["weight"])
-    faults.end_step(4, named)
+    fault_injection.end_step(4, named)
     changed = (model.weight != before["weight"]).nonzero()
     assert len(changed) == 1
     assert torch.equal(model.weight.abs(), before["weight"].abs())
     assert torch.equal(model.bias, before["bias"])
-    faults.corrupt(1, 5, 1)
-    faults.end_step(5, named)
+    fault_injection.corrupt(1, 5, 1)
+    fault_injection.end_step(5, named)
     assert not torch.equal(model.bias, before["bias"])
 
 
@@ -213,18 +215,18 @@ def test_one_bit_of_one_parameter_flips_after_its_step():
     ("parameter", "message"), [("wieght", "did you mean 'weight'"), (2, "has 2 parameters")]
 )
 def test_a_parameter_that_is_not_there_is_told_when_it_should_flip(parameter, message):
-    faults.corrupt(1, 0, parameter)
+    fault_injection.corrupt(1, 0, parameter)
     with pytest.raises(UsageError, match=message):
-        faults.end_step(0, torch.nn.Linear(3, 2).named_parameters())
+        fault_injection.end_step(0, torch.nn.Linear(3, 2).named_parameters())
 
 
 def test_the_disk_is_full_after_so_many_bytes():
-    faults.writing(10**9)
-    faults.disk_full(100)
-    faults.disk_full(50, rank=0)
-    faults.writing(60)
-    faults.writing(40)
-    faults.writing(0)
+    fault_injection.writing(10**9)
+    fault_injection.disk_full(100)
+    fault_injection.disk_full(50, rank=0)
+    fault_injection.writing(60)
+    fault_injection.writing(40)
+    fault_injection.writing(0)
     with pytest.raises(OSError, match="No space left") as caught:
-        faults.writing(1)
+        fault_injection.writing(1)
     assert caught.value.errno == errno.ENOSPC

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.sync.codecs import Blocks, Codec, Half, Raw
-from paceline.sync.feedback import Feedback, density_at
-from paceline.sync.sparse import TopK
+from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.error_feedback import Feedback, density_at
+from paceline.parallel.compression.topk import TopK
 
 CODECS = {
     "bf16": lambda: Half("bf16"),

@@ -7,11 +7,19 @@ import random
 
 import pytest
 
-from paceline.collectives.closed_form import closed_form
+from paceline.collectives.closed_form_cost import closed_form
+from paceline.cost_model.algorithm_terms import (
+    MESSAGES,
+    OPS,
+    PLAIN,
+    Form,
+    candidates,
+    forms_by_name,
+    terms_of,
+)
+from paceline.cost_model.fit_measurements import Point, fit_points, held_out_ranks, held_out_sizes
+from paceline.cost_model.prediction_error import Accuracy, Checked
 from paceline.errors import UsageError
-from paceline.plan.accuracy import Accuracy, Checked
-from paceline.plan.fitting import Point, fit_points, held_out_ranks, held_out_sizes
-from paceline.plan.forms import MESSAGES, OPS, PLAIN, Form, candidates, forms_by_name, terms_of
 
 SIZES = [4**k for k in range(5, 14)]
 

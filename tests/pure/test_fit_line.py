@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.line import fit_line
+from paceline.cost_model.piecewise_fit import fit_line
 
 
 def numbers(*values):

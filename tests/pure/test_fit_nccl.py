@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.plan.accuracy import Accuracy
-from paceline.plan.fitting import Point, held_out_sizes
+from paceline.cost_model.fit_measurements import Point, held_out_sizes
+from paceline.cost_model.prediction_error import Accuracy
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "nccl-tables"
 TABLES = runpy.run_path(str(FOLDER / "tables.py"))["load"]()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.segments import Samples, cut, how_many, seconds_at
+from paceline.cost_model.piecewise_fit import Samples, cut, how_many, seconds_at
 
 
 def samples(sizes, seconds):

@@ -10,8 +10,8 @@ import time
 import pytest
 from forks import ended, start
 
-from paceline.backends import futex
-from paceline.backends.arena import Segment
+from paceline.backends.shm import futex
+from paceline.backends.shm.shared_arena import Segment
 
 pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
 

@@ -9,9 +9,9 @@ import torch
 
 import paceline as pl
 from paceline.errors import NotFinite, UsageError
-from paceline.sync import ledger
-from paceline.sync.gauge import Broken, Gauge, peak_of, surely_finite
-from paceline.sync.ledger import Page, Status
+from paceline.parallel.engine import round_status
+from paceline.parallel.engine.finite_check import Broken, Gauge, peak_of, surely_finite
+from paceline.parallel.engine.round_status import Page, Status
 
 BAD = [math.nan, math.inf, -math.inf]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -87,12 +87,12 @@ def test_a_gauge_writes_one_number_and_begins_anew(dtype):
 def test_a_ledger_carries_the_peak_of_every_rank(ranks):
     pages = []
     for rank in range(ranks):
-        page = ledger.encode(rank, ranks, 10.0 + rank, Status.SAMPLES, [True, rank == 0], late=rank)
-        assert len(page) == ledger.length(ranks, 2)
-        page[ledger.place_of_peak(rank, ranks)] = math.nan if rank == 1 else float(rank)
+        page = round_status.encode(rank, ranks, 10.0 + rank, Status.SAMPLES, [True, rank == 0], late=rank)
+        assert len(page) == round_status.length(ranks, 2)
+        page[round_status.place_of_peak(rank, ranks)] = math.nan if rank == 1 else float(rank)
         pages.append(page)
     summed = torch.tensor(pages).sum(0).tolist()
-    page = ledger.decode(summed, ranks)
+    page = round_status.decode(summed, ranks)
     assert [math.isnan(peak) for peak in page.peaks] == [rank == 1 for rank in range(ranks)]
     assert page.samples == tuple(10.0 + rank for rank in range(ranks))
     assert page.used == (True, True)

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.report.canvas import Line
-from paceline.report.hub_charts import (
+from paceline.tools.report.charts.chart_style import Line
+from paceline.tools.report.charts.hub_charts import (
     Scores,
     Share,
     _broken,
@@ -20,7 +20,7 @@ from paceline.report.hub_charts import (
     time_unit,
     traffic,
 )
-from paceline.report.link import Away, Reserved
+from paceline.tools.report.hub.link_usage import Away, Reserved
 
 
 def texts(chart):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.report.decisions import Decision, Decisions
+from paceline.tools.report.hub.hub_decisions import Decision, Decisions
 
 
 def refused(at, worker=1, reason="not finite"):

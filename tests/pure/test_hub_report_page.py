@@ -10,16 +10,16 @@ import pytest
 from hub_folder import centre, demo, join, long_run, record, refuse, traffic, update, write
 from test_report_page import parse
 
-from paceline.report.hub_page import _bars, write_report
-from paceline.simulate.asynchrony import AsyncPlan, Churn, Machine, simulate
-from paceline.simulate.tasks import LinearTask
-from paceline.star.hub import Hub
-from paceline.star.keeping.journal import Journal
-from paceline.star.policy import Policy
-from paceline.star.population import PopulationRules
-from paceline.star.rules import HubRules
-from paceline.star.screen import ScreenRules
-from paceline.sync.staggering import Cadence
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.update_screening import ScreenRules
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.worker.selection_policy import Policy
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.report.hub.hub_page import _bars, write_report
+from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate
+from paceline.tools.simulate.learning_tasks import LinearTask
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ from hub_folder import (
     write,
 )
 
+from paceline.async_dp.wal.hub_journal import Journal
 from paceline.errors import UsageError
-from paceline.report.crew import Crew, plain
-from paceline.report.hub_records import HubRun, holds_hub, read_hub, take_in
-from paceline.star.keeping.journal import Journal
+from paceline.tools.report.hub.hub_records import HubRun, holds_hub, read_hub, take_in
+from paceline.tools.report.hub.worker_statistics import Crew, plain
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_a_ledger_that_is_being_written_is_read_up_to_its_last_whole_line(tmp_pa
 
 def test_lines_that_come_while_it_is_read_count(tmp_path):
     folder = write(tmp_path, [update(at, 1) for at in range(5000)])
-    from paceline.star.keeping.ledger import read_ledger
+    from paceline.async_dp.wal.decision_ledger import read_ledger
 
     def growing():
         for number, values in enumerate(read_ledger(folder)):

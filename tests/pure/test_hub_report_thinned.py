@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.thinned import Sketch, Thinned
+from paceline.tools.report.hub.downsample import Sketch, Thinned
 
 
 def thinned(points, most):

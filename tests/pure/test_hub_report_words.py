@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from hub_folder import begin, centre, join, record, refuse, traffic, update
 
-from paceline.report.crew import Crew
-from paceline.report.hub_records import HubRun, take_in
-from paceline.report.hub_summary import ddp_nbytes, local_steps, rows_of
-from paceline.report.hub_words import (
+from paceline.tools.report.hub.hub_records import HubRun, take_in
+from paceline.tools.report.hub.hub_summary import ddp_nbytes, local_steps, rows_of
+from paceline.tools.report.hub.hub_text import (
     headline,
     number,
     percent,
@@ -20,6 +19,7 @@ from paceline.report.hub_words import (
     told_scores,
     told_staleness,
 )
+from paceline.tools.report.hub.worker_statistics import Crew
 
 
 def run_of(*records):

@@ -10,8 +10,8 @@ import pytest
 import zmq
 
 from paceline.errors import UsageError
-from paceline.exchange import keys
-from paceline.exchange.keys import HubKeys, WorkerKeys, make_keys, read_public
+from paceline.transport.zmq import curve_keys
+from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys, read_public
 
 
 def mode(path):
@@ -71,7 +71,7 @@ def test_a_file_that_appears_at_the_last_moment_is_not_overwritten_either(tmp_pa
         (folder / "alice.key").write_text("another's")
         return "x", "y"
 
-    monkeypatch.setattr(keys, "_pair", also_made)
+    monkeypatch.setattr(curve_keys, "_pair", also_made)
     with pytest.raises(UsageError, match=r"alice\.key is there already"):
         make_keys(folder, "alice")
     assert (folder / "alice.key").read_text() == "another's"

@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from paceline.errors import UsageError
-from paceline.lab import needs
-from paceline.lab.needs import lacking
-from paceline.lab.program import check_program, is_python, search_path
-from paceline.lab.torchrun import is_failure_report, torchrun_command, without_report
-from paceline.lab.traffic import Traffic, read_traffic
+from paceline.testing.netlab import lab_requirements
+from paceline.testing.netlab.lab_job import is_failure_report, torchrun_command, without_report
+from paceline.testing.netlab.lab_network import Traffic, read_traffic
+from paceline.testing.netlab.lab_requirements import check_program, is_python, lacking, search_path
 
 ALL = (1 << 41) - 1
 
@@ -45,10 +44,10 @@ def test_what_is_lacking_is_named_with_the_way_to_get_it(facts, told):
 
 def test_tools_are_looked_for_where_administrators_have_them(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert needs.tool_path("sh") == "sh"  # not found: its name, for the message
+    assert lab_requirements.tool_path("sh") == "sh"  # not found: its name, for the message
     asked = []
-    monkeypatch.setattr(needs.shutil, "which", lambda name, path: asked.append(path.split(":")))
-    needs.tool_path("tc")
+    monkeypatch.setattr(lab_requirements.shutil, "which", lambda name, path: asked.append(path.split(":")))
+    lab_requirements.tool_path("tc")
     assert asked == [["/nowhere", "/usr/sbin", "/sbin"]]
 
 

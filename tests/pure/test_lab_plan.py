@@ -9,8 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.lab.plan import SWITCH, Step, build, burst_nbytes, change_rate, packet_nbytes, set_port
-from paceline.lab.star import MAX_HOSTS, Star, address_of, hosts_file, name_of, star
+from paceline.testing.netlab.lab_network import (
+    MAX_HOSTS,
+    SWITCH,
+    Star,
+    Step,
+    address_of,
+    build,
+    burst_nbytes,
+    change_rate,
+    hosts_file,
+    name_of,
+    packet_nbytes,
+    set_port,
+    star,
+)
 
 PIDS = [501, 502, 503]
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.launch.kubernetes import Pods, manifest, pytorch_job
-from paceline.launch.work import Work
-from paceline.launch.yaml_text import yaml_text
+from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.kubernetes_manifest import Pods, manifest, pytorch_job, yaml_text
 
 PUBLISHED = json.loads((Path(__file__).parent / "kubeflow" / "pytorchjob.v1.9.0.schema.json").read_text())
 PODS = Pods("lab/train:1", claim="runs")

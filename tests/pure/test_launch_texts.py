@@ -9,13 +9,11 @@ import shlex
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.mpi import host_file, mpiexec_command
-from paceline.launch.ray import ray_driver, work_from_json
-from paceline.launch.run_command import run_command
-from paceline.launch.slurm import Cluster, batch_script
-from paceline.launch.slurm_queue import read_job
-from paceline.launch.torchrun import torchrun_command, torchrun_line, torchrun_script
-from paceline.launch.work import Work
+from paceline.launch.targets.cluster_job import Work, run_command
+from paceline.launch.targets.mpiexec_command import host_file, mpiexec_command
+from paceline.launch.targets.ray_job import ray_driver, work_from_json
+from paceline.launch.targets.slurm import Cluster, batch_script, read_job
+from paceline.launch.targets.torchrun_command import torchrun_command, torchrun_line, torchrun_script
 
 WEIRD = ['a b"=0"', "it's", "$HOME `x` \\", "two\nlines", "*", "", "--steps", "é"]
 NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}

@@ -10,8 +10,8 @@ import pytest
 
 import paceline
 from paceline.errors import MismatchError, UsageError
-from paceline.world.likeness import difference, facts_of_this_process, program_of
-from paceline.world.rollcall import Claim, Roster
+from paceline.world.consistency_check import difference, facts_of_this_process, program_of
+from paceline.world.rendezvous import Claim, Roster
 
 USUAL = {"torch": "2.13.0", "Python": "3.11", "the program": "train.py (text 1)"}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.lm.batches import Batches, HeldOut, window_starts
+from paceline.tools.models.token_windows import Batches, HeldOut, window_starts
 
 TOKENS = np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint8)
 

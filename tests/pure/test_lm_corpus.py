@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paceline.errors import UsageError
-from paceline.lm import corpus as corpora
-from paceline.lm.corpus import Corpus
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.corpus import Corpus
 
 
 def held_together(corpus):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.lm.model import GPT, loss, rotary_tables, rotate
-from paceline.lm.sizes import Size
+from paceline.tools.models.gpt import GPT, loss, rotary_tables, rotate
+from paceline.tools.models.gpt_sizes import Size
 
 SIZE = Size("test", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=50, context=16)
 

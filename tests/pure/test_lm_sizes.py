@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.lm.model import GPT
-from paceline.lm.sizes import SIZES, Size, size_of
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt_sizes import SIZES, Size, size_of
 
 
 def test_the_ladder():

@@ -18,9 +18,18 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
-from paceline.data.carry import with_samples
-from paceline.data.shares import FINEST, Shares
-from paceline.data.speeds import DAMPING, LEAST, MOST, Pace, blended, largest_change, shares_of
+from paceline.data.counted_batch import with_samples
+from paceline.data.sampling.rank_shares import (
+    DAMPING,
+    FINEST,
+    LEAST,
+    MOST,
+    Pace,
+    Shares,
+    blended,
+    largest_change,
+    shares_of,
+)
 from paceline.errors import UsageError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -193,7 +202,7 @@ def test_a_filler_shares_the_tensors_memory():
 
 CHECKSUMS = """
 import torch
-from paceline.data.stream import checksum
+from paceline.data.stream_reader import checksum
 text = torch.arange(6.0), {"x": torch.ones(2, 3, dtype=torch.bfloat16), "name": "a"}
 print([checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.sync.lowrank import LowRank, as_matrix, factors_of
+from paceline.parallel.compression.powersgd import LowRank, as_matrix, factors_of
 
 SHAPES = [(40, 30), (40,), (16, 4, 3, 3), (2, 3), (), (64, 50)]
 DEVICES = [

@@ -12,11 +12,22 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from paceline.machine import Loopback, Machine, findings, machine
-from paceline.machine.cores import cpu_quota
-from paceline.machine.facts import memory_limit, memory_used
-from paceline.machine.network import Interface, interfaces, is_loopback
-from paceline.machine.software import Compiler, Gpu, Mpi, Torch, compiler, mpi
+from paceline._core.cpu_cores import cpu_quota
+from paceline._core.network_interfaces import Interface, interfaces, is_loopback
+from paceline.tools.diagnostics.machine_findings import findings
+from paceline.world.machine_facts import (
+    Compiler,
+    Gpu,
+    Loopback,
+    Machine,
+    Mpi,
+    Torch,
+    compiler,
+    machine,
+    memory_limit,
+    memory_used,
+    mpi,
+)
 
 GIB = 2**30
 LO = Interface("lo", ("127.0.0.1", "::1"), True, 0.0, 65536)
@@ -218,5 +229,5 @@ def test_mpiexec_is_found_on_the_path(tmp_path, monkeypatch):
 
 
 def test_importing_the_facts_imports_no_torch():
-    code = "import sys, paceline.machine; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.tools.diagnostics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

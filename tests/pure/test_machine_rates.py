@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from paceline.bench import machine_rates
-from paceline.bench.machine_rates import Job, MachineSettings, jobs, measure, repeat
+from paceline._core.units import MIB
+from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
-from paceline.plan.entries import Source
-from paceline.units import MIB
+from paceline.tools.bench import machine_rates
+from paceline.tools.bench.machine_rates import Job, MachineSettings, jobs, measure, repeat
 
 SMALL = MachineSettings("cpu", MIB, (8, 32), repetitions=3, seconds=0.2)
 SOURCE = Source("test", "2026-01-01T00:00:00+00:00")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.memory.allocator import MIB, replay, rounded, segment_nbytes
+from paceline.tools.plan.memory.caching_allocator import MIB, replay, rounded, segment_nbytes
 
 KIB = 1024
 

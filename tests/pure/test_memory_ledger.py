@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.memory.allocator import replay
-from paceline.plan.memory.ledger import Outside, ledger_of
-from paceline.plan.memory.recording import Recording
-from paceline.plan.memory.timeline import CATEGORIES, Block, Mark, Timeline
-from paceline.plan.memory.verdict import MARGIN, Alternative, Answer, advice, judge
+from paceline.tools.plan.memory.caching_allocator import replay
+from paceline.tools.plan.memory.memory_fit import MARGIN, Alternative, Answer, advice, judge
+from paceline.tools.plan.memory.memory_ledger import Outside, ledger_of
+from paceline.tools.plan.memory.memory_timeline import CATEGORIES, Block, Mark, Recording, Timeline
 
 
 def recorded():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.footprint.predict import predict
-from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import subject_of
 from paceline.errors import UsageError
-from paceline.plan.memory.states import states_of
+from paceline.tools.plan.memory.memory_prediction import predict, states_of
+from paceline.tools.plan.memory.training_subject import Setting, subject_of
 
 OF_GRADIENTS = ("gradients", "buckets")
 

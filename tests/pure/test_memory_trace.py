@@ -7,15 +7,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.bench.footprint.allocated import Allocated
-from paceline.bench.footprint.predict import Untraceable, predict
-from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import Built, Subject, subject_of
-from paceline.bench.footprint.training import Silent, train
 from paceline.errors import UsageError
-from paceline.plan.memory.trace import Tracer
-from paceline.plan.memory.workspaces import cpu_workspace
-from paceline.sync.wire import Wire
+from paceline.parallel.engine.comm import Wire
+from paceline.tools.bench.cpu_allocations import Allocated
+from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
+from paceline.tools.plan.memory.memory_prediction import Untraceable, predict
+from paceline.tools.plan.memory.tensor_tracer import Tracer
+from paceline.tools.plan.memory.traced_training import Silent, train
+from paceline.tools.plan.memory.training_subject import Built, Setting, Subject, subject_of
 
 
 def of_category(timeline):
@@ -274,7 +273,7 @@ class Choosy(nn.Module):
 
 
 def test_shapes_that_depend_on_values_are_refused():
-    from paceline.bench.footprint.subject import Built
+    from paceline.tools.plan.memory.training_subject import Built
 
     def build(setting):
         return Built(

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.footprint import micro_batch
-from paceline.bench.footprint.forecast import Room
-from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import Subject
+from paceline.tools.plan.memory import memory_forecast
+from paceline.tools.plan.memory.memory_forecast import Room
+from paceline.tools.plan.memory.training_subject import Setting, Subject
 
 
 @pytest.fixture
@@ -25,14 +24,14 @@ def memory(monkeypatch):
             tried.append(setting.batch)
             return SimpleNamespace(ledger=SimpleNamespace(nbytes=nbytes_of(setting.batch)))
 
-        monkeypatch.setattr(micro_batch, "forecast", forecast)
+        monkeypatch.setattr(memory_forecast, "forecast", forecast)
         return tried
 
     return use
 
 
 def sought(capacity, most):
-    return micro_batch.largest_micro_batch(
+    return memory_forecast.largest_micro_batch(
         Subject("made up", lambda setting: None), Setting(), Room(capacity), most
     ).samples
 
@@ -68,7 +67,7 @@ def test_a_floor_below_which_the_batch_does_not_count_misleads_nobody(memory):
 def test_what_is_found_fits_and_hardly_more_would(floor, slope, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            micro_batch,
+            memory_forecast,
             "forecast",
             lambda _s, setting, _r: SimpleNamespace(
                 ledger=SimpleNamespace(nbytes=max(floor, slope * setting.batch + setting.batch**2 // 50))

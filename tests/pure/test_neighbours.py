@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from forks import ended, in_child, start
 
-from paceline.backends.arena import Segment
-from paceline.backends.exits import Exit
-from paceline.backends.neighbours import Card, Listener, Neighbours, NotShared, exchange_cards
+from paceline._core.process_exit import Exit
+from paceline._core.units import format_bytes
+from paceline.backends.shm.host_peers import Card, Listener, Neighbours, NotShared, exchange_cards
+from paceline.backends.shm.shared_arena import Segment
 from paceline.errors import CollectiveTimeout
-from paceline.units import format_bytes
 
 NBYTES = 2 << 20
 

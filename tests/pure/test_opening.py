@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import DamagedEnvelope, EnvelopeError, ForeignEnvelope, TruncatedEnvelope
-from paceline.exchange.envelope import encode, encode_sealed, seal
-from paceline.exchange.header import Header
-from paceline.exchange.opening import check_place, open_parts, open_whole
+from paceline.transport.envelope import encode, encode_sealed, seal
+from paceline.transport.envelope_check import check_place, open_parts, open_whole
+from paceline.transport.envelope_header import Header
 
 PLAIN = Header("run", "frame", source=7, target=0, sequence=3, meta={"base": 5, "score": 0.5})
 LIMIT = 10_000

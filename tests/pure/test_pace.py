@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.exchange.kernel_pacing import kernel_pacing
-from paceline.exchange.pace import (
+from paceline.transport.token_bucket import (
     ENVELOPE_NBYTES,
     TokenBucket,
     bucket_of,
     frame_nbytes,
+    kernel_pacing,
     parse_share,
 )
 

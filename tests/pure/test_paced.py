@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_pace import most_in_any
 
 from paceline.errors import UsageError
-from paceline.exchange.header import Header
-from paceline.exchange.pace import ENVELOPE_NBYTES, TokenBucket
-from paceline.exchange.paced import Paced, counted_nbytes
-from paceline.exchange.seam import Envelope
+from paceline.transport.envelope_header import Header
+from paceline.transport.paced_queue import Paced, counted_nbytes
+from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
+from paceline.transport.transport_interface import Envelope
 
 
 def envelope(target, sequence, nbytes, **meta):

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import step_profile as made
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.step_costs import pick
+from paceline.cost_model.step_strategy import Way
+from paceline.cost_model.step_time import predict_all
 from paceline.errors import UsageError
-from paceline.plan.advice_words import scaling_rows, sentences
-from paceline.plan.advise import Batch, advise_step
-from paceline.plan.profile import Profile
-from paceline.plan.step_costs import pick
-from paceline.plan.step_time import predict_all
-from paceline.plan.step_way import Way
+from paceline.tools.plan.strategy_advice import Batch, advise_step
+from paceline.tools.plan.strategy_advice_text import scaling_rows, sentences
 
 BATCH = Batch(4)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cost_model.device_rates import matmul_of, wire_of
 from paceline.errors import UsageError
-from paceline.plan.batch import States, device_nbytes, devices_for, most_samples, split_batch
-from paceline.plan.batch_answer import Asked, answer
-from paceline.plan.rates import matmul_of, wire_of
+from paceline.tools.plan.batch_answer import Asked, answer
+from paceline.tools.plan.batch_split import States, device_nbytes, devices_for, most_samples, split_batch
 
 SIZES = st.integers(0, 10_000)
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline._core.units import MIB
+from paceline.cost_model.bucket_closed_form import EqualBuckets
+from paceline.cost_model.bucket_layout import Channel, Ready, best_bucket, caps_for, plan_buckets, simulate
+from paceline.cost_model.piecewise_fit import fit_line
 from paceline.errors import UsageError
-from paceline.plan.bucket import Channel, Ready, best_bucket, caps_for, plan_buckets, simulate
-from paceline.plan.bucket_formula import EqualBuckets
-from paceline.plan.line import fit_line
-from paceline.units import MIB
 
 POSITIVE = st.floats(1e-3, 1e3)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.cost_model.hardware_catalog import DEVICES, DTYPES, INTERCONNECTS, device, interconnect
 from paceline.errors import UsageError
-from paceline.plan.hardware import DEVICES, DTYPES, INTERCONNECTS, device, interconnect
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.cost_model.device_rates import Quantity, intensity, matmul_of, matmul_rate, wire_of, wire_rate
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
 from paceline.errors import UsageError
-from paceline.plan.entries import CollectiveCost, Rate, Source
-from paceline.plan.fitting import Point, fit_points
-from paceline.plan.profile import Profile
-from paceline.plan.rates import Quantity, intensity, matmul_of, matmul_rate, wire_of, wire_rate
 
 SOURCE = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
 BETA = 1 / 25e6

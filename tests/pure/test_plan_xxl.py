@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.plan.batch import States, device_nbytes
-from paceline.plan.xxl import PARAMETERS, TOKEN_NBYTES, derive
+from paceline.tools.plan.batch_split import States, device_nbytes
+from paceline.tools.plan.xxl_model import PARAMETERS, TOKEN_NBYTES, derive
 
 
 @pytest.fixture(scope="module")

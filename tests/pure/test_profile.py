@@ -8,10 +8,10 @@ import math
 
 import pytest
 
+from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import CallCost, CollectiveCost, Rate, Source
 from paceline.errors import UsageError
-from paceline.plan.entries import CallCost, CollectiveCost, Rate, Source
-from paceline.plan.fitting import Point, fit_points
-from paceline.plan.profile import Profile
 
 SOURCE = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00", {"cpu": "a"}, {"torch": "2.13"})
 LATER = Source("paceline bench machine", "2026-02-03T04:05:06+00:00")

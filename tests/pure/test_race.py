@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sync.race import GAIN, Race
+from paceline.parallel.tuning.candidates import GAIN, Race
 
 
 def run(race, seconds_of):

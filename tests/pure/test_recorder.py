@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline import trace
-from paceline.recorder import Recorder, is_quiet
-from paceline.whereabouts import Whereabouts
+from paceline._core.step_state import Whereabouts
+from paceline.profiling import trace_file
+from paceline.profiling.step_recorder import Recorder, is_quiet
 
 
 @dataclass
@@ -25,14 +25,14 @@ class Round:
 def lines(tmp_path):
     """Record into a file, and return a function that ends that and gives its lines."""
     path = tmp_path / "trace" / "rank3.jsonl"
-    trace.open(path, 3)
+    trace_file.open(path, 3)
 
     def read():
-        trace.close()
+        trace_file.close()
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     yield read
-    trace.close()
+    trace_file.close()
 
 
 def test_a_step_is_one_line_from_its_forward_to_the_next(lines):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.backends.reduction import BLOCK_NBYTES, Reduction, Scratch, blocks, reduction_of
+from paceline.backends.block_reduction import BLOCK_NBYTES, Reduction, Scratch, blocks, reduction_of
 from paceline.errors import UsageError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

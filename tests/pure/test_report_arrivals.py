@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.report.arrivals import arrivals_of
-from paceline.report.limits import limit_of
-from paceline.report.rate import transfer_rate
-from paceline.report.steps import Bucket, Call, Interval, RankSteps, StepLine, Wait
-from paceline.report.straggler_words import cause, remedy
-from paceline.report.summary import Summary, rank_time
+from paceline.tools.report.run.bottleneck import limit_of, transfer_rate
+from paceline.tools.report.run.rank_arrivals import arrivals_of
+from paceline.tools.report.run.run_summary import Summary, rank_time
+from paceline.tools.report.run.straggler_text import cause, remedy
+from paceline.tools.report.run.trace_reader import Bucket, Call, Interval, RankSteps, StepLine, Wait
 
 NETWORK = 0.010
 

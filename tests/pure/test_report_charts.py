@@ -9,8 +9,15 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from paceline.errors import UsageError
-from paceline.report import charts
-from paceline.report.charts import Bar, Line, against_size, breakdown, bucket_curve, curve
+from paceline.tools.report.charts import training_charts
+from paceline.tools.report.charts.training_charts import (
+    Bar,
+    Line,
+    against_size,
+    breakdown,
+    bucket_curve,
+    curve,
+)
 
 PARTS = {"forward": 9.0, "backward": 17.0, "exposed": 5.0, "optimizer": 4.0}
 KINDS = {
@@ -112,6 +119,6 @@ def test_drawing_leaves_matplotlibs_settings_alone():
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for draw in (KINDS["curve"], charts.require_matplotlib):
+    for draw in (KINDS["curve"], training_charts.require_matplotlib):
         with pytest.raises(UsageError, match=r"(?s)matplotlib.*pip install 'paceline\[report\]'"):
             draw()

@@ -9,9 +9,9 @@ import pytest
 from run_folder import write_run
 from test_report_arrivals import timelines
 
-from paceline.report.chrome import trace_events
-from paceline.report.records import read_run
-from paceline.report.steps import read_steps
+from paceline.tools.report.run.perfetto_export import trace_events
+from paceline.tools.report.run.run_records import read_run
+from paceline.tools.report.run.trace_reader import read_steps
 
 
 @pytest.fixture

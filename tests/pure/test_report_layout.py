@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.layout import running_mean, spread
+from paceline.tools.report.charts.chart_style import running_mean, spread
 
 numbers = st.lists(st.floats(-100, 100), max_size=12)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from bench_harness.markdown import fill, table
 
 from paceline.errors import UsageError
-from paceline.report.markdown import fill, table
 
 PLACE = "<!-- figures: begin -->{}<!-- figures: end -->"
 

@@ -11,8 +11,8 @@ import pytest
 from run_folder import write_run
 
 from paceline.errors import UsageError
-from paceline.report.caveats import caveats
-from paceline.report.page import write_report
+from paceline.tools.report.run.run_page import write_report
+from paceline.tools.report.run.run_text import caveats
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 

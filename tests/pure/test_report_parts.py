@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.parts import exposed_intervals, mean_parts, merged, parts_of, pieces_of
-from paceline.report.records import Span
-from paceline.report.steps import Call, Interval, StepLine, Task, Wait, offset_at, read_steps
+from paceline.tools.report.run.run_records import Span
+from paceline.tools.report.run.step_breakdown import (
+    exposed_intervals,
+    mean_parts,
+    merged,
+    parts_of,
+    pieces_of,
+)
+from paceline.tools.report.run.trace_reader import Call, Interval, StepLine, Task, Wait, offset_at, read_steps
 
 
 def line(phases, seconds, **more):

@@ -9,7 +9,7 @@ import pytest
 from run_folder import write_run
 
 from paceline.errors import UsageError
-from paceline.report.records import Span, read_run
+from paceline.tools.report.run.run_records import Span, read_run
 
 
 @pytest.fixture

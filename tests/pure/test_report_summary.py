@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from run_folder import write_run
 
-from paceline.report.limits import limit_of
-from paceline.report.records import Step, read_run
-from paceline.report.summary import PHASES, RankTime, Summary, summarize
-from paceline.report.words import headline
+from paceline.tools.report.run.bottleneck import limit_of
+from paceline.tools.report.run.run_records import Step, read_run
+from paceline.tools.report.run.run_summary import PHASES, RankTime, Summary, summarize
+from paceline.tools.report.run.run_text import headline
 
 
 def test_shares_of_a_real_folder_add_up(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.failure import Failure, first_failure, is_echo
-from paceline.launch.over import Over, exit_status, failed
-from paceline.launch.policy import Life, decide
-from paceline.launch.verdict import Before, Member, Verdict, judge
+from paceline.launch.agent.job_outcome import Over, exit_status, failed
+from paceline.launch.agent.rank_failure import Failure, first_failure, is_echo
+from paceline.launch.agent.restart_policy import Life, decide
+from paceline.launch.agent.world_agreement import Before, Member, Verdict, judge
 
 A, B, C = (Member(f"pc{number}", f"agent{number}", 2) for number in range(3))
 

@@ -6,10 +6,10 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from paceline.collectives.alpha_beta_cost import cost
 from paceline.collectives.catalogue import ALGORITHMS, schedule
-from paceline.collectives.cost import cost
-from paceline.report.round_charts import Compared, price_chart, round_chart
-from paceline.topology import star
+from paceline.collectives.topology import star
+from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
 
 
 def picture(op, name, ranks):

@@ -10,10 +10,17 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import MissingRanks, UsageError
-from paceline.launch.elastic import run_elastic, serve_rendezvous
-from paceline.launch.hosts import Address, await_server, check_free, is_here, own_address, read_address
-from paceline.launch.job import Job, check_log_dir, check_program
-from paceline.launch.logs import Logs
+from paceline.launch.agent.elastic_run import run_elastic, serve_rendezvous
+from paceline.launch.agent.job_spec import Job, check_log_dir, check_program
+from paceline.launch.agent.rendezvous_address import (
+    Address,
+    await_server,
+    check_free,
+    is_here,
+    own_address,
+    read_address,
+)
+from paceline.launch.process.rank_process import Logs
 
 PC1 = Address("pc1", 29400)
 
@@ -144,7 +151,7 @@ def test_refusing_needs_no_torch():
     code = (
         "import sys\n"
         "from paceline.errors import UsageError\n"
-        "from paceline.launch.elastic import run_elastic\n"
+        "from paceline.launch.agent.elastic_run import run_elastic\n"
         "try: run_elastic(['absent.py'], 2)\n"
         "except UsageError: print('torch' in sys.modules)\n"
     )

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.collectives.catalogue import ALGORITHMS, algorithms_of, named, schedule
-from paceline.collectives.ops import OPS, ROOTED, counts, input_of
-from paceline.collectives.prove import flaws, prove
+from paceline.collectives.describe import tell
+from paceline.collectives.prove import OPS, ROOTED, counts, flaws, input_of, prove
 from paceline.collectives.schedule import Schedule, Send, pipelined
-from paceline.collectives.tell import tell
 from paceline.errors import UsageError
 
 # They send some ranks what these have already, so that all do the same.

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from paceline.errors import UsageError
-from paceline.lm.model import GPT
-from paceline.lm.sizes import SIZES, size_of
-from paceline.sync.plan import Sync
-from paceline.sync.staggering import layers_of
-from paceline.train.apart import Apart, layers_of_gpt
-from paceline.train.settings import Settings
+from paceline.parallel.local_sgd.sync_schedule import layers_of
+from paceline.parallel.strategy import Sync
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt_sizes import SIZES, size_of
+from paceline.tools.train.local_sgd_settings import Apart, layers_of_gpt
+from paceline.tools.train.train_settings import Settings
 
 
 def test_defaults_are_valid_and_survive_json():

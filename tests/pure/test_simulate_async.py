@@ -7,18 +7,25 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.update_screening import Staleness
+from paceline.async_dp.worker.selection_policy import Policy
 from paceline.errors import UsageError
-from paceline.simulate.asynchrony import AsyncPlan, AsyncResult, Churn, Machine, Simulation, simulate
-from paceline.simulate.crowd import churned
-from paceline.simulate.lockstep import LockstepPlan, lockstep
-from paceline.simulate.spoiling import Spoiling
-from paceline.simulate.tasks import LinearTask
-from paceline.star.merge import Outer
-from paceline.star.policy import Policy
-from paceline.star.population import PopulationRules
-from paceline.star.rules import HubRules
-from paceline.star.stale import Staleness
-from paceline.sync.staggering import Cadence
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.simulate.async_settings import churned
+from paceline.tools.simulate.async_simulation import (
+    AsyncPlan,
+    AsyncResult,
+    Churn,
+    Machine,
+    Simulation,
+    simulate,
+)
+from paceline.tools.simulate.faulty_network import Spoiling
+from paceline.tools.simulate.learning_tasks import LinearTask
+from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
 
 FOUR = tuple(Machine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
 EQUAL = (Machine(step_seconds=1.0),) * 4
@@ -228,8 +235,8 @@ def test_messages_of_a_larger_model_fill_the_links():
 
 
 def test_fragments_are_sent_in_turns():
-    from paceline.lm.sizes import Size
-    from paceline.simulate.tasks import GPTTask
+    from paceline.tools.models.gpt_sizes import Size
+    from paceline.tools.simulate.learning_tasks import GPTTask
 
     task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
     plan = AsyncPlan(EQUAL[:2], steps=24, cadence=Cadence(8, 2, 2))

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.lm.sizes import Size
-from paceline.simulate.lockstep import LockstepPlan, lockstep, ring_seconds
-from paceline.simulate.plan import Machine
-from paceline.simulate.tasks import GPTTask, LinearTask
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.simulate.async_settings import Machine
+from paceline.tools.simulate.learning_tasks import GPTTask, LinearTask
+from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep, ring_seconds
 
 MACHINES = [Machine(step_seconds=seconds) for seconds in (0.1, 0.1, 0.4)]
 

@@ -7,14 +7,13 @@ from collections import Counter
 import pytest
 
 from paceline.errors import UsageError
-from paceline.exchange.header import Header
-from paceline.exchange.seam import Envelope
-from paceline.report.async_charts import losses, times
-from paceline.report.async_words import sentences
-from paceline.simulate.crowd import churned, paces
-from paceline.simulate.plan import AsyncPlan, Machine
-from paceline.simulate.rows import Point, Row, beside, seconds_to
-from paceline.simulate.spoiling import Spoiling
+from paceline.tools.report.charts.simulation_charts import losses, times
+from paceline.tools.simulate.async_rows import Point, Row, beside, seconds_to
+from paceline.tools.simulate.async_settings import AsyncPlan, Machine, churned, paces
+from paceline.tools.simulate.async_text import sentences
+from paceline.tools.simulate.faulty_network import Spoiling
+from paceline.transport.envelope_header import Header
+from paceline.transport.transport_interface import Envelope
 
 
 def points(*losses_: float) -> list[Point]:

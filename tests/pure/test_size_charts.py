@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 
-from paceline.report.size_charts import SizeLine, bandwidth_by_size, time_by_size
+from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
 
 SIZES = (1e6, 1e7, 1e8)
 LINES = [

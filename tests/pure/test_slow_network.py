@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.plan.slow_network import EFFECTS, advise, nbytes_of
-from paceline.sync.compress import Compression
-from paceline.sync.staggering import Cadence
+from paceline.parallel.compression.compression_config import Compression
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.plan.slow_network import EFFECTS, advise, nbytes_of
 
 MEGABIT = 1e6 / 8
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.sync.sparse import TopK, largest
+from paceline.parallel.compression.topk import TopK, largest
 
 DEVICES = [
     "cpu",

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from star_talk import LAYOUT, NUMEL, PACKING, Talk
 
-from paceline.exchange.seam import HUB, Envelope
-from paceline.star.keeping.outbox import Outbox
-from paceline.star.mail import cut
-from paceline.star.packing import CODECS, Packing
-from paceline.star.side import Side
-from paceline.star.spoke import Spoke
-from paceline.star.words import Message
+from paceline.async_dp.protocol.hub_messages import Message
+from paceline.async_dp.protocol.message_assembly import cut
+from paceline.async_dp.protocol.update_codec import CODECS, Packing
+from paceline.async_dp.wal.worker_outbox import Outbox
+from paceline.async_dp.worker.fragment_replica import Side
+from paceline.async_dp.worker.hub_session import Spoke
+from paceline.transport.transport_interface import HUB, Envelope
 
 VALUES = st.one_of(
     st.none(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.star.hooks import after_step, before_step, put_back
+from paceline.async_dp.optimizer_step_hooks import after_step, before_step, put_back
 
 
 @dataclass

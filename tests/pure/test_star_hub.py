@@ -9,10 +9,10 @@ import pytest
 import torch
 from star_talk import LAYOUT, NUMEL, ONES, Talk, kinds
 
-from paceline.cli.hub_table import HubTable
+from paceline.async_dp.hub.hub_rules import HubRules, Shard
+from paceline.async_dp.protocol.parameter_layout import Layout
 from paceline.errors import CheckpointError
-from paceline.star.layout import Layout
-from paceline.star.rules import HubRules, Shard
+from paceline.tools.cli.hub_live_table import HubTable
 
 
 def test_the_first_worker_gives_the_parameters_that_all_share() -> None:
@@ -115,7 +115,7 @@ def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
     (answer,) = talk.say("fetch", 1)
     assert (answer.kind, answer.round, answer.dtype) == ("centre", 1, "bf16")
     into = torch.empty(NUMEL)
-    from paceline.star.packing import Packing
+    from paceline.async_dp.protocol.update_codec import Packing
 
     Packing(LAYOUT.fragments[0], "bf16").unpack(answer.payload, into)
     assert torch.equal(into, -ONES)
@@ -173,7 +173,7 @@ def test_the_same_envelope_twice_is_dropped() -> None:
     talk.begin(1)
     from star_talk import PACKING
 
-    from paceline.star.words import Message
+    from paceline.async_dp.protocol.hub_messages import Message
 
     packet = bytes(PACKING.pack(ONES))
     meta = {"samples": 1.0, "steps": 1, "base": 0}

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from star_talk import NUMEL, ONES, Talk, kinds
 
-from paceline.star.keeping.journal import Journal
-from paceline.star.merge import Outer
-from paceline.star.rules import HubRules
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.wal.hub_journal import Journal
 
 
 def test_an_heir_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_an_update_that_was_not_committed_is_gone_with_the_hub_and_taken_in_when
     talk.update(1, 0, ONES)
     from star_talk import PACKING
 
-    from paceline.star.words import Message
+    from paceline.async_dp.protocol.hub_messages import Message
 
     packet = bytes(PACKING.pack(ONES))
     meta = {"samples": 1.0, "steps": 1, "base": 1}

@@ -5,8 +5,8 @@ import math
 import torch
 from star_talk import NUMEL, Talk, kinds
 
-from paceline.star.population import PopulationRules
-from paceline.star.rules import HubRules
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.population import PopulationRules
 
 
 def test_a_population_replaces_the_worst_and_then_joins_the_best() -> None:

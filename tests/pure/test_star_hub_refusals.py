@@ -6,10 +6,9 @@ import pytest
 import torch
 from star_talk import NUMEL, ONES, RUN, Talk, kinds, net
 
-from paceline.star.layout import Layout
-from paceline.star.rules import HubRules
-from paceline.star.screen import ScreenRules
-from paceline.star.stale import Staleness
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.update_screening import ScreenRules, Staleness
+from paceline.async_dp.protocol.parameter_layout import Layout
 
 
 @pytest.mark.parametrize(

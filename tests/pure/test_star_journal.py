@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from star_folders import found_in, never_waiting, numbers_in, small_run, write
 from star_values import VALUES
 
+from paceline.async_dp.wal import hub_journal as journal_module
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
-from paceline.star.keeping import journal as journal_module
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.ledger import read_ledger
-from paceline.star.keeping.memory import MemoryJournal
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -117,7 +117,7 @@ def test_values_nested_without_end_are_refused(tmp_path):
 
 
 def test_a_payload_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.star.keeping.records.PAYLOAD_LIMIT_NBYTES", 10)
+    monkeypatch.setattr("paceline.async_dp.wal.journal_records.PAYLOAD_LIMIT_NBYTES", 10)
     with Journal.open(tmp_path, resume=False) as journal:
         with pytest.raises(UsageError, match="11 bytes, more than 10"):
             journal.append({}, b"x" * 11)
@@ -198,7 +198,7 @@ def test_a_hub_that_noted_nothing_has_left_no_run(tmp_path):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
-    monkeypatch.setattr("paceline.star.keeping.lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
     with Journal.open(tmp_path, resume=False) as journal:
         journal.append({})
         journal.commit()

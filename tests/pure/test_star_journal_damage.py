@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from star_folders import copied, ends_of, found_in, never_waiting, small_run, write
 
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.journal_records import FORMAT, START_NBYTES, encode, start_of
+from paceline.async_dp.wal.json_values import packed
 from paceline.errors import DamagedCheckpoint, UsageError
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.ledger import read_ledger
-from paceline.star.keeping.plain import packed
-from paceline.star.keeping.records import FORMAT, START_NBYTES, encode, start_of
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -121,7 +121,7 @@ def test_a_record_of_another_number_is_not_the_next(tmp_path):
 
 
 def test_a_newer_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.star.keeping.records.FORMAT", FORMAT + 1)
+    monkeypatch.setattr("paceline.async_dp.wal.journal_records.FORMAT", FORMAT + 1)
     path = small_run(tmp_path, [1], acknowledged=1)
     monkeypatch.undo()
     with pytest.raises(UsageError, match=rf"'{path}' can't be read: it has format {FORMAT + 1}"):

@@ -10,10 +10,10 @@ import pytest
 from forks import in_child
 from star_folders import found_in, never_waiting, numbers_in, write
 
-from paceline import faults
+from paceline.async_dp.wal import hub_journal as journal_module
+from paceline.async_dp.wal.hub_journal import Journal
 from paceline.errors import CheckpointError
-from paceline.star.keeping import journal as journal_module
-from paceline.star.keeping.journal import Journal
+from paceline.testing import fault_injection
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -32,14 +32,14 @@ def test_a_full_disk_is_told_and_nothing_is_lost_once_there_is_room(tmp_path):
     for room in range(0, 700, 7):
         folder, told, count = tmp_path / f"hub-{room}", 0, 0
         with Journal.open(folder, resume=False) as journal:
-            faults.disk_full(after_nbytes=room)
+            fault_injection.disk_full(after_nbytes=room)
             for size in (2, 1, 3):
                 write(journal, range(count, count + size))
                 count += size
                 told += refused(journal.commit)
                 told += refused(journal.commit)
             assert told > 0 or room > 560
-            faults.disarm()
+            fault_injection.disarm()
             journal.commit()
             assert numbers_in(journal) == list(range(6))
         assert found_in(folder) == list(range(6))
@@ -119,20 +119,20 @@ def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, mon
     monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1)
     with Journal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
-        faults.disk_full(after_nbytes=0)
+        fault_injection.disk_full(after_nbytes=0)
         with pytest.raises(CheckpointError, match="disk is full"):
             journal.append({"k": 1})
-        faults.disarm()
+        fault_injection.disarm()
         write(journal, [1])
     assert found_in(tmp_path) == [0, 1]
 
 
 def test_a_page_of_facts_that_does_not_fit_can_be_described_again(tmp_path):
     with Journal.open(tmp_path, resume=False) as journal:
-        faults.disk_full(after_nbytes=0)
+        fault_injection.disk_full(after_nbytes=0)
         with pytest.raises(CheckpointError, match=r"run\.json' can't be written: the disk is full"):
             journal.describe({"run": "a"})
         assert journal.run_facts == {}
-        faults.disarm()
+        fault_injection.disarm()
         journal.describe({"run": "a"})
         assert journal.run_facts == {"run": "a"}

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from star_folders import never_waiting, payload_of
 from star_values import VALUES
 
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.ledger import read_ledger
-from paceline.star.keeping.memory import MemoryJournal
-from paceline.star.keeping.records import START_NBYTES
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.journal_records import START_NBYTES
+from paceline.async_dp.wal.memory_journal import MemoryJournal
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.update_codec import CODECS, Packing
 from paceline.errors import DamagedEnvelope, UsageError
-from paceline.star.layout import Layout
-from paceline.star.packing import CODECS, Packing
-from paceline.sync.compress import Compression
+from paceline.parallel.compression.compression_config import Compression
 
 
 class Net(nn.Module):

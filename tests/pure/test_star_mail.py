@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.exchange.envelope import decode, encode
-from paceline.exchange.seam import Envelope
-from paceline.star.mail import Assembler, Window, cut
-from paceline.star.words import Message, number, text
+from paceline.async_dp.protocol.hub_messages import Message, number, text
+from paceline.async_dp.protocol.message_assembly import Assembler, Window, cut
+from paceline.transport.envelope import decode, encode
+from paceline.transport.transport_interface import Envelope
 
 
 def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:
@@ -114,7 +114,7 @@ def test_a_short_message_is_one_envelope(nbytes: int) -> None:
 
 
 def test_frames_of_the_slowest_pace_are_taken() -> None:
-    from paceline.exchange.pace import frame_nbytes
+    from paceline.transport.token_bucket import frame_nbytes
 
     nbytes = frame_nbytes(1000.0)
     cuts = frames(bytes(100_000), frame_nbytes=nbytes)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from paceline.async_dp.hub.outer_merge import Centre, Outer
 from paceline.errors import UsageError
-from paceline.star.merge import Centre, Outer
 
 
 def centre(outer: Outer, numbers: list[float], trained: int | None = None) -> Centre:

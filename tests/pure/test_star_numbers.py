@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.star.numbers import (
+from paceline.async_dp.float_rows import (
     FEW,
     add_times,
     array_of,

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from star_folders import never_waiting
 from star_letters import offer, places
 
+from paceline.async_dp.wal.worker_outbox import Letter, Outbox, Sender, read_letter, write_letter
 from paceline.errors import UsageError
-from paceline.star.keeping.letters import Letter, Sender, read_letter, write_letter
-from paceline.star.keeping.outbox import Outbox
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -201,7 +200,7 @@ def test_letters_of_another_run_are_refused(tmp_path):
 
 
 def test_two_workers_on_one_folder_are_one_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline.star.keeping.lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
     with Outbox(tmp_path), pytest.raises(UsageError, match=f"by this worker: process {os.getpid()} on "):
         Outbox(tmp_path)
 

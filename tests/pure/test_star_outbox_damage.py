@@ -12,10 +12,9 @@ from forks import ended, in_child
 from star_folders import never_waiting
 from star_letters import offer, places
 
-from paceline import faults
+from paceline.async_dp.wal.worker_outbox import Letter, Outbox, Sender, write_letter
 from paceline.errors import CheckpointError, PacelineError
-from paceline.star.keeping.letters import Letter, Sender, write_letter
-from paceline.star.keeping.outbox import Outbox
+from paceline.testing import fault_injection
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -113,7 +112,7 @@ def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
 def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
     with Outbox(tmp_path) as outbox:
         number = outbox.next_round(0)
-        faults.disk_full(after_nbytes=10)
+        fault_injection.disk_full(after_nbytes=10)
         with pytest.raises(
             CheckpointError,
             match=r"letter-000000\.msg' can't be written: the disk is full .*\n.*put it again",
@@ -124,7 +123,7 @@ def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
         with pytest.raises(CheckpointError, match=r"worker\.json' can't be written"):
             outbox.bind("run")
         assert (outbox.run, outbox.pending()) == ("", [])
-        faults.disarm()
+        fault_injection.disarm()
         outbox.put(number, 0, {}, b"update")
         outbox.bind("run")
         assert outbox.next_round(0) > number

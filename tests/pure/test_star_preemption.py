@@ -2,12 +2,12 @@
 
 import math
 
-from paceline.lm.sizes import Size
-from paceline.simulate.asynchrony import AsyncPlan, AsyncResult, Machine, simulate
-from paceline.simulate.tasks import GPTTask
-from paceline.star.population import PopulationRules
-from paceline.star.rules import HubRules
-from paceline.sync.staggering import Cadence
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
+from paceline.tools.simulate.learning_tasks import GPTTask
 
 ROUND = 10  # steps from one score to the next
 

@@ -4,13 +4,12 @@ import math
 
 import pytest
 
+from paceline.async_dp.hub.hub_rules import HubRules, Shard
+from paceline.async_dp.hub.population import Population, PopulationRules, Replace, Together
+from paceline.async_dp.hub.update_screening import Histogram, Screen, ScreenRules, Staleness
+from paceline.async_dp.worker.selection_policy import Policy
+from paceline.async_dp.worker.worker_resources import choose, fragments_for
 from paceline.errors import UsageError
-from paceline.star.policy import Policy
-from paceline.star.population import Population, PopulationRules, Replace, Together
-from paceline.star.rules import HubRules, Shard
-from paceline.star.screen import Screen, ScreenRules
-from paceline.star.stale import Histogram, Staleness
-from paceline.star.tune import choose, fragments_for
 
 
 def judged(screen: Screen, norm: float, *, worker: int = 1, now: float = 0.0, **told) -> str:

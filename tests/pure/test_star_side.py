@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.star.layout import Layout
-from paceline.star.packing import Packing
-from paceline.star.side import Side, State
+from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.worker.fragment_replica import Side, State
 
 
 def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Side]:

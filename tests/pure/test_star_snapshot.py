@@ -10,13 +10,13 @@ from safetensors import safe_open
 from star_folders import copied, ends_of, found_in, never_waiting, numbers_in, write
 from star_snapshots import names_in, numbers_of, snap
 
+from paceline.async_dp.wal import decision_ledger, journal_recovery
+from paceline.async_dp.wal import hub_journal as journal_module
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_snapshot import Snapshot, read_snapshot, write_snapshot
+from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import DamagedCheckpoint, UsageError
-from paceline.star.keeping import journal as journal_module
-from paceline.star.keeping import ledger, recovery
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.ledger import read_ledger
-from paceline.star.keeping.memory import MemoryJournal
-from paceline.star.keeping.snapshot import Snapshot, read_snapshot, write_snapshot
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -248,8 +248,8 @@ def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_change
         snap(journal, 1, 20)
         write(journal, [20, 21])
     lines = (tmp_path / "whole" / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    seen, number_of = [], ledger._number_of
-    monkeypatch.setattr(ledger, "_number_of", lambda line: seen.append(number_of(line)) or seen[-1])
+    seen, number_of = [], decision_ledger._number_of
+    monkeypatch.setattr(decision_ledger, "_number_of", lambda line: seen.append(number_of(line)) or seen[-1])
     for changed, read in (
         (lines, [19, 20, 21]),
         (lines[:20] + [b"rubbish\n"], [19, -1]),
@@ -281,8 +281,8 @@ def test_a_snapshot_is_read_once_when_its_run_goes_on(tmp_path, monkeypatch):
         write(journal, range(3))
         snap(journal, 1, 3)
     reads = []
-    read = recovery.read_snapshot
-    for module in (recovery, journal_module):
+    read = journal_recovery.read_snapshot
+    for module in (journal_recovery, journal_module):
         monkeypatch.setattr(module, "read_snapshot", lambda path: (reads.append(path), read(path))[1])
     with Journal.open(tmp_path, resume=True) as journal:
         assert numbers_in(journal) == [0, 1, 2]

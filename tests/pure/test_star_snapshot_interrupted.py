@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from star_folders import copied, found_in, never_waiting, numbers_in, write
 from star_snapshots import names_in, numbers_of, snap
 
-from paceline import faults
+from paceline.async_dp.wal.hub_journal import Journal
 from paceline.errors import CheckpointError, PacelineError
-from paceline.star.keeping.journal import Journal
+from paceline.testing import fault_injection
 
 quick = pytest.fixture(autouse=True)(never_waiting)
 
@@ -151,7 +151,7 @@ def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monk
     with Journal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.star.keeping.logfile.write_whole", written_but_not_flushed)
+            patch.setattr("paceline.async_dp.wal.journal_file.write_whole", written_but_not_flushed)
             with pytest.raises(CheckpointError, match=r"journal-000000000004\.log' can't be written"):
                 snap(journal, 4, 1)
         with pytest.raises(CheckpointError, match=r"takes nothing more: journal-0+4\.log was begun"):
@@ -167,7 +167,7 @@ def test_a_snapshot_that_may_be_there_is_taken_as_it_is_found(tmp_path, monkeypa
         snap(journal, 4, 1)
         write(journal, [1])
         with monkeypatch.context() as patch:
-            patch.setattr("paceline.star.keeping.snapshot.write_whole", written_but_not_flushed)
+            patch.setattr("paceline.async_dp.wal.hub_snapshot.write_whole", written_but_not_flushed)
             with pytest.raises(CheckpointError, match="can't be written: Input/output error"):
                 snap(journal, 4, 2)
         assert numbers_in(journal) == [0, 1]
@@ -200,9 +200,9 @@ def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
     with Journal.open(tmp_path, resume=False) as journal:
         count, revision, refusals = 0, 0, 0
         for _ in range(40):
-            faults.disarm()
+            fault_injection.disarm()
             if chance.random() < 0.7:
-                faults.disk_full(after_nbytes=chance.randrange(400))
+                fault_injection.disk_full(after_nbytes=chance.randrange(400))
             if chance.random() < 0.5:
                 write(journal, [count])
                 count += 1
@@ -214,7 +214,7 @@ def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
                     snap(journal, revision, count)
             except CheckpointError as error:
                 refusals += "full" in str(error)
-        faults.disarm()
+        fault_injection.disarm()
     assert refusals > 5
     assert found_in(tmp_path) == list(range(count))
 

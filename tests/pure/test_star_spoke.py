@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from star_talk import LAYOUT, PACKING, RUN
 
-from paceline.exchange.seam import HUB
-from paceline.star.keeping.outbox import Outbox
-from paceline.star.mail import cut
-from paceline.star.packing import Packing
-from paceline.star.side import Side, State
-from paceline.star.spoke import Spoke
-from paceline.star.terms import Order
-from paceline.star.words import Message
+from paceline.async_dp.protocol.hub_messages import Message
+from paceline.async_dp.protocol.message_assembly import cut
+from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.thread_messages import Order
+from paceline.async_dp.wal.worker_outbox import Outbox
+from paceline.async_dp.worker.fragment_replica import Side, State
+from paceline.async_dp.worker.hub_session import Spoke
+from paceline.transport.transport_interface import HUB
 
 ME = 7
 

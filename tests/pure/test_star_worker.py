@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from paceline.simulate.asynchrony import AsyncPlan, AsyncResult, Machine, simulate
-from paceline.simulate.tasks import LinearTask
-from paceline.star.keeping.outbox import Outbox
-from paceline.star.layout import Layout
-from paceline.star.packing import Packing
-from paceline.star.policy import Policy
-from paceline.star.side import Side
-from paceline.star.spoke import Spoke
-from paceline.star.worker import Worker
-from paceline.sync.staggering import Cadence
+from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.wal.worker_outbox import Outbox
+from paceline.async_dp.worker.async_worker import Worker
+from paceline.async_dp.worker.fragment_replica import Side
+from paceline.async_dp.worker.hub_session import Spoke
+from paceline.async_dp.worker.selection_policy import Policy
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
+from paceline.tools.simulate.learning_tasks import LinearTask
 
 
 def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:

@@ -9,14 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bench.starvation.notes import Notes, read_notes
-from paceline.bench.starvation.outcome import End, RankOutcome, message_of, outcome_of
-from paceline.bench.starvation.scenes import SCENES, scenes_named
-from paceline.bench.starvation.setup import EXAMPLE, MOST_RANKS, Setup
-from paceline.bench.starvation.table import COLUMNS, cells, is_exact, sentence, title
-from paceline.data.balance import Balance
-from paceline.data.dispatch import deal
+from paceline.data.sampling.block_dispatch import deal
 from paceline.errors import UsageError
+from paceline.tools.bench.starvation.scene_outcome import (
+    End,
+    Notes,
+    RankOutcome,
+    message_of,
+    outcome_of,
+    read_notes,
+)
+from paceline.tools.bench.starvation.scene_setup import EXAMPLE, MOST_RANKS, Setup
+from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
+from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, is_exact, sentence, title
+from paceline.tools.plan.balance_report import Balance
 
 SETUP = Setup(EXAMPLE, timeout=10.0)
 PLACE = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] "

@@ -8,12 +8,12 @@ import math
 
 import pytest
 
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.step_costs import pick
+from paceline.cost_model.step_strategy import Way
+from paceline.cost_model.step_time import predict
 from paceline.errors import UsageError
-from paceline.plan.profile import Profile
-from paceline.plan.step_costs import pick
-from paceline.plan.step_measured import accuracy_of, beside, load_measured, ways_measured
-from paceline.plan.step_time import predict
-from paceline.plan.step_way import Way
+from paceline.tools.plan.step_measured import accuracy_of, beside, load_measured, ways_measured
 from step_profile import exchange, model, profile
 
 PROFILE = profile()

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.cost_model.bucket_closed_form import EqualBuckets
+from paceline.cost_model.bucket_layout import simulate
+from paceline.cost_model.profile_entries import Parameter
+from paceline.cost_model.step_costs import pick
+from paceline.cost_model.step_program import step_program
+from paceline.cost_model.step_simulator import Compute, Launch, Wait
+from paceline.cost_model.step_strategy import STRATEGIES, Way, usual_ways
+from paceline.cost_model.step_time import best_of, predict, predict_all, simulated_bucket
 from paceline.errors import UsageError
-from paceline.plan.bucket import simulate
-from paceline.plan.bucket_formula import EqualBuckets
-from paceline.plan.step_costs import pick
-from paceline.plan.step_entries import Parameter
-from paceline.plan.step_program import step_program
-from paceline.plan.step_time import best_of, predict, predict_all, simulated_bucket
-from paceline.plan.step_way import STRATEGIES, Way, usual_ways
-from paceline.plan.timeline import Compute, Launch, Wait
 from step_profile import CALL, MIB, OPS, RATE, contention, exchange, model, profile, seconds
 
 COSTS = pick(profile())
@@ -30,8 +30,8 @@ def exposed(way, costs=COSTS):
 
 
 def test_ways_have_the_names_of_the_engines_strategies():
-    from paceline.sync.plan import STRATEGIES as ENGINES
-    from paceline.sync.plan import Sync
+    from paceline.parallel.strategy import STRATEGIES as ENGINES
+    from paceline.parallel.strategy import Sync
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
     for name in ("naive", "flat", "overlap", "bucketed", "sharded"):

@@ -7,8 +7,8 @@ import torch
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.sync.bucket import Bucket, Slot
-from paceline.sync.wire import Wire
+from paceline.parallel.engine.bucket import Bucket, Slot
+from paceline.parallel.engine.comm import Wire
 
 
 class Stream:

@@ -19,6 +19,55 @@ MODULES = sorted(
     if path.name != "__main__.py"
 )
 
+PROGRAMS = {"paceline._core.pdeathsig", "paceline.testing.netlab.namespace_main"}
+"""Run by their path, never imported."""
+
+WITHOUT_TORCH = [
+    "errors", "_core", "testing", "world", "cost_model", "transport", "launch", "tools.report", "tools.cli",
+    "tools.simulate.cluster", "collectives.algorithms", "collectives.alpha_beta_cost", "collectives.catalogue",
+    "collectives.closed_form_cost", "collectives.describe", "collectives.prove", "collectives.schedule",
+    "collectives.topology", "profiling.trace_file", "profiling.step_recorder", "profiling.step_metrics",
+    "data.loader_position", "data.epoch_plan", "data.sampling",
+    "checkpoint.format.checkpoint_folder", "checkpoint.format.manifest", "health.attribution", "health.failure_text",
+    "async_dp.wal", "tools.plan.balance_report", "tools.plan.dispatch_forecast", "tools.plan.imbalance_statistics",
+]  # fmt: skip
+"""Modules, and folders with all that is in them, that answer before torch is loaded."""
+
+NEEDS_TORCH = {
+    "paceline.world.object_collectives",
+    "paceline.launch.agent.elastic_agent",
+    "paceline.launch.agent.elastic_rendezvous",
+    "paceline.launch.agent.host_participation",
+    "paceline.tools.cli.simulate.simulate_async_run",
+}
+"""Of those folders: imported by a function, once everything that can be refused has been."""
+
+WITHOUT_NUMPY = [
+    "errors",
+    "_core.units",
+    "_core.files",
+    "_core.step_state",
+    "testing",
+    "world",
+    "launch.process.local_ranks",
+    "tools.cli.app",
+    "tools.cli.doctor_command",
+]
+
+
+def modules_in(places):
+    for place in places:
+        name = f"paceline.{place}"
+        yield from (module for module in MODULES if module == name or module.startswith(f"{name}."))
+
+
+def loaded_by(places):
+    names = [name for name in modules_in(places) if name not in NEEDS_TORCH and name not in PROGRAMS]
+    assert len(names) >= len(places)
+    ended = run(f"import sys, {', '.join(names)}; print(*sorted(sys.modules))")
+    assert ended.returncode == 0, ended.stderr
+    return set(ended.stdout.split())
+
 
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -63,10 +112,11 @@ def test_importing_paceline_imports_no_torch():
 
 
 def test_modules_that_promise_to_do_without_torch_keep_it():
-    names = ["errors", "units", "trace", "world", "machine", "launch.local", "cli.app", "cli.doctor"]
-    imports = "; ".join(f"import paceline.{name}" for name in names)
-    ended = run(f"import sys; {imports}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)")
-    assert ended.returncode == 0, ended.stderr
+    assert "torch" not in loaded_by(WITHOUT_TORCH)
+
+
+def test_what_a_command_line_loads_first_needs_no_numpy():
+    assert {"torch", "numpy"}.isdisjoint(loaded_by(WITHOUT_NUMPY))
 
 
 @pytest.mark.parametrize("module", MODULES)

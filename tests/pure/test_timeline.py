@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.cost_model.step_simulator import Compute, Launch, Wait, run
 from paceline.errors import UsageError
-from paceline.plan.timeline import Compute, Launch, Wait, run
 
 SECONDS = st.floats(0.0, 10.0)
 

@@ -13,14 +13,14 @@ import time
 
 import pytest
 
-from paceline import trace
 from paceline.errors import UsageError
+from paceline.profiling import trace_file
 
 
 @pytest.fixture(autouse=True)
 def _closed():
     yield
-    trace.close()
+    trace_file.close()
 
 
 def lines(path):
@@ -28,24 +28,24 @@ def lines(path):
 
 
 def test_free_when_closed():
-    assert not trace.is_open()
-    assert trace.span("a") is trace.span("b", step=1)
-    with trace.span("a"):
-        trace.mark("b")
-        trace.add("c", 0.0, 1.0)
+    assert not trace_file.is_open()
+    assert trace_file.span("a") is trace_file.span("b", step=1)
+    with trace_file.span("a"):
+        trace_file.mark("b")
+        trace_file.add("c", 0.0, 1.0)
 
 
 def test_span_mark_and_add_share_one_time_line(tmp_path):
     path = tmp_path / "trace" / "rank3.jsonl"
     before = time.time()
-    trace.open(path, 3)
-    with trace.span("outer", step=7):
-        with trace.span("inner", step=7, note="x"):
+    trace_file.open(path, 3)
+    with trace_file.span("outer", step=7):
+        with trace_file.span("inner", step=7, note="x"):
             time.sleep(0.01)
-        trace.mark("flag", ready=True)
+        trace_file.mark("flag", ready=True)
         measured = time.perf_counter()
-    trace.add("measured", measured - 0.5, 0.25, calls=[1, 2])
-    trace.close()
+    trace_file.add("measured", measured - 0.5, 0.25, calls=[1, 2])
+    trace_file.close()
     inner, flag, outer, added = lines(path)
     assert {record["rank"] for record in (inner, flag, outer, added)} == {3}
     assert (inner["name"], inner["note"], inner["step"]) == ("inner", "x", 7)
@@ -58,50 +58,50 @@ def test_span_mark_and_add_share_one_time_line(tmp_path):
 
 
 def test_a_span_that_raises_is_written_with_its_error(tmp_path):
-    trace.open(tmp_path / "t", 0)
-    with pytest.raises(KeyError), trace.span("load"):
+    trace_file.open(tmp_path / "t", 0)
+    with pytest.raises(KeyError), trace_file.span("load"):
         raise KeyError("x")
     assert lines(tmp_path / "t")[0]["error"] == "KeyError"
 
 
 def test_lines_are_on_disk_before_close(tmp_path):
-    trace.open(tmp_path / "t", 0)
-    trace.mark("first")
+    trace_file.open(tmp_path / "t", 0)
+    trace_file.mark("first")
     assert lines(tmp_path / "t")[0]["name"] == "first"
 
 
 def test_open_starts_anew_or_appends_behind_a_cut_line(tmp_path):
     path = tmp_path / "t"
     path.write_text('{"name": "cut", "sta')
-    trace.open(path, 0, append=True)
-    trace.mark("resumed")
-    trace.close()
+    trace_file.open(path, 0, append=True)
+    trace_file.mark("resumed")
+    trace_file.close()
     cut, resumed = (line for line in path.read_text().splitlines() if line)
     assert cut == '{"name": "cut", "sta'
     assert json.loads(resumed)["name"] == "resumed"
-    trace.open(path, 0)
-    trace.mark("anew")
+    trace_file.open(path, 0)
+    trace_file.mark("anew")
     assert [line["name"] for line in lines(path)] == ["anew"]
 
 
 def test_opening_twice_closes_the_first(tmp_path):
-    trace.open(tmp_path / "a", 0)
-    trace.open(tmp_path / "b", 1)
-    trace.mark("x")
+    trace_file.open(tmp_path / "a", 0)
+    trace_file.open(tmp_path / "b", 1)
+    trace_file.mark("x")
     assert lines(tmp_path / "a") == []
     assert lines(tmp_path / "b")[0]["rank"] == 1
 
 
 def test_closing_inside_a_span_is_no_error(tmp_path):
-    trace.open(tmp_path / "t", 0)
-    with trace.span("x"):
-        trace.close()
-    assert not trace.is_open()
+    trace_file.open(tmp_path / "t", 0)
+    with trace_file.span("x"):
+        trace_file.close()
+    assert not trace_file.is_open()
 
 
 def test_numbers_that_json_cannot_say_become_null(tmp_path):
-    trace.open(tmp_path / "t", 0)
-    trace.mark("loss", value=math.nan, deep={"a": [math.inf, 1.0]})
+    trace_file.open(tmp_path / "t", 0)
+    trace_file.mark("loss", value=math.nan, deep={"a": [math.inf, 1.0]})
     text = (tmp_path / "t").read_text()
     record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["value"] is None
@@ -109,41 +109,43 @@ def test_numbers_that_json_cannot_say_become_null(tmp_path):
 
 
 def test_a_field_that_is_no_json_is_named(tmp_path):
-    trace.open(tmp_path / "t", 0)
+    trace_file.open(tmp_path / "t", 0)
     with pytest.raises(UsageError, match=r"trace of 'x'.*object"):
-        trace.mark("x", value=object())
+        trace_file.mark("x", value=object())
 
 
 @pytest.mark.parametrize("field", ["rank", "start", "seconds"])
 def test_a_field_that_would_hide_an_own_one_is_refused(tmp_path, field):
-    trace.open(tmp_path / "t", 0)
+    trace_file.open(tmp_path / "t", 0)
     with pytest.raises(UsageError, match=field):
-        trace.mark("x", **{field: 1})
+        trace_file.mark("x", **{field: 1})
 
 
 def test_a_path_that_cannot_be_written_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't write the trace"):
-        trace.open(tmp_path / "file" / "rank0.jsonl", 0)
-    assert not trace.is_open()
+        trace_file.open(tmp_path / "file" / "rank0.jsonl", 0)
+    assert not trace_file.is_open()
 
 
 def test_a_forked_child_is_closed_and_writes_nothing(tmp_path):
-    trace.open(tmp_path / "t", 0)
-    trace.mark("before")
+    trace_file.open(tmp_path / "t", 0)
+    trace_file.mark("before")
     child = os.fork()
     if child == 0:
-        trace.mark("child")
-        os._exit(7 if trace.is_open() else 0)
+        trace_file.mark("child")
+        os._exit(7 if trace_file.is_open() else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    trace.mark("after")
+    trace_file.mark("after")
     assert [line["name"] for line in lines(tmp_path / "t")] == ["before", "after"]
 
 
 def test_threads_never_mix_their_lines(tmp_path):
-    trace.open(tmp_path / "t", 0)
+    trace_file.open(tmp_path / "t", 0)
     threads = [
-        threading.Thread(target=lambda k=k: [trace.mark("m", thread=k, pad="x" * 500) for _ in range(100)])
+        threading.Thread(
+            target=lambda k=k: [trace_file.mark("m", thread=k, pad="x" * 500) for _ in range(100)]
+        )
         for k in range(4)
     ]
     for thread in threads:
@@ -155,8 +157,8 @@ def test_threads_never_mix_their_lines(tmp_path):
 
 def test_a_killed_process_leaves_every_line_it_wrote(tmp_path):
     code = (
-        "import os, signal, sys; from paceline import trace; trace.open(sys.argv[1], 0); "
-        "[trace.mark('m', k=k) for k in range(50)]; os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from paceline.profiling import trace_file; trace_file.open(sys.argv[1], 0); "
+        "[trace_file.mark('m', k=k) for k in range(50)]; os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "t"], timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL

@@ -8,14 +8,14 @@ import json
 import pytest
 from rich.console import Console
 
-from paceline.checkpoint.straggler import Straggler
 from paceline.errors import UsageError
-from paceline.record.scalars import Scalars
-from paceline.report.records import read_run
-from paceline.train.folder import RunFolder
-from paceline.train.progress import Progress, describe
-from paceline.train.schedule import cosine
-from paceline.train.traffic import Traffic, interface_nbytes, would_be_nbytes
+from paceline.health.straggler import Straggler
+from paceline.profiling.step_metrics import Scalars
+from paceline.tools.report.run.run_records import read_run
+from paceline.tools.train.run_folder import RunFolder
+from paceline.tools.train.sent_bytes import Traffic, interface_nbytes, would_be_nbytes
+from paceline.tools.train.training_job import cosine
+from paceline.tools.train.training_progress import Progress, describe
 
 
 def test_rate_rises_then_falls_to_a_tenth():

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.bucket import Ready
-from paceline.sync.candidates import CallPrice, candidates
-from paceline.sync.plan import STRATEGIES, Sync
-from paceline.sync.tuned import Tuned, file_of, load, save
-from paceline.world.cache import cache_folder
+from paceline.cost_model.bucket_layout import Ready
+from paceline.parallel.strategy import STRATEGIES, Sync
+from paceline.parallel.tuning.candidates import CallPrice, candidates
+from paceline.parallel.tuning.tuning_cache import Tuned, cache_folder, file_of, load, save
 
 MIB = 1 << 20
 LAYERS = [Ready(4 * MIB, 0.02 * place) for place in range(1, 31)]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
-from paceline.units import (
+from paceline._core.units import (
     MIB,
     format_bytes,
     format_count,
@@ -21,6 +20,7 @@ from paceline.units import (
     parse_seconds,
     parse_share,
 )
+from paceline.errors import UsageError
 
 DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -18,16 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline as pl
-from paceline.checkpoint import leave, stacks
-from paceline.checkpoint.beat import Notice, Row
-from paceline.checkpoint.culprit import Seen, Verdict
-from paceline.checkpoint.mesh import Card
-from paceline.checkpoint.processes import Process, host_key, start_of
-from paceline.checkpoint.reach import LOOPBACK, own_address
-from paceline.checkpoint.straggler import Paces, slowest_of
-from paceline.checkpoint.symptoms import is_symptom
-from paceline.checkpoint.words import error_of
 from paceline.errors import BackwardFailed, MismatchError, PeerFailed, PeerLost, SyncError, UsageError
+from paceline.health import abort_collectives, stack_probe
+from paceline.health.attribution import Seen, Verdict
+from paceline.health.failure_text import error_of
+from paceline.health.heartbeat import Notice, Row
+from paceline.health.peer_mesh import LOOPBACK, Card, own_address
+from paceline.health.process_probe import Process, host_key, start_of
+from paceline.health.straggler import Paces, slowest_of
+from paceline.health.symptoms import is_symptom
 
 
 def until(condition, seconds=20.0):
@@ -70,7 +69,7 @@ def test_without_a_descriptor_the_start_tells_a_process_from_another_of_its_numb
 
 
 def test_processes_of_a_host_have_something_in_common():
-    line = "from paceline.checkpoint.processes import host_key; print(host_key())"
+    line = "from paceline.health.process_probe import host_key; print(host_key())"
     told = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
     assert told.strip() == host_key()
 
@@ -81,9 +80,9 @@ def test_the_address_is_that_of_the_interface_the_group_uses(variable):
 
 
 def test_without_a_network_the_address_is_the_loopback(monkeypatch):
-    monkeypatch.setattr("paceline.checkpoint.reach.host_address", lambda: "127.0.1.1")
+    monkeypatch.setattr("paceline.health.peer_mesh.host_address", lambda: "127.0.1.1")
     assert own_address({}) == own_address({"MASTER_ADDR": "localhost"}) == LOOPBACK
-    monkeypatch.setattr("paceline.checkpoint.reach.host_address", lambda: "10.1.2.3")
+    monkeypatch.setattr("paceline.health.peer_mesh.host_address", lambda: "10.1.2.3")
     assert own_address({"GLOO_SOCKET_IFNAME": "none such"}) == "10.1.2.3"
 
 
@@ -99,20 +98,20 @@ def standing():
     release = threading.Event()
     thread = threading.Thread(target=stand, args=(release,))
     thread.start()
-    until(lambda: "in wait" in stacks.stack_of(thread.ident).splitlines()[-2])
+    until(lambda: "in wait" in stack_probe.stack_of(thread.ident).splitlines()[-2])
     yield thread
     release.set()
     thread.join()
 
 
 def test_a_stack_names_functions_and_the_number_stays_while_it_stands(standing):
-    assert "in stand" in stacks.stack_of(standing.ident)
-    numbers = {stacks.fingerprint(stacks.frame_of(standing.ident)) for _ in range(20)}
+    assert "in stand" in stack_probe.stack_of(standing.ident)
+    numbers = {stack_probe.fingerprint(stack_probe.frame_of(standing.ident)) for _ in range(20)}
     assert len(numbers) == 1
-    assert numbers != {stacks.fingerprint(stacks.frame_of(threading.get_ident()))}
-    assert not stacks.in_collective(stacks.frame_of(standing.ident))
-    assert stacks.stack_of(10**9) == ""
-    assert stacks.fingerprint(None) == 0
+    assert numbers != {stack_probe.fingerprint(stack_probe.frame_of(threading.get_ident()))}
+    assert not stack_probe.in_collective(stack_probe.frame_of(standing.ident))
+    assert stack_probe.stack_of(10**9) == ""
+    assert stack_probe.fingerprint(None) == 0
 
 
 def test_a_thread_in_a_collective_is_seen(tmp_path):
@@ -120,7 +119,7 @@ def test_a_thread_in_a_collective_is_seen(tmp_path):
     code = compile("def call(look): look()", f"{tmp_path}/torch/distributed/c10d.py", "exec")
     scope = {}
     exec(code, scope)
-    scope["call"](lambda: found.append(stacks.in_collective(sys._getframe())))
+    scope["call"](lambda: found.append(stack_probe.in_collective(sys._getframe())))
     assert found == [True]
 
 
@@ -129,12 +128,12 @@ def test_the_stack_that_needs_no_lock_is_read(standing, tmp_path):
         faulthandler.dump_traceback(file)
         file.seek(0)
         dump = file.read()
-    text = stacks.section(dump, standing.ident)
+    text = stack_probe.section(dump, standing.ident)
     lines = text.splitlines()
     assert "in stand" in text
     assert "_bootstrap" in lines[0]
     assert "wait" in lines[-1]
-    assert stacks.section(dump, 12345) == stacks.section("", 1) == ""
+    assert stack_probe.section(dump, 12345) == stack_probe.section("", 1) == ""
 
 
 def test_an_exception_is_told_with_its_causes_even_where_it_can_not_be_shown():
@@ -144,7 +143,7 @@ def test_an_exception_is_told_with_its_causes_even_where_it_can_not_be_shown():
         except KeyError as error:
             raise ValueError("second") from error
     except ValueError as error:
-        text = stacks.exception_text(error, error.__traceback__)
+        text = stack_probe.exception_text(error, error.__traceback__)
     assert "KeyError: 'first'" in text
     assert text.endswith("ValueError: second")
 
@@ -152,7 +151,7 @@ def test_an_exception_is_told_with_its_causes_even_where_it_can_not_be_shown():
         def __str__(self):
             raise RuntimeError
 
-    assert "Rude" in stacks.exception_text(Rude(), None)
+    assert "Rude" in stack_probe.exception_text(Rude(), None)
 
 
 # ------------------------------------------------------------------ symptoms
@@ -317,7 +316,7 @@ def test_a_thread_that_runs_python_is_raised_into():
     thread = threading.Thread(target=work)
     thread.start()
     ready.wait()
-    leave.raise_in(thread.ident, PeerFailed("rank 1 is gone", rank=1, kind="gone", host="pc1"))
+    abort_collectives.raise_in(thread.ident, PeerFailed("rank 1 is gone", rank=1, kind="gone", host="pc1"))
     thread.join(20)
     assert (caught[0].rank, caught[0].kind, caught[0].host) == (1, "gone", "pc1")
     assert str(caught[0]) == "[rank 1] rank 1 is gone"
@@ -325,10 +324,12 @@ def test_a_thread_that_runs_python_is_raised_into():
 
 
 def test_a_process_that_can_not_be_freed_says_why_and_ends():
-    line = "from paceline.checkpoint.leave import end_process; from paceline.errors import PeerFailed\n"
+    line = (
+        "from paceline.health.abort_collectives import end_process; from paceline.errors import PeerFailed\n"
+    )
     line += "end_process(PeerFailed('rank 1 is gone', rank=1))"
     ended = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == leave.EXIT_CODE
+    assert ended.returncode == abort_collectives.EXIT_CODE
     assert "paceline.PeerFailed: [rank 1] rank 1 is gone" in ended.stderr
     assert "most recent call first" in ended.stderr
 
@@ -338,11 +339,13 @@ def test_connections_that_an_epoll_looks_after_are_found_but_for_own_ones_and_th
         one, other = (socket.create_connection(server.getsockname()) for _ in range(2))
         for each in (one, other, server):
             epoll.register(each, select.EPOLLIN)
-        found = set(leave.sockets_of_gloo())
+        found = set(abort_collectives.sockets_of_gloo())
         assert {one.fileno(), other.fileno()} <= found
         assert server.fileno() not in found
-        assert one.fileno() not in set(leave.sockets_of_gloo([one.fileno()]))
-        assert {one.fileno(), other.fileno()}.isdisjoint(leave.sockets_of_gloo((), server.getsockname()[1]))
+        assert one.fileno() not in set(abort_collectives.sockets_of_gloo([one.fileno()]))
+        assert {one.fileno(), other.fileno()}.isdisjoint(
+            abort_collectives.sockets_of_gloo((), server.getsockname()[1])
+        )
         one.close()
         other.close()
 

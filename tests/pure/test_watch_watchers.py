@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import orderly
-from paceline.checkpoint import leave, stacks
-from paceline.checkpoint.beat import Notice, pack
-from paceline.checkpoint.culprit import Limits
-from paceline.checkpoint.mesh import FULL_MESH, Card, Mesh, neighbours
-from paceline.checkpoint.processes import start_of
-from paceline.checkpoint.reach import LOOPBACK, listen
-from paceline.checkpoint.watcher import Watcher
+from paceline._core import graceful_shutdown
+from paceline.health import abort_collectives, stack_probe
+from paceline.health.attribution import Limits
+from paceline.health.heartbeat import Notice, pack
+from paceline.health.monitor_thread import Watcher
+from paceline.health.peer_mesh import FULL_MESH, LOOPBACK, Card, Mesh, listen, neighbours
+from paceline.health.process_probe import start_of
 
 
 def until(condition, seconds=20.0):
@@ -176,7 +175,7 @@ def test_stacks_are_read_by_the_next_rank(meshes):
     faulthandler.dump_traceback(a.dump.fileno())
     until(lambda: (list(b.receive()) == [] and any(rank == 0 for rank, _ in b.dumps())) or b._dumps[0][2])
     text = b._dumps[0][2].decode() if b._dumps[0][0] == 0 else b._dumps[1][2].decode()
-    assert "test_stacks_are_read_by_the_next_rank" in stacks.section(text, threading.get_ident())
+    assert "test_stacks_are_read_by_the_next_rank" in stack_probe.section(text, threading.get_ident())
     b.forget_dump(0)
 
 
@@ -196,7 +195,9 @@ def test_a_forked_child_leaves_the_connections_alone(meshes):
 @pytest.fixture
 def crowd(meshes, monkeypatch):
     abandoned, made = [], []
-    monkeypatch.setattr(leave, "abandon_groups", lambda reason, files: abandoned.append(reason.rank))
+    monkeypatch.setattr(
+        abort_collectives, "abandon_groups", lambda reason, files: abandoned.append(reason.rank)
+    )
 
     def make(ranks, **options):
         watchers = []
@@ -204,7 +205,12 @@ def crowd(meshes, monkeypatch):
             if mesh.dump is not None:
                 mesh.dump.close()
             mesh.dump = None
-            settings = {"leaves_stalls": True, "warn": 100.0, "grace": 100.0, "launcher": orderly.Listener()}
+            settings = {
+                "leaves_stalls": True,
+                "warn": 100.0,
+                "grace": 100.0,
+                "launcher": graceful_shutdown.Listener(),
+            }
             settings |= options
             watchers.append(Watcher(mesh, Limits(50.0, 50.0), **settings))
         made.extend(watchers)
@@ -247,8 +253,8 @@ def asking(crowd, tmp_path, monkeypatch):
     files = [tmp_path / f"leave{rank}" for rank in range(3)]
     launchers = []
     for file in files:
-        monkeypatch.setenv(orderly.VARIABLE, str(file))
-        launchers.append(orderly.Listener())
+        monkeypatch.setenv(graceful_shutdown.VARIABLE, str(file))
+        launchers.append(graceful_shutdown.Listener())
     watchers = crowd(3)
     for each, launcher in zip(watchers, launchers, strict=True):
         each._launcher = launcher
@@ -258,9 +264,9 @@ def asking(crowd, tmp_path, monkeypatch):
 
 def test_who_is_asked_to_leave_for_a_newcomer_is_missed_by_nobody(asking):
     watchers, files = asking
-    orderly.ask(files[1], "changed")
+    graceful_shutdown.ask(files[1], "changed")
     turn(watchers, 3)
-    assert [orderly.listens(file) for file in files] == [True, False, True]
+    assert [graceful_shutdown.listens(file) for file in files] == [True, False, True]
     watchers[1].mesh.close()
     turn([watchers[0], watchers[2]], 20)
     assert not any(each.decided.is_set() for each in watchers)
@@ -273,44 +279,44 @@ def test_who_is_asked_to_leave_after_a_failure_names_it(asking):
     watchers[1]._heard[2] -= 5.0  # of 50 that it may be silent
     turn([watchers[1]])
     assert watchers[1]._pending is None
-    orderly.ask(files[1], "failed")
+    graceful_shutdown.ask(files[1], "failed")
     until(lambda: turn([watchers[0], watchers[1]]) or watchers[1].decided.is_set())
     assert watchers[1].error.rank == 2
     watchers[1].close()
-    assert orderly.listens(files[1]), "the launcher waits for its end"
+    assert graceful_shutdown.listens(files[1]), "the launcher waits for its end"
 
 
 def test_who_is_asked_to_leave_and_knows_nothing_goes(asking, monkeypatch):
-    monkeypatch.setattr("paceline.checkpoint.watcher._ASKED_SECONDS", 0.05)
+    monkeypatch.setattr("paceline.health.monitor_thread._ASKED_SECONDS", 0.05)
     watchers, files = asking
-    orderly.ask(files[1], "failed")
-    until(lambda: turn(watchers) or not orderly.listens(files[1]))
+    graceful_shutdown.ask(files[1], "failed")
+    until(lambda: turn(watchers) or not graceful_shutdown.listens(files[1]))
     assert not any(each.decided.is_set() for each in watchers)
 
 
 def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
     file = tmp_path / "leave0"
-    orderly.ask(file, "failed")
-    assert not orderly.listens(file)
-    monkeypatch.setenv(orderly.VARIABLE, str(file))
-    listener = orderly.Listener()
-    assert orderly.listens(file)
+    graceful_shutdown.ask(file, "failed")
+    assert not graceful_shutdown.listens(file)
+    monkeypatch.setenv(graceful_shutdown.VARIABLE, str(file))
+    listener = graceful_shutdown.Listener()
+    assert graceful_shutdown.listens(file)
     assert listener.asked() is None
-    orderly.ask(file, "failed")
+    graceful_shutdown.ask(file, "failed")
     assert listener.asked() == "failed"
     listener.done()
     listener.done()
-    assert not orderly.listens(file)
-    monkeypatch.setenv(orderly.VARIABLE, str(tmp_path / "gone" / "leave0"))
-    assert orderly.Listener().asked() is None
-    monkeypatch.delenv(orderly.VARIABLE)
-    orderly.Listener().done()
+    assert not graceful_shutdown.listens(file)
+    monkeypatch.setenv(graceful_shutdown.VARIABLE, str(tmp_path / "gone" / "leave0"))
+    assert graceful_shutdown.Listener().asked() is None
+    monkeypatch.delenv(graceful_shutdown.VARIABLE)
+    graceful_shutdown.Listener().done()
     assert os.path.exists(os.devnull)
 
 
 def test_a_launcher_that_can_not_write_goes_on(tmp_path):
-    orderly.ask(tmp_path, "failed")  # a folder: there, but nothing to write to
-    assert orderly.listens(tmp_path)
+    graceful_shutdown.ask(tmp_path, "failed")  # a folder: there, but nothing to write to
+    assert graceful_shutdown.listens(tmp_path)
 
 
 def test_who_leaves_in_order_is_not_missed(crowd):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.whereabouts import PHASES, Whereabouts
+from paceline._core.step_state import PHASES, Whereabouts
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("paceline.whereabouts.perf_counter", lambda: now[0])
+    monkeypatch.setattr("paceline._core.step_state.perf_counter", lambda: now[0])
     return now
 
 

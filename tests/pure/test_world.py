@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import MissingRanks, UsageError, WorldError
 from paceline.world import Place, World, init, read_environment, shutdown
-from paceline.world.address import first_host, path_of, split_tcp
 from paceline.world.device import choose_device
-from paceline.world.rollcall import Claim, Refusal, Roster, ranges
+from paceline.world.rendezvous import Claim, Refusal, Roster, ranges
+from paceline.world.rendezvous_store import first_host, path_of, split_tcp
 from paceline.world.session import _local_place
 
 MASTER = {"MASTER_ADDR": "pc1", "MASTER_PORT": "4000"}

@@ -12,7 +12,7 @@ import numpy as np
 from mpi_worlds import tell
 
 from paceline.errors import EnvelopeError
-from paceline.exchange.mpi import AllToAll, MpiCarrier, Ring
+from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAll, MpiCarrier, Ring
 
 SIZES = (0, 1, 4, 4099, 100_003)
 FRAMES = (1000, 1 << 20)

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 import paceline
-from paceline.launch.mpi import mpich_settings
-from paceline.machine.mpiexec import find_mpiexec
+from paceline.launch.targets.mpiexec_command import mpich_settings
+from paceline.world.mpi_world import find_mpiexec
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 MPIEXEC = find_mpiexec()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.backends.reduction import _DTYPES as DTYPES_OF
+from paceline.backends.block_reduction import _DTYPES as DTYPES_OF
 
 SUMMING = (
     "all_reduce", "all_reduce_coalesced", "reduce",

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from paceline.backends.arena import arena
+from paceline.backends.shm.shared_arena import arena
 
 __all__ = ["belongings", "enter", "fails", "ranks_of"]
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import zmq
 
 import paceline
-from paceline.exchange.envelope import encode
-from paceline.exchange.header import Header
-from paceline.exchange.keys import HubKeys
-from paceline.exchange.seam import HUB, Envelope
-from paceline.exchange.wire import identity_of
-from paceline.exchange.zeromq import HubExchange
+from paceline.transport.envelope import encode
+from paceline.transport.envelope_header import Header
+from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.zmq import HubExchange
+from paceline.transport.zmq.curve_keys import HubKeys
+from paceline.transport.zmq.zmq_socket import identity_of
 
 LOOPBACK = "tcp://127.0.0.1:*"
 ENOUGH = 30.0

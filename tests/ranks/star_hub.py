@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.exchange.zeromq import HubExchange
-from paceline.star.hub import Hub
-from paceline.star.keeping.memory import MemoryJournal
-from paceline.star.rules import HubRules
-from paceline.star.serve import Server
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.hub_server import Server
+from paceline.async_dp.wal.memory_journal import MemoryJournal
+from paceline.transport.zmq import HubExchange
 
 
 class Running:

@@ -10,8 +10,8 @@ import os
 import random
 import sys
 
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.outbox import Outbox
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.worker_outbox import Outbox
 
 __all__ = ["payload_of"]
 

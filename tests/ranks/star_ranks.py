@@ -11,11 +11,11 @@ from mpi_worlds import tell
 from star_ends import bad_messages, make
 
 from paceline.errors import EnvelopeError, UsageError
-from paceline.exchange.carrier import Tag
-from paceline.exchange.mpi import MpiCarrier
-from paceline.exchange.opening import check_place, open_whole
-from paceline.exchange.over_mpi import MpiExchange
-from paceline.exchange.seam import HUB
+from paceline.transport.envelope_check import check_place, open_whole
+from paceline.transport.mpi_exchange.hub_over_mpi import MpiExchange
+from paceline.transport.mpi_exchange.message_carrier import Tag
+from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+from paceline.transport.transport_interface import HUB
 
 SIZES = (0, 1, 5000, 100_000, 4 << 20)
 ENOUGH = 30.0

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from scenes import fails
 
-from paceline.backends import neighbours
-from paceline.backends.board import RING_NBYTES
-from paceline.backends.mailbox import Ring
+from paceline.backends.shm import host_peers
+from paceline.backends.shm.control_block import RING_NBYTES
+from paceline.backends.shm.shm_p2p import Ring
 
 
 def disagree(rank, size):
@@ -122,18 +122,18 @@ def test_an_exchange_may_be_in_place(pool):
 
 def groups_of_one_name(rank, size):
     """torch counts groups on each rank, so pairs that make groups of their own give them the same name."""
-    told = neighbours._everybodys
+    told = host_peers._everybodys
 
     def slowly(*args):
         time.sleep(0.3)  # all of them have told by now
         return told(*args)
 
     pairs = [dist.new_group(ranks, backend="paceline") for ranks in ([0, 1], [2, 3])]
-    neighbours._everybodys = slowly
+    host_peers._everybodys = slowly
     try:
         mine, _ = dist.new_subgroups(1, group=pairs[rank // 2])
     finally:
-        neighbours._everybodys = told
+        host_peers._everybodys = told
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=mine)
     return total.item()

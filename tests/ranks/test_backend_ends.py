@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from scenes import enter, fails, ranks_of
 
-from paceline.backends.arena import arena
-from paceline.backends.reduction import BLOCK_NBYTES
-from paceline.backends.shm import HostGroup
+from paceline.backends.block_reduction import BLOCK_NBYTES
+from paceline.backends.shm.shared_arena import arena
+from paceline.backends.shm.shm_collectives import HostGroup
 from paceline.errors import CollectiveError, PeerLost
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from scenes import belongings, enter, fails, ranks_of
 
-from paceline.backends import create
+from paceline.backends import group_factory
 
 
 def groups_come_and_go(rank, size, count):
@@ -83,10 +83,10 @@ def falls_back(tell, rank, size, folder, how):
     elif how == "another user" and rank == 1:
         os.setuid(12345)
     elif how == "no descriptors" and rank == 1:
-        create.Listener = lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+        group_factory.Listener = lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))
     elif how == "another namespace" and rank == 1:
-        made = create._card
-        create._card = lambda *args: replace(made(*args), address="elsewhere")
+        made = group_factory._card
+        group_factory._card = lambda *args: replace(made(*args), address="elsewhere")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group = enter(folder, rank, size)

@@ -12,7 +12,7 @@ import random_calls as calls
 import torch
 import torch.distributed as dist
 
-from paceline.backends.views import bytes_of
+from paceline.backends.op_arguments import bytes_of
 
 CALLS = {2: 340, 3: 340, 4: 340}
 SUBGROUPS = {2: [], 3: [[0, 2], [1, 2]], 4: [[0, 3], [1, 3], [0, 1, 2], [1]]}

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from mpi_worlds import MPIEXEC, REASON, gone, mpi_world
 
-from paceline.bench.collectives.journal import Journal
-from paceline.bench.collectives.operations import OPERATIONS
-from paceline.bench.collectives.plan import cases_of
-from paceline.bench.collectives.settings import DTYPES, CollectiveSettings
 from paceline.collectives.catalogue import ALGORITHMS
+from paceline.tools.bench.collectives.benchmark_cases import cases_of
+from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
+from paceline.tools.bench.collectives.collectives_settings import DTYPES, CollectiveSettings
+from paceline.tools.bench.collectives.measurement_journal import Journal
 
 ALL = ("gloo", "paceline", "paceline:arena")
 COMMAND = [sys.executable, "-m", "paceline", "bench", "collectives"]
@@ -39,21 +39,21 @@ def settings_of(ranks, **changes):
 def measure(rank, size, settings, file, break_it=None):
     """Measure as a rank of the present world; `break_it` is given each contestant's call and returns another one."""
     import paceline
-    from paceline.bench.collectives import timing
-    from paceline.bench.collectives.worker import measure_cases
+    from paceline.tools.bench.collectives import case_timing
+    from paceline.tools.bench.collectives.collectives_worker import measure_cases
 
-    whole = timing.call_of
+    whole = case_timing.call_of
 
     def broken(carrier, buffers):
         run = whole(carrier, buffers)
         return run if break_it is None or carrier.name != "paceline" else break_it(buffers, run)
 
-    timing.call_of = broken
+    case_timing.call_of = broken
     try:
         journal = Journal(Path(file)) if rank == 0 else None
         measure_cases(settings, cases_of(settings), paceline.init(), journal)
     finally:
-        timing.call_of = whole
+        case_timing.call_of = whole
 
 
 def rows_of(pool, ranks, tmp_path, break_it=None, **changes):
@@ -168,7 +168,7 @@ def ranks_below(process, variable="RANK"):
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
-            if "paceline.bench.collectives.worker" in child.cmdline():
+            if "paceline.tools.bench.collectives.collectives_worker" in child.cmdline():
                 found[int(child.environ()[variable])] = child
         except (psutil.NoSuchProcess, psutil.ZombieProcess, KeyError):
             continue

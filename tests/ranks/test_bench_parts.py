@@ -10,16 +10,16 @@ import sys
 
 import pytest
 
-from paceline.bench.parts.exchanges import OPS, priced, sizes_up_to
+from paceline.cost_model.bucket_layout import plan_buckets
+from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.profile import Profile
+from paceline.cost_model.profile_entries import Source
+from paceline.cost_model.step_costs import pick
+from paceline.cost_model.step_strategy import Way, usual_ways
+from paceline.cost_model.step_time import predict
 from paceline.errors import UsageError
-from paceline.lm.sizes import size_of
-from paceline.plan.bucket import plan_buckets
-from paceline.plan.entries import Source
-from paceline.plan.fitting import Point
-from paceline.plan.profile import Profile
-from paceline.plan.step_costs import pick
-from paceline.plan.step_time import predict
-from paceline.plan.step_way import Way, usual_ways
+from paceline.tools.bench.parts.exchange_times import OPS, priced, sizes_up_to
+from paceline.tools.models.gpt_sizes import size_of
 
 SIZE = size_of("tiny")
 SOURCE = Source("test", "2026-01-02T03:04:05+00:00")
@@ -29,9 +29,9 @@ WAYS = usual_ways([0.25, 1.0, math.inf], compressions=["bf16"])
 def measure(rank, size, backend):
     """Return the entries of a short measurement, as JSON."""
     import paceline
-    from paceline.bench.parts.measure import measure_parts
-    from paceline.bench.parts.settings import PartsSettings
-    from paceline.bench.parts.workload import reference
+    from paceline.tools.bench.parts.parts_benchmark import measure_parts
+    from paceline.tools.bench.parts.parts_settings import PartsSettings
+    from paceline.tools.bench.parts.workload import reference
 
     settings = PartsSettings(
         ranks=size, size="tiny", batch_size=1, context=8, backend=backend, steps=3, rounds=1, seconds=0.02
@@ -43,8 +43,8 @@ def measure(rank, size, backend):
 
 def engines(rank, size, ways):
     """Return, by way, the engine's buckets as names of parameters, and the calls of a step."""
-    from paceline.bench.contestants import build, random_batch, step
-    from paceline.bench.entries import Entry
+    from paceline.tools.bench.step.step_contestants import build, random_batch, step
+    from paceline.tools.bench.step.step_strategies import Entry
 
     batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
     found = []
@@ -82,7 +82,7 @@ def test_the_profile_has_all_parts(measured):
 
 
 def names_of_tiny():
-    from paceline.lm.model import GPT
+    from paceline.tools.models.gpt import GPT
 
     return [name for name, param in GPT(SIZE).named_parameters() if param.requires_grad]
 
@@ -179,7 +179,7 @@ def test_other_numbers_of_ranks_join_the_fit():
     ],
 )
 def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
-    from paceline.bench.parts.workload import user_defined
+    from paceline.tools.bench.parts.workload import user_defined
 
     path = tmp_path / "net.py"
     path.write_text("def make():\n    return 3\n")
@@ -190,7 +190,7 @@ def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
 
 
 def test_what_a_workload_returns_is_told_where_it_does_not_fit(tmp_path):
-    from paceline.bench.parts.workload import user_defined
+    from paceline.tools.bench.parts.workload import user_defined
 
     path = tmp_path / "net.py"
     path.write_text("import torch\ndef make():\n    return torch.nn.Linear(1, 1), torch.sum, 'eight'\n")
@@ -199,7 +199,7 @@ def test_what_a_workload_returns_is_told_where_it_does_not_fit(tmp_path):
 
 
 def test_a_workload_may_have_dataclasses_of_its_own(tmp_path):
-    from paceline.bench.parts.workload import user_defined
+    from paceline.tools.bench.parts.workload import user_defined
 
     path = tmp_path / "net.py"
     path.write_text(

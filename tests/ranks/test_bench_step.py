@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.entries import AUTO, DDP, DDP_PACELINE, OURS, TITLES, Entry, entries
-from paceline.bench.results import make_rows
-from paceline.bench.settings import StepSettings
-from paceline.bench.step import run_job
-from paceline.launch.local import run_ranks
-from paceline.lm.sizes import size_of
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.step.step_benchmark import StepSettings, run_job
+from paceline.tools.bench.step.step_rows import make_rows
+from paceline.tools.bench.step.step_strategies import AUTO, DDP, DDP_PACELINE, OURS, TITLES, Entry, entries
+from paceline.tools.models.gpt_sizes import size_of
 
 SIZE = size_of("tiny")
 MIB = 2**20
@@ -27,7 +26,7 @@ PEER_OF = entries([*OURS, AUTO, *DDP, DDP_PACELINE], [1.0, math.inf], 4 * SIZE.p
 def measure(rank, size, everyone, broken=None, doubled=()):
     """Time the contestants; `broken` names a strategy that shall forget to synchronise, `doubled` some to divide."""
     import paceline
-    from paceline.bench import worker
+    from paceline.tools.bench.step import step_worker
 
     def build(entry, *args):
         if entry.strategy == broken:
@@ -37,12 +36,12 @@ def measure(rank, size, everyone, broken=None, doubled=()):
             return replace(made, backward=lambda loss: made.backward(2 * loss))
         return made
 
-    whole, worker.build = worker.build, build
+    whole, step_worker.build = step_worker.build, build
     try:
         settings = StepSettings(ranks=size, steps=STEPS, rounds=ROUNDS, batch_size=1, context=8)
-        return worker.time_contestants(paceline.init(), settings, SIZE, everyone)
+        return step_worker.time_contestants(paceline.init(), settings, SIZE, everyone)
     finally:
-        worker.build = whole
+        step_worker.build = whole
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +129,8 @@ def test_traffic_is_what_each_strategy_must_send(rows):
 
 def count(rank, size, strategies):
     """Return, by strategy, what is seen from outside, what the engine says, and the seconds under way."""
-    from paceline.bench.contestants import build, random_batch, step
-    from paceline.bench.traffic import count_traffic, seconds_under_way
+    from paceline.tools.bench.step.comm_traffic import count_traffic, seconds_under_way
+    from paceline.tools.bench.step.step_contestants import build, random_batch, step
 
     batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
     counted = {}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.lm.model import GPT, loss
-from paceline.lm.sizes import Size
+from paceline.tools.models.gpt import GPT, loss
+from paceline.tools.models.gpt_sizes import Size
 
 SMALL = Size("bits", d_model=96, d_ff=384, layers=2, heads=4, vocabulary=256, context=32)
 PLANS = {

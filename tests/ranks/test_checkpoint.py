@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import paceline as pl
-from paceline import faults
 from paceline.errors import CheckpointError, UsageError
+from paceline.testing import fault_injection
 
 SAMPLES, WIDTH = 61, 6
 
@@ -303,15 +303,15 @@ def full_disk(rank, size, folder):
         made = Set(folder, every=4)
 
         def fill(step):
-            faults.disarm()
+            fault_injection.disarm()
             if 3 <= step < 9:
-                faults.disk_full(after_nbytes=50, rank=1)
+                fault_injection.disk_full(after_nbytes=50, rank=1)
 
         made.run(before=fill)
         told = made.told()
     finally:
         logging.getLogger("paceline.checkpoint").removeHandler(handler)
-        faults.disarm()
+        fault_injection.disarm()
     return told, lines, sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -336,13 +336,13 @@ def save_and_wait(rank, size, folder):
     made = Set(folder)
     made.keep.save(wait=True)
     made.keep.step = 7
-    faults.disk_full(after_nbytes=0, rank=size - 1)
+    fault_injection.disk_full(after_nbytes=0, rank=size - 1)
     try:
         made.keep.save(wait=True)
     except CheckpointError as error:
         return str(error)
     finally:
-        faults.disarm()
+        fault_injection.disarm()
         made.keep.close()
     return "saved"
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from pool import RankError
 
-from paceline.collectives.carry import Streaming
 from paceline.collectives.catalogue import ALGORITHMS, schedule
-from paceline.collectives.run import run
+from paceline.collectives.run_schedule import run
 from paceline.collectives.schedule import Schedule, Send, pipelined
+from paceline.collectives.transfers import Streaming
 from paceline.errors import CollectiveError, MismatchError, UsageError
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bfloat16]
@@ -188,7 +188,7 @@ class Silent(Streaming):
 
 
 def spoilt(rank, size, how, name, seconds):
-    module = importlib.import_module("paceline.collectives.run")
+    module = importlib.import_module("paceline.collectives.run_schedule")
     module.Streaming, before = how, module.Streaming
     group = dist.new_group(timeout=timedelta(seconds=seconds))
     dist.barrier(group)  # connected, so that the time-out is that of a message

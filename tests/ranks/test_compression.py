@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import paceline as pl
 from paceline.errors import BackwardFailed, MismatchError, UsageError
-from paceline.sync.lowrank import LowRank
+from paceline.parallel.compression.powersgd import LowRank
 
 NAMES = ["bf16", "fp16", "int8", "int4"]
 BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}

@@ -16,10 +16,10 @@ import pytest
 
 import paceline
 from paceline.errors import RankFailed, UsageError, WorldError
-from paceline.launch.elastic import run_elastic, run_job
-from paceline.launch.hosts import Address
-from paceline.launch.job import Job, Patience
-from paceline.launch.logs import Logs
+from paceline.launch.agent.elastic_run import run_elastic, run_job
+from paceline.launch.agent.job_spec import Job, Patience
+from paceline.launch.agent.rendezvous_address import Address
+from paceline.launch.process.rank_process import Logs
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
@@ -202,7 +202,7 @@ def command(tell, words, notes):
     os.environ |= {"NOTES": notes, "PYTHONPATH": SOURCE}
     tempfile.tempdir = str(Path(notes).with_name("tmp"))  # a killed command leaves its logs there
     sys.argv = ["paceline", *words]
-    from paceline.cli.app import main
+    from paceline.tools.cli.app import main
 
     main()
 
@@ -233,7 +233,7 @@ class Told:
 
 @pytest.mark.parametrize(("ahead", "word"), [(3.0, "ahead of"), (-60.0, "behind")])
 def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
-    from paceline.launch.meeting import check_place
+    from paceline.launch.agent.elastic_rendezvous import check_place
 
     told = Told(b"1", b"0", repr(time.time() - ahead).encode())
     with pytest.raises(
@@ -245,34 +245,34 @@ def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
 
 
 def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
-    from paceline.launch import meeting
+    from paceline.launch.agent import elastic_rendezvous
 
-    monkeypatch.setattr(meeting, "_STORE_SECONDS", 0.5)
+    monkeypatch.setattr(elastic_rendezvous, "_STORE_SECONDS", 0.5)
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        place = meeting.Place(Address("127.0.0.1", foreign.getsockname()[1]), None)
+        place = elastic_rendezvous.Place(Address("127.0.0.1", foreign.getsockname()[1]), None)
         with pytest.raises(WorldError, match="is no rendezvous of paceline"):
-            meeting.check_place(place, Patience())
+            elastic_rendezvous.check_place(place, Patience())
     assert capfd.readouterr().err == ""
 
 
 def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
-    from paceline.launch import participate
-    from paceline.launch.agent import Agent, RunOver
-    from paceline.launch.over import Over
+    from paceline.launch.agent import elastic_run
+    from paceline.launch.agent.elastic_agent import Agent, RunOver
+    from paceline.launch.agent.job_outcome import Over
 
     def over(self):
         raise RunOver(Over(0))
 
     monkeypatch.setattr(Agent, "run", over)
-    participate.take_part(Job(["train.py"], 1, 1), Logs(None))
+    elastic_run.take_part(Job(["train.py"], 1, 1), Logs(None))
     said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
     assert "paceline: the run ended well while this host waited to be let in" in said
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():
-    from paceline.launch.meeting import serve
+    from paceline.launch.agent.elastic_rendezvous import serve
 
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

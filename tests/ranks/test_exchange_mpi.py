@@ -7,7 +7,7 @@ from pathlib import Path
 import mpi_worlds
 import pytest
 
-from paceline.exchange.faults import FAULTS
+from paceline.transport.envelope_faults import FAULTS
 
 pytestmark = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.footprint.check import check
-from paceline.bench.footprint.measure import measure
-from paceline.bench.footprint.setting import Setting
-from paceline.bench.footprint.subject import subject_of
 from paceline.errors import UsageError
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.bench.memory_benchmark import check, measure
+from paceline.tools.plan.memory.training_subject import Setting, subject_of
 
 
 def start(argv, ranks, *, env):

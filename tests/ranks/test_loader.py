@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
 import paceline as pl
-from paceline.data.portions import EXACT
-from paceline.data.position import Position
+from paceline.data.loader_position import Position
+from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import UsageError
-from paceline.world.agree import gather_rows
+from paceline.world.object_collectives import gather_rows
 
 POLICIES = ["join", "rebalance", "error", "truncate", "drop", "pad"]
 QUARTERS = [0.25, 0.25, 0.10, 0.40]

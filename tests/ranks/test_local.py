@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import paceline
+from paceline._core.child_process import Child, end
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.child import Child, end
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
@@ -176,7 +176,7 @@ wait_for("printed")
 
 
 def test_a_rank_that_ignores_sigterm_or_is_stopped_is_ended_too(home, monkeypatch):
-    monkeypatch.setattr("paceline.launch.child._END_SECONDS", 0.5)
+    monkeypatch.setattr("paceline._core.child_process._END_SECONDS", 0.5)
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note(f"ready{rank}", "")
@@ -203,7 +203,7 @@ def test_children_of_ranks_end_with_them(home):
 
 PARENT = """
 import sys
-from paceline.launch.local import run_ranks
+from paceline.launch.process.local_ranks import run_ranks
 try:
     run_ranks(sys.argv[1:], 2, timeout=300)
 except KeyboardInterrupt:
@@ -345,9 +345,9 @@ def test_what_cannot_be_run_is_refused(argv, ranks, text):
 
 
 def test_the_leash_runs_the_program_under_the_same_process_id():
-    from paceline.launch import leash
+    from paceline._core import pdeathsig
 
     code = "import os; print(os.getpid())"
-    command = [sys.executable, leash.__file__, str(os.getpid()), sys.executable, "-c", code]
+    command = [sys.executable, pdeathsig.__file__, str(os.getpid()), sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert int(child.communicate(timeout=60)[0]) == child.pid

@@ -97,7 +97,7 @@ def test_ranks_that_mpiexec_did_not_start_are_told_how_to(tmp_path):
 
 def test_without_mpi4py_it_says_how_to_install_it(monkeypatch):
     from paceline.errors import UsageError
-    from paceline.world.mpi import load_mpi
+    from paceline.world.mpi_world import load_mpi
 
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UsageError, match=r"pip install 'paceline\[mpi\]'"):

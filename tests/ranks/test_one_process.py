@@ -16,7 +16,7 @@ from wrapping import ALL, REPLICATED, data, loss_on
 from zoo import apart
 
 import paceline as pl
-from paceline.sync.replica import broadcast_tensors
+from paceline.parallel.engine.module_sync import broadcast_tensors
 
 SMALL_BUCKETS = [pl.Sync(2**-11), pl.Sync(2**-11, overlap=False), pl.Sync(2**-11, shard="optimizer")]
 

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import paceline as pl
 from paceline.errors import SyncError, UsageError
-from paceline.sync.level import level
-from paceline.sync.wire import Wire
+from paceline.parallel.engine.comm import Wire
+from paceline.parallel.local_sgd.state_averaging import level
 
 
 def uneven(rank, size, steps, options):

@@ -11,14 +11,14 @@ import torch
 import zoo
 
 import paceline as pl
+from paceline._core.step_state import here
 from paceline.errors import UsageError
-from paceline.record.clocks import compare_clocks
-from paceline.record.scalars import Scalars
-from paceline.report.arrivals import arrivals_of
-from paceline.report.parts import parts_of
-from paceline.report.records import read_run
-from paceline.report.steps import read_steps
-from paceline.whereabouts import here
+from paceline.profiling.clock_sync import compare_clocks
+from paceline.profiling.step_metrics import Scalars
+from paceline.tools.report.run.rank_arrivals import arrivals_of
+from paceline.tools.report.run.run_records import read_run
+from paceline.tools.report.run.step_breakdown import parts_of
+from paceline.tools.report.run.trace_reader import read_steps
 
 PLANS = ["naive", "bucketed", "sharded", "full-shard", pl.Sync(2**-11), pl.Sync(2**-11, compression="int8")]
 

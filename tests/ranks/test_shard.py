@@ -13,7 +13,7 @@ from zoo import apart
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.sync.wire import Wire
+from paceline.parallel.engine.comm import Wire
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 

@@ -13,12 +13,12 @@ from star_hub import HubProcess, Running, running, until
 from torch import nn
 
 import paceline as pl
+from paceline.async_dp.hub.hub_rules import HubRules, Shard
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.update_screening import ScreenRules
+from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.errors import UsageError
-from paceline.exchange.keys import make_keys
-from paceline.star.keeping.ledger import read_ledger
-from paceline.star.population import PopulationRules
-from paceline.star.rules import HubRules, Shard
-from paceline.star.screen import ScreenRules
+from paceline.transport.zmq.curve_keys import make_keys
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -188,7 +188,7 @@ def test_another_run_is_refused() -> None:
 def test_a_worker_without_the_right_key_gets_nowhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from paceline.exchange.keys import HubKeys
+    from paceline.transport.zmq.curve_keys import HubKeys
 
     make_keys(tmp_path / "keys")
     make_keys(tmp_path / "others")

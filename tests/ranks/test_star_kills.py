@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from star_keepers import payload_of
 
-from paceline.star.keeping.journal import Journal
-from paceline.star.keeping.ledger import read_ledger
-from paceline.star.keeping.outbox import Outbox
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.worker_outbox import Outbox
 
 PROGRAM = str(Path(__file__).with_name("star_keepers.py"))
 

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 import paceline
-from paceline.bench.starvation.scenes import SCENES, scenes_named
-from paceline.bench.starvation.setup import EXAMPLE, Setup
-from paceline.data.balance import Balance
-from paceline.data.dispatch import deal
+from paceline.data.sampling.block_dispatch import deal
 from paceline.errors import UsageError
+from paceline.tools.bench.starvation.scene_setup import EXAMPLE, Setup
+from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
+from paceline.tools.plan.balance_report import Balance
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 SHARES = Balance(deal(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
@@ -25,14 +25,14 @@ PATIENT, HASTY = 60.0, 4.0  # seconds of the group's time-out: never to be reach
 
 
 def played(fork, folder, names, *settings):
-    import paceline.bench.starvation.stage  # noqa: F401 — in the warm process, so that each child need not
+    import paceline.tools.bench.starvation.scene_program  # noqa: F401 — in the warm process, so that each child need not
 
     children = [fork(play_one, name, *settings) for name in names]  # who waits, waits beside others
     return [child.hear(timeout=150) for child in children]
 
 
 def play_one(tell, name, *settings):
-    from paceline.bench.starvation.stage import show
+    from paceline.tools.bench.starvation.scene_program import show
 
     (scene,) = scenes_named([name])
     found = show(scene, Setup(*settings)).to_json()
@@ -109,20 +109,20 @@ def test_who_finishes_and_how_wrong(nursery, balance):
 
 
 def stuck(fork, folder):
-    import paceline.bench.starvation.stage  # noqa: F401
+    import paceline.tools.bench.starvation.scene_program  # noqa: F401
 
     return fork(play_stuck).hear()
 
 
 def play_stuck(tell):
-    from paceline.bench.starvation import stage
+    from paceline.tools.bench.starvation import scene_program
 
     def sleep_for_ever(scene, setup, rank, folder, notes):
         notes.write("began", step=0)
         time.sleep(1000)
 
-    stage.play, stage._PATIENCE_SECONDS = sleep_for_ever, 0.5
-    told = stage.show(SCENES[0], Setup(EXAMPLE, 1.0)).to_json()
+    scene_program.play, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
+    told = scene_program.show(SCENES[0], Setup(EXAMPLE, 1.0)).to_json()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
     tell(told)
@@ -134,7 +134,7 @@ def test_a_rank_that_no_time_out_ends_is_killed_and_told(nursery):
 
 # ---------------------------------------------------------------------- the command's own path
 
-CALL = "from paceline.cli.dispatch_starve import starve; starve(scenes={}, timeout=60.0, json_file={})"
+CALL = "from paceline.tools.cli.plan.dispatch_command import starve; starve(scenes={}, timeout=60.0, json_file={})"
 
 
 @pytest.fixture
@@ -183,9 +183,11 @@ def test_nothing_outlives_the_command(start):
 
 
 def test_nothing_is_started_for_nothing(tmp_path, monkeypatch):
-    from paceline.cli.dispatch_starve import starve
+    from paceline.tools.cli.plan.dispatch_command import starve
 
-    monkeypatch.setattr("paceline.launch.local.run_ranks", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(
+        "paceline.launch.process.local_ranks.run_ranks", lambda *_, **__: pytest.fail("started")
+    )
     with pytest.raises(UsageError, match="nobody starves"):
         starve(Balance(deal(1000, 2), 64))
     with pytest.raises(UsageError, match="unknown scene 'exit'"):

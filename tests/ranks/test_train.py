@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 import paceline
 from paceline.errors import MismatchError, PacelineError
-from paceline.train.folder import RunFolder
-from paceline.train.job import build
-from paceline.train.loop import take_step, train
-from paceline.train.progress import Progress
-from paceline.train.settings import Settings
+from paceline.tools.train.run_folder import RunFolder
+from paceline.tools.train.train_settings import Settings
+from paceline.tools.train.training_job import build
+from paceline.tools.train.training_loop import take_step, train
+from paceline.tools.train.training_progress import Progress
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ def command(rank, size, arguments):
     import io
     import sys
 
-    from paceline.cli.app import main
+    from paceline.tools.cli.app import main
 
     sys.argv[:] = ["paceline", "train", *arguments]
     with contextlib.redirect_stderr(io.StringIO()) as written:

@@ -11,11 +11,11 @@ import torch
 from test_train import clean, curve, run, run_to, weights
 
 import paceline
-from paceline.train import auto
-from paceline.train.job import build
-from paceline.train.loop import take_step, train
-from paceline.train.progress import Progress
-from paceline.train.settings import Settings
+from paceline.tools.train import auto_strategy
+from paceline.tools.train.train_settings import Settings
+from paceline.tools.train.training_job import build
+from paceline.tools.train.training_loop import take_step, train
+from paceline.tools.train.training_progress import Progress
 
 
 @pytest.fixture
@@ -135,12 +135,12 @@ def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compre
 
 def slow(rank, size, settings, seconds):
     """Train with --sync auto where a swap of any size takes so long, as it seems."""
-    real = auto._swap
-    auto._swap = lambda wire, nbytes, device, tag: (real(wire, nbytes, device, tag), seconds)[1]
+    real = auto_strategy._swap
+    auto_strategy._swap = lambda wire, nbytes, device, tag: (real(wire, nbytes, device, tag), seconds)[1]
     try:
         job = build(settings, paceline.init())
     finally:
-        auto._swap = real
+        auto_strategy._swap = real
     with Progress(settings.steps, shown=False) as progress:
         train(job, progress)
     job.keep.close()

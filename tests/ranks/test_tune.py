@@ -30,7 +30,7 @@ class Ordered:
     """Stands in for the tuner: another plan before every step, in an order that is given."""
 
     def __init__(self, engine, plans):
-        from paceline.sync.tune import Tuner
+        from paceline.parallel.tuning.tuner import Tuner
 
         self._tuner = Tuner(engine)
         self._plans = cycle(plans)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline import faults, mishaps
-from paceline.checkpoint.leave import EXIT_CODE
+from paceline.health.abort_collectives import EXIT_CODE
+from paceline.testing import fault_effects, fault_injection
 
 STALL, LOST = 2.0, 1.5
 SIZE, VICTIM, STEP = 3, 1, 30
@@ -38,12 +38,12 @@ def step(model, optim):
 
 def prepare():
     importlib.import_module("torch._dynamo")  # once, rather than in every rank
-    importlib.import_module("paceline.checkpoint.watch")
+    importlib.import_module("paceline.health.watchdog")
 
 
 def one_rank(tell, rank, folder, backend, sync, fault):
     model, optim = enter(folder, rank, backend, sync)
-    faults.arm(fault)
+    fault_injection.arm(fault)
     finally_ran = False
     try:
         with pl.Watch(stall=STALL, lost=LOST, grace=20.0):
@@ -81,7 +81,7 @@ HOLDS = f"stall_at(rank=1, step={STEP}, how='gil')"
 SAID = {
     RAISES: ("raised", "raised RuntimeError: a fault on purpose", "in _raise", None),
     MEMORY: ("raised", "raised MemoryError", "_run_out_of_memory", None),
-    EXITS: ("gone", f"ended with exit code {mishaps.EXIT_CODE}", "", mishaps.EXIT_CODE),
+    EXITS: ("gone", f"ended with exit code {fault_effects.EXIT_CODE}", "", fault_effects.EXIT_CODE),
     KILLED: ("gone", "was ended by SIGKILL", "", -signal.SIGKILL),
     STOPS: ("stopped", "has been stopped for", "", None),
     SLEEPS: ("stalled", "has stood still for", "in _sleep", None),
@@ -177,7 +177,7 @@ def goes_on(tell, rank, folder):
     model, optim = enter(folder, rank, "paceline")
     step(model, optim)
     hooks = sys.excepthook, threading.excepthook
-    faults.arm("stall_at(rank=1, step=10, seconds=1.5); slow(rank=2, seconds=0.05)")
+    fault_injection.arm("stall_at(rank=1, step=10, seconds=1.5); slow(rank=2, seconds=0.05)")
     with pl.Watch(stall=0.8, lost=LOST, on_stall="tell", warn=0.3) as watch:
         for at in range(60):
             step(model, optim)

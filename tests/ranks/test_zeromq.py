@@ -29,10 +29,10 @@ from star_ends import (
 )
 
 from paceline.errors import UsageError
-from paceline.exchange.paced import Paced
-from paceline.exchange.seam import HUB
-from paceline.exchange.wire import MOST_NUMBER, identity_of, number_of
-from paceline.exchange.zeromq import HubExchange, Settings, WorkerExchange
+from paceline.transport.paced_queue import Paced
+from paceline.transport.transport_interface import HUB
+from paceline.transport.zmq import HubExchange, Settings, WorkerExchange
+from paceline.transport.zmq.zmq_socket import MOST_NUMBER, identity_of, number_of
 
 FRAME = 4 << 20
 

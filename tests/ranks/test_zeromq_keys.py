@@ -12,9 +12,9 @@ import pytest
 from star_ends import LOOPBACK, drive, make, meet, port_of, settle
 
 from paceline.errors import UsageError
-from paceline.exchange.keys import HubKeys, WorkerKeys, make_keys
-from paceline.exchange.seam import HUB
-from paceline.exchange.zeromq import HubExchange, Settings, WorkerExchange
+from paceline.transport.transport_interface import HUB
+from paceline.transport.zmq import HubExchange, Settings, WorkerExchange
+from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys
 
 
 @pytest.fixture

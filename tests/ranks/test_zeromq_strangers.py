@@ -28,10 +28,10 @@ from star_ends import (
     wired,
 )
 
-from paceline.exchange.envelope import encode_sealed
-from paceline.exchange.seam import HUB
-from paceline.exchange.wire import identity_of
-from paceline.exchange.zeromq import HubExchange, WorkerExchange
+from paceline.transport.envelope import encode_sealed
+from paceline.transport.transport_interface import HUB
+from paceline.transport.zmq import HubExchange, WorkerExchange
+from paceline.transport.zmq.zmq_socket import identity_of
 
 FRAME = 4 << 20
 

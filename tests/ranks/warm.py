@@ -37,10 +37,10 @@ def import_what_ranks_need() -> None:
     import torch._dynamo  # a second: so that no child that makes an optimizer need
     import torch.distributed.fsdp
 
-    import paceline.backends.create
-    import paceline.bench.contestants
+    import paceline.backends.group_factory
     import paceline.data.loader
-    import paceline.train.job  # noqa: F401
+    import paceline.tools.bench.step.step_contestants
+    import paceline.tools.train.training_job  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()

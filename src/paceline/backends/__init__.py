@@ -28,12 +28,12 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any = None) -> Any:
-    from paceline.backends.create import create
+    from paceline.backends.group_factory import create
 
     return create(options, backend_options)
 
 
 def _create_mpi(options: Any, backend_options: Any = None) -> Any:
-    from paceline.backends.mpi import create
+    from paceline.backends.mpi_backend import create
 
     return create(options, backend_options)

@@ -21,12 +21,12 @@ from dataclasses import asdict, replace
 import torch
 import torch.distributed as dist
 
-from paceline.backends.between import Between, Unreachable
-from paceline.backends.board import SMALL_NBYTES, Failure
-from paceline.backends.call import Call
-from paceline.backends.neighbours import Card
-from paceline.backends.reduction import Reduction, reduction_of
-from paceline.backends.shm import HostGroup
+from paceline.backends.block_reduction import Reduction, reduction_of
+from paceline.backends.inter_host import Between, Unreachable
+from paceline.backends.op_signature import Call
+from paceline.backends.shm.control_block import SMALL_NBYTES, Failure
+from paceline.backends.shm.host_peers import Card
+from paceline.backends.shm.shm_collectives import HostGroup
 from paceline.errors import CollectiveError
 
 __all__ = ["HierarchicalRoute"]

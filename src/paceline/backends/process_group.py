@@ -17,13 +17,24 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from paceline.backends.call import Call, Messages, Route
-from paceline.backends.dense import Dense, DenseList, are_plain, dense_of, nbytes_of
-from paceline.backends.forms import listed, one_by_one, options_of, seconds_of
-from paceline.backends.membership import Membership
-from paceline.backends.reduction import reduction_of
-from paceline.backends.shapes import check_list, check_parts, split
-from paceline.backends.untraced import untraced
+from paceline.backends.async_work import untraced
+from paceline.backends.block_reduction import reduction_of
+from paceline.backends.group_base import Membership
+from paceline.backends.op_arguments import (
+    Dense,
+    DenseList,
+    are_plain,
+    check_list,
+    check_parts,
+    dense_of,
+    listed,
+    nbytes_of,
+    one_by_one,
+    options_of,
+    seconds_of,
+    split,
+)
+from paceline.backends.op_signature import Call, Messages, Route
 
 __all__ = ["PacelineGroup"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from paceline.collectives.algorithms import halve, levels, reduce, shares
-from paceline.collectives.ops import OPS, ROOTED, check_op
+from paceline.collectives import algorithms
+from paceline.collectives.prove import OPS, ROOTED, check_op
 from paceline.collectives.schedule import Rounds, Schedule, mirrored, rotated
 from paceline.errors import UsageError, unknown
 
@@ -48,55 +48,55 @@ def _there_and_back(make: Callable[[int], Made]) -> Callable[[int], Made]:
 
 
 def _ring(ranks: int) -> Made:
-    return [*shares.ring_reduce_scatter(ranks), *shares.ring_all_gather(ranks)], ranks
+    return [*algorithms.ring_reduce_scatter(ranks), *algorithms.ring_all_gather(ranks)], ranks
 
 
 def _scatter_all_gather(ranks: int) -> Made:
-    return [*mirrored(reduce.gather_tree(ranks)), *shares.ring_all_gather(ranks)], ranks
+    return [*mirrored(algorithms.gather_tree(ranks)), *algorithms.ring_all_gather(ranks)], ranks
 
 
 def _halving(ranks: int) -> Made:
-    folded, core = halve.fold(ranks)
-    return [*folded, *halve.halves(core)], core
+    folded, core = algorithms.fold(ranks)
+    return [*folded, *algorithms.halves(core)], core
 
 
 _REDUCE: dict[str, Callable[[int], Made]] = {
-    "one-by-one": _whole(reduce.one_by_one_reduce),
-    "tree": _whole(reduce.tree_reduce),
-    "chain": _whole(reduce.chain_reduce),
+    "one-by-one": _whole(algorithms.one_by_one_reduce),
+    "tree": _whole(algorithms.tree_reduce),
+    "chain": _whole(algorithms.chain_reduce),
 }
 _REDUCE_SCATTER = {
-    "ring": _shared(shares.ring_reduce_scatter),
-    "pairwise": _shared(shares.pairwise_reduce_scatter),
-    "halving": _shared(halve.halving_reduce_scatter),
+    "ring": _shared(algorithms.ring_reduce_scatter),
+    "pairwise": _shared(algorithms.pairwise_reduce_scatter),
+    "halving": _shared(algorithms.halving_reduce_scatter),
 }
-_GATHER = {"one-by-one": _shared(reduce.gather_one_by_one), "tree": _shared(reduce.gather_tree)}
+_GATHER = {"one-by-one": _shared(algorithms.gather_one_by_one), "tree": _shared(algorithms.gather_tree)}
 
 ALGORITHMS: dict[str, dict[str, Callable[[int], Made]]] = {
     "broadcast": {name: _mirror(make) for name, make in _REDUCE.items()}
     | {"scatter-all-gather": _scatter_all_gather},
-    "reduce": _REDUCE | {"rabenseifner": reduce.rabenseifner_reduce},
+    "reduce": _REDUCE | {"rabenseifner": algorithms.rabenseifner_reduce},
     "all-reduce": {
         "ring": _ring,
         "tree": _there_and_back(_REDUCE["tree"]),
-        "doubling": _whole(halve.doubling_all_reduce),
+        "doubling": _whole(algorithms.doubling_all_reduce),
         "halving-doubling": _there_and_back(_halving),
-        "two-level": lambda ranks: levels.two_level_all_reduce(ranks, 2),
-        "switch": _there_and_back(_whole(levels.switch_reduce)),
+        "two-level": lambda ranks: algorithms.two_level_all_reduce(ranks, 2),
+        "switch": _there_and_back(_whole(algorithms.switch_reduce)),
     },
     "reduce-scatter": _REDUCE_SCATTER,
     "all-gather": {
-        "ring": _shared(shares.ring_all_gather),
+        "ring": _shared(algorithms.ring_all_gather),
         "doubling": _mirror(_REDUCE_SCATTER["halving"]),
-        "bruck": _shared(shares.bruck_all_gather),
+        "bruck": _shared(algorithms.bruck_all_gather),
     },
     "all-to-all": {
-        "pairwise": _squared(shares.pairwise_all_to_all),
-        "direct": _squared(shares.direct_all_to_all),
+        "pairwise": _squared(algorithms.pairwise_all_to_all),
+        "direct": _squared(algorithms.direct_all_to_all),
     },
     "scatter": {name: _mirror(make) for name, make in _GATHER.items()},
     "gather": _GATHER,
-    "send-recv": {"direct": _shared(shares.shift)},
+    "send-recv": {"direct": _shared(algorithms.shift)},
 }
 
 
@@ -172,7 +172,7 @@ def schedule(op: str, algorithm: str, ranks: int, *, root: int = 0, per_node: in
     if per_node is not None and per_node < 1:
         raise UsageError(f"per_node={per_node}: a node has at least one rank", remedy="give 1 or more")
     if per_node is not None:
-        rounds, chunks = levels.two_level_all_reduce(ranks, per_node)
+        rounds, chunks = algorithms.two_level_all_reduce(ranks, per_node)
     else:
         rounds, chunks = ALGORITHMS[op][algorithm](ranks)
     if root:

@@ -63,7 +63,7 @@ class Schedule:
     """A collective operation, carried out by one algorithm on a number of ranks.
 
     Attributes:
-        op: such as ``"all-reduce"``; `paceline.collectives.ops` says what each has to achieve.
+        op: such as ``"all-reduce"``; `paceline.collectives.prove` says what each has to achieve.
         algorithm: such as ``"ring"``.
         ranks: how many take part.
         chunks: into how many the vector is cut; all-to-all: the vectors of all ranks together.

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from paceline._core.step_state import here, tally
 from paceline.data.loader import Loader
-from paceline.data.portions import EXACT
+from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import MismatchError, UsageError
-from paceline.tally import tally
-from paceline.whereabouts import here
-from paceline.world.agree import gather_rows, verify_same
+from paceline.world.object_collectives import gather_rows, verify_same
 
 __all__ = ["evaluate"]
 

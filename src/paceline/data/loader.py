@@ -10,18 +10,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
-from paceline.data.dispatch import Scheme, deal
-from paceline.data.epoch import Row, ShuffleMode
-from paceline.data.fetch import Fetch
-from paceline.data.indexed import Indexed, Learning
-from paceline.data.portions import Policy, check_cut
-from paceline.data.position import Recipe
-from paceline.data.shares import Shares
-from paceline.data.streamed import Streamed, StreamRecipe
+from paceline._core.step_state import here, tally
+from paceline.data.epoch_plan import Row, ShuffleMode
+from paceline.data.iterable_loader import Streamed, StreamRecipe
+from paceline.data.loader_position import Recipe
+from paceline.data.map_loader import Indexed, Learning
+from paceline.data.sampling.block_dispatch import Scheme, deal
+from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.uneven_policies import Policy, check_cut
+from paceline.data.torch_dataloader import Fetch
 from paceline.errors import UsageError, unknown
-from paceline.tally import tally
-from paceline.whereabouts import here
-from paceline.world.agree import place_in, verify_same
+from paceline.world.object_collectives import place_in, verify_same
 
 __all__ = ["Loader"]
 

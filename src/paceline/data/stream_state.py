@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data.dispatch import deal
-from paceline.data.shares import Shares
-from paceline.data.stream import StreamLayer
+from paceline.data.sampling.block_dispatch import deal
+from paceline.data.sampling.rank_shares import Shares
+from paceline.data.stream_reader import StreamLayer
 from paceline.errors import UsageError
 
 __all__ = ["FORMAT", "StreamState"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
-from paceline.world.address import meeting_point
+from paceline.world.rendezvous_store import meeting_point
 
 __all__ = ["Place", "node_of", "read_environment"]
 

@@ -11,13 +11,13 @@ from datetime import timedelta
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from paceline import faults
 from paceline.errors import UsageError, WorldError, unknown
+from paceline.testing import fault_injection
+from paceline.world.consistency_check import difference, facts_of_this_process
 from paceline.world.device import BACKENDS, choose_device
 from paceline.world.environment import Place, read_environment
-from paceline.world.likeness import difference, facts_of_this_process
-from paceline.world.rollcall import Claim, Roster, roll_call, take_leave
-from paceline.world.store import open_store
+from paceline.world.rendezvous import Claim, Roster, roll_call, take_leave
+from paceline.world.rendezvous_store import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -113,7 +113,7 @@ def init(
         >>> shutdown()
     """
     _check_arguments(backend, timeout)
-    faults.read_environment()
+    fault_injection.read_environment()
     if _session.world is not None:
         _check_same(_session.world, backend, init_method, rank, size, local_rank, device)
         return _session.world

@@ -1,0 +1,1 @@
+"""What the programs in benchmarks/ share: running ranks, comparing turns, filling tables."""

@@ -1,0 +1,87 @@
+"""A process that was started here, its own children with it: whether it runs, and how it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from paceline._core import pdeathsig
+
+__all__ = ["LOOK_SECONDS", "Child", "end", "on_leash", "termination_raises"]
+
+LOOK_SECONDS = 0.05
+"""How often children are looked at."""
+
+_END_SECONDS = 5.0  # between asking a child to end and killing it
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that leads a process group of its own, so that its children end with it."""
+
+    process: subprocess.Popen[bytes]
+
+    def exit_code(self) -> int | None:
+        """Return the exit code (−n: ended by signal n), None while it runs; its process id stays taken."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to this process and its children, unless it was reaped: then the number may be another's."""
+        if self.process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def on_leash(command: Sequence[str]) -> list[str]:
+    """Return the command that runs `command` so that it ends with this process, however that ends."""
+    return [sys.executable, "-I", "-S", pdeathsig.__file__, str(os.getpid()), *command]
+
+
+def end(running: Sequence[Child], seconds: float | None = None) -> None:
+    """End every process and its children: first asked, then killed, after 5 seconds if not said otherwise."""
+    for one in running:
+        if one.exit_code() is None:
+            one.signal_group(signal.SIGTERM)
+            one.signal_group(signal.SIGCONT)
+    deadline = time.monotonic() + (_END_SECONDS if seconds is None else seconds)
+    while time.monotonic() < deadline and any(one.exit_code() is None for one in running):
+        time.sleep(LOOK_SECONDS)
+    for one in running:
+        one.signal_group(signal.SIGKILL)
+        one.process.wait()
+
+
+@contextlib.contextmanager
+def termination_raises() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that children are ended in order; in the main thread only.
+
+    A signal that this process ignores (SIGHUP under nohup) stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""The hub of asynchronous training: membership, screening, merging, recovery."""

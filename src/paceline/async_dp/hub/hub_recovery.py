@@ -1,0 +1,102 @@
+"""What outlives a hub beside the numbers of its centre, and how its heir takes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.async_dp.hub.global_params import Centres
+from paceline.async_dp.hub.membership import Member, Members
+from paceline.async_dp.hub.update_screening import Histogram
+from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.transport.envelope import Bytes
+
+__all__ = ["Tally", "facts_of", "replay", "take_up"]
+
+
+@dataclass
+class Tally:
+    """What a hub has taken in.
+
+    Attributes:
+        updates: how many. samples: that they were learnt from. histogram: of their staleness.
+    """
+
+    updates: int = 0
+    samples: float = 0.0
+    histogram: Histogram = field(default_factory=Histogram)
+
+    def count(self, member: Member, samples: float, staleness: float) -> None:
+        """Count an update."""
+        self.updates += 1
+        self.samples += samples
+        self.histogram.add(staleness)
+        member.updates += 1
+        member.staleness = staleness
+
+
+def facts_of(run: str, centres: Centres, members: Members, tally: Tally) -> dict[str, Any]:
+    """Return what goes into a snapshot, as plain values."""
+    return {
+        "run": run,
+        "layout": centres.layout.packed().hex(),
+        "centres": centres.facts(),
+        "updates": tally.updates,
+        "samples": tally.samples,
+        "staleness": tally.histogram.counts,
+        "members": {
+            str(each.number): {
+                "name": each.name,
+                "updates": each.updates,
+                "rounds": {str(key): list(value) for key, value in each.rounds.items()},
+            }
+            for each in members
+            if each.rounds
+        },
+    }
+
+
+def take_up(
+    facts: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    make: Callable[[Layout], Centres],
+    members: Members,
+    tally: Tally,
+) -> Centres:
+    """Fill everything from a snapshot, and return the centres.
+
+    Args:
+        facts, tensors: of the snapshot. make: makes centres for a layout. members, tally: still empty.
+
+    Raises:
+        CheckpointError: the snapshot is of another outer optimizer or shard.
+    """
+    centres = make(Layout.unpacked(bytes.fromhex(facts["layout"])))
+    centres.load(tensors, facts["centres"])
+    tally.updates, tally.samples = facts["updates"], facts["samples"]
+    tally.histogram.counts = list(facts["staleness"])
+    for key, told in facts["members"].items():
+        member = members.admit(int(key), 0.0)
+        member.name, member.updates = told["name"], told["updates"]
+        member.rounds = {int(each): (value[0], value[1]) for each, value in told["rounds"].items()}
+    return centres
+
+
+def replay(
+    records: Iterable[tuple[Mapping[str, Any], Bytes]], centres: Centres, members: Members, tally: Tally
+) -> int:
+    """Do once more what records tell; return how many updates that were."""
+    updates = 0
+    for values, payload in records:
+        if values["kind"] not in ("update", "refuse"):
+            continue
+        member = members.admit(values["worker"], 0.0)
+        fragment = values["fragment"]
+        member.rounds[fragment] = values["round"], values.get("why", "")
+        if values["kind"] == "update":
+            delta, _ = centres.unpacked(fragment, values["dtype"], payload)
+            centres.take(fragment, delta, values["weight"], values["workers"])
+            tally.count(member, values["samples"], values["staleness"])
+            updates += 1
+    return updates

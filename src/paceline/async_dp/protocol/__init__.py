@@ -1,0 +1,1 @@
+"""Messages between hub and workers: layout, codec, framing, sending."""

@@ -1,0 +1,141 @@
+"""A fragment's numbers as the bytes that travel, and back.
+
+    | compressed parameters, a packet of the codec | the others as float32 |
+
+Bytes depend on the layout and the codec alone, so a receiver knows what has to come before anything does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.async_dp.float_rows import FEW, Numbers, array_of, bf16_of, from_bf16, tensor_of
+from paceline.async_dp.protocol.parameter_layout import Fragment
+from paceline.errors import DamagedEnvelope, UsageError, unknown
+from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.compression_config import Compression
+from paceline.parallel.compression.error_feedback import Feedback
+from paceline.transport.envelope import Bytes
+
+__all__ = ["CODECS", "Packing", "codec_named"]
+
+CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
+"""What both hub and workers can pack and unpack."""
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def codec_named(name: str) -> Codec:
+    """Return the codec of that name.
+
+    Raises:
+        UsageError: nothing is called so.
+    """
+    if name == "fp32":
+        return Raw()
+    if name in ("bf16", "fp16"):
+        return Half(name)
+    if name in ("int8", "int4"):
+        return Blocks(int(name[3:]))
+    raise unknown("way to pack numbers", name, CODECS)
+
+
+class Packing:
+    """Packs a fragment in one way.
+
+    Args:
+        fragment: whose numbers.
+        codec: of those that are compressed: a name, or a codec of one's own settings.
+        feedback: remember what packing leaves out, and give it the next time.
+    """
+
+    def __init__(self, fragment: Fragment, codec: str | Codec, *, feedback: bool = False) -> None:
+        self.codec = codec_named(codec) if isinstance(codec, str) else codec
+        self._split, self._numel = fragment.compressed, fragment.numel
+        self._body = self.codec.nbytes(self._split) if self._split else 0
+        self.nbytes = self._body + 4 * (self._numel - self._split)
+        self.feedback = Feedback(self.codec, self._split) if feedback and self._split else None
+        raw = not self._split or isinstance(self.codec, Raw)
+        self._as_they_are = raw and self.nbytes == 4 * self._numel  # nothing to compute: numpy copies at once
+        nearest = isinstance(self.codec, Half) and self.codec.name == "bf16" and self.codec.dither is None
+        few = self._numel <= FEW and self._split == self._numel
+        self._quickly = few and nearest and self.feedback is None  # numpy is quicker on so few numbers
+
+    @classmethod
+    def with_compression(cls, fragment: Fragment, compression: Compression | None) -> Packing:
+        """Return the packing that a compression asks for; none packs float32 as they are.
+
+        Raises:
+            UsageError: the hub could not unpack it.
+        """
+        if compression is None:
+            return cls(fragment, "fp32")
+        codec = compression.codec(rank=0)
+        if compression.name not in CODECS or compression.name != codec.name:
+            raise UsageError(
+                f"{compression!r} can't be sent to a hub",
+                remedy=f"choose one of {', '.join(CODECS[1:])}, in blocks of the usual size",
+            )
+        return cls(fragment, codec, feedback=bool(compression.feedback))
+
+    def with_codec(self, fragment: Fragment, name: str) -> Packing:
+        """Return a packing by another codec, which goes on with what this one left out."""
+        other = Packing(fragment, name, feedback=self.feedback is not None)
+        if self.feedback is not None and other.feedback is not None:
+            other.feedback.residual.copy_(self.feedback.residual)
+        return other
+
+    def pack(self, numbers: Numbers) -> Bytes:
+        """Return the bytes of a fragment's numbers, on the CPU; nothing else refers to them."""
+        if self._as_they_are:
+            return array_of(numbers).tobytes()
+        if self._quickly and type(numbers) is np.ndarray:
+            levels = np.zeros(self.nbytes // 2, np.uint16)
+            bf16_of(numbers, levels[: self._numel])
+            return levels.tobytes()
+        flat = tensor_of(numbers)
+        packet = torch.empty(self.nbytes, dtype=torch.uint8)
+        if self._split:
+            body, values = packet[: self._body], flat[: self._split]
+            if self.feedback is not None:
+                self.feedback.compress(values, body)
+            else:
+                self.codec.compress(values, body)
+        if self._split < self._numel:
+            packet[self._body :].view(torch.float32).copy_(flat[self._split :])
+        return packet.numpy().data
+
+    def unpack(self, given: Bytes, numbers: Numbers) -> None:
+        """Write the numbers that `pack` packed.
+
+        Raises:
+            DamagedEnvelope: it has not as many bytes as it must have.
+        """
+        nbytes = memoryview(given).nbytes
+        if nbytes != self.nbytes:
+            raise DamagedEnvelope(
+                f"a packet of {self._numel} numbers in {self.codec.name} has {nbytes} bytes, expected {self.nbytes}",
+                part="payload",
+            )
+        if self._as_they_are:
+            array_of(numbers)[:] = np.frombuffer(given, _FLOAT32)
+            return
+        if self._quickly and type(numbers) is np.ndarray:
+            from_bf16(np.frombuffer(given, np.uint16, self._numel), numbers)
+            return
+        packet, into = _aligned(given), tensor_of(numbers)
+        if self._split:
+            self.codec.decompress(packet[: self._body], into[: self._split])
+        if self._split < self._numel:
+            into[self._split :].copy_(packet[self._body :].view(torch.float32))
+
+
+def _aligned(data: Bytes) -> Tensor:
+    """Return bytes as uint8, without copying them if they may be changed and begin where numbers may."""
+    given = memoryview(data).cast("B")
+    if given.nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    tensor = torch.frombuffer(bytearray(given) if given.readonly else given, dtype=torch.uint8)
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -1,0 +1,1 @@
+"""Collectives and messages among the ranks of one host, through shared memory."""

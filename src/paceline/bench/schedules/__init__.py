@@ -1,1 +1,0 @@
-"""Schedules carried out by real processes: priced beside measured."""

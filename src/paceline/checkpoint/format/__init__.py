@@ -1,0 +1,1 @@
+"""Files of a checkpoint: folder, manifest, tensors, state trees."""

@@ -1,0 +1,161 @@
+"""Weights as others know them: out of a checkpoint into one safetensors file, and from such files into a model.
+
+What is exported loads with torch and safetensors alone, under the names of the bare module's ``state_dict()``:
+
+    net.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from paceline._core.files import write_whole
+from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.manifest import MANIFEST, Manifest
+from paceline.checkpoint.format.safetensors_writer import dtype_name, write_file
+from paceline.checkpoint.format.verified_reader import Reader
+from paceline.checkpoint.parts.checkpoint_contents import places_of
+from paceline.checkpoint.parts.model_weights import check_weights, load_weights
+from paceline.errors import DamagedCheckpoint, UsageError
+
+__all__ = ["export_weights", "import_weights", "weights_in"]
+
+
+def export_weights(source: str | Path, path: str | Path, *, model: str = "model") -> Path:
+    """Write the weights in a checkpoint to one safetensors file, and return its path.
+
+    Args:
+        source: a checkpoint, or the folder of a run's, of which the newest intact one is taken.
+        path: the file; one that is there is replaced once the new one is complete.
+        model: which, where the checkpoint holds several.
+
+    Raises:
+        UsageError: there is no such checkpoint or model, or the file can't be written.
+        DamagedCheckpoint: it is not intact.
+
+    Example:
+        >>> export_weights("runs/train/checkpoint", "model.safetensors")  # doctest: +SKIP
+    """
+    target = Path(path)
+    if target.suffix != ".safetensors":
+        raise UsageError(
+            f"{str(path)!r} is no safetensors file", remedy="name one that ends with .safetensors"
+        )
+    weights = weights_in(source, model=model)
+    try:
+        write_whole(target, lambda beside: write_file(beside, weights))
+    except OSError as error:
+        raise UsageError(
+            f"can't write {str(path)!r}: {error.strerror or error}",
+            remedy="name a file that you may write to",
+        ) from error
+    return target
+
+
+def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
+    """Fill a model with weights from elsewhere; all ranks call this, before training.
+
+    Args:
+        model: any module, wrapped or not; floating-point weights are cast to its own dtypes.
+        source: a state_dict of the bare module, a safetensors file, a folder of such files (as Hugging Face's), a
+            checkpoint, or the folder of a run's.
+
+    Raises:
+        UsageError: the weights are of another model, or can't be read; nothing was changed.
+        DamagedCheckpoint: the checkpoint is not intact.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
+    """
+    weights = dict(source) if isinstance(source, Mapping) else weights_in(source)
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{name!r} of the state_dict is a {type(tensor).__name__}, not a tensor",
+                remedy="pass a state_dict of the bare module",
+            )
+    wanted = {name: tensor.dtype for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    wanted = {name.removeprefix("module."): dtype for name, dtype in wanted.items()} | wanted
+    for name, tensor in weights.items():
+        dtype = wanted.get(name, tensor.dtype)
+        if tensor.is_floating_point() and dtype.is_floating_point:
+            weights[name] = tensor.to(dtype)
+    what = "the state_dict" if isinstance(source, Mapping) else repr(str(source))
+    kinds = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in weights.items()}
+    check_weights(model, kinds, what)
+    load_weights(model, weights.__getitem__)
+
+
+def weights_in(source: str | Path, *, model: str = "model") -> dict[str, Tensor]:
+    """Return the weights in a safetensors file, a folder of such files, or a checkpoint, each under all its names.
+
+    Args:
+        source: as for `import_weights`.
+        model: which, where a checkpoint holds several.
+
+    Raises:
+        UsageError, DamagedCheckpoint: as for `import_weights`.
+    """
+    path = Path(source)
+    if path.is_file():
+        return _tensors_in(path)
+    if not path.is_dir():
+        raise UsageError(f"there is no {str(path)!r}", remedy="name a checkpoint, or a safetensors file")
+    if not (path / MANIFEST).exists():
+        if complete := Folder(path).complete() or Folder(path / "checkpoint").complete():
+            return _newest(complete, model)
+        return _tensors_in_folder(path)
+    return _of_checkpoint(path, model)
+
+
+def _newest(complete: list[Path], model: str) -> dict[str, Tensor]:
+    """Return the weights of the first checkpoint that is intact."""
+    problems = []
+    for path in complete:
+        try:
+            return _of_checkpoint(path, model)
+        except DamagedCheckpoint as error:
+            problems.append(f"{path.name}: {error}")
+    raise DamagedCheckpoint(
+        f"no checkpoint in {str(complete[0].parent)!r} is intact: {'; '.join(problems)}",
+        remedy="put a copy of one back",
+    )
+
+
+def _of_checkpoint(path: Path, model: str) -> dict[str, Tensor]:
+    manifest = Manifest.read(path)
+    if model not in manifest.weights:
+        raise UsageError(
+            f"{str(path)!r} holds no model {model!r}",
+            remedy=f"it holds: {', '.join(manifest.weights) or 'none'}",
+        )
+    reader = Reader(path, manifest.files)
+    reader.check(manifest.weights[model]["files"])
+    return {name: reader.tensor(*place) for name, place in places_of(manifest, model).items()}
+
+
+def _tensors_in_folder(path: Path) -> dict[str, Tensor]:
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UsageError(
+            f"{str(path)!r} holds neither checkpoints nor safetensors files",
+            remedy="name the folder of a run's checkpoints, or of safetensors files",
+        )
+    return {name: tensor for file in files for name, tensor in _tensors_in(file).items()}
+
+
+def _tensors_in(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it is no mapping
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{os.fspath(path)!r} can't be read as safetensors: {error}",
+            remedy="a file of torch.save has to be turned into safetensors first, where it is trusted",
+        ) from error

@@ -1,1 +1,0 @@
-"""The algorithms: pure functions from a number of ranks to rounds."""

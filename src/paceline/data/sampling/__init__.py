@@ -1,0 +1,1 @@
+"""Which rank gets which samples: blocks, shares, uneven ends, shuffling."""

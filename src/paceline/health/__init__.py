@@ -1,0 +1,1 @@
+"""Watchdog, attribution of failures, replica check and non-finite guard."""

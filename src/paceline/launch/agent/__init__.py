@@ -1,0 +1,1 @@
+"""The elastic agent of one host: rendezvous, restarts, the outcome of a run."""

@@ -1,0 +1,1 @@
+"""Rank processes on this machine: started, logged, ended."""

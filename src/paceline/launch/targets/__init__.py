@@ -1,0 +1,1 @@
+"""Launchers: torchrun, Slurm, Ray, mpiexec, Kubernetes."""

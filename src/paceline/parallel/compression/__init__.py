@@ -1,0 +1,1 @@
+"""Gradient compression: codecs, error feedback, PowerSGD, compressed all-reduce."""

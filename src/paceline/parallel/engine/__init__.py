@@ -1,0 +1,1 @@
+"""The gradient synchronisation engine: buckets, hooks, the launch queue, round status, weights."""

@@ -1,0 +1,389 @@
+"""The rounds of synchronisation: one engine for every plan but full-shard.
+
+A *round* is one synchronised backward. Every rank launches the same collectives in the same order and
+closes the round with the ledger, whatever happened to it in between; so ranks never drift apart.
+
+    begin     attach the gradients as views into the buckets
+    (hooks)   a gradient arrives: zero its view, if zero_grad() dropped what was there
+              a parameter's gradient is complete: count it; a full bucket is launched, in bucket order
+    finish    write the ledger, launch what is left, read the ledger, fix the weights; wait for everything,
+              or when sharded for each bucket where it is used
+
+[Note: the first round] Which gradient is ready when, and how often its hook fires, is learnt from the first
+backward. Until then gradients stay where autograd puts them; at the end of that backward all ranks adopt
+rank 0's order, the buckets are built once, and the gradients move in. No later step moves them.
+
+[Note: late gradients] A launched bucket is being reduced, so nothing may write to it. Its parameters are
+therefore detached from their views at launch (``param.grad = None``). Should autograd bring another gradient
+all the same (a parameter shared by re-entrant checkpoints that ran in a new order), it arrives in memory of
+its own, is reduced in a second pass, and the count that was too low is mended on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import torch
+
+from paceline._core.step_state import here, tally
+from paceline.errors import SyncError
+from paceline.parallel.engine import round_status
+from paceline.parallel.engine.bucket import Bucket, Slot, storage_dtype
+from paceline.parallel.engine.bucket_builder import agree_order
+from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.finite_check import bad_peaks, examine, surely_finite
+from paceline.parallel.engine.grad_hooks import hook
+from paceline.parallel.engine.gradient_state import Gradients
+from paceline.parallel.engine.loss_weights import Weights, counted_filler
+from paceline.parallel.engine.round_status import Status
+from paceline.parallel.strategy import Sync
+
+__all__ = ["Reducer"]
+
+_LOOK_SECONDS = 1e-3
+"""Between two looks, in backward, at what has ended: each look takes microseconds."""
+
+
+class Reducer(Gradients):
+    """Synchronises the gradients of a list of parameters.
+
+    Args:
+        named: the trainable parameters with their names, in registration order, each once.
+        wire: the ranks.
+        plan: any plan that does not shard parameters.
+        reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced;
+            None: their own.
+        frozen: parameters that required no gradient when the model was wrapped.
+    """
+
+    def __init__(
+        self,
+        named: list[tuple[str, torch.nn.Parameter]],
+        wire: Wire,
+        plan: Sync,
+        reduce_dtype: torch.dtype | None = None,
+        frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
+    ) -> None:
+        super().__init__(named, wire, plan, reduce_dtype)
+        self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
+        self.sync_enabled = True
+        """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
+        self.apart = False
+        """Whether this rank trains as in a world of one; `train_apart` decides."""
+        self.parted = False
+        """Whether parameters may differ between ranks: training apart was broken off."""
+
+        self._open = False  # a backward is under way
+        self._syncing = False  # ... and closes with a round
+        self._firings: list[int] = []  # firings of the first backward
+        self._ids = {id(param) for _, param in [*named, *frozen]}
+        self._handles = hook(
+            self, self.slots, Reducer.arriving if wire.size > 1 else None, Reducer.accumulated
+        )
+
+    # ------------------------------------------------------------------ what the rest of Paceline asks
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether ranks hold different parts of the synchronised gradient."""
+        return self.sharded
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether gradients of this rank alone wait for a round."""
+        return self._local or self._open
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward began, never ended, and is not running now."""
+        return self._open and torch._C._current_graph_task_id() == -1
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return all parameters of the model with their names, as optimizers hold them."""
+        return [*((slot.name, slot.param) for slot in self.slots), *self.frozen]
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Tell whether `param` is one of the model's."""
+        return id(param) in self._ids
+
+    def bucket_plan(self) -> list[tuple[int, list[str]]]:
+        """Return (bytes, names of parameters) per collective, in launch order."""
+        return [(bucket.flat.nbytes, [slot.name for slot in bucket.slots]) for bucket in self.buckets]
+
+    def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of the parameters; every rank has them whole."""
+        return [param.detach().clone() for param in params]
+
+    def train_apart(self, apart: bool) -> None:
+        """From now on keep every round to this rank, as in a world of one; or no longer."""
+        assert not self.splits_gradients, "where ranks hold parts, none can train on its own"
+        self.drop()
+        self.apart = apart
+        self.weights = Weights(self.wire.rank, 1 if apart else self.wire.size)
+
+    # ------------------------------------------------------------------ begin
+
+    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what `reach` is told when backward comes to this forward: nothing here."""
+        self._let_tune()
+
+    def _let_tune(self) -> None:
+        """Let the plan change where nothing waits for a round."""
+        if self.tuner is not None and not self._local and not self.apart:
+            self.tuner.at_rest()
+
+    def reach(self, call: object) -> None:
+        """Open the backward that has come to the outputs of a forward; `before_forward` returned `call`."""
+        self.begin_in_backward()
+
+    def take_part(self, loss: torch.Tensor | None) -> None:
+        """Bring nothing to this round: `finish` sends zeros."""
+
+    def begin(self, status: Status, samples: float = 0.0) -> None:
+        """Open a backward.
+
+        Args:
+            status: how this rank's gradient is weighted.
+            samples: that it is the mean of, where they count.
+
+        Raises:
+            SyncError: two kinds of weights would be mixed in one gradient.
+            UsageError: a CUDA graph is being captured, and there are other ranks.
+        """
+        self.recover()
+        if self._open:
+            return
+        self._refuse_capture()
+        if self.parted and not self.apart:
+            raise SyncError(
+                "parameters differ between ranks: a block in which they trained apart ended in an exception",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="load a checkpoint before training goes on",
+            )
+        here.begin(self.step, "backward")
+        self.wire.note_step(self.step)
+        self.flight.arrive_all()  # the result of the last round, if nobody used it
+        self._let_tune()
+        kept = self._kept()
+        if not kept and not self._kept_elsewhere():
+            self._forget()
+        elif (self._local or self._reduced) and status is not self.weights.status:
+            raise SyncError(
+                "backward with samples=, backward without, and plain loss.backward() were mixed in one gradient",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="call zero_grad() between them, or use the same call for every backward",
+            )
+        self._open, self._syncing, self.weights.status = True, self.sync_enabled, status
+        if not self.settled:
+            self._firings.clear()
+            for slot in self.slots:
+                self._attach_early(slot)
+        else:
+            self._attach(kept)
+        if self._reduced:
+            self._carry()
+        self.weights.samples += samples
+        self.flight.open(self.step)
+
+    # ------------------------------------------------------------------ hooks
+
+    def arriving(self, index: int) -> None:
+        """Prepare for autograd to add to the gradient of slot `index`."""
+        if self._open and self.settled:
+            self.slots[index].freshen()
+
+    def accumulated(self, index: int) -> None:
+        """Take note that autograd has added to the gradient of slot `index`."""
+        slot = self.slots[index]
+        if not self._open:
+            self._begin_late(slot)
+        slot.fired += 1
+        if here.recorder is not None:
+            self.flight.look(_LOOK_SECONDS)
+        if not self.settled:
+            self._refuse_sparse(slot)
+            self._firings.append(index)
+            if self.reduce_dtype is not None:
+                slot.keep_early(storage_dtype(slot.param, self.reduce_dtype))
+            return
+        bucket = slot.bucket
+        if bucket.launched:
+            self._late.keep(slot)
+            return
+        if slot.param.grad is not slot.view:
+            self._move_in(slot)
+        bucket.note_writer()
+        if slot.fired == slot.expected:
+            bucket.pending -= 1
+            if self.arrivals is not None:
+                self.arrivals[index] = time.perf_counter()
+            if bucket.pending == 0:
+                self._full(bucket)
+
+    def _full(self, bucket: Bucket) -> None:
+        """Launch what is full, where that is done in backward."""
+        if (recorder := here.recording(self.wire)) is not None:
+            bucket.ready = time.perf_counter()
+            if recorder.quiet:
+                return
+        if self._syncing and self.plan.overlap and not self.apart:
+            self.flight.launch_full(self.weights.averaged, self.gauge)
+
+    def begin_in_backward(self) -> None:
+        """Open the backward that is running, if nobody has, and have it closed at its end."""
+        if not self._open:
+            self.begin(Status.EQUAL)
+            if tally.samples == 0:
+                refusal = counted_filler(self.wire.rank, self.step)
+                with contextlib.suppress(SyncError):
+                    self.finish(failed=True)
+                raise refusal
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _begin_late(self, slot: Slot) -> None:
+        """Open a backward that came by no output of the wrapped forward: one gradient is here already."""
+        fresh = slot.param.grad
+        moved = not (self.settled and fresh is slot.view)
+        if moved:  # or `begin` would take it for one that was kept
+            slot.param.grad = None
+        self.begin_in_backward()
+        if not moved or fresh is None:
+            return
+        if not self.settled or slot.staged:
+            slot.param.grad = fresh
+        else:
+            slot.freshen()
+            slot.param.grad = slot.view.add_(fresh.detach())
+
+    def recover(self) -> bool:
+        """Complete a backward that an exception cut short, without a result; tell whether there was one."""
+        if not self.interrupted:
+            return False
+        self.finish(failed=True)
+        return True
+
+    # ------------------------------------------------------------------ finish
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the backward: with a round if it synchronises.
+
+        Args:
+            failed: this rank raised in backward; it completes the round without a result.
+
+        Raises:
+            BackwardFailed: another rank raised; gradients are dropped on all ranks.
+            SyncError: ranks made different calls, or another rank is gone.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._local = True
+        if self._syncing:
+            self.synchronise(failed)
+        elif failed:
+            self.drop()
+        else:
+            here.enter("outside")
+            for slot in self.slots:
+                slot.used = slot.used or slot.fired > 0
+                slot.show(slot.used)
+
+    def synchronise(self, failed: bool = False) -> None:
+        """Run a round over what is in the buckets: all ranks take part, whatever they hold.
+
+        Raises: as `finish`.
+        """
+        self._open = False
+        here.begin(self.step, "exchange")
+        if self.weights.counted and (recorder := here.recording(self.wire)) is not None:
+            recorder.samples = self.weights.samples
+        ended = time.perf_counter()
+        if self.wire.size == 1 or self.apart:
+            page = self._alone(failed)
+        else:
+            if not self.settled:
+                self._settle()
+            page = self._exchange(failed)
+        self.timings.exposed_seconds = 0.0
+        self.note_waiting(time.perf_counter() - ended)
+        here.end_round(sees_waiting=self.sees_waiting)
+        here.enter("outside")
+        self._local = False
+        self.step += 1
+        self._conclude(page, failed)
+        # Not where a round failed: there the other ranks have just raised, and what is told may ask for them all.
+        if self.round_ended is not None and not (failed or self.apart):
+            self.round_ended(self.step)
+
+    def _settle(self) -> None:
+        """Build the buckets; see [Note: the first round]."""
+        self.order = agree_order(self.wire, self.slots, self._firings)
+        self._lay_out()
+
+    def _alone(self, failed: bool) -> round_status.Page:
+        """Return the page of a world of one, where this rank's own gradients are the result."""
+        used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
+        status = Status.FAILED if failed else self.weights.status
+        return round_status.Page((self.weights.samples,), (status,), used)
+
+    def _exchange(self, failed: bool) -> round_status.Page:
+        """Launch what is left with the ledger, wait for everything, return the page."""
+        weights, last = self.weights, self.buckets[-1]
+        status = Status.FAILED if failed else weights.status
+        mine = round_status.encode(
+            self.wire.rank, self.wire.size, weights.samples, status, self._used_flags(), len(self._late)
+        )
+        self.wire.write(mine, last.ledger)
+        if self.gauge is not None:
+            self.flight.measure_rest(self.gauge)
+            self.gauge.write(last.ledger[round_status.place_of_peak(self.wire.rank, self.wire.size)])
+        self.flight.depart(weights.averaged)
+        page = round_status.decode(self.flight.read_ledger(weights.averaged), self.wire.size)
+        if page.late or not self.sharded:  # a sharded result is waited for where it is used
+            self.flight.arrive_all()
+        if page.late:
+            self._late.reduce(self.slots, self.wire, self.device, mean=weights.averaged)
+        return page
+
+    # ------------------------------------------------------------------ conclude
+
+    def _conclude(self, page: round_status.Page, failed: bool) -> None:
+        """Turn the sums into means and attach them, or drop them all and say why."""
+        try:
+            page.judge(self.wire.rank, self.step - 1)
+        except SyncError:
+            self.drop()
+            if failed:  # this rank's own exception is on its way
+                return
+            raise
+        if self.weights.counted and page.total == 0:
+            self.weights.total = 0.0
+            self.drop()
+            return
+        factor = self.weights.close(page)
+        self._scale(factor)
+        self._attach_result(page)
+        self._reduced = True
+        if self.gauge is not None:
+            self.gauge.norm = None
+            if self.gauge.measures and self.broken is None:
+                self._look(page, factor)
+        if self.tuner is not None and not self.apart:
+            self.tuner.round_ended()
+
+    def _look(self, page: round_status.Page, factor: float) -> None:
+        """Find out whether the result is finite; see [Note: peaks] in `gauge`."""
+        assert self.gauge is not None, "somebody asks"
+        if page.late or not surely_finite(page.peaks, factor, self.gauge.largest):
+            self.look_closely(bad_peaks(page.peaks))  # nobody measures where a rank is alone
+
+    def look_closely(self, ranks: tuple[int, ...]) -> None:
+        """Look at every parameter's gradient; `ranks` brought what is not finite. All ranks call this."""
+        if self.apart or self.wire.size == 1:
+            ranks = (self.wire.rank,)
+        parts, split = self.parts_by_name(), self.splits_gradients
+        self.broken = examine(parts, self.wire, self.step - 1, ranks, split=split)

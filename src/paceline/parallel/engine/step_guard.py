@@ -1,0 +1,146 @@
+"""The gate: ``optimizer.step()`` never runs on gradients that were not synchronised.
+
+torch's DistributedDataParallel lets three mistakes through: a layer skipped on all ranks, a flag toggled
+between forward and backward, and ``no_sync`` around only the backward. Here every ``step()`` of every torch
+optimizer first asks the engines whose parameters it holds. Gradients of one rank alone are synchronised
+then and there (all ranks step, so all take part); what can't be synchronised raises and names itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline._core.step_state import here
+from paceline.errors import UnsyncedGradients, UsageError
+from paceline.parallel.engine.comm import Wire
+from paceline.testing import fault_injection
+
+if TYPE_CHECKING:
+    from paceline.parallel.tuning.tuner import Tuner
+
+__all__ = ["ConsumesShards", "Gated", "close", "guard"]
+
+
+class Gated(Protocol):
+    """An engine that answers for the gradients of its parameters."""
+
+    wire: Wire
+    sharded: bool
+    tuner: Tuner | None
+    step: int
+    frozen: Sequence[tuple[str, torch.nn.Parameter]]
+
+    def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Return all parameters of the model with their names, as optimizers hold them."""
+        ...
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether gradients of this rank alone wait to be synchronised."""
+        ...
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Tell whether `param` is one of the model's."""
+        ...
+
+    def recover(self) -> bool:
+        """Complete a backward that an exception cut short; tell whether there was one."""
+        ...
+
+    def synchronise(self) -> None:
+        """Synchronise what this rank has; all ranks take part."""
+        ...
+
+
+class ConsumesShards:
+    """Marks optimizers that update shards, and so may step a sharded model."""
+
+
+_engines: weakref.WeakSet[Gated] = weakref.WeakSet()
+_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Gated]]]]
+_held = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def guard(engine: Gated) -> None:
+    """Have `engine` asked before every optimizer step from now on, as long as it lives."""
+    global _installed
+    _engines.add(engine)
+    _held.clear()
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _installed = True
+
+
+def close(engine: Gated) -> None:
+    """Let nothing unsynchronised pass: synchronise what this rank has, or raise.
+
+    Raises:
+        UnsyncedGradients: backward was cut short by an exception, or a parameter that was frozen when the
+            model was wrapped has a gradient.
+    """
+    step = engine.step  # of that backward, whose round is closed now
+    if engine.recover():
+        raise UnsyncedGradients(
+            "the last backward ended in an exception, so there is no global gradient",
+            rank=engine.wire.rank,
+            step=step,
+            remedy="run forward and backward again before optimizer.step()",
+        )
+    if engine.wire.size > 1:
+        thawed = [name for name, param in engine.frozen if param.grad is not None]
+        if thawed:
+            raise UnsyncedGradients(
+                f"parameter {', '.join(map(repr, thawed))} was frozen when the model was wrapped and has a "
+                "gradient of this rank only",
+                rank=engine.wire.rank,
+                step=engine.step,
+                remedy="wrap the model again after unfreezing parameters",
+            )
+    if engine.unsynced:
+        engine.synchronise()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for reference in _engines_of(optimizer):
+        engine = reference()
+        if engine is None:
+            continue
+        if engine.sharded and not isinstance(optimizer, ConsumesShards):
+            name = type(optimizer).__name__
+            raise UsageError(
+                f"{name} holds parameters of a model with sync='sharded', where no rank has whole gradients",
+                rank=engine.wire.rank,
+                step=engine.step,
+                remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
+            )
+        if engine.tuner is not None:
+            engine.tuner.stepped(optimizer)
+        close(engine)
+        here.enter("optimizer")
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for reference in _engines_of(optimizer):
+        here.enter("outside")
+        engine = reference()
+        if fault_injection.armed and engine is not None:
+            fault_injection.end_step(here.step, engine.named_parameters())
+
+
+def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Gated]]:
+    """Return the engines whose parameters `optimizer` holds; looked up again when it gets new groups."""
+    known = _held.get(optimizer)
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if known is not None and known[0] == count:
+        return known[1]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = [weakref.ref(engine) for engine in _engines if any(map(engine.holds, params))]
+    _held[optimizer] = (count, found)
+    return found

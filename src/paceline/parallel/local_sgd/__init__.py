@@ -1,0 +1,1 @@
+"""LocalSGD, DiLoCo and SlowMo: parameters synchronised every H steps."""

@@ -1,0 +1,1 @@
+"""Sharded training: ZeRO optimizers, FSDP2, resharding of optimizer state."""

@@ -1,0 +1,357 @@
+"""`full-shard`: PyTorch FSDP2 (``fully_shard``) behind the engine's surface.
+
+FSDP2 shards parameters, gradients and optimizer state, and runs its own collectives. This engine adds what
+it lacks: the weighted mean (FSDP2 only sums here; the weights are the reducer's, see `weights`),
+parameters that some or all ranks do not use, ranks without data, and the gate.
+
+Parameters that FSDP2 can't shard (scalars, complex or non-contiguous ones, other dtypes than the rest) stay
+whole on every rank and go through the reducer, whose ledger closes the round for both kinds.
+
+[Note: ranks without data] FSDP2 gathers parameters in forward, so a rank without a batch must run forward
+and backward too. It repeats the forwards that its latest backward went through, and contributes zero. A rank
+that never had a batch is given the inputs of one that has, in a hand-shake before the first forward.
+
+[Note: torch internals] Which parameters got a gradient is seen by hooks on FSDP2's unsharded parameters,
+which torch keeps private. Where a torch version hides them, all parameters count as used: those that no
+rank used then have zero gradients instead of none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from paceline.errors import SyncError, UnsyncedGradients, UsageError
+from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.engine.round_status import Page, Status
+from paceline.parallel.sharding.fsdp_p2p import DirectAllGather, DirectReduceScatter
+from paceline.parallel.strategy import Sync
+
+__all__ = ["FullShard", "default_units"]
+
+UNIT_NUMEL = 100_000
+"""Smallest member of a ModuleList that is gathered on its own."""
+
+
+def default_units(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the submodules that are gathered one at a time: the large members of every ``ModuleList``."""
+    return [
+        member
+        for child in module.modules()
+        if isinstance(child, torch.nn.ModuleList)
+        for member in child
+        if sum(param.numel() for param in member.parameters()) >= UNIT_NUMEL
+    ]
+
+
+class FullShard(Reducer):
+    """Applies FSDP2 to a module and keeps the rounds of the reducer around it.
+
+    Args:
+        module: the model; its parameters become DTensors in place.
+        wire: the ranks, more than one.
+        plan: ``Sync(shard="parameters")``.
+        reduce_dtype: dtype of FSDP2's reduce-scatter; None: the parameters' own.
+        units: submodules gathered one at a time; None: `default_units`.
+        gather_dtype: of gathered parameters; None: their own.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        wire: Wire,
+        plan: Sync,
+        reduce_dtype: torch.dtype | None,
+        units: Sequence[torch.nn.Module] | None,
+        gather_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.module = module
+        self.units = default_units(module) if units is None else _submodules(module, units)
+        whole = _unshardable(module)
+        self._shard(wire, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
+        named = list(module.named_parameters())
+        trained = [(name, param) for name, param in named if param.requires_grad]
+        frozen = [(name, param) for name, param in named if not param.requires_grad]
+        rest = [(name, param) for name, param in trained if param in whole]
+        super().__init__(rest, wire, plan, reduce_dtype, frozen)
+        self.shards = [(name, param) for name, param in trained if isinstance(param, DTensor)]
+        self._ids |= {id(param) for _, param in self.shards}
+        self._shard_used = {name: False for name, _ in self.shards}
+        self._watched: set[int] = set()
+        self._shards_local = False  # FSDP2 holds gradients that no reduce-scatter has seen
+        self._reached: list[object] = []  # inputs of the forwards that the present backward goes through
+        self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
+        self._shaken = False  # every rank has seen inputs
+
+    def _shard(self, wire: Wire, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
+        mesh = wire.mesh(device)
+        for part in [*self.units, self.module]:
+            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
+        for part in self._parts():
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+            if wire.backend == "gloo" and device == "cpu":
+                part.set_custom_reduce_scatter(DirectReduceScatter(wire))
+                part.set_custom_all_gather(DirectAllGather(wire))
+
+    def _parts(self) -> Iterator[FSDPModule]:
+        for child in self.module.modules():
+            if isinstance(child, FSDPModule):
+                yield child
+
+    def _root(self) -> FSDPModule:
+        assert isinstance(self.module, FSDPModule), "fully_shard was applied to the root"
+        return self.module
+
+    # ------------------------------------------------------------------ forward
+
+    def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return the inputs, for a later backward without data; see [Note: ranks without data]."""
+        self._shake_hands((args, kwargs))
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+
+    def reach(self, call: object) -> None:
+        """Note a forward that backward goes through: the last one comes first."""
+        super().reach(call)
+        if all(call is not other for other in self._reached):
+            self._reached.append(call)
+
+    def _shake_hands(self, call: tuple[Any, Any] | None) -> None:
+        """Make sure, once, that every rank has seen inputs."""
+        if self._shaken:
+            return
+        have = self.wire.gather_objects(call is not None)
+        if not any(have):
+            return
+        self._shaken = True
+        if all(have):
+            return
+        box = [call if self.wire.rank == have.index(True) else None]
+        dist.broadcast_object_list(box, group=self.wire.group, group_src=have.index(True))
+        if call is None and box[0] is not None:
+            self._latest = [box[0]]
+
+    # ------------------------------------------------------------------ backward
+
+    def begin(self, status: Status, samples: float = 0.0) -> None:
+        """Open a backward; whether FSDP2 reduces in it is decided here."""
+        opening = not self._open
+        super().begin(status, samples)
+        if opening:
+            self._root().set_requires_gradient_sync(self._syncing)
+            if not self._shards_local:  # what zero_grad() dropped is unused until backward brings it again
+                self._shard_used = {name: param.grad is not None for name, param in self.shards}
+            self._watch_shards()
+
+    def _kept_elsewhere(self) -> bool:
+        return self._shards_local or any(param.grad is not None for _, param in self.shards)
+
+    def _carry_results(self, factor: float) -> None:
+        super()._carry_results(factor)
+        self._multiply_shards(factor)
+
+    def _watch_shards(self) -> None:
+        for fsdp_param in _fsdp_params(self._parts()):
+            full = getattr(fsdp_param, "_unsharded_param", None)
+            if full is None or id(full) in self._watched or not full.requires_grad:
+                continue
+            self._watched.add(id(full))
+            name = self._name_of(fsdp_param)
+            full.register_post_accumulate_grad_hook(partial(self._mark_used, name))
+
+    def _mark_used(self, name: str, whole: torch.Tensor) -> None:
+        self._shard_used[name] = True
+        if self.gauge is not None and whole.grad is not None:  # before FSDP2 reduces it
+            self.gauge.note(whole.grad)
+
+    def _name_of(self, fsdp_param: Any) -> str:
+        return next(name for name, param in self.shards if param is fsdp_param.sharded_param)
+
+    def take_part(self, loss: torch.Tensor | None) -> None:
+        """Run FSDP2's collectives with a contribution of zero; see [Note: ranks without data]."""
+        if loss is not None:
+            loss.backward(torch.zeros_like(loss))
+            return
+        self._shake_hands(None)
+        if not self._latest:
+            raise SyncError(
+                "no rank has had a batch yet, so backward(None, samples=0) has nothing to repeat",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="give at least one rank a batch in the first step",
+            )
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        used = dict(self._shard_used)
+        for args, kwargs in self._latest:
+            outputs = [
+                leaf
+                for leaf in pytree.tree_leaves(self.module(*args, **kwargs))
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        self._watch_shards()
+        self._shard_used.update(used)
+        for slot in self.slots:
+            slot.fired = 0
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+    def finish(self, failed: bool = False) -> None:
+        """Close the backward; FSDP2 can't complete a round that failed, so then this rank just starts anew."""
+        reached, self._reached = self._reached, []
+        if reached and not failed:
+            self._latest = reached[::-1]
+        if self._open and failed:
+            self._open = False
+            self._root().reset_iter_state()
+            self.drop()
+            return
+        self._shards_local = self._open and not self._syncing
+        super().finish()
+
+    def synchronise(self, failed: bool = False) -> None:
+        """Close the round with the ledger.
+
+        Raises:
+            UnsyncedGradients: FSDP2 holds gradients of this rank only, which it reduces in backward alone.
+        """
+        if self._shards_local:
+            raise UnsyncedGradients(
+                "the last backward ran inside accumulate(); with full-shard only backward can synchronise "
+                f"(parameters {', '.join(repr(name) for name, used in self._shard_used.items() if used)})",
+                rank=self.wire.rank,
+                step=self.step,
+                remedy="leave accumulate() before the last backward of a step",
+            )
+        super().synchronise(failed)
+
+    @property
+    def sees_waiting(self) -> bool:
+        """Whether the host's clock tells computing from waiting: FSDP2 waits inside forward and backward."""
+        return False
+
+    # ------------------------------------------------------------------ conclude
+
+    def _used_flags(self) -> list[bool]:
+        visible = bool(self._watched) or not self.shards
+        return [*super()._used_flags(), *(used or not visible for used in self._shard_used.values())]
+
+    def _attach_result(self, page: Page) -> None:
+        super()._attach_result(page)
+        for (name, param), used in zip(self.shards, page.used[len(self.slots) :], strict=True):
+            self._shard_used[name] = used
+            if not used:
+                param.grad = None
+
+    def _scale(self, factor: float) -> None:
+        super()._scale(factor)
+        self._multiply_shards(1 / self.wire.size if self.weights.averaged else factor)
+
+    def _multiply_shards(self, factor: float) -> None:
+        grads = self._shard_grads()
+        if grads and factor != 1.0:
+            torch._foreach_mul_(grads, factor)
+
+    def _shard_grads(self) -> list[torch.Tensor]:
+        return [param.grad.to_local() for _, param in self.shards if isinstance(param.grad, DTensor)]
+
+    def _look(self, page: Page, factor: float) -> None:
+        hidden = self.shards and not self._watched  # see [Note: torch internals]
+        super()._look(replace(page, peaks=()) if hidden else page, factor)
+
+    def parts_by_name(self) -> dict[str, list[torch.Tensor]]:
+        """Return this rank's part of the result, by parameter."""
+        shards = {
+            name: [param.grad.to_local()] if isinstance(param.grad, DTensor) else []
+            for name, param in self.shards
+        }
+        return super().parts_by_name() | shards
+
+    def drop(self) -> None:
+        """Forget all gradients, FSDP2's own too."""
+        super().drop()
+        self._shards_local = False
+        self._shard_used = dict.fromkeys(self._shard_used, False)
+        for _, param in self.shards:
+            param.grad = None
+        for fsdp_param in _fsdp_params(self._parts()):
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param._unsharded_param.grad = None
+
+    # ------------------------------------------------------------------ what the rest of Paceline asks
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are."""
+        return self.shards[0][1].device if self.shards else super().device
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Always: ranks hold different parts."""
+        return True
+
+    def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
+        return self._shard_grads(), super().local_grads()[1]
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return all parameters of the model with their names, sharded as optimizers hold them."""
+        return [*super().named_parameters(), *self.shards]
+
+    def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of the parameters, gathered; all ranks take part."""
+        return [
+            (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+            for param in params
+        ]
+
+
+def _unshardable(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Return the parameters that FSDP2 would refuse."""
+    sizes: Counter[torch.dtype] = Counter()
+    for param in module.parameters():
+        if not param.is_complex() and param.is_floating_point():
+            sizes[param.dtype] += param.numel()
+    main = sizes.most_common(1)[0][0] if sizes else torch.float32
+    return {
+        param
+        for param in module.parameters()
+        if param.dtype is not main or param.dim() == 0 or param.numel() == 0 or not param.is_contiguous()
+    }
+
+
+def _fsdp_params(parts: Iterator[FSDPModule]) -> Iterator[Any]:
+    """Yield FSDP2's records of its parameters; nothing where torch hides them."""
+    for part in parts:
+        state = getattr(part, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [group] if group is not None else []
+        for group in groups:
+            yield from group.fsdp_params
+
+
+def _submodules(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return `units`, once each is found to be a submodule of `module`."""
+    inside = {id(child) for child in module.modules()}
+    for unit in units:
+        if id(unit) not in inside:
+            raise UsageError(
+                f"unit {type(unit).__name__} is no submodule of the model",
+                remedy="pass members of model.modules()",
+            )
+    return list(units)

@@ -1,0 +1,61 @@
+"""FSDP2's two collectives, sent point to point where gloo's own are slow: in large messages (see `wire`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from paceline._core.step_state import here
+from paceline.parallel.engine.comm import Wire
+
+__all__ = ["DirectAllGather", "DirectReduceScatter"]
+
+_DIRECT_NBYTES = 2 << 20
+"""Smaller messages stay with gloo's own collectives, where the fixed cost decides."""
+
+
+class DirectAllGather(DefaultAllGather):
+    """All-gather over `wire`; blocks, for gloo has no streams to order."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with all ranks' `input_tensor`, which may be its own part of it."""
+        if output_tensor.nbytes < _DIRECT_NBYTES:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        own = output_tensor.chunk(self._wire.size)[self._wire.rank]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        with here.awaited():
+            self._wire.all_gather(output_tensor).wait()
+        return None
+
+
+class DirectReduceScatter(DefaultReduceScatter):
+    """Reduce-scatter (sum) over `wire`; blocks."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Put the sum of all ranks' part of `input_tensor` for this rank into `output_tensor`."""
+        if input_tensor.nbytes < _DIRECT_NBYTES:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        with here.awaited():
+            self._wire.reduce_scatter(input_tensor, output_tensor).wait()
+        return None

@@ -1,0 +1,1 @@
+"""``sync="auto"``: the fastest exact strategy, found during training."""

@@ -1,0 +1,106 @@
+"""`Timeline`: what this rank does and when, step by step, on a clock that all ranks share."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from paceline._core.step_state import here
+from paceline.errors import UsageError
+from paceline.profiling import trace_file
+from paceline.profiling.clock_sync import compare_clocks, due
+from paceline.profiling.step_recorder import Recorder
+
+__all__ = ["RecordedModel", "Timeline"]
+
+
+@runtime_checkable
+class RecordedModel(Protocol):
+    """What recording needs of a model: `paceline.parallel.data_parallel.DataParallel` has it."""
+
+    module: torch.nn.Module
+    wire: Any
+    engine: Any
+
+    @property
+    def plan(self) -> Any: ...
+
+
+class Timeline:
+    """Writes ``trace/rank<k>.jsonl`` in a folder while the block runs; all ranks make one at the same place.
+
+    Every step is one line (`paceline.profiling.step_recorder`). After steps 1, 2, 4, 8 … and then after every 1024th
+    the ranks compare their clocks and note the memory that they use.
+
+    Args:
+        folder: of the run.
+        model: whose ranks and steps these are.
+
+    Raises:
+        UsageError: the folder can't be written, or a timeline is being recorded in this process already.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], model: RecordedModel) -> None:
+        if here.recorder is not None:
+            raise UsageError(
+                "a second timeline in one process",
+                remedy="end the first one before; with several models record the one that is trained in every step",
+            )
+        self._engine, self._group = model.engine, model.wire.group
+        self._device = _device_of(self._group)
+        self.rank = model.wire.rank
+        self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
+
+    def __enter__(self) -> Self:
+        trace_file.open(self._file, self.rank, append=True)
+        trace_file.mark("session", step=self._engine.step)
+        self._compare()
+        here.recorder = Recorder(self._engine)
+        self._engine.round_ended = self._after_round
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
+    ) -> None:
+        recorder, here.recorder = here.recorder, None
+        self._engine.round_ended = None
+        if recorder is not None:
+            recorder.flush()
+        if error is None:
+            self._compare()
+        _note_memory()
+        trace_file.close()
+
+    def _after_round(self, step: int) -> None:
+        """Compare clocks where it is time to: all ranks are here at the same step."""
+        if due(step):
+            with here.during("clock"):
+                self._compare()
+            _note_memory()
+
+    def _compare(self) -> None:
+        offset = compare_clocks(self._group, self._device)
+        trace_file.mark("clock", offset=offset.seconds, error=offset.error)
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where the group wants tensors."""
+    if group is not None and "nccl" in str(dist.get_backend(group)):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _note_memory() -> None:
+    """Write the most memory that this process has used so far: resident, and allocated on its GPU."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peaks: dict[str, object] = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        peaks["allocated"] = torch.cuda.max_memory_allocated()
+    trace_file.mark("memory", **peaks)

@@ -1,0 +1,1 @@
+"""Everything behind the command line. The library never imports it."""

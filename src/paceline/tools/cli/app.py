@@ -1,0 +1,155 @@
+"""``paceline``: finds the command, runs it, and turns errors into one message and an exit code.
+
+A command is listed here by name, by where it lives and by one line of help; its module is imported when it is
+used, so that ``paceline --help`` answers at once. Exit codes: 0 all well, 1 it failed, 2 it was called
+wrongly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from paceline._core.version import __version__
+from paceline.errors import PacelineError, UsageError
+
+__all__ = ["app", "main", "show"]
+
+# name: (module, a function or a typer.Typer in it, help)
+COMMANDS = {
+    "train": ("paceline.tools.cli.train_command", "train", "Train the reference GPT data-parallel on text."),
+    "run": ("paceline.tools.cli.run_command", "run", "Run a script on hosts, restarted after failures."),
+    "launch": (
+        "paceline.tools.cli.launch.launch_command",
+        "app",
+        "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes.",
+    ),
+    "bench": (
+        "paceline.tools.cli.bench.bench_step_command",
+        "app",
+        "Measure training steps and collectives, beside torch's own.",
+    ),
+    "collective": (
+        "paceline.tools.cli.collective_command",
+        "collective",
+        "Prove, price, tell, draw and run a collective algorithm.",
+    ),
+    "dispatch": (
+        "paceline.tools.cli.plan.dispatch_command",
+        "dispatch",
+        "Tell who gets which data, who starves, what is safe.",
+    ),
+    "plan": (
+        "paceline.tools.cli.plan.plan_command",
+        "app",
+        "Plan a training from measured numbers, before anything runs.",
+    ),
+    "hub": (
+        "paceline.tools.cli.hub_command",
+        "app",
+        "Serve asynchronous training: the switch node of a star.",
+    ),
+    "simulate": (
+        "paceline.tools.cli.simulate.simulate_async_command",
+        "app",
+        "Tell what a job would do on many nodes, or elsewhere.",
+    ),
+    "exchange": (
+        "paceline.tools.cli.exchange_command",
+        "exchange",
+        "Exchange checked messages over MPI while work goes on.",
+    ),
+    "lab": (
+        "paceline.tools.cli.lab_command",
+        "lab",
+        "Try a slow network: hosts around a switch, on this machine.",
+    ),
+    "checkpoint": (
+        "paceline.tools.cli.checkpoint_command",
+        "checkpoint",
+        "Show a run's checkpoints, verify them, export weights.",
+    ),
+    "doctor": ("paceline.tools.cli.doctor_command", "doctor", "Show what this machine has, and what to fix."),
+    "report": ("paceline.tools.cli.report_command", "report", "Turn a run's folder into one HTML page."),
+}
+
+# Commands that run the user's program: what follows its name is its own, options too.
+PROGRAM_LAST = {"lab", "run"}
+
+
+class LazyGroup(TyperGroup):
+    """Commands that are known by name and help, and loaded when one is invoked."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {
+            name: TyperCommand(name, help=line)
+            for name, (module, _, line) in COMMANDS.items()
+            if find_spec(module) is not None
+        }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Return the command that `args` ask for, loaded."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else _load(name), rest
+
+
+app = typer.Typer(
+    name="paceline",
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _load(name: str) -> Any:
+    module, attribute, line = COMMANDS[name]
+    target = getattr(import_module(module), attribute)
+    if isinstance(target, typer.Typer):
+        group = typer.main.get_group(target)
+        group.name, group.help = name, group.help or line
+        return group
+    single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    single.command(name, context_settings={"allow_interspersed_args": name not in PROGRAM_LAST})(target)
+    return typer.main.get_command(single)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Exact, explained data-parallel training with PyTorch."""
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    try:
+        typer.main.get_command(app)(prog_name="paceline")
+    except PacelineError as error:
+        show(error)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def show(error: PacelineError) -> None:
+    """Write an error to the terminal, without a traceback: it is the user's to mend."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("Error: ", "bold red"), (str(error), "red")))

@@ -1,0 +1,1 @@
+"""``paceline bench``: measuring commands."""

@@ -1,0 +1,98 @@
+"""``paceline doctor``: what this machine has for training, and what to fix."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline._core.files import write_json
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.process.local_ranks import run_ranks
+from paceline.tools.cli.output_files import check_writable
+from paceline.tools.diagnostics.machine_findings import Finding, findings
+from paceline.world.machine_facts import Loopback, Machine, machine
+
+__all__ = ["doctor"]
+
+SCHEMA = 1
+_LOOPBACK_SECONDS = 120.0
+_STYLE = {"ok": "green", "note": "dim", "warn": "yellow", "broken": "bold red"}
+
+
+def doctor(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write facts and findings there.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks of the all-reduce that is tried; 0: none.")] = 2,
+) -> None:
+    """Show what this machine has for training, try an all-reduce, and say what to fix.
+
+    Exits with 1 if something is broken without which training can't work.
+    """
+    if ranks < 0 or ranks == 1:
+        raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to try none")
+    if json_file is not None:
+        check_writable(json_file, "--json")
+    facts = machine()
+    loopback = try_loopback(ranks) if ranks and facts.torch else None
+    found = findings(facts, loopback)
+    if json_file is not None:
+        write_json(json_file, record(facts, loopback, found), indent=2)
+    show(found)
+    if any(finding.status == "broken" for finding in found):
+        raise typer.Exit(1)
+
+
+def try_loopback(ranks: int) -> Loopback | str:
+    """Return the times of a real all-reduce between `ranks` new processes, or what went wrong."""
+    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
+        result = Path(folder) / "loopback.json"
+        try:
+            run_ranks(
+                ["-m", "paceline.tools.diagnostics.loopback_all_reduce", str(result)],
+                ranks,
+                timeout=_LOOPBACK_SECONDS,
+            )
+        except PacelineError as error:
+            return str(error)
+        return Loopback(**json.loads(result.read_text()))
+
+
+def record(facts: Machine, loopback: Loopback | str | None, found: list[Finding]) -> dict[str, object]:
+    """Return everything the doctor knows, for a JSON file."""
+    return {
+        "kind": "doctor",
+        "schema": SCHEMA,
+        "machine": asdict(facts),
+        "loopback": asdict(loopback) if isinstance(loopback, Loopback) else loopback,
+        "findings": [asdict(finding) for finding in found],
+    }
+
+
+def show(found: list[Finding]) -> None:
+    """Print the findings as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in found:
+        value = Text(finding.value)
+        if finding.remedy:
+            value.append(f"\n→ {finding.remedy}", style="default" if finding.status == "note" else "bold")
+        table.add_row(finding.subject, Text(finding.status, style=_STYLE[finding.status]), value)
+    console = Console(highlight=False)
+    console.print(table)
+    counts = {status: sum(finding.status == status for finding in found) for status in ("broken", "warn")}
+    if any(counts.values()):
+        console.print(f"\n{counts['broken']} broken, {counts['warn']} to look at.")
+    else:
+        console.print("\nReady to train.")

@@ -1,0 +1,150 @@
+"""What ``paceline simulate async`` shows: the table, and what follows from it in sentences.
+
+What ``paceline simulate async`` writes: JSON, the table as CSV, two charts.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline._core.files import write_json, write_text
+from paceline._core.units import format_decimal, format_seconds
+from paceline.tools.bench.result_head import versions
+from paceline.tools.cli.console_table import print_wide
+from paceline.tools.cli.output_files import checked_files
+from paceline.tools.cli.simulate.simulate_async_request import Asked
+from paceline.tools.simulate.async_rows import Row
+from paceline.tools.simulate.async_text import sentences
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["FOOTER", "plan_files", "result", "show"]
+
+FOOTER = (
+    "loss: held out, of the centre at the end; best worker: the best of the workers' own parameters. steps/s: of all.\n"
+    "bytes: sent and received by a worker, headers of the network included. staleness: in rounds, median / most."
+)
+
+
+def show(asked: Asked, rows: Sequence[Row]) -> None:
+    """Print the table and the sentences."""
+    print_wide(_table(asked, rows))
+    typer.echo(f"{FOOTER}\n")
+    for line in (*asked.notes, *(f"left out: {each}" for each in asked.left_out)):
+        typer.echo(line)
+    typer.echo("")
+    typer.echo("\n".join(sentences(rows, asked.target, asked.plan.rules.outer.name)))
+
+
+def _table(asked: Asked, rows: Sequence[Row]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    columns = ["loss", "best worker", "virtual time", "to the target", "× DDP", "steps/s", "bytes a worker"]
+    for name in (*columns, "staleness", "refused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row.name, *_cells(row))
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    stale = row.staleness_median, row.staleness_max
+    ages = "" if None in stale else f"{stale[0]:.2g} / {stale[1]:.2g}"
+    return [
+        "diverged" if row.diverged else f"{row.loss:.4g}",
+        f"{row.best:.4g}",
+        format_seconds(row.seconds),
+        "never" if row.seconds_to_target is None else format_seconds(row.seconds_to_target),
+        "" if row.speedup is None else f"{row.speedup:.3g}",
+        f"{row.steps_per_second:.3g}",
+        format_decimal(row.nbytes),
+        ages,
+        "" if row.lockstep else str(sum(row.refused.values())),
+    ]
+
+
+_Writer = Callable[[Path, Asked, Sequence[Row], str], object]
+
+
+_SCHEMA = 1
+
+
+_COLUMNS = (
+    "name", "every", "delay", "loss", "best", "seconds", "seconds_to_target", "speedup", "steps",
+    "steps_per_second", "nbytes", "staleness_median", "staleness_max", "updates", "hub_busy", "diverged", "digest",
+)  # fmt: skip
+
+
+def plan_files(json_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
+    """Return what writes which files, once it is clear that they can be written.
+
+    Raises:
+        UsageError: a file can't be written, or charts can't be drawn.
+    """
+    in_folder: dict[str, _Writer] = {
+        "result.json": _write_json,
+        "table.csv": _write_csv,
+        "loss.png": _draw_loss,
+        "time-to-loss.png": _draw_times,
+    }
+    return checked_files(json_file, _write_json, out, in_folder)
+
+
+def result(asked: Asked, rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """Return all of it for JSON."""
+    return {
+        "kind": "simulate-async",
+        "schema": _SCHEMA,
+        "command": command,
+        "versions": versions(("paceline", "torch", "numpy")),
+        "settings": dict(asked.settings),
+        "step_seconds": [machine.step_seconds for machine in asked.plan.machines],
+        "left_out": list(asked.left_out),
+        "notes": list(asked.notes),
+        "rows": [row.facts() for row in rows],
+        "sentences": sentences(rows, asked.target, asked.plan.rules.outer.name),
+    }
+
+
+def _write_json(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+    write_json(path, result(asked, rows, command), indent=None)
+
+
+def _write_csv(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_COLUMNS, "refused"])
+    for row in rows:
+        facts = row.facts()
+        writer.writerow([*(facts[name] for name in _COLUMNS), sum(row.refused.values())])
+    write_text(path, text.getvalue())
+
+
+def _draw_loss(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import losses
+
+    losses(rows, title=_title(asked)).save(path)
+
+
+def _draw_times(path: Path, asked: Asked, rows: Sequence[Row], command: str) -> None:
+    from paceline.tools.report.charts.simulation_charts import times
+
+    aim = "the loss that DDP ends with" if asked.target is None else f"a loss of {asked.target:g}"
+    times(rows, aim=aim).save(path)
+
+
+def _title(asked: Asked) -> str:
+    settings = asked.settings
+    return (
+        f"{settings['task']} task, {settings['workers']} workers of speeds {settings['speeds']}, "
+        f"links of {settings['link']}"
+    )

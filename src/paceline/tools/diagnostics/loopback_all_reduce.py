@@ -1,0 +1,62 @@
+"""A real all-reduce between ranks of this machine, timed.
+
+    python -m paceline.tools.diagnostics.loopback_all_reduce RESULT.json
+
+Run as the program of every rank; rank 0 writes the result.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from paceline._core.units import MIB
+from paceline.world.machine_facts import Loopback
+
+__all__ = ["main", "measure"]
+
+_REPEATS = 7
+
+
+def measure(nbytes: int = 25 * MIB) -> Loopback:
+    """Take part, as a rank of the present world of paceline, in all-reduces of 4 and `nbytes` bytes."""
+    import torch
+    import torch.distributed as dist
+
+    def median(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> float:
+        times = []
+        for _ in range(_REPEATS + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(values, group=group)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[1:])  # the first one connects
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    check = torch.full((5,), float(rank + 1))
+    dist.all_reduce(check)
+    right = bool((check == ranks * (ranks + 1) / 2).all())
+    gloo = dist.new_group(backend="gloo")
+    assert isinstance(gloo, dist.ProcessGroup), "every rank belongs to it"
+    large = torch.zeros(nbytes // 4)
+    shared = dist.group.WORLD.supports_tensor_alloc(large.device)  # type: ignore[union-attr]
+    return Loopback(ranks, right, shared, median(large[:1]), nbytes, median(large), median(large, gloo))
+
+
+def main(result: Path) -> None:
+    """Measure as a rank of the world that this process was started in, and write the result on rank 0."""
+    from paceline.world import init, shutdown
+
+    world = init("paceline", device="cpu", timeout=60.0)
+    measured = measure()
+    if world.rank == 0:
+        result.write_text(json.dumps(asdict(measured)))
+    shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Planning before a run: memory, batch, strategy, data dispatch."""

@@ -1,0 +1,202 @@
+"""A prediction with its answer: the allocator's share, the ledger, whether it fits, what would fit.
+
+The largest micro-batch that fits on a device, for a strategy: predicted, not tried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.tools.plan.memory.caching_allocator import Replay, replay
+from paceline.tools.plan.memory.memory_fit import MARGIN, Alternative, Verdict, judge
+from paceline.tools.plan.memory.memory_ledger import Ledger, Outside, ledger_of
+from paceline.tools.plan.memory.memory_prediction import Prediction, predict
+from paceline.tools.plan.memory.memory_timeline import Timeline
+from paceline.tools.plan.memory.training_subject import Setting, Subject
+
+__all__ = ["Fitting", "Forecast", "Room", "alternatives", "forecast", "largest_micro_batch"]
+
+_MOST_DEVICES = 1024
+
+
+_HARDLY = 0.98  # of the memory on half as many devices
+
+
+_NOTHING = Outside()
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a device and what is taken of it before a step.
+
+    Attributes:
+        capacity_nbytes: of the device; None: it is not asked whether anything fits.
+        outside: what no tensor of a step accounts for.
+    """
+
+    capacity_nbytes: int | None = None
+    outside: Outside = _NOTHING
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training takes, and whether that fits.
+
+    Attributes:
+        prediction: every block.
+        steps: its blocks that are there when steps run, or are made in them: what is judged.
+        replay: of these by the CUDA allocator; None on the CPU, whose allocator takes what is asked for.
+        ledger: of the peak.
+        verdict: None where no capacity is known.
+    """
+
+    prediction: Prediction
+    steps: Timeline
+    replay: Replay | None
+    ledger: Ledger
+    verdict: Verdict | None
+
+    @property
+    def setting(self) -> Setting:
+        """How the model is trained."""
+        return self.prediction.setting
+
+    @property
+    def building_nbytes(self) -> int:
+        """The most that building and wrapping the model takes, or the steps where they take more."""
+        return self.prediction.timeline.peak().nbytes
+
+    def facts(self) -> dict[str, Any]:
+        """Return the forecast for JSON."""
+        peak = self.steps.peak()
+        return {
+            "setting": self.setting.to_json(),
+            "peak_nbytes": peak.nbytes,
+            "building_nbytes": self.building_nbytes,
+            "allocated_nbytes": self.replay.allocated_nbytes if self.replay else peak.nbytes,
+            "reserved_nbytes": self.replay.reserved_nbytes if self.replay else peak.nbytes,
+            "device_nbytes": self.ledger.nbytes,
+            "where": self.ledger.where,
+            "answer": self.verdict.answer.value if self.verdict else None,
+            "ledger": [
+                {"name": line.name, "nbytes": line.nbytes, "rule": line.rule, "source": line.source}
+                for line in self.ledger.lines
+            ],
+            "largest": [list(each) for each in self.ledger.largest],
+            "questions": self.prediction.questions,
+            "seconds": round(self.prediction.seconds, 2),
+        }
+
+
+def forecast(subject: Subject, setting: Setting, room: Room) -> Forecast:
+    """Predict a training and judge it.
+
+    Raises: as `predict`.
+    """
+    prediction = predict(subject, setting)
+    steps = prediction.timeline.steps()
+    replayed = replay(steps.changes()) if setting.device == "cuda" else None
+    outside = room.outside if setting.device == "cuda" else Outside(data_nbytes=room.outside.data_nbytes)
+    ledger = ledger_of(steps, replayed, outside)
+    verdict = judge(ledger.nbytes, room.capacity_nbytes) if room.capacity_nbytes is not None else None
+    return Forecast(prediction, steps, replayed, ledger, verdict)
+
+
+def alternatives(subject: Subject, setting: Setting, room: Room) -> list[Alternative]:
+    """Return what each change of `setting` would take; each has been predicted."""
+    if room.capacity_nbytes is None:
+        return []
+    found = [
+        Alternative(change, judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes))
+        for change, other in _changes(setting)
+    ]
+    devices = _fewest_devices(subject, setting, room)
+    return [*found, devices] if devices is not None else found
+
+
+def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """Yield single changes that take less memory, in words."""
+    if setting.autocast == setting.gather == "off":
+        yield "bf16 autocast", replace(setting, autocast="bf16")
+    if not setting.checkpointing:
+        yield "checkpointing", replace(setting, checkpointing=True)
+    if setting.batch > 1:
+        half = setting.batch // 2
+        yield (
+            f"a micro-batch of {half}, accumulated twice",
+            replace(setting, batch=half, accumulate=2 * setting.accumulate),
+        )
+        yield "a micro-batch of 1", replace(setting, batch=1, accumulate=setting.batch * setting.accumulate)
+    if setting.strategy not in ("sharded", "full-shard") and setting.ranks > 1:
+        yield "sharded", replace(setting, strategy="sharded")
+
+
+def _fewest_devices(subject: Subject, setting: Setting, room: Room) -> Alternative | None:
+    """Return full-shard on the fewest devices (a power of two) that it fits on; or where more hardly help."""
+    assert room.capacity_nbytes is not None, "the caller has checked that"
+    ranks = max(2, setting.ranks * (2 if setting.strategy == "full-shard" else 1))
+    found: Alternative | None = None
+    while ranks <= _MOST_DEVICES:
+        other = replace(setting, strategy="full-shard", ranks=ranks)
+        verdict = judge(forecast(subject, other, room).ledger.nbytes, room.capacity_nbytes)
+        hardly = found is not None and verdict.nbytes > _HARDLY * found.verdict.nbytes
+        if hardly and verdict.poor:
+            break
+        found = Alternative(f"full-shard on {ranks} devices", verdict)
+        if not verdict.poor:
+            break
+        ranks *= 2
+    return found
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """What fits under a strategy.
+
+    Attributes:
+        samples: the largest micro-batch that fits; 0: not even one sample does.
+        forecast: of a step with it; with one sample where none fits.
+    """
+
+    samples: int
+    forecast: Forecast
+
+
+def largest_micro_batch(subject: Subject, setting: Setting, room: Room, most: int) -> Fitting:
+    """Return the largest micro-batch that fits into `room`, and what a step takes with it.
+
+    Memory grows with the micro-batch, about in line once forward and backward take more than the optimizer's step.
+    So the answer is sought between one that fits and one that doesn't, where the line between them meets the margin,
+    until it is known to a thirty-second part.
+
+    Args:
+        subject: what is trained. setting: how; its `batch` is what is sought. room: with the memory of a device.
+        most: samples that are wanted at most, 1 or more.
+
+    Raises: as `forecast`.
+    """
+    assert room.capacity_nbytes is not None, "there is something to fit into"
+    allowed = MARGIN * room.capacity_nbytes
+
+    def of(samples: int) -> Forecast:
+        return forecast(subject, replace(setting, batch=samples), room)
+
+    fits, found = 1, of(1)
+    if found.ledger.nbytes > allowed:
+        return Fitting(0, found)
+    if most == 1:
+        return Fitting(1, found)
+    over, largest = most, of(most)
+    if largest.ledger.nbytes <= allowed:
+        return Fitting(most, largest)
+    while over - fits > max(1, fits // 32):
+        share = (allowed - found.ledger.nbytes) / (largest.ledger.nbytes - found.ledger.nbytes)
+        samples = min(max(fits + 1, fits + int(share * (over - fits))), over - 1)
+        tried = of(samples)
+        if tried.ledger.nbytes <= allowed:
+            fits, found = samples, tried
+        else:
+            over, largest = samples, tried
+    return Fitting(fits, found)

@@ -1,0 +1,166 @@
+"""What a step's memory consists of at its peak, line by line, each with the rule that it follows from.
+
+Lines of a category are what the blocks that are alive at the peak add up to; lines below come on top: what
+the allocator rounds and keeps, what lies outside of it. The lines add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.tools.plan.memory.caching_allocator import Replay
+from paceline.tools.plan.memory.memory_timeline import CATEGORIES, Timeline
+
+__all__ = ["Ledger", "Line", "Outside", "ledger_of"]
+
+_TRACED = "traced"
+_RULES: dict[str, tuple[str, str]] = {
+    "parameters": (
+        "every parameter, or this rank's shard, in its own type",
+        "traced; ZeRO, arXiv 1910.02054 §3",
+    ),
+    "buffers": ("tensors that modules register beside parameters", _TRACED),
+    "optimizer state": ("what the optimizer keeps per parameter or shard", "traced; arXiv 1910.02054 §3.1"),
+    "buckets": (
+        "gradients as views of flat buffers, padded to 64 bytes",
+        "paceline/parallel/engine/bucket.py",
+    ),
+    "gradients": (
+        "param.grad, from backward to zero_grad()",
+        "torch/csrc/autograd/functions/accumulate_grad.h",
+    ),
+    "gathered units": (
+        "whole parameters of the unit in use and of the one fetched ahead",
+        "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
+    ),
+    "communication": (
+        "what collectives send from and receive into",
+        "paceline/parallel/engine/comm.py; torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    ),
+    "inputs": ("the micro-batch that the loop holds", _TRACED),
+    "activations": (
+        "made in forward, held for backward: saved tensors, logits, log-probabilities",
+        "traced; Korthikanti et al., arXiv 2205.05198 §4",
+    ),
+    "autocast copies": (
+        "parameters in the lower type, cached until autocast ends, saved for backward",
+        "aten/src/ATen/autocast_mode.cpp, `cached_cast`",
+    ),
+    "recomputed": ("activations that checkpointing makes again in backward", "torch/utils/checkpoint.py"),
+    "temporaries": ("made and dropped on the way: gradients of activations, an optimizer's steps", _TRACED),
+    "workspaces": (
+        "what a kernel takes for itself while it runs",
+        "paceline/tools/plan/memory/kernel_workspaces.py",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: bytes, the rule in words, and where the rule stands."""
+
+    name: str
+    nbytes: int
+    rule: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Memory that no tensor of the step accounts for.
+
+    Attributes:
+        context_nbytes: driver, CUDA context and loaded kernels.
+        library_nbytes: what libraries hold: cuBLAS's workspace.
+        data_nbytes: data that stay on the device.
+    """
+
+    context_nbytes: int = 0
+    library_nbytes: int = 0
+    data_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The lines, and where the peak is.
+
+    Attributes:
+        lines: they add up to `nbytes`.
+        where: the peak in words: step, phase, module and operator.
+        largest: (module, operator, bytes) of what holds most activations and temporaries at the peak.
+    """
+
+    lines: Sequence[Line]
+    where: str
+    largest: Sequence[tuple[str, str, int]]
+
+    @property
+    def nbytes(self) -> int:
+        """All lines together."""
+        return sum(line.nbytes for line in self.lines)
+
+
+def ledger_of(timeline: Timeline, replay: Replay | None = None, outside: Outside | None = None) -> Ledger:
+    """Return the ledger of a timeline's peak.
+
+    Args:
+        timeline: of the steps.
+        replay: what the allocator makes of it; None: it takes exactly what is asked for (the CPU's).
+        outside: what comes on top.
+    """
+    peak = timeline.peak()
+    alive = timeline.alive_at(peak.tick)
+    sums: Counter[str] = Counter()
+    for block in alive:
+        sums[block.category] += block.nbytes
+    lines = [Line(name, sums[name], *_RULES[name]) for name in CATEGORIES if sums[name]]
+    if replay is not None:
+        lines += _allocators(replay, peak.nbytes)
+    lines += _outsides(outside or Outside())
+    held: Counter[tuple[str, str]] = Counter()
+    for block in alive:
+        if block.category in ("activations", "autocast copies", "recomputed", "temporaries"):
+            held[block.module, block.operator] += block.nbytes
+    return Ledger(lines, _where(timeline), [(*key, nbytes) for key, nbytes in held.most_common(8)])
+
+
+def _allocators(replay: Replay, requested: int) -> list[Line]:
+    source = "c10/cuda/CUDACachingAllocator.cpp, replayed"
+    rounding = replay.allocated_nbytes - requested
+    reserve = replay.reserved_nbytes - replay.allocated_nbytes
+    return [
+        Line("allocator: rounding", rounding, "blocks of 512 bytes; what is too little to split off", source),
+        Line("allocator: reserve", reserve, "segments of 2 and 20 MiB; holes between blocks", source),
+    ]
+
+
+def _outsides(outside: Outside) -> list[Line]:
+    lines = [
+        Line("data on the device", outside.data_nbytes, "as given", "--data"),
+        Line(
+            "libraries",
+            outside.library_nbytes,
+            "cuBLAS's workspace as on Hopper; 8.1 MiB before it",
+            "aten/src/ATen/cuda/CublasHandlePool.cpp",
+        ),
+        Line(
+            "CUDA context",
+            outside.context_nbytes,
+            "driver and loaded kernels, as given; 781 MB were seen; NCCL adds its own buffers",
+            "--cuda-context; github.com/pytorch/pytorch/issues/34323",
+        ),
+    ]
+    return [line for line in lines if line.nbytes]
+
+
+def _where(timeline: Timeline) -> str:
+    peak = timeline.peak()
+    mark = timeline.mark_at(peak.tick)
+    made = next((block for block in timeline.blocks if block.born == peak.tick), None)
+    told = f"step {mark.step + 1}, {mark.phase}"
+    if made is None:
+        return told
+    operator = made.operator.removeprefix("aten.").removesuffix(".default")
+    return f"{told}, {operator} in {made.module or 'the step itself'}"

@@ -1,0 +1,283 @@
+"""Follows every block of memory that a program on torch tensors asks for; no tensor needs to have any memory.
+
+`Tracer` is a dispatch mode: it sees each operator below autograd, notes the storages that come out of it, and
+is told by weak references when they die. Under a `FakeTensorMode` nothing is computed and nothing allocated, so a
+model of any size can be traced; without one, a real program is followed in the same way.
+
+Where fake tensors behave otherwise than real ones, the tracer corrects it:
+
+- Autograd adds up the gradients that come to one node. It does so in place where it holds the only reference, but never
+  on a tensor subclass (torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`). The sum is booked as in place
+  where one of the summands dies with the addition.
+- Kernels take memory of their own and give it back before they return. `workspaces` knows which.
+- Values do not exist. Where a program asks for one (``.item()``), it is told 1, and `questions` counts that.
+
+torch's own `torch.distributed._tools.mem_tracker.MemTracker` follows storages by weak references too. It is not used:
+it takes one forward and backward of a given module, hooks every module for it, and knows neither our buckets nor the
+whole of a step; its copy for FSDP2 labels activations as optimizer state. A test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from paceline.tools.plan.memory.memory_timeline import Recording, Timeline
+from paceline.tools.plan.memory.tracer_hooks import ModulePaths, converting, shapes_only, told_of_resizing
+
+__all__ = ["Tracer", "plain_tensors"]
+
+_aten = torch.ops.aten
+_ENTER, _LEAVE = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit,
+)
+_ALIKE = {_aten.allclose.default, _aten.equal.default}
+_COMPRESSED = {
+    "row": ("crow_indices", "col_indices", "values"),
+    "column": ("ccol_indices", "row_indices", "values"),
+}
+_PARTS_OF = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED["row"],
+    torch.sparse_bsr: _COMPRESSED["row"],
+    torch.sparse_csc: _COMPRESSED["column"],
+    torch.sparse_bsc: _COMPRESSED["column"],
+}
+_GATHERING = ("FSDP::all_gather", "FSDP::pre_forward", "FSDP::pre_backward", "FSDP::backward_prefetch")
+
+Workspace = Callable[[Any, Sequence[Any], dict[str, Any], Any], int]
+
+
+class Tracer(TorchDispatchMode):
+    """Records the life of every storage that operators make while it is active.
+
+    Args:
+        workspace: tells how many bytes an operator's kernel takes for itself: called with the operator, its
+            arguments and its result; None: nothing.
+
+    Example:
+        >>> with Tracer() as tracer:
+        ...     x = torch.zeros(256)
+        >>> tracer.timeline().peak().nbytes
+        1024
+    """
+
+    def __init__(self, workspace: Workspace | None = None) -> None:
+        super().__init__()
+        self.recording, self.modules = Recording(), ModulePaths()
+        self.questions = 0
+        """How often the program asked for a value."""
+        self._workspace = workspace
+        self._of_storage: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._maker: dict[int, int | None] = {}  # the node of autograd that ran when a block was born
+        self._sections: list[str] = []
+        self._sum: tuple[int, list[int]] | None = None  # of gradients: its block, and those of the summands
+        self._category: str | None = None
+        self._ignored = False
+        self._within = ExitStack()
+
+    def __enter__(self) -> Tracer:
+        self._within.enter_context(self.modules)
+        self._within.enter_context(told_of_resizing(self._resized))
+        self._within.enter_context(converting())
+        self._within.enter_context(shapes_only(self._ignoring))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._within.close()
+
+    # ------------------------------------------------------------------ what the program says
+
+    def begin(self, step: int, phase: str) -> None:
+        """Begin a phase of a step; see `Mark`."""
+        self._settle_sum()
+        self.recording.begin(step, phase)
+
+    def end(self) -> None:
+        """Say that the steps are over: what is freed from now on is not part of them."""
+        self._settle_sum()
+        self.recording.close()
+
+    @contextmanager
+    def making(self, category: str) -> Iterator[None]:
+        """Let everything that is made in this block belong to `category`."""
+        before, self._category = self._category, category
+        try:
+            yield
+        finally:
+            self._category = before
+
+    def claim(self, category: str, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Say what the memory of these tensors is for."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                known = self._of_storage.get(plain.untyped_storage()._cdata)
+                if known is not None:
+                    self.recording.claim(known[0], category)
+
+    @contextmanager
+    def _ignoring(self) -> Iterator[None]:
+        before, self._ignored = self._ignored, True
+        try:
+            yield
+        finally:
+            self._ignored = before
+
+    def timeline(self) -> Timeline:
+        """Return what was recorded so far."""
+        return self.recording.timeline()
+
+    # ------------------------------------------------------------------ what operators do
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a DTensor unwraps itself; what it does to its parts comes here again
+        kwargs = kwargs or {}
+        if self._ignored:
+            return func(*args, **kwargs)
+        self._settle_sum()
+        self._note_section(func, args)
+        if func is _aten._local_scalar_dense.default and _valueless(args[0]):
+            self.questions += 1
+            return 1 if not args[0].is_floating_point() else 1.0
+        if func in _ALIKE and _valueless(args[0]):
+            self.questions += 1
+            return True
+        result = func(*args, **kwargs)
+        parts = [plain for leaf in tree_leaves(result) for plain in plain_tensors(leaf)]
+        born = [number for plain in parts for number in self._note(plain, func, args)]
+        if self._workspace is not None:
+            nbytes = self._workspace(func, args, kwargs, result)
+            if nbytes:
+                self._pulse(nbytes, func)
+        if func is _aten.add.Tensor and born:
+            self._note_sum(born[0], args)
+        return result
+
+    def _note(self, plain: torch.Tensor, func: Any, args: tuple[Any, ...]) -> Iterator[int]:
+        """Note the storage of a result, unless it is known; yield its block."""
+        storage = plain.untyped_storage()
+        if storage._cdata in self._of_storage or not storage.nbytes():
+            return
+        if any(storage._cdata == given for given in _storages(args)):
+            return  # a view of what was there before the tracer
+        yield self._bear(storage, storage.nbytes(), self._purpose(func, args), str(func))
+
+    def _bear(self, storage: Any, nbytes: int, category: str, operator: str) -> int:
+        key = storage._cdata
+        number = self.recording.birth(nbytes, category, self.modules.here(), operator)
+        self._maker[number] = self.modules.node()
+        self._of_storage[key] = number, weakref.ref(storage, lambda _: self._died(key))
+        return number
+
+    def _died(self, key: int) -> None:
+        number, _ = self._of_storage.pop(key)
+        self.recording.death(number)
+
+    def _pulse(self, nbytes: int, func: Any) -> None:
+        number = self.recording.birth(nbytes, "workspaces", self.modules.here(), str(func))
+        self.recording.death(number)
+
+    def _resized(self, storage: Any, nbytes: int) -> None:
+        """Note that a storage was freed or given memory again, as FSDP2 does with gathered parameters."""
+        known = self._of_storage.get(storage._cdata)
+        if known is not None:
+            self._of_storage.pop(storage._cdata)
+            self.recording.death(known[0])
+        if nbytes:
+            self._bear(storage, nbytes, self._purpose(None, ()), "resize_")
+
+    # ------------------------------------------------------------------ what a block is for
+
+    def _purpose(self, func: Any, args: tuple[Any, ...]) -> str:
+        """Return the category of a new block, as far as it can be told at its birth."""
+        if self._category is not None:
+            return self._category
+        if section := next((name for name in reversed(self._sections) if name.startswith("FSDP::")), ""):
+            return "gathered units" if section.startswith(_GATHERING) else "communication"
+        if func is not None and str(func).startswith("c10d."):
+            return "communication"
+        phase = self.recording.phase
+        if func is _aten._to_copy.default and phase == "forward" and self._is_cast_parameter(args[0]):
+            return "autocast copies"
+        if phase == "backward" and torch.is_grad_enabled() and torch._C._current_autograd_node() is not None:
+            return "recomputed"  # a node's own formula runs without gradients
+        return "temporaries"
+
+    @staticmethod
+    def _is_cast_parameter(tensor: object) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad
+
+    def _note_section(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Follow the sections that FSDP2 names for profilers."""
+        if func is _ENTER:
+            self._sections.append(args[0])
+        elif getattr(func, "overloadpacket", None) is _LEAVE:
+            self._sections.pop()
+
+    # ------------------------------------------------------------------ sums of gradients
+
+    def _note_sum(self, number: int, args: tuple[Any, ...]) -> None:
+        """Remember an addition that is autograd's own: of what the node that runs has made to what another one had."""
+        if self.recording.phase != "backward" or torch.is_grad_enabled():
+            return
+        summands = [self._of_storage[key][0] for key in _storages(args) if key in self._of_storage]
+        here = self.modules.node()
+        if len(summands) == 2 and [self._maker.get(each) == here for each in summands].count(True) == 1:
+            self._sum = number, summands
+
+    def _settle_sum(self) -> None:
+        """Book the latest sum as in place where a summand of its size died with it."""
+        if self._sum is None:
+            return
+        (number, summands), self._sum = self._sum, None
+        for summand in summands:
+            same = self.recording.nbytes(summand) == self.recording.nbytes(number)
+            if same and not self.recording.alive(summand):
+                self.recording.take_over(number, summand)
+                return
+
+
+def plain_tensors(tensor: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory of their own that `tensor` is made of.
+
+    Those are the parts of a DTensor, the indices and values of a sparse tensor; none for oneDNN's own layout, whose
+    memory torch does not show.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor
+    else:
+        for part in _PARTS_OF.get(tensor.layout, ()):
+            yield getattr(tensor, part)()
+
+
+def _storages(args: tuple[Any, ...]) -> list[int]:
+    """Return the addresses of the storages of the tensors among `args`."""
+    return [plain.untyped_storage()._cdata for leaf in tree_leaves(args) for plain in plain_tensors(leaf)]
+
+
+def _valueless(tensor: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) and tensor.constant is None

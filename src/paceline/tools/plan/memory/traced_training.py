@@ -1,0 +1,179 @@
+"""The training loop of predictions and of measurements: what both have in common is all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.sharding.zero import ShardedOptimizer
+from paceline.parallel.strategy import STRATEGIES, Sync
+from paceline.tools.plan.memory.training_subject import ALONE, Built, Setting, Subject, import_named
+
+__all__ = ["STEPS", "Observer", "Silent", "optimizer_of", "train"]
+
+STEPS = 2
+"""The first step has no optimizer state before its end and builds the buckets; all later ones are alike."""
+
+
+class Observer(Protocol):
+    """Is told what happens in a training."""
+
+    def begin(self, step: int, phase: str) -> None: ...
+
+    def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None: ...
+
+    def making(self, category: str) -> AbstractContextManager[None]: ...
+
+    def model(self, module: torch.nn.Module) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Silent:
+    """Observes nothing."""
+
+    def begin(self, step: int, phase: str) -> None:
+        """Do nothing."""
+
+    def claim(self, category: str, tensors: Iterable[Tensor | None]) -> None:
+        """Do nothing."""
+
+    def making(self, category: str) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return nullcontext()
+
+    def model(self, module: torch.nn.Module) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A wrapped model with its optimizer and its way to do backward."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    backward: Callable[[Tensor], None]
+
+
+def train(subject: Subject, setting: Setting, wire: Wire, observer: Observer, steps: int = STEPS) -> None:
+    """Build the subject and train it for some steps.
+
+    Args:
+        subject: what to train.
+        setting: how.
+        wire: the ranks.
+        observer: is told phases, and what tensors are for.
+        steps: optimizer steps.
+    """
+    observer.begin(0, "build")
+    built = subject.build(setting)
+    observer.model(built.module)
+    _claim_states(observer, built.module)
+    observer.begin(0, "wrap")
+    trained = _wrapped(built, setting, wire)
+    for step in range(steps):
+        for _ in range(setting.accumulate - 1):
+            with trained.model.accumulate() if isinstance(trained.model, DataParallel) else nullcontext():
+                _micro_step(built, trained, setting, observer, step)
+        held = _micro_step(built, trained, setting, observer, step)
+        _claim_gradients(observer, trained.model)
+        observer.begin(step, "optimizer")
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        _claim_states(observer, built.module)
+        _claim_optimizer_state(observer, trained.optimizer)
+        del held
+    observer.end()
+
+
+def _micro_step(built: Built, trained: _Trained, setting: Setting, observer: Observer, step: int) -> Any:
+    """Run forward and backward of one micro-batch; return it, for a loop keeps it until the next one."""
+    observer.begin(step, "forward")
+    with observer.making("inputs"):
+        batch = built.draw()
+    with _autocast(setting):
+        loss = built.loss(trained.model, batch)
+    observer.begin(step, "backward")
+    trained.backward(loss)
+    return batch
+
+
+def _autocast(setting: Setting) -> AbstractContextManager[object]:
+    if setting.autocast == "off":
+        return nullcontext()
+    dtype = torch.bfloat16 if setting.autocast == "bf16" else torch.float16
+    return torch.autocast(
+        torch.get_default_device().type, dtype
+    )  # a prediction's tensors are on the CPU, of any device
+
+
+def _wrapped(built: Built, setting: Setting, wire: Wire) -> _Trained:
+    kind, options = optimizer_of(setting)
+    if setting.strategy == ALONE:
+        return _Trained(built.module, kind(built.module.parameters(), **options), Tensor.backward)
+    plan = STRATEGIES[setting.strategy]
+    if setting.bucket_mib is not None:
+        plan = Sync(bucket_mib=setting.bucket_mib, overlap=plan.overlap, shard=plan.shard)
+    gather_dtype = torch.bfloat16 if setting.gather == "bf16" else None
+    model = DataParallel(built.module, sync=plan, group=wire, gather_dtype=gather_dtype)
+    return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
+
+
+def optimizer_of(setting: Setting) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the optimizer's class and its options.
+
+    On CUDA torch's optimizers update all parameters at once (``foreach``) unless they are told otherwise, which takes
+    temporaries as large as the parameters (torch/optim/optimizer.py, `_default_to_fused_or_foreach`).
+
+    Raises:
+        UsageError: it is no optimizer.
+    """
+    at_once = {"foreach": setting.device == "cuda"}
+    known: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, {"lr": 1e-3, **at_once}),
+        "sgd": (torch.optim.SGD, {"lr": 1e-3, **at_once}),
+        "sgd-momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, **at_once}),
+    }
+    if setting.optimizer in known:
+        return known[setting.optimizer]
+    named = import_named(setting.optimizer) if ":" in setting.optimizer else None
+    if not (isinstance(named, type) and issubclass(named, torch.optim.Optimizer)):
+        raise UsageError(
+            f"{setting.optimizer!r} is no optimizer",
+            remedy=f"valid: {', '.join(known)}, or package.module:Class",
+        )
+    return named, {"lr": 1e-3}
+
+
+def _claim_states(observer: Observer, module: torch.nn.Module) -> None:
+    observer.claim("parameters", module.parameters())
+    observer.claim("buffers", module.buffers())
+
+
+def _claim_gradients(observer: Observer, model: torch.nn.Module) -> None:
+    engine = model.engine if isinstance(model, DataParallel) else None
+    if isinstance(engine, Reducer):
+        observer.claim("buckets", [bucket.flat for bucket in engine.buckets])
+        observer.claim("parameters", [bucket.params for bucket in engine.buckets])
+    observer.claim("gradients", [param.grad for param in model.parameters()])
+
+
+def _claim_optimizer_state(observer: Observer, optimizer: torch.optim.Optimizer) -> None:
+    inner = [part.optimizer for part in getattr(optimizer, "_parts", [])]
+    for each in [optimizer, *inner]:
+        for state in each.state.values():
+            observer.claim(
+                "optimizer state", [value for value in state.values() if isinstance(value, Tensor)]
+            )

@@ -1,0 +1,335 @@
+"""How a model is trained, as far as memory depends on it: plain values for a prediction or a measurement.
+
+What is trained: a reference model by its size, or what a user's code builds.
+
+A user names ``package.module:name``. What stands there is
+
+- a class derived from ``torch.nn.Module`` that needs no arguments, or
+- a function that returns a module, ``(module, inputs)`` or ``(module, inputs, loss)``. It is passed ``batch`` and
+  ``context`` if it has parameters of these names.
+
+`inputs` is a tensor, a tuple of the model's arguments, or a dict of its keyword arguments; where it is left out, the
+command line says shapes and types. `loss` takes the model's output (and `inputs`, if it has two parameters)
+and returns a scalar; where it is left out, the loss is the mean over everything the model returns.
+
+Under a prediction all of it is called among tensors without memory: what it builds must not read values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import UsageError, unknown
+from paceline.tools.models import gpt
+from paceline.tools.models.gpt_sizes import SIZES, size_of
+
+__all__ = ["ALONE", "BACKENDS", "STRATEGY_NAMES", "Built", "Setting", "Subject", "import_named", "subject_of"]
+
+ALONE = "alone"
+"""Plain torch on one device, without Paceline."""
+
+
+STRATEGY_NAMES = (ALONE, "naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
+
+
+BACKENDS = ("gloo", "nccl", "paceline")
+
+
+_AUTOCASTS = ("off", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained.
+
+    Attributes:
+        strategy: one of `STRATEGY_NAMES`.
+        ranks: devices, each with a whole batch of its own.
+        batch: samples of a device's micro-batch.
+        context: tokens of a sample, for models that read tokens.
+        optimizer: ``adamw``, ``sgd``, ``sgd-momentum``, or the import path of an optimizer's class.
+        autocast: ``off``, ``bf16`` or ``fp16``.
+        gather: ``off`` or ``bf16``: the type in which full-shard gathers parameters and computes.
+        checkpointing: run the members of every ``ModuleList`` or ``Sequential`` again in backward.
+        accumulate: micro-batches of a step.
+        backend: whose collectives: ``gloo``, ``nccl`` or ``paceline``.
+        device: ``cpu`` or ``cuda``: whose defaults the optimizer has.
+        bucket_mib: of strategies with buckets; None: the strategy's own.
+
+    Raises:
+        UsageError: a value is unknown or out of range.
+    """
+
+    strategy: str = "bucketed"
+    ranks: int = 1
+    batch: int = 1
+    context: int = 128
+    optimizer: str = "adamw"
+    autocast: str = "off"
+    gather: str = "off"
+    checkpointing: bool = False
+    accumulate: int = 1
+    backend: str = "gloo"
+    device: str = "cpu"
+    bucket_mib: float | None = None
+
+    def __post_init__(self) -> None:
+        for kind, given, valid in (
+            ("strategy", self.strategy, STRATEGY_NAMES),
+            ("backend", self.backend, BACKENDS),
+            ("autocast", self.autocast, _AUTOCASTS),
+            ("gather", self.gather, ("off", "bf16")),
+            ("device", self.device, ("cpu", "cuda")),
+        ):
+            if given not in valid:
+                raise unknown(kind, given, valid)
+        for name in ("ranks", "batch", "context", "accumulate"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)}", remedy="give 1 or more")
+        if self.strategy == ALONE and self.ranks > 1:
+            raise UsageError(f"strategy 'alone' on {self.ranks} devices", remedy="give 1 device")
+        if self.gather != "off" and self.strategy not in ("full-shard", ALONE):
+            raise UsageError(
+                f"strategy {self.strategy!r} gathers no parameters", remedy="use full-shard, or autocast"
+            )
+        if self.bucket_mib is not None and not self.bucket_mib > 0:
+            raise UsageError(f"bucket_mib={self.bucket_mib}", remedy="give more than 0")
+
+    @property
+    def name(self) -> str:
+        """The setting in words."""
+        words = [self.strategy, f"{self.ranks} device{'s' if self.ranks > 1 else ''}", self.optimizer]
+        words += [] if self.autocast == "off" else [f"{self.autocast} autocast"]
+        words += [] if self.gather == "off" else [f"gathered in {self.gather}"]
+        words += ["checkpointing"] if self.checkpointing else []
+        words += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
+        return ", ".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the setting for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Setting:
+        """Return the setting that `to_json` wrote."""
+        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
+
+
+XXL = "xxl"
+"""126 blocks of two linear layers, 16384 → 53248 → 16384: 220 G parameters."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and what a step feeds it.
+
+    Attributes:
+        module: the model.
+        draw: returns one micro-batch, new memory each time.
+        loss: from the model (or its wrapper) and a micro-batch to a scalar.
+    """
+
+    module: torch.nn.Module
+    draw: Callable[[], Any]
+    loss: Callable[[torch.nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained; `build` makes it anew, on whatever tensors are made where it is called.
+
+    Attributes:
+        name: as the user named it.
+        build: makes model and micro-batches for a setting.
+    """
+
+    name: str
+    build: Callable[[Setting], Built]
+
+
+def subject_of(name: str, inputs: Sequence[str] = ()) -> Subject:
+    """Return what `name` names.
+
+    Args:
+        name: a size of the reference model, ``xxl``, or ``package.module:name``; see the module's docstring.
+        inputs: shapes and types of the model's arguments, as in ``8x3x224x224`` or ``8x128:int64``, where
+            what `name` names brings none.
+
+    Raises:
+        UsageError: nothing has that name.
+    """
+    if ":" in name:
+        return Subject(name, partial(_users, name, import_named(name), tuple(inputs)))
+    if name == XXL:
+        return Subject(name, _linears)
+    if name not in SIZES:
+        raise unknown("model", name, [*SIZES, XXL, "package.module:name"])
+    return Subject(name, partial(_reference, name))
+
+
+def import_named(path: str) -> Any:
+    """Return what ``package.module:name`` names; the folder that a program was started in is searched too.
+
+    Raises:
+        UsageError: there is no such module, or nothing of that name in it.
+    """
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"can't import {module_name!r}: {error}", remedy="write package.module:name, importable from here"
+        ) from error
+    if not hasattr(module, name):
+        public = [each for each in vars(module) if not each.startswith("_")]
+        raise unknown(f"name in {module_name}", name, public)
+    return getattr(module, name)
+
+
+def _reference(name: str, setting: Setting) -> Built:
+    size = size_of(name)
+    if setting.context > size.context:
+        size = size_of(name, context=setting.context)
+    module = gpt.GPT(size, recompute=setting.checkpointing)
+    shape = (setting.batch, setting.context)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        return torch.randint(size.vocabulary, shape), torch.randint(size.vocabulary, shape)
+
+    return Built(module, draw, lambda model, batch: gpt.loss(model(batch[0]), batch[1]))
+
+
+class _Linears(torch.nn.Module):
+    """Blocks of two linear layers without bias or activation function."""
+
+    def __init__(self, d_model: int, d_ff: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.Linear(d_model, d_ff, bias=False), torch.nn.Linear(d_ff, d_model, bias=False)
+            )
+            for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _linears(setting: Setting) -> Built:
+    module = _Linears(16384, 53248, 126)
+    if setting.checkpointing:
+        _recompute_members(module)
+    low = "bf16" if setting.gather == "bf16" else setting.autocast
+    dtype = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[low]
+    shape = (setting.batch, setting.context, 16384)
+    return Built(module, lambda: torch.empty(shape, dtype=dtype), lambda model, x: model(x).float().mean())
+
+
+def _users(name: str, named: Any, shapes: Sequence[str], setting: Setting) -> Built:
+    found = _called(name, named, setting)
+    parts: list[Any] = list(found) if isinstance(found, tuple) else [found]
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
+        raise UsageError(
+            f"{name} returned {type(found).__name__}",
+            remedy="return a module, (module, inputs) or (module, inputs, loss)",
+        )
+    module = parts[0]
+    if setting.checkpointing:
+        _recompute_members(module)
+    first = parts[1] if len(parts) > 1 else tuple(_made(shape) for shape in shapes)
+    if not pytree.tree_leaves(first):
+        raise UsageError(
+            f"{name} brings no inputs", remedy="return (module, inputs), or give --inputs 8x128:int64"
+        )
+    loss_of: Callable[..., Tensor] = parts[2] if len(parts) == 3 else _mean
+
+    def loss(model: torch.nn.Module, batch: Any) -> Tensor:
+        output = model(**batch) if isinstance(batch, dict) else model(*_arguments(batch))
+        return loss_of(output, batch) if _takes_two(loss_of) else loss_of(output)
+
+    def draw() -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.clone, first)
+
+    return Built(module, draw, loss)
+
+
+def _called(name: str, named: Any, setting: Setting) -> Any:
+    if not callable(named):
+        raise UsageError(f"{name} is a {type(named).__name__}", remedy="name a Module class or a function")
+    given = {"batch": setting.batch, "context": setting.context}
+    takes = inspect.signature(named).parameters
+    passed = {key: value for key, value in given.items() if key in takes}
+    needed = [
+        key
+        for key, parameter in takes.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        and key not in passed
+    ]
+    if needed:
+        raise UsageError(
+            f"{name} needs {', '.join(needed)}", remedy="name a function that takes at most batch and context"
+        )
+    return named(**passed)
+
+
+def _arguments(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+
+
+def _takes_two(loss: Callable[..., Tensor]) -> bool:
+    try:
+        return len(inspect.signature(loss).parameters) >= 2
+    except ValueError:
+        return False
+
+
+def _mean(output: Any) -> Tensor:
+    """Return the mean over all floating-point tensors of an output."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not floating:
+        raise UsageError(
+            "the model returns no floating-point tensor",
+            remedy="return (module, inputs, loss) from a function",
+        )
+    return torch.stack([tensor.float().mean() for tensor in floating]).mean()
+
+
+def _made(text: str) -> Tensor:
+    """Return a tensor of a shape and type written as ``8x128:int64``."""
+    shape, _, kind = text.partition(":")
+    try:
+        sizes = [int(part) for part in shape.split("x")]
+        dtype = getattr(torch, kind or "float32")
+        return torch.zeros(sizes, dtype=dtype)
+    except (ValueError, AttributeError, TypeError, RuntimeError) as error:
+        raise UsageError(
+            f"--inputs {text!r} is no shape", remedy="write 8x3x224x224 or 8x128:int64"
+        ) from error
+
+
+def _recompute_members(module: torch.nn.Module) -> None:
+    """Have the outermost members of lists and sequences keep their inputs only."""
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList | torch.nn.Sequential):
+            for member in child:
+                member.forward = partial(checkpoint, member.forward, use_reentrant=False)
+        else:
+            _recompute_members(child)

@@ -1,0 +1,219 @@
+"""A figure with its derivation: what it is, the formula with numbers put in, why, and what people get wrong.
+
+The XXL model worked out, each figure with its derivation and with what people get wrong (pure).
+
+126 blocks of two linear layers, 16384 → 53248 → 16384, nothing else: the problem "communication accounting" of Stanford
+CS336 (spring 2025, assignment 2), in the notation of Austin et al., How to Scale Your Model (2025), "Training".
+Activations and what travels are bfloat16; master weights, accumulated gradients and Adam's states are float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.tools.plan.batch_split import States, device_nbytes, devices_for
+from paceline.tools.plan.compute_bound_batch import fsdp_tp_tokens
+
+__all__ = ["BLOCKS", "D_FF", "D_MODEL", "PARAMETERS", "TOKEN_NBYTES", "Derived", "derive"]
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A figure, and where it comes from.
+
+    Attributes:
+        key: its name in JSON, with its unit, such as ``"devices"`` or ``"state_nbytes"``.
+        what: in words.
+        formula: with the numbers put in.
+        value: the result.
+        shown: the result for people, with its unit.
+        why: the reason for the formula; empty if it says enough.
+        wrong: what is often written instead, and what that would give; empty if nothing is.
+    """
+
+    key: str
+    what: str
+    formula: str
+    value: float
+    shown: str
+    why: str = ""
+    wrong: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+
+D_MODEL, D_FF, BLOCKS = 16384, 53248, 126
+
+
+PARAMETERS = 2 * BLOCKS * D_MODEL * D_FF
+
+
+TOKEN_NBYTES = 2 * BLOCKS * (D_MODEL + D_FF)
+"""A of one token: the input of each linear layer, in 2 bytes."""
+
+
+GPU_NBYTES, TPU_NBYTES = 80e9, 95e9
+
+
+FLOPS, WIRE = 4.6e14, 2 * 9e10
+"""C and W of a TPU v5p as the problem gives them: 459 TFLOP/s rounded, two directions of 9e10 B/s along an axis."""
+
+
+_X, _Y, _MX, _MY = 16, 4, 2, 1
+
+
+_SHARED = 0.5
+
+
+def derive() -> tuple[Derived, ...]:
+    """Return all figures, in the order in which they follow from each other.
+
+    Example:
+        >>> {each.key: round(each.value) for each in derive()}["devices_95_1024"]
+        41
+    """
+    return (*_sizes(), *_devices(), *_compute_bound())
+
+
+def _sizes() -> tuple[Derived, ...]:
+    states = 16 * PARAMETERS
+    return (
+        Derived(
+            "parameters",
+            "parameters",
+            "N = 2 · 126 · 16384 · 53248",
+            PARAMETERS,
+            f"{PARAMETERS / 1e9:.2f} G",
+            "two matrices of d_model × d_ff in each block, no biases",
+        ),
+        _bytes("weights_nbytes", "master weights, float32", "4 · N", 4 * PARAMETERS),
+        _bytes("gradients_nbytes", "accumulated gradients, float32", "4 · N", 4 * PARAMETERS),
+        _bytes("adam_nbytes", "Adam's two moments, float32", "8 · N", 8 * PARAMETERS),
+        Derived(
+            "state_nbytes",
+            "all states",
+            "16 · N",
+            states,
+            _both(states),
+            "every one of them lives from step to step",
+            "3276 GiB / 80 GB = 41 mixes units; 80 GB and 3518 GB are decimal. Only where the driver shows 80 GiB "
+            "(85.9 GB) do 41 do.",
+        ),
+        Derived(
+            "devices_80",
+            "devices of 80 GB for the states alone",
+            f"⌈{states / 1e9:,.1f} / 80⌉ = ⌈{states / GPU_NBYTES:.2f}⌉",
+            devices_for(States(states), 0.0, GPU_NBYTES) or 0,
+            f"{devices_for(States(states), 0.0, GPU_NBYTES)}",
+            "they have no room for activations then",
+        ),
+        Derived(
+            "token_nbytes",
+            "activations of a token, bfloat16",
+            "A₁ = 2 B · 126 · (16384 + 53248)",
+            TOKEN_NBYTES,
+            f"{TOKEN_NBYTES:,} B",
+            "backward needs the input of each linear layer: d_model of the first, d_ff of the second",
+            "17,543,808 is seen elsewhere. It is no multiple of 2 · 126 = 252, so no pair of widths gives it: a slip.",
+        ),
+    )
+
+
+def _devices() -> tuple[Derived, ...]:
+    states, found = States(16.0 * PARAMETERS), []
+    for memory, tokens in (*((TPU_NBYTES, each) for each in (0, 1024, 4096)), (GPU_NBYTES, 1024)):
+        activations = float(tokens * TOKEN_NBYTES)
+        count = devices_for(states, activations, memory, _SHARED)
+        half = activations / 2e9
+        assert count is not None
+        held = device_nbytes(states, activations, count, _SHARED) / 1e9
+        everything = devices_for(states, activations, memory, 1.0) or 0
+        wrong = ""
+        if everything != count:
+            real = device_nbytes(states, activations, everything, _SHARED) / 1e9
+            wrong = (
+                f"(16·N + A)/n, all of A divided by n, gives {everything} devices, and each would hold "
+                f"{real:.1f} GB: the half of A that is not shared is on every device, whatever n is."
+            )
+        found.append(
+            Derived(
+                f"devices_{memory / 1e9:.0f}_{tokens}",
+                f"devices of {memory / 1e9:.0f} GB, {tokens} tokens" if tokens else
+                f"devices of {memory / 1e9:.0f} GB, few tokens (A → 0)",
+                f"n ≥ (16·N + A/2)/(M − A/2) = ({states.shared / 1e9:,.1f} + {half:.2f})/"
+                f"({memory / 1e9:.0f} − {half:.2f}) = {(states.shared / 1e9 + half) / (memory / 1e9 - half):.2f}",
+                count,
+                f"{count} ({held:.1f} GB each)",
+                "m = (16·N + A/2)/n + A/2: n devices share the states and every second layer's activations, "
+                "and each keeps the other half of its own",
+                wrong,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _compute_bound() -> tuple[Derived, ...]:
+    alpha = FLOPS / WIRE
+    added = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY)
+    overlapped = fsdp_tp_tokens(alpha, D_FF, _Y, _MX, _MY, overlap=True)
+    return (
+        Derived(
+            "intensity",
+            "FLOP for each byte that is sent",
+            "α = C/W = 4.6e14 / (2 · 9e10)",
+            alpha,
+            f"{alpha:,.0f} FLOP/B",
+            "the time to compute b tokens and the time to send weights are equal at b = α on one axis",
+        ),
+        Derived(
+            "tokens_added",
+            "tokens of a FSDP shard from which forward is bound by computing, FSDP and TP one after another",
+            f"b = B/X ≥ (α/Mx)/(1 − Y·α/(F·My)) = {added.formula}",
+            added.tokens,
+            f"{added.tokens:,.0f} tokens",
+            "a block computes 4·b·D·F/(Y·C), gathers 4·D·F/(Y·W·Mx) of weights and exchanges 4·b·D/(W·My) of "
+            "activations; b is where the first is as long as both others",
+            f"counting four micro-batches of {added.tokens / 4:,.0f} tokens as {added.tokens:,.0f}. FSDP gathers the "
+            "weights in each of them, so each must be large enough. Only under DDP tokens of a step add up.",
+        ),
+        Derived(
+            "tokens_overlapped",
+            "the same, FSDP and TP at the same time",
+            f"b ≥ α/Mx = {overlapped.formula}, while Y·α/(F·My) = {_Y * alpha / (D_FF * _MY):.3f} ≤ 1",
+            overlapped.tokens,
+            f"{overlapped.tokens:,.0f} tokens",
+            "they use axes of their own, so the longer one decides",
+        ),
+        _whole(added.tokens, "one after another"),
+        _whole(overlapped.tokens, "at the same time"),
+        Derived(
+            "tokens_device",
+            "tokens of each chip, one after another",
+            f"{added.tokens:,.0f} / Y = {added.tokens:,.0f} / {_Y}",
+            added.tokens / _Y,
+            f"{added.tokens / _Y:,.0f} tokens",
+            "Y chips work on the same tokens",
+            "b is per FSDP shard (B/X). Read as per chip, the batch would come out Y = 4 times too large.",
+        ),
+    )  # fmt: skip
+
+
+def _whole(tokens: float, how: str) -> Derived:
+    return Derived(
+        f"tokens_global_{how.split()[0]}",
+        f"global batch, {how}",
+        f"X · {tokens:,.0f} = {_X} · {tokens:,.0f}",
+        _X * tokens,
+        f"{_X * tokens / 1e3:.1f} k tokens",
+    )
+
+
+def _bytes(key: str, what: str, formula: str, nbytes: float) -> Derived:
+    return Derived(key, what, formula, nbytes, _both(nbytes))
+
+
+def _both(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.0f} GB ({nbytes / 2**30:,.0f} GiB)"

@@ -1,0 +1,186 @@
+"""Two charts of collectives: time, and bandwidth, against the size of the message.
+
+A colour stands for a backend, a marker and a dash for a number of processes, so that either can be followed.
+
+A fit beside what was measured: times against size, and what was held out as predicted ÷ measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline._core.units import format_seconds, format_size
+from paceline.cost_model.collective_fit import Fit
+from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.prediction_error import Checked
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    MARKERS,
+    MUTED,
+    PAPER,
+    Chart,
+    End,
+    drawn,
+    log_ticks,
+    name_lines,
+    stacked_panels,
+)
+
+if TYPE_CHECKING:
+    from paceline.tools.report.charts.chart_style import Axes
+
+__all__ = ["MOST_SERIES", "Series", "SizeLine", "bandwidth_by_size", "fit_chart", "time_by_size"]
+
+_DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
+
+
+@dataclass(frozen=True)
+class SizeLine:
+    """What one backend did with one number of processes: points are (bytes, seconds) or (bytes, bytes per second)."""
+
+    backend: str
+    ranks: int
+    points: Sequence[tuple[float, float]]
+
+    @property
+    def label(self) -> str:
+        """The name at the line's end."""
+        return f"{self.backend}, {self.ranks} ranks"
+
+
+@drawn
+def time_by_size(lines: Sequence[SizeLine], *, title: str) -> Chart:
+    """Return the time of a call against the bytes of its message, both logarithmic.
+
+    Args:
+        lines: one for each backend and number of processes; points are (bytes, seconds).
+        title: what is measured, and on what.
+    """
+    chart, axes = _chart(lines, title, scale="log")
+    axes.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    axes.set(ylabel="time")
+    return chart
+
+
+@drawn
+def bandwidth_by_size(lines: Sequence[SizeLine], *, title: str, bandwidth: str) -> Chart:
+    """Return the bandwidth of a call against the bytes of its message, which are logarithmic.
+
+    Args:
+        lines: one for each backend and number of processes; points are (bytes, bytes per second).
+        title: what is measured, and on what.
+        bandwidth: which one it is, such as ``"busbw"``.
+    """
+    scaled = [
+        SizeLine(line.backend, line.ranks, [(size, rate / 1e9) for size, rate in line.points])
+        for line in lines
+    ]
+    chart, axes = _chart(scaled, title, scale="linear")
+    axes.set(ylabel=f"{bandwidth} (GB/s)")
+    return chart
+
+
+def _chart(lines: Sequence[SizeLine], title: str, scale: str) -> tuple[Chart, Axes]:
+    """Return the chart of the lines, and its axes."""
+    figure, (axes,) = stacked_panels(width=10, height=max(4.2, 0.24 * len(lines) + 1.2))
+    backends = list(dict.fromkeys(line.backend for line in lines))
+    ranks = sorted({line.ranks for line in lines})
+    axes.set(xscale="log", yscale=scale)
+    ends: list[End] = []
+    for line in lines:
+        colour = COLOURS[backends.index(line.backend) % len(COLOURS)]
+        at = ranks.index(line.ranks)
+        sizes, values = zip(*line.points, strict=True)
+        axes.plot(
+            sizes,
+            values,
+            linestyle=_DASHES[at % len(_DASHES)],
+            marker=MARKERS[at % len(MARKERS)],
+            color=colour,
+            markersize=5,
+            linewidth=2,
+        )
+        ends.append((sizes[-1], values[-1], line.label, colour))
+    if scale == "linear":
+        axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set(xlabel="bytes (S)")
+    name_lines(axes, ends, wide=True)
+    return Chart(figure), axes
+
+
+MOST_SERIES = len(COLOURS)
+
+
+_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Series:
+    """What is drawn in one colour.
+
+    Attributes:
+        label: its name, such as ``"4 ranks"``.
+        fit: the curve.
+        points: measurements by one number of ranks, at least one.
+        checked: those of them that were held out, with their predictions.
+    """
+
+    label: str
+    fit: Fit
+    points: Sequence[Point]
+    checked: Sequence[Checked] = ()
+
+
+@drawn
+def fit_chart(series: Sequence[Series], title: str) -> Chart:
+    """Return the chart: filled points were measured, hollow ones are predictions for sizes that were held out.
+
+    Args:
+        series: at most `MOST_SERIES`.
+        title: what was measured, on what.
+    """
+    figure, (above, below) = stacked_panels(width=10, height=7.2, heights=(1.8, 1.0))
+    below.axhline(1.0, color=MUTED, linewidth=1)
+    ends: list[End] = []
+    for each, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
+        ends.append(_curve(above, each, colour))
+        _marks(above, [(point.nbytes, point.seconds) for point in each.points], colour, marker, colour)
+        _marks(above, [(found.nbytes, found.predicted) for found in each.checked], colour, marker, PAPER)
+        ratios = [(found.nbytes, found.predicted / found.seconds) for found in each.checked]
+        _marks(below, ratios, colour, marker, PAPER)
+    for axes in (above, below):
+        axes.set(xscale="log", yscale="log")
+        axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
+        axes.minorticks_off()
+        axes.grid(axis="y")
+    name_lines(above, ends, wide=True)
+    above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    above.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    low, high = below.get_ylim()
+    below.set_ylim(min(low, 0.85), max(high, 1.18))
+    log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.1, 1.2, 1.5, 2, 3, 5, 6, 7, 8, 9))
+    below.yaxis.set_major_formatter(lambda times, _: f"{times:g}×")
+    below.set(xlabel="bytes", ylabel="held out: predicted ÷ measured", xlim=above.get_xlim())
+    return Chart(figure)
+
+
+def _curve(axes: Axes, series: Series, colour: str) -> End:
+    """Draw the fit over the sizes that it was made from, and return its end."""
+    ranks = series.points[0].ranks
+    sizes = [float(size) for size in np.geomspace(series.fit.low, series.fit.high, _STEPS)]
+    seconds = [series.fit.seconds(size, ranks) for size in sizes]
+    axes.plot(sizes, seconds, color=colour, linewidth=2)
+    return sizes[-1], seconds[-1], series.label, colour
+
+
+def _marks(axes: Axes, points: Sequence[tuple[float, float]], colour: str, marker: str, face: str) -> None:
+    sizes, values = [size for size, _ in points], [value for _, value in points]
+    axes.plot(sizes, values, " ", color=colour, marker=marker, mfc=face, markersize=5)

@@ -1,0 +1,171 @@
+"""Two charts of dispatched data: imbalance against the block size, and where each rank's batches end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.data.sampling.uneven_policies import Policy
+from paceline.tools.plan.dispatch_forecast import Forecast
+from paceline.tools.plan.dispatch_text import percent
+from paceline.tools.plan.imbalance_statistics import bound_in_turns, expected_largest, unlikely_largest
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    INK,
+    MUTED,
+    PAPER,
+    Chart,
+    End,
+    drawn,
+    name_lines,
+    stacked_panels,
+    swatch,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.ticker import Locator
+
+    from paceline.tools.report.charts.chart_style import Axes
+
+__all__ = ["MOST_PANELS", "end_chart", "imbalance_chart"]
+
+MOST_PANELS = 6
+"""Block and batch sizes that are drawn below each other: those whose ranks differ most."""
+
+_RANDOM, _TURNS = COLOURS[0], COLOURS[1]
+_TOGETHER, _ALONE, _WITHOUT = COLOURS[5], COLOURS[4], "#e4e7eb"
+_POLICIES: tuple[Policy, ...] = ("join", "truncate", "drop", "rebalance")
+_STEPS = 48
+_NAMED = 24  # ranks: more of them get no name each
+
+
+@drawn
+def imbalance_chart(found: Sequence[Forecast], *, title: str) -> Chart:
+    """Return by how much the largest amount is above its share, against the block size, both logarithmic.
+
+    Lines are closed forms, points were drawn or counted at the block sizes that were asked for.
+    """
+    dealing = found[0].balance.dealing
+    shares, samples = dealing.shares, dealing.samples
+    sizes = _sizes(sorted({each.block for each in found}), samples)
+    numbers = [-(-samples // size) for size in sizes]
+    lines = [
+        (
+            "at random: 1 in 1000 above",
+            _RANDOM,
+            "--",
+            [unlikely_largest(shares, blocks) for blocks in numbers],
+        ),
+        ("at random: expected", _RANDOM, "-", [expected_largest(shares, blocks) for blocks in numbers]),
+        ("in turns: never more", _TURNS, "--", [bound_in_turns(shares, samples, size) for size in sizes]),
+    ]
+    figure, (axes,) = stacked_panels(width=10, height=4.6)
+    axes.set(xscale="log", yscale="log")
+    ends: list[End] = []
+    for label, colour, dash, values in lines:
+        if not all(values):  # one rank: there is nothing to be above
+            continue
+        axes.plot(sizes, values, dash, color=colour, linewidth=2)
+        ends.append((sizes[-1], values[-1], label, colour))
+    _points(axes, list({each.block: each for each in found}.values()))
+    axes.set(xlabel="samples of a block", ylabel="largest amount above its share")
+    axes.yaxis.set_major_formatter(lambda part, _: percent(part))
+    axes.xaxis.set_major_formatter(lambda size, _: f"{size:,.0f}")
+    axes.minorticks_off()
+    axes.grid(axis="y")
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    name_lines(axes, ends, wide=True)
+    return Chart(figure)
+
+
+def _sizes(blocks: Sequence[int], samples: int) -> list[int]:
+    """Return the block sizes of the lines, from a little below those asked for to a little above."""
+    low, high = max(1, blocks[0] // 4), min(samples, max(4 * blocks[-1], 16 * blocks[0]))
+    return sorted({round(low * (high / low) ** (step / _STEPS)) for step in range(_STEPS + 1)})
+
+
+def _points(axes: Axes, found: Sequence[Forecast]) -> None:
+    """Mark what was drawn, and what is exact."""
+    blocks = [each.block for each in found]
+    spreads = [each.imbalance.random for each in found]
+    for name, marker, face, values in (
+        ("mean", "o", _RANDOM, [spread.drawn for spread in spreads]),
+        ("worst", "^", PAPER, [spread.drawn_worst for spread in spreads]),
+    ):
+        there = [value for value in values if value is not None]
+        if there:
+            label = f"{name} of {spreads[0].draws} draws"
+            axes.plot(blocks, there, marker, color=_RANDOM, mfc=face, markersize=7, label=label)
+    exact = [each.imbalance.in_turns or math.nan for each in found]
+    none = [f"{block:,}" for block, part in zip(blocks, exact, strict=True) if math.isnan(part)]
+    label = "in turns, exact" + (f" (0 for blocks of {', '.join(none)})" if none else "")
+    axes.plot(blocks, exact, "s", color=_TURNS, markersize=7, label=label)
+
+
+@drawn
+def end_chart(found: Sequence[Forecast], *, title: str) -> Chart:
+    """Return the end of the epoch, step by step: which ranks have a batch, and what each policy makes of it."""
+    apart = [max(each.balance.batches) - min(each.balance.batches) for each in found]
+    most = sorted(range(len(found)), key=lambda number: -apart[number])[:MOST_PANELS]
+    panels = [found[number] for number in sorted(most)]
+    ranks = panels[0].balance.dealing.ranks
+    each_height = min(3.2, max(1.5, 0.22 * ranks + 0.9))
+    figure, all_axes = stacked_panels(
+        width=10, height=each_height * len(panels) + 1.0, heights=[1.0] * len(panels)
+    )
+    for axes, each in zip(all_axes, panels, strict=True):
+        _end(axes, each)
+    all_axes[-1].set_xlabel("step")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    handles = [
+        swatch("every rank has a batch", _TOGETHER),
+        swatch("join uses it; truncate and drop never do", _ALONE),
+        swatch("join: takes part without data; pad: its first samples again", _WITHOUT),
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    return Chart(figure)
+
+
+def _end(axes: Axes, each: Forecast) -> None:
+    """Draw a bar a rank: the batches that all have, its own, and up to those of the longest rank."""
+    own, ranks = each.balance.batches, each.balance.dealing.ranks
+    together, longest = min(own), max(own)
+    if ranks <= _NAMED:
+        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)], fontsize=8)
+    else:
+        own = sorted(own)
+        axes.set_ylabel(f"{ranks} ranks, sorted", fontsize=9)
+        axes.set_yticks([])
+    for ends, colour in (([longest] * ranks, _WITHOUT), (own, _ALONE), ([together] * ranks, _TOGETHER)):
+        if ranks <= _NAMED:
+            axes.barh(range(ranks), ends, 0.8, color=colour)
+        else:
+            axes.stairs(ends, orientation="horizontal", fill=True, color=colour)
+    apart = max(longest - together, 1)
+    axes.set(xlim=(max(0, together - 3 * apart), longest + 0.03 * apart), ylim=(ranks - 0.4, -0.6))
+    axes.xaxis.set_major_locator(_whole_numbers())
+    axes.tick_params(axis="x", labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_title(_told(each), loc="left", fontsize=10, color=MUTED)
+    if each.balance.deadlock:
+        axes.axvline(each.balance.outcome("rebalance").steps or 0, color=INK, linewidth=1.5)
+
+
+def _told(each: Forecast) -> str:
+    name = f"block {each.block}, batch {each.batch_size}"
+    if not each.balance.deadlock:
+        return f"{name}: all ranks make {each.balance.batches[0]} steps"
+    steps = {policy: each.balance.outcome(policy).steps or "no" for policy in _POLICIES}
+    return (
+        f"{name}: join and pad {steps['join']} steps, truncate {steps['truncate']}, drop {steps['drop']}, "
+        f"rebalance {steps['rebalance']} (line)"
+    )
+
+
+def _whole_numbers() -> Locator:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=9, integer=True, steps=[1, 2, 5, 10])

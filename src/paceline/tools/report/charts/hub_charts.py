@@ -1,0 +1,286 @@
+"""Charts of an asynchronous run: scores and traffic over wall time, who gave what, how old it was."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from paceline._core.units import format_decimal
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    INK,
+    MUTED,
+    Chart,
+    End,
+    Line,
+    drawn,
+    name_lines,
+    running_mean,
+    stacked_panels,
+)
+from paceline.tools.report.hub.downsample import Point
+from paceline.tools.report.hub.link_usage import Away, Reserved
+
+if TYPE_CHECKING:
+    from paceline.tools.report.charts.chart_style import Axes
+
+__all__ = [
+    "Scores",
+    "Share",
+    "ages",
+    "any_letters",
+    "contributions",
+    "scores",
+    "shown",
+    "time_unit",
+    "traffic",
+]
+
+_NAMED = 5  # workers with a colour each; more are all grey
+_SPREAD = 30.0  # times the median from which on an axis is logarithmic
+_SMOOTHED = 60
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the chart of scores shows; times in seconds since the beginning.
+
+    Attributes:
+        centre: of what all share. workers: own ones, the largest first.
+        together: when all joined one; None: never. replaced: where a worker was replaced by the best.
+        away: when the hub was not there.
+    """
+
+    centre: Sequence[Point]
+    workers: Sequence[Line]
+    together: float | None = None
+    replaced: Sequence[Point] = ()
+    away: Sequence[Away] = ()
+
+
+@dataclass(frozen=True)
+class Share:
+    """A bar: of whom, 0 to 1, what is written behind it, and whether it is several workers together."""
+
+    name: str
+    share: float
+    remark: str
+    several: bool = False
+
+
+def shown(text: str) -> str:
+    """Return a text of others as matplotlib draws it letter by letter: no formula, and never left out of a legend.
+
+    Example:
+        >>> shown("_a $x$")
+        '\\u2009_a \\\\$x\\\\$'
+    """
+    return ("\u2009" if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+@contextmanager
+def any_letters() -> Iterator[None]:
+    """Let names have letters that matplotlib's font lacks: the reader's browser has them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Gg]lyph.*missing from.*")
+        yield
+
+
+@drawn
+def scores(told: Scores, seconds: float, *, y: str, wide: bool = True) -> Chart:
+    """Return scores over wall time: the centre's strong, those of workers faint, with marks for what happened.
+
+    Args:
+        told: what is shown. seconds: how long the run lasted. y: label of the vertical axis.
+        wide: for a page of a desk, rather than for a phone.
+    """
+    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=3.8 if wide else 3.2)
+    scale = _time_axis(axes, seconds, told.away)
+    few = len(told.workers) <= _NAMED
+    ends: list[End] = []
+    for line, colour in zip(told.workers, [*COLOURS[1:], *[MUTED] * len(told.workers)], strict=False):
+        colour = colour if few else MUTED
+        faint = bool(told.centre)
+        axes.plot(
+            *_broken(line.points, told.away, scale),
+            color=colour,
+            linewidth=1.2 if faint else 1.8,
+            alpha=(0.75 if few else 0.4) if faint else 1.0,
+            marker="." if len(line.points) < 25 else "",
+        )
+        if few and line.points:
+            ends.append(
+                (line.points[-1][0] / scale, line.points[-1][1], shown(_short(line.label, 18)), colour)
+            )
+    if told.centre:
+        _plot_centre(axes, told.centre, told.away, scale)
+        ends.insert(0, (told.centre[-1][0] / scale, told.centre[-1][1], "centre", COLOURS[0]))
+    if told.replaced:
+        axes.plot(
+            [at / scale for at, _ in told.replaced], [score for _, score in told.replaced], "x", color=INK
+        )
+    if told.together is not None:
+        axes.axvline(told.together / scale, color=INK, linewidth=1, linestyle="--")
+        axes.annotate(
+            "all join the best", (told.together / scale, 1), (4, -4), xycoords=("data", "axes fraction"),
+            textcoords="offset points", va="top", fontsize=9, color=MUTED,
+        )  # fmt: skip
+    _vertical(
+        axes, [value for line in told.workers for _, value in line.points] + [v for _, v in told.centre]
+    )
+    axes.set_ylabel(y)
+    axes.grid(axis="y")
+    name_lines(axes, ends, wide)
+    return Chart(figure)
+
+
+def _plot_centre(axes: Axes, points: Sequence[Point], away: Sequence[Away], scale: float) -> None:
+    at, values = _broken(points, away, scale)
+    colour = COLOURS[0]
+    if len(points) <= _SMOOTHED:
+        axes.plot(
+            at, values, color=colour, linewidth=2.2, marker="o" if len(points) < 25 else "", markersize=4
+        )
+        return
+    axes.plot(at, values, color=colour, alpha=0.3, linewidth=1)
+    smooth = running_mean([value for _, value in points], len(points) // 80)
+    smoothed = [(x, value) for (x, _), value in zip(points, smooth, strict=True)]
+    axes.plot(*_broken(smoothed, away, scale), color=colour, linewidth=2.2)
+
+
+@drawn
+def contributions(shares: Sequence[Share], *, wide: bool = True) -> Chart:
+    """Return a bar for each worker's share, from top to bottom; on a page of a desk `wide`, or for a phone."""
+    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=0.3 * len(shares) + 0.7)
+    places, values = range(len(shares)), [100 * each.share for each in shares]
+    colours = [MUTED if each.several else COLOURS[0] for each in shares]
+    axes.barh(places, values, color=colours, height=0.68)
+    for place, (value, each) in enumerate(zip(values, shares, strict=True)):
+        axes.annotate(
+            shown(each.remark), (value, place), (5, 0), textcoords="offset points", va="center", fontsize=9.5
+        )
+    length = 24 if wide else 14
+    axes.set_yticks(places, [shown(_short(each.name, length)) for each in shares])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_xlim(0, max([*values, 1.0]) * (1.45 if wide else 1.6))
+    axes.set_ylim(len(shares) - 0.4, -0.6)
+    axes.set_xlabel("% of all")
+    axes.spines["left"].set_visible(False)
+    return Chart(figure)
+
+
+@drawn
+def ages(rows: Sequence[tuple[float, float, int]], *, wide: bool = True) -> Chart:
+    """Return a histogram of staleness.
+
+    Args:
+        rows: from, below and count of each bar. wide: for a page of a desk, rather than for a phone.
+    """
+    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.6)
+    whole = sum(count for _, _, count in rows) or 1
+    axes.bar(range(len(rows)), [100 * count / whole for *_, count in rows], color=COLOURS[0], width=0.9)
+    names = [f"{begin:g}–{end:g}" if math.isfinite(end) else f"≥ {begin:g}" for begin, end, _ in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=11 if wide else 8, rotation=0 if wide else 45)
+    axes.tick_params(axis="x", length=0)
+    for place, (_, _, count) in enumerate(rows):
+        if count and (wide or len(rows) < 7):
+            axes.annotate(
+                f"{count:,}", (place, 100 * count / whole), (0, 3), textcoords="offset points",
+                ha="center", fontsize=9, color=MUTED,
+            )  # fmt: skip
+    axes.margins(y=0.12)
+    axes.set(xlabel="staleness (rounds)", ylabel="% of updates")
+    return Chart(figure)
+
+
+@drawn
+def traffic(
+    into: Sequence[Point],
+    out: Sequence[Point],
+    reserved: Sequence[Reserved],
+    away: Sequence[Away],
+    seconds: float,
+    *,
+    wide: bool = True,
+) -> Chart:
+    """Return bytes per second over wall time, with what is reserved as a dashed line.
+
+    Args:
+        into, out: over seconds since the beginning. reserved, away: in the same seconds.
+        seconds: how long the run lasted. wide: for a page of a desk, rather than for a phone.
+    """
+    figure, (axes,) = stacked_panels(width=10 if wide else 4.2, height=2.8)
+    scale = _time_axis(axes, seconds, away)
+    ends: list[End] = []
+    for label, points, colour in (("in", into, COLOURS[0]), ("out", out, COLOURS[1])):
+        axes.plot(
+            *_broken(points, away, scale), color=colour, linewidth=1.5, marker="." if len(points) < 25 else ""
+        )
+        if points:
+            ends.append((points[-1][0] / scale, points[-1][1], label, colour))
+    for each in reserved:
+        axes.hlines(each.rate, each.begin / scale, each.end / scale, color=INK, linewidth=1.2, linestyle="--")
+    if reserved:
+        ends.append((reserved[-1].end / scale, reserved[-1].rate, "reserved", INK))
+    axes.set_ylim(
+        0, 1.08 * max([rate for _, rate in [*into, *out]] + [each.rate for each in reserved] + [1.0])
+    )
+    axes.yaxis.set_major_formatter(lambda rate, _: f"{format_decimal(rate)}/s")
+    axes.grid(axis="y")
+    name_lines(axes, ends, wide)
+    return Chart(figure)
+
+
+def _time_axis(axes: Axes, seconds: float, away: Sequence[Away]) -> float:
+    """Label the axis of wall time, mark when the hub was away, and return the seconds of its unit."""
+    unit, scale = time_unit(seconds)
+    axes.set_xlabel(f"wall time ({unit})")
+    axes.set_xlim(-0.02 * max(seconds, 1.0) / scale, 1.01 * max(seconds, 1.0) / scale)
+    for each in away:
+        axes.axvspan(each.since / scale, each.until / scale, color=MUTED, alpha=0.22, linewidth=0)
+    return scale
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Return the unit in which so long a time is told on an axis, and its seconds.
+
+    Example:
+        >>> time_unit(90.0), time_unit(7200.0)
+        (('s', 1.0), ('min', 60.0))
+    """
+    for unit, scale, least in (("days", 86400.0, 4.0), ("h", 3600.0, 3.0), ("min", 60.0, 3.0)):
+        if seconds >= least * scale:
+            return unit, scale
+    return "s", 1.0
+
+
+def _broken(points: Sequence[Point], away: Sequence[Away], scale: float) -> tuple[list[float], list[float]]:
+    """Return times and values of a line that has a gap where the hub was away."""
+    at, values, gaps = [], [], [each.until for each in away]
+    passed = 0
+    for x, value in points:
+        while passed < len(gaps) and gaps[passed] <= x:
+            if at:
+                at.append(gaps[passed] / scale)
+                values.append(math.nan)
+            passed += 1
+        at.append(x / scale)
+        values.append(value)
+    return at, values
+
+
+def _vertical(axes: Axes, values: Sequence[float]) -> None:
+    """Make the vertical axis logarithmic where a few values would hide all others."""
+    if values and min(values) > 0 and max(values) > _SPREAD * median(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")
+
+
+def _short(name: str, length: int) -> str:
+    return name if len(name) <= length else f"{name[: length - 1]}…"

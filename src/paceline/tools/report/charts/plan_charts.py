@@ -1,0 +1,181 @@
+"""The two figures of a predicted step: where its time goes, and its time against the bucket size, measured beside.
+
+They are those of the DDP paper (Li et al., PyTorch Distributed, arXiv 2006.15704, latency break-down and bucket size).
+
+Chart of a plan: samples per second over ranks beside what they would do alone, and the efficiency with its range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.tools.plan.strategy_advice import Point
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    MARKERS,
+    MUTED,
+    Chart,
+    End,
+    drawn,
+    name_lines,
+    stacked_panels,
+)
+from paceline.tools.report.charts.training_charts import Bar, breakdown
+
+if TYPE_CHECKING:
+    from paceline.tools.report.charts.chart_style import Axes
+
+__all__ = ["BucketLine", "StepBar", "bucket_chart", "scaling_chart", "step_chart"]
+
+
+@dataclass(frozen=True)
+class StepBar:
+    """A way to synchronise: seconds of its predicted parts, and of the measured ones where there are any.
+
+    Parts are (forward, backward, exposed, optimizer).
+    """
+
+    label: str
+    predicted: tuple[float, float, float, float]
+    measured: tuple[float, float, float, float] | None = None
+
+
+@dataclass(frozen=True)
+class BucketLine:
+    """A way with buckets.
+
+    Attributes:
+        label: its name.
+        points: (MiB, predicted seconds, least, most), ascending.
+        measured: (MiB, seconds).
+    """
+
+    label: str
+    points: Sequence[tuple[float, float, float, float]]
+    measured: Sequence[tuple[float, float]] = ()
+
+
+_PHASES = ("forward", "backward", "exposed", "optimizer")
+
+
+def step_chart(bars: Sequence[StepBar], *, title: str) -> Chart:
+    """Return where the time of each way's step goes: predicted, with the measured bar below where there is one."""
+    rows = []
+    for bar in bars:
+        rows.append(Bar(bar.label, _milliseconds(bar.predicted), "predicted" if bar.measured else ""))
+        if bar.measured:
+            off = 100 * (sum(bar.predicted) / sum(bar.measured) - 1)
+            told = f"measured; predicted {off:+.0f} %".replace("-", "−")
+            rows.append(Bar("", _milliseconds(bar.measured), told))
+    return breakdown({title: rows})
+
+
+def _milliseconds(parts: Sequence[float]) -> dict[str, float]:
+    return {phase: 1e3 * seconds for phase, seconds in zip(_PHASES, parts, strict=True)}
+
+
+@drawn
+def bucket_chart(
+    lines: Sequence[BucketLine], *, title: str, bare: float, marked: Sequence[tuple[str, float]]
+) -> Chart:
+    """Return the time of a step against the bucket size: lines predicted, with their range; markers measured.
+
+    Args:
+        lines: at least one. title: what is trained, on what.
+        bare: seconds of a step without synchronisation.
+        marked: names of bucket sizes, in MiB, that are marked on the axis.
+    """
+    figure, (axes,) = stacked_panels(width=10, height=4.6)
+    ends: list[End] = []
+    for line, colour, marker in zip(lines, COLOURS, MARKERS, strict=False):
+        sizes, times, low, high = zip(*line.points, strict=True)
+        axes.fill_between(sizes, _ms(low), _ms(high), color=colour, alpha=0.1, linewidth=0)
+        axes.plot(sizes, _ms(times), color=colour, linewidth=2)
+        if line.measured:
+            at, seconds = zip(*line.measured, strict=True)
+            axes.plot(
+                at,
+                _ms(seconds),
+                marker,
+                color=colour,
+                markersize=7,
+                markerfacecolor="none",
+                markeredgewidth=1.8,
+            )
+        ends.append((sizes[-1], 1e3 * times[-1], line.label, colour))
+    every = [size for line in lines for size, *_ in line.points]
+    axes.plot([min(every), max(every)], _ms((bare, bare)), "--", color=MUTED, linewidth=1.3)
+    ends.append((max(every), 1e3 * bare, "no synchronisation", MUTED))
+    _axis(axes, min(every), max(every), [each for each in marked if min(every) <= each[1] <= max(every)])
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=22 if marked else 8)
+    axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step", ylim=(0, None))
+    axes.grid(axis="y")
+    name_lines(axes, ends, wide=True)
+    return Chart(figure)
+
+
+def _axis(axes: Axes, low: float, high: float, marked: Sequence[tuple[str, float]]) -> None:
+    """Put ticks at powers of two or four, and a named line at each size that is marked."""
+    axes.set_xscale("log")
+    step = 2 if math.log2(high / low) <= 9 else 4
+    ticks = [step**power for power in range(-4, 12) if low <= step**power <= high]
+    axes.set_xticks(ticks, [f"{size:.3g}" for size in ticks])
+    axes.minorticks_off()
+    for name, size in marked:
+        axes.axvline(size, color=MUTED, linewidth=1, linestyle=":")
+        axes.annotate(
+            name,
+            (size, 1.0),
+            (0, 3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=MUTED,
+        )
+
+
+def _ms(seconds: Sequence[float]) -> list[float]:
+    return [1e3 * each for each in seconds]
+
+
+@drawn
+def scaling_chart(points: Sequence[Point], title: str) -> Chart:
+    """Return the chart.
+
+    Args:
+        points: two or more, by ranks, one rank among them or not. title: what is planned.
+    """
+    figure, (top, below) = stacked_panels(width=9, height=6.4, heights=(1.4, 1.0))
+    ranks = [point.ranks for point in points]
+    rates = [point.samples_per_second for point in points]
+    reached = [point.efficiency for point in points]
+    alone = [rate / share for rate, share in zip(rates, reached, strict=True)]
+    off = [
+        [rate * (1 - point.seconds / point.high) for rate, point in zip(rates, points, strict=True)],
+        [rate * (point.seconds / point.low - 1) for rate, point in zip(rates, points, strict=True)],
+    ]
+    top.plot(ranks, alone, color=MUTED, linestyle=(0, (4, 3)), label="each as fast as alone")
+    top.errorbar(
+        ranks, rates, yerr=off, color=COLOURS[0], marker="o", capsize=4, linewidth=2, label="predicted"
+    )
+    top.set_ylabel("samples per second")
+    top.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    top.set_ylim(bottom=0)
+    top.legend(frameon=False, loc="upper left")
+    bars = [
+        [100 * (point.efficiency - point.least) for point in points],
+        [100 * (point.most - point.efficiency) for point in points],
+    ]
+    shares = [100 * share for share in reached]
+    below.errorbar(ranks, shares, yerr=bars, color=COLOURS[1], marker="s", capsize=4, linewidth=2)
+    below.set_ylabel("% of alone")
+    below.set_ylim(0, max(105, max(high + low for high, low in zip(shares, bars[1], strict=True)) + 5))
+    below.set_xlabel("ranks")
+    for axes in (top, below):
+        axes.set_xticks(ranks)
+        axes.grid(axis="y")
+    return Chart(figure)

@@ -1,0 +1,134 @@
+"""Pictures of schedules: who sends to whom when; and prices beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from paceline._core.units import format_seconds
+from paceline.collectives.alpha_beta_cost import Price, Timed
+from paceline.collectives.schedule import Schedule
+from paceline.tools.report.charts.chart_style import (
+    COLOURS,
+    INK,
+    MUTED,
+    PAPER,
+    Chart,
+    drawn,
+    stacked_panels,
+    swatch,
+)
+
+if TYPE_CHECKING:
+    from paceline.tools.report.charts.chart_style import Axes
+
+__all__ = ["Compared", "price_chart", "round_chart"]
+
+_COPY, _ADD = COLOURS[0], COLOURS[1]
+_LABELLED, _ARROWED = 64, 700  # messages: more of them get no names, still more no heads
+_NAMED_SHARE = 0.07  # of the whole time: a shorter arrow has no room for a name
+
+
+@drawn
+def round_chart(schedule: Schedule, price: Price, *, title: str) -> Chart:
+    """Return a picture of all messages: time to the right, ranks downwards, an arrow for each message.
+
+    An arrow leaves its sender when the message starts and reaches its receiver when it is there. Blue replaces what
+    the receiver has, orange is added to it. Few messages are named by their chunks.
+    """
+    figure, (axes,) = stacked_panels(width=10, height=max(2.6, 0.42 * schedule.ranks + 1.3))
+    axes.set(xlim=(0, price.seconds or 1), ylim=(schedule.ranks - 0.5, -0.5))
+    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
+    axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    for rank in range(schedule.ranks):
+        axes.axhline(rank, color=MUTED, linewidth=0.5, alpha=0.5, zorder=0)
+    for number, (start, end) in enumerate(price.rounds):
+        if number % 2 == 0:
+            axes.axvspan(start, end, color=MUTED, alpha=0.06, linewidth=0, zorder=0)
+    for timed in price.messages:
+        _arrow(axes, timed, head=len(price.messages) <= _ARROWED)
+        long = timed.end - timed.start > _NAMED_SHARE * price.seconds
+        if long and len(price.messages) <= _LABELLED and schedule.chunks > 1:
+            _name(axes, timed)
+    kinds = {any(send.add for send in timed.message.sends) for timed in price.messages}
+    handles = [
+        swatch("added", _ADD) if add else swatch("replaces", _COPY) for add in sorted(kinds, reverse=True)
+    ]
+    if len(kinds) > 1:
+        axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=26 if len(kinds) > 1 else 8)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return Chart(figure)
+
+
+def _colour(timed: Timed) -> str:
+    return _ADD if any(send.add for send in timed.message.sends) else _COPY
+
+
+def _arrow(axes: Axes, timed: Timed, *, head: bool) -> None:
+    style: dict[str, Any] = {"arrowstyle": "-|>" if head else "-", "shrinkA": 0, "shrinkB": 0}
+    style |= {"color": _colour(timed), "linewidth": 1.3, "alpha": 0.85}
+    axes.annotate("", (timed.end, timed.message.dst), (timed.start, timed.message.src), arrowprops=style)
+
+
+def _name(axes: Axes, timed: Timed) -> None:
+    """Write a message's chunks beside the middle of its arrow."""
+    names = [
+        str(send.chunk) if send.width == 1 else f"{send.chunk}–{send.chunk + send.width - 1}"
+        for send in timed.message.sends
+    ]
+    along = 0.24  # near the tail: arrows of one round start apart more often than they end apart
+    at = timed.start + along * (timed.end - timed.start)
+    row = timed.message.src + along * (timed.message.dst - timed.message.src)
+    axes.annotate(
+        ", ".join(names),
+        (at, row),
+        ha="center",
+        va="center",
+        fontsize=8,
+        color=_colour(timed),
+        bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.6},
+    )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A bar of `price_chart`.
+
+    Attributes:
+        label: what was run.
+        priced: seconds by the model.
+        measured: seconds of each run; empty if there was none.
+    """
+
+    label: str
+    priced: float
+    measured: Sequence[float] = ()
+
+
+@drawn
+def price_chart(rows: Sequence[Compared], *, title: str) -> Chart:
+    """Return a bar for each price, with a dot for each time that was measured and its ratio to the price."""
+    figure, (axes,) = stacked_panels(width=10, height=0.42 * len(rows) + 1.3)
+    longest = max(max([row.priced, *row.measured]) for row in rows)
+    places = range(len(rows))
+    axes.barh(places, [row.priced for row in rows], color=COLOURS[5], height=0.62, zorder=1)
+    for place, row in zip(places, rows, strict=True):
+        axes.plot(row.measured, [place] * len(row.measured), "o", color=INK, markersize=5, zorder=3)
+        told = format_seconds(row.priced)
+        if row.measured:
+            middle = median(row.measured)
+            told = f"priced {told}, measured {format_seconds(middle)} ({middle / row.priced:.2f} ×)"
+        edge = max([row.priced, *row.measured])
+        axes.annotate(told, (edge, place), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(places, [row.label for row in rows])
+    axes.set(xlim=(0, 1.65 * longest), ylim=(len(rows) - 0.4, -0.6))
+    axes.xaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.tick_params(axis="y", length=0)
+    return Chart(figure)

@@ -1,0 +1,231 @@
+"""Charts: a curve over steps, where the time of a step goes, time against the size of a bucket or a message.
+
+How they look is `canvas`'s matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline._core.units import format_seconds, format_size
+from paceline.tools.report.charts.chart_style import (
+    COLOUR_OF_PHASE,
+    COLOURS,
+    INK,
+    MARKERS,
+    MUTED,
+    PAPER,
+    Chart,
+    End,
+    Line,
+    drawn,
+    log_ticks,
+    name_lines,
+    require_matplotlib,
+    running_mean,
+    stacked_panels,
+    swatch,
+)
+
+if TYPE_CHECKING:
+    from paceline.tools.report.charts.chart_style import Axes
+
+__all__ = [
+    "COLOUR_OF_PHASE",
+    "Bar",
+    "Chart",
+    "Line",
+    "against_size",
+    "breakdown",
+    "bucket_curve",
+    "curve",
+    "require_matplotlib",
+]
+
+_NAME_OF_PHASE = {"backward": "backward (computing)", "exposed": "exposed communication"}
+_LIGHT_PHASES = {"forward", "data", "other"}  # too light for white numbers
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stacked bar: `milliseconds_of_phase` in drawing order, and a remark that follows its total."""
+
+    label: str
+    milliseconds_of_phase: Mapping[str, float]
+    remark: str = ""
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of all phases."""
+        return sum(self.milliseconds_of_phase.values())
+
+
+@drawn
+def curve(lines: Sequence[Line], *, x: str, y: str, wide: bool = True, from_zero: bool = False) -> Chart:
+    """Return lines over steps, each named at its end; long ones as their running mean over the faint values.
+
+    Args:
+        lines: one per series; values that are not finite are left out.
+        x: label of the horizontal axis, with its unit.
+        y: label of the vertical axis, with its unit.
+        wide: for a page of a desk, rather than for a phone.
+        from_zero: begin the vertical axis at zero, and draw less high.
+    """
+    figure, (axes,) = stacked_panels(
+        width=10 if wide else 4.2, height=2.3 if from_zero else 3.5 if wide else 3.0
+    )
+    ends: list[End] = []
+    for line, colour in zip(lines, COLOURS, strict=False):
+        points = [(at, value) for at, value in line.points if math.isfinite(value)]
+        if not points:
+            continue
+        steps, values = [at for at, _ in points], [value for _, value in points]
+        if len(points) > 60:
+            axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+            values = running_mean(values, len(values) // 80)
+        few = len(points) < 25
+        axes.plot(steps, values, color=colour, linewidth=2, marker="o" if few else "", markersize=4)
+        ends.append((steps[-1], values[-1], line.label, colour))
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(axis="y")
+    if from_zero:
+        axes.set_ylim(0, 1.05 * max(axes.get_ylim()[1], 1e-9))
+    if axes.get_ylim()[1] >= 10_000:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    name_lines(axes, [end for end in ends if end[2]], wide)
+    return Chart(figure)
+
+
+@drawn
+def breakdown(panels: Mapping[str, Sequence[Bar]], *, wide: bool = True) -> Chart:
+    """Return where the time of a step goes: one stacked horizontal bar per entry, one panel per title.
+
+    Args:
+        panels: for each title its bars from top to bottom; an empty title is not written.
+        wide: for a page of a desk, rather than for a phone.
+    """
+    heights = [0.36 * len(bars) + 0.5 for bars in panels.values()]
+    figure, all_axes = stacked_panels(
+        width=10 if wide else 4.2, height=sum(heights) + (0.75 if wide else 1.3), heights=heights
+    )
+    every = [bar.milliseconds_of_phase for bars in panels.values() for bar in bars]
+    phases = [phase for phase in COLOUR_OF_PHASE if any(parts.get(phase, 0.0) > 0 for parts in every)]
+    for axes, (title, bars) in zip(all_axes, panels.items(), strict=True):
+        _stack(axes, bars, phases, wide)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    all_axes[-1].set_xlabel("milliseconds of one step")
+    handles = [swatch(_NAME_OF_PHASE.get(phase, phase), COLOUR_OF_PHASE[phase]) for phase in phases]
+    columns = len(phases) if wide else 2
+    figure.legend(
+        handles=handles,
+        loc="outside upper left",
+        ncols=columns,
+        fontsize=11 if wide else 9,
+        frameon=False,
+        handlelength=1,
+        borderpad=0,
+    )
+    return Chart(figure)
+
+
+@drawn
+def bucket_curve(panels: Mapping[str, Sequence[Line]]) -> Chart:
+    """Return the time of a step against the bucket size, on a logarithmic axis, one panel per title.
+
+    Args:
+        panels: for each title its lines; points are (MiB, milliseconds) with MiB above 0.
+    """
+    figure, all_axes = stacked_panels(width=10, height=3.3 * len(panels), heights=[1.0] * len(panels))
+    for axes, (title, lines) in zip(all_axes, panels.items(), strict=True):
+        ends: list[End] = []
+        looks = zip(COLOURS * 2, MARKERS * 2, strict=True)
+        for line in lines:
+            colour, marker = (MUTED, "") if line.faint else next(looks)
+            sizes, times = [size for size, _ in line.points], [time for _, time in line.points]
+            style, width = ("--", 1.3) if line.faint else ("-", 2)
+            axes.plot(sizes, times, style, color=colour, marker=marker, markersize=5, linewidth=width)
+            ends.append((sizes[-1], times[-1], line.label, colour))
+        _bucket_axis(axes, [size for line in lines for size, _ in line.points])
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set(xlabel="bucket size (MiB)", ylabel="milliseconds of one step")
+        axes.grid(axis="y")
+        name_lines(axes, ends, wide=True)
+    return Chart(figure)
+
+
+@drawn
+def against_size(times: Sequence[Line], ratios: Sequence[Line], *, title: str, ratio: str) -> Chart:
+    """Return what a call takes by the size of its message, and below how many times faster than another one it is.
+
+    All axes are logarithmic. A line has the same colour in both panels, found by its label.
+
+    Args:
+        times: points are (bytes, seconds).
+        ratios: points are (bytes, times faster).
+        title: what is measured, on what.
+        ratio: label of the lower axis.
+    """
+    figure, (above, below) = stacked_panels(width=10, height=7.2, heights=(1.8, 1.0))
+    looks = dict(zip([line.label for line in times], zip(COLOURS, MARKERS, strict=True), strict=False))
+    below.axhline(1.0, color=MUTED, linewidth=1)
+    for axes, lines in ((above, times), (below, ratios)):
+        axes.set(xscale="log", yscale="log")
+        ends: list[End] = []
+        for line in lines:
+            colour, marker = (MUTED, "") if line.faint else looks[line.label]
+            style, width = ("--", 1.3) if line.faint else ("-", 2)
+            sizes, values = zip(*line.points, strict=True)
+            axes.plot(sizes, values, style, color=colour, marker=marker, markersize=5, linewidth=width)
+            ends.append((sizes[-1], values[-1], line.label, colour))
+        axes.xaxis.set_major_formatter(lambda nbytes, _: format_size(nbytes))
+        axes.minorticks_off()
+        axes.grid(axis="y")
+        name_lines(axes, ends, wide=True)
+    above.yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    above.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    low, high = below.get_ylim()
+    log_ticks(below, (1, 2, 5) if high > 5 * low else (1, 1.2, 1.5, 2, 3, 5))
+    below.yaxis.set_major_formatter(lambda times, _: f"{times:g}×")
+    below.set(xlabel="bytes", ylabel=ratio)
+    return Chart(figure)
+
+
+def _stack(axes: Axes, bars: Sequence[Bar], phases: Sequence[str], wide: bool) -> None:
+    """Draw the bars of one panel, with times inside of the parts that have room and totals behind them."""
+    longest = max((bar.total for bar in bars), default=0.0) or 1.0
+    room = 0.055 if wide else 0.14  # share of the longest bar that a number needs
+    left = [0.0] * len(bars)
+    for phase in phases:
+        times = [bar.milliseconds_of_phase.get(phase, 0.0) for bar in bars]
+        colour = COLOUR_OF_PHASE[phase]
+        axes.barh(
+            range(len(bars)), times, left=left, color=colour, height=0.72, edgecolor=PAPER, linewidth=0.6
+        )
+        for row, time in enumerate(times):
+            if time > room * longest:
+                text, at = _short(time), left[row] + time / 2
+                ink = "#10131a" if phase in _LIGHT_PHASES else "#ffffff"
+                axes.text(at, row, text, ha="center", va="center", color=ink, fontsize=9)
+        left = [start + time for start, time in zip(left, times, strict=True)]
+    for row, bar in enumerate(bars):
+        text = f"{_short(bar.total)} ms" + (f"  {bar.remark}" if bar.remark else "")
+        axes.annotate(text, (bar.total, row), (5, 0), textcoords="offset points", va="center", fontsize=10)
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_xlim(0, longest * 1.02)
+    axes.spines["left"].set_visible(False)
+    axes.invert_yaxis()
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 99.5 else f"{milliseconds:.3g}"
+
+
+def _bucket_axis(axes: Axes, sizes: Sequence[float]) -> None:
+    ticks = sorted(set(sizes))
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{size:.3g}" for size in ticks])
+    axes.minorticks_off()

@@ -1,0 +1,1 @@
+"""The report of an asynchronous run: ledger, statistics, page."""

@@ -1,0 +1,167 @@
+"""A step as the page draws it: for each rank its phases and the buckets on their way, to be looked at closely."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+from paceline._core.units import format_bytes, format_seconds
+from paceline.tools.report.run.step_breakdown import pieces_of
+from paceline.tools.report.run.trace_reader import Bucket, Call, RankSteps, StepLine
+
+__all__ = ["BucketView", "bucket_view"]
+
+_RANKS_SHOWN = 8
+_ROWS_SHOWN = 24
+
+
+@dataclass(frozen=True)
+class BucketView:
+    """What the page shows.
+
+    Attributes:
+        data: for the script, as JSON that may stand in a page. script: that draws it.
+        told: the gist, in words. table: the calls of the usual step on one rank, head first.
+    """
+
+    data: str
+    script: str
+    told: str
+    table: Sequence[Sequence[str]]
+
+
+def bucket_view(timelines: Mapping[int, RankSteps], straggler: int | None = None) -> BucketView | None:
+    """Return the view of a few steps; None where no rank has recorded calls.
+
+    Args:
+        timelines: each rank's steps. straggler: a rank that must be among those shown.
+    """
+    ranks = _chosen(sorted(timelines), straggler)
+    steps = _steps_shown({rank: timelines[rank] for rank in ranks})
+    if not steps:
+        return None
+    shown = [_step(name, number, {rank: timelines[rank] for rank in ranks}) for name, number in steps]
+    text = json.dumps({"steps": shown}, separators=(",", ":")).replace("<", "\\u003c")
+    first = timelines[ranks[0]]
+    usual = next(line for line in first.steps if line.step == steps[0][1])
+    told = (
+        "One step on each rank: above its phases, below its buckets from the moment they are ready, hollow while they "
+        "wait for their turn or for other ranks, full while they are under way."
+    )
+    if len(timelines) > len(ranks):
+        told += f" {len(ranks)} of {len(timelines)} ranks."
+    script = files("paceline.tools.report").joinpath("bucket_view.js").read_text(encoding="utf-8")
+    return BucketView(text, script, told, _table(usual, first.buckets_at(usual.step)))
+
+
+def _chosen(ranks: Sequence[int], straggler: int | None) -> list[int]:
+    shown = list(ranks[:_RANKS_SHOWN])
+    if straggler is not None and straggler not in shown:
+        shown[-1] = straggler
+    return shown
+
+
+def _steps_shown(timelines: Mapping[int, RankSteps]) -> list[tuple[str, int]]:
+    """Return the steps to look at, of those that all ranks know: a usual one, the slowest, the latest."""
+    lines_of_rank = [
+        {line.step: line for line in each.warm if line.calls and not line.quiet}
+        for each in timelines.values()
+    ]
+    common = sorted(set.intersection(*(set(lines) for lines in lines_of_rank))) if lines_of_rank else []
+    if not common:
+        return []
+    seconds = {step: max(lines[step].seconds for lines in lines_of_rank) for step in common}
+    middle = median(seconds.values())
+    usual = min(common, key=lambda step: abs(seconds[step] - middle))
+    slowest = max(common, key=seconds.__getitem__)
+    named = [("a usual step", usual), ("the slowest step", slowest), ("the latest step", common[-1])]
+    return [
+        (name, step) for at, (name, step) in enumerate(named) if step not in [each for _, each in named[:at]]
+    ]
+
+
+def _step(name: str, number: int, timelines: Mapping[int, RankSteps]) -> dict[str, Any]:
+    lines = {
+        rank: next(line for line in each.steps if line.step == number) for rank, each in timelines.items()
+    }
+    begin = min(line.start for line in lines.values())
+    last: dict[tuple[str, int], tuple[float, int]] = {}
+    for rank, line in lines.items():
+        for call in line.calls:
+            key = (call.kind, call.bucket)
+            last[key] = max(last.get(key, (0.0, 0)), (line.start + call.launched, rank))
+    ranks = [_lane(rank, line, timelines[rank], begin, last) for rank, line in lines.items()]
+    end = max(line.end for line in lines.values()) - begin
+    return {"name": f"{name}: {number + 1}, {format_seconds(end)}", "seconds": end, "ranks": ranks}
+
+
+def _lane(
+    rank: int,
+    line: StepLine,
+    timeline: RankSteps,
+    begin: float,
+    last: Mapping[tuple[str, int], tuple[float, int]],
+) -> dict[str, Any]:
+    """Return what one rank did, in seconds since the first rank began."""
+    offset, buckets = line.start - begin, timeline.buckets_at(line.step)
+
+    def at(moment: float) -> float:
+        return round(offset + moment, 6)
+
+    calls = []
+    for call in line.calls:
+        moment, by = last[call.kind, call.bucket]
+        calls.append(
+            {
+                "name": _name(call, buckets),
+                "bytes": format_bytes(call.nbytes),
+                "kind": call.kind,
+                "ready": at(call.launched if call.ready is None else call.ready),
+                "launched": at(call.launched),
+                "all": round(moment - begin, 6),
+                "last": by,
+                "end": at(call.end),
+                "waits": [[at(w.start), at(w.end)] for w in line.waits if _waits_for(w.bucket, call)],
+            }
+        )
+    pieces = [[piece.name, at(piece.start), at(piece.end)] for piece in pieces_of(line)]
+    return {"rank": rank, "pieces": pieces, "calls": calls}
+
+
+def _waits_for(bucket: int, call: Call) -> bool:
+    return call.kind == "reduce" and bucket == call.bucket
+
+
+def _name(call: Call, buckets: Sequence[Bucket]) -> str:
+    if call.kind == "gather":
+        return f"parameters {call.bucket}"
+    if call.bucket < len(buckets):
+        told = buckets[call.bucket]
+        if not told.parameters:
+            return "ledger"
+        more = f" and {told.parameters - 1} more" if told.parameters > 1 else ""
+        return f"bucket {call.bucket}: {told.first}{more}"
+    return f"bucket {call.bucket}"
+
+
+def _table(line: StepLine, buckets: Sequence[Bucket]) -> list[list[str]]:
+    rows = [["call", "bytes", "ready", "launched", "through", "under way"]]
+    for call in line.calls[:_ROWS_SHOWN]:
+        ready = "–" if call.ready is None else format_seconds(call.ready)
+        rows.append(
+            [
+                _name(call, buckets),
+                format_bytes(call.nbytes),
+                ready,
+                format_seconds(call.launched),
+                format_seconds(call.end),
+                format_seconds(call.end - call.launched),
+            ]
+        )
+    if len(line.calls) > _ROWS_SHOWN:
+        rows.append([f"and {len(line.calls) - _ROWS_SHOWN} more", "", "", "", "", ""])
+    return rows

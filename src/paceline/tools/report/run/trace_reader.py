@@ -1,0 +1,242 @@
+"""A rank's steps, read back from its trace and put on rank 0's clock: what `paceline.profiling.step_recorder` has
+written.
+
+A trace may hold several sessions: a run that was killed and went on. Steps that were done again count once, as they
+were done last.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.tools.report.run.run_records import Span
+
+__all__ = ["Bucket", "Call", "Interval", "RankSteps", "StepLine", "Task", "Wait", "offset_at", "read_steps"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A phase of a step, from and until when, in seconds since the step began."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Standing still for other ranks; `bucket` −1: for what is no bucket. Seconds since the step began."""
+
+    bucket: int
+    start: float
+    end: float
+
+
+Task = Interval
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the engine; times in seconds since the step began, None where nobody knows.
+
+    Attributes:
+        kind: ``"reduce"`` or ``"gather"``. bucket: in launch order. nbytes: that were handed over. sent: that this rank
+            sends for it.
+        ready, launched, posted, done, seen: as in `paceline.profiling.step_recorder`.
+    """
+
+    kind: str
+    bucket: int
+    nbytes: int
+    sent: int
+    ready: float | None
+    launched: float
+    posted: float
+    done: float | None
+    seen: float | None
+
+    @property
+    def end(self) -> float:
+        """When it was through, as far as anybody knows."""
+        known = [moment for moment in (self.done, self.seen) if moment is not None]
+        return max(self.posted, min(known)) if known else self.posted
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One step of one rank.
+
+    Attributes:
+        step: its number, counted from 0. rank: whose.
+        start: when it began, in unix seconds of rank 0's clock. seconds: how long it took.
+        phases: in order, without gaps. waits, tasks, calls: see there.
+        samples: that this rank's gradient stood for. cpu: processor seconds of the process. preempted: how often.
+        quiet: whether nothing was launched before backward had ended.
+    """
+
+    step: int
+    rank: int
+    start: float
+    seconds: float
+    phases: tuple[Interval, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    calls: tuple[Call, ...] = ()
+    samples: float = 0.0
+    cpu: float = 0.0
+    preempted: int = 0
+    quiet: bool = False
+
+    @property
+    def end(self) -> float:
+        """When it ended, in unix seconds of rank 0's clock."""
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a bucket is: the call that reduces it, its bytes, how many parameters, the name of the first."""
+
+    call: str
+    nbytes: int
+    parameters: int
+    first: str
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank's trace tells of its steps.
+
+    Attributes:
+        steps: in order; of each number one. warm: those that did not pay for what happens once.
+        buckets: by the step from which on they were so, in order of these steps.
+        clock_error: by how much this rank's times may be off from rank 0's, in seconds.
+        memory: the most bytes that were used, by what kind.
+    """
+
+    steps: tuple[StepLine, ...] = ()
+    warm: tuple[StepLine, ...] = ()
+    buckets: tuple[tuple[int, tuple[Bucket, ...]], ...] = ()
+    clock_error: float = 0.0
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    def buckets_at(self, step: int) -> tuple[Bucket, ...]:
+        """Return the buckets as they were in a step; none where that is not known."""
+        at = bisect_right([first for first, _ in self.buckets], step) - 1
+        return self.buckets[at][1] if at >= 0 else ()
+
+
+def read_steps(spans: Sequence[Span]) -> RankSteps:
+    """Return what a rank's trace tells of its steps; lines that make no sense are left out."""
+    steps: dict[int, StepLine] = {}
+    buckets: dict[int, tuple[Bucket, ...]] = {}
+    cold: set[int] = set()
+    memory: dict[str, int] = {}
+    error = 0.0
+    for session in _sessions(spans):
+        marks = [(span.start, _number(span, "offset")) for span in session if span.name == "clock"]
+        found = [line for span in session if span.name == "step" for line in _step(span, marks)]
+        if found:
+            first = min(line.step for line in found)
+            steps = {step: line for step, line in steps.items() if step < first}
+            buckets = {step: told for step, told in buckets.items() if step < first}
+            steps |= {line.step: line for line in found}
+            cold.add(first)
+        buckets |= {int(_number(span, "step")): _buckets(span) for span in session if span.name == "plan"}
+        errors = [_number(span, "error") for span in session if span.name == "clock"]
+        error = max([error, *errors])
+        for span in session:
+            if span.name == "memory":
+                memory |= {
+                    key: int(_number(span, key)) for key in ("resident", "allocated") if key in span.fields
+                }
+    every = tuple(steps[step] for step in sorted(steps))
+    settled = tuple(line for line in every if line.step not in cold)
+    return RankSteps(every, settled or every, tuple(sorted(buckets.items())), error, memory)
+
+
+def _sessions(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the spans of each session; each begins with a mark."""
+    sessions: list[list[Span]] = [[]]
+    for span in spans:
+        if span.name == "session":
+            sessions.append([])
+        sessions[-1].append(span)
+    return sessions
+
+
+def _step(span: Span, marks: Sequence[tuple[float, float]]) -> list[StepLine]:
+    """Return the step of a line, on rank 0's clock; nothing where the line makes no sense."""
+    told: Mapping[str, Any] = span.fields
+    try:
+        phases = [(str(name), since / 1e6) for name, since in told["phases"]]
+        ends = [*(since for _, since in phases[1:]), span.seconds]
+        calls = [_call(*call) for call in told["calls"]]
+        if all(name != "backward" for name, _ in phases):
+            return []  # a forward alone: a held-out loss after the last step
+        return [
+            StepLine(
+                int(told["step"]),
+                span.rank,
+                span.start - offset_at(marks, span.start),
+                span.seconds,
+                tuple(Interval(name, since, end) for (name, since), end in zip(phases, ends, strict=True)),
+                tuple(Wait(int(bucket), since / 1e6, until / 1e6) for bucket, since, until in told["waits"]),
+                tuple(Task(str(name), since / 1e6, until / 1e6) for name, since, until in told["tasks"]),
+                tuple(calls),
+                float(told.get("samples") or 0.0),
+                float(told.get("cpu") or 0.0),
+                int(told.get("preempted") or 0),
+                told.get("quiet") is True,
+            )
+        ]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _call(kind: str, bucket: int, nbytes: int, sent: int, *moments: float | None) -> Call:
+    """Return the call of a line's list; its moments are microseconds."""
+    ready, launched, posted, done, seen = (None if moment is None else moment / 1e6 for moment in moments)
+    if launched is None or posted is None:
+        raise ValueError("every call is launched")
+    return Call(str(kind), int(bucket), int(nbytes), int(sent), ready, launched, posted, done, seen)
+
+
+def offset_at(marks: Sequence[tuple[float, float]], moment: float) -> float:
+    """Return how far a clock was ahead at a moment of its own: between two measurements on a line, beyond as there.
+
+    Example:
+        >>> offset_at([(0.0, 1.0), (10.0, 2.0)], 5.0)
+        1.5
+    """
+    if not marks:
+        return 0.0
+    after = bisect_right([at for at, _ in marks], moment)
+    if after == 0:
+        return marks[0][1]
+    if after == len(marks):
+        return marks[-1][1]
+    (begin, low), (end, high) = marks[after - 1], marks[after]
+    return low + (high - low) * (moment - begin) / (end - begin)
+
+
+def _buckets(span: Span) -> tuple[Bucket, ...]:
+    told = span.fields.get("buckets")
+    known = [each for each in told if isinstance(each, Mapping)] if isinstance(told, list) else []
+    return tuple(
+        Bucket(
+            str(each.get("call")),
+            int(each.get("nbytes") or 0),
+            int(each.get("parameters") or 0),
+            str(each.get("first") or ""),
+        )
+        for each in known
+    )
+
+
+def _number(span: Span, key: str) -> float:
+    value = span.fields.get(key)
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,299 @@
+"""A star in virtual time: the hub and workers that run over a network, on simulated clocks, speeds, links and churn.
+
+Every worker computes real gradients; how long a step takes, and a message on its way, is simulated. Whatever decides
+is the code of `paceline.async_dp`. Two runs of the same plan are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.protocol.message_assembly import cut
+from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.wal.memory_journal import MemoryJournal
+from paceline.parallel.compression.compression_config import Compression
+from paceline.tools.simulate.async_rows import Point
+from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
+from paceline.tools.simulate.learning_tasks import Task
+from paceline.tools.simulate.simulated_worker import Node
+from paceline.transport.envelope import Bytes
+from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.virtual_time import Clock, Link, Network, VirtualExchange
+
+__all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
+
+_RUN = "simulated"
+_NEVER = 2**62
+_DRAIN_SECONDS, _DRAIN_LOOK_SECONDS = 30.0, 0.1
+"""The most for what is under way when the last worker has made its last step, and how often it is looked after."""
+
+
+@dataclass(frozen=True)
+class AsyncResult:
+    """What came out.
+
+    Attributes:
+        points: the centre over time. loss: of the centre at the end. best: the best score of a worker then.
+        seconds: of virtual time. trained_seconds: of it, until the last worker's last step.
+        steps, samples: of all workers.
+        updates: taken in; refused: by reason. staleness: (from, below, count), in rounds.
+        staleness_median, staleness_max: of the same, exactly; None: nothing was taken in.
+        nbytes: sent by workers, and by the hub, headers included.
+        hub_busy: share of the time in which the busier direction of the hub's link was in use.
+        messages: that were sent, in both directions, as envelopes.
+        counts: of each worker, in all its lives. decisions: what the hub wrote down of its decisions.
+        digest: of the centre's numbers.
+    """
+
+    points: tuple[Point, ...]
+    loss: float
+    best: float
+    seconds: float
+    trained_seconds: float
+    steps: int
+    samples: float
+    updates: int
+    refused: Mapping[str, int]
+    staleness: Sequence[tuple[float, float, int]]
+    staleness_median: float | None
+    staleness_max: float | None
+    nbytes_up: float
+    nbytes_down: float
+    hub_busy: float
+    messages: int
+    counts: Sequence[Mapping[str, Any]]
+    decisions: Sequence[Mapping[str, Any]]
+    digest: str
+
+
+class Simulation:
+    """All that happens in one run.
+
+    Args:
+        plan: machines, links and rules. task: what is learnt. tick: called with every point of the curve.
+
+    Attributes:
+        clock, network: of all. layout: of the model. hub_link: to the network. steps: local ones of all so far.
+    """
+
+    def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
+        self.plan, self.task, self._tick = plan, task, tick
+        self.clock = Clock()
+        self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
+        self._judge = task.learner(0, 1)
+        self._initial_loss = self._judge.score()
+        self.layout = Layout.of(self._judge.module, plan.cadence.fragments, Compression.of(plan.compression))
+        scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
+        self.network = Network(self.clock, plan.spoil, scale)
+        self._hub: Hub | None = None
+        self._refused = Counter[str]()  # by hubs that were killed
+        self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
+        self._sequence = 0
+        self._nodes = [Node(self, index) for index in range(len(plan.machines))]
+        self._points: list[Point] = []
+        self.steps = 0
+        self._working = set(range(len(self._nodes)))  # those that have steps to make, or will have
+        self._trained_seconds = 0.0
+
+    # ------------------------------------------------------------------ the hub
+
+    def _start_hub(self) -> None:
+        """Start it, or its heir."""
+        rules = self.plan.rules
+        if not self._journal.keeps:
+            rules = replace(rules, snapshot_every=_NEVER)  # nobody will read them
+        self._hub = Hub(_RUN, rules, self._journal, lambda: self.clock.now)
+        self._exchange = VirtualExchange(HUB, self.network, self.hub_link, self._arrive)
+
+    def _kill_hub(self) -> None:
+        """End it without a word: what was not committed is gone."""
+        self._exchange.close()
+        self._journal.crash()
+        if self._hub is not None:
+            self._refused.update(self._hub.refused)
+        self._hub = None
+
+    def _arrive(self, envelope: Envelope) -> None:
+        hub, now = self._hub, self.clock.now
+        if hub is None:
+            return
+        hub.receive(envelope, now)
+        for message in hub.settle(now):
+            for out in cut(message, _RUN, self._sequence):
+                self._sequence += 1
+                self._exchange.send(out)
+
+    # ------------------------------------------------------------------ the course of it
+
+    def ended(self, node: Node) -> None:
+        """Note that a worker has made all its steps, or left for good."""
+        if node.index not in self._working:
+            return
+        self._working.discard(node.index)
+        if not self._working:
+            self._trained_seconds = self.clock.now
+            self._drain(self.clock.now + _DRAIN_SECONDS)
+
+    def _drain(self, until: float) -> None:
+        """End once nothing is under way any more, or the time for that is up."""
+        now = self.clock.now
+        if now >= until or not any(node.alive and node.busy for node in self._nodes):
+            self.clock.stop()
+        else:
+            self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
+
+    def share_done(self, node: Node) -> float:
+        """Return which share of the training a worker has done."""
+        if self.plan.steps is not None:
+            return node.made / self.plan.steps
+        return min(1.0, self.clock.now / self.plan.seconds)
+
+    def run(self) -> AsyncResult:
+        """Go through all of it."""
+        plan = self.plan
+        self._start_hub()
+        for node in self._nodes:
+            if plan.begins(node.index):
+                node.start()
+        for each in plan.churn:
+            self.clock.at(each.seconds, self._churn, each)
+        if plan.score_every:
+            self.clock.at(plan.score_every, self._look)
+        self.clock.run(plan.seconds)
+        return self._result()
+
+    def _churn(self, each: Churn) -> None:
+        if each.worker < 0:
+            (self._start_hub if each.comes else self._kill_hub)()
+        elif each.comes:
+            self._nodes[each.worker].begin_again()
+        else:
+            node = self._nodes[each.worker]
+            node.stop()
+            if not any(later.seconds > each.seconds for later in self.plan.comings(each.worker)):
+                self.ended(node)
+
+    def _look(self) -> None:
+        self._points.append(self._point())
+        self._tick(self._points[-1])
+        self.clock.at(self.clock.now + self.plan.score_every, self._look)
+
+    # ------------------------------------------------------------------ what comes out
+
+    def _point(self) -> Point:
+        updates = self._hub.updates if self._hub is not None else 0
+        return Point(self.clock.now, self.steps, updates, self._loss())
+
+    @torch.no_grad()
+    def _loss(self) -> float:
+        """Return the held-out loss of the centre: the last one while its hub is away, the best worker's while workers
+        train apart, that of the beginning before.
+        """
+        hub = self._hub
+        if hub is None and self._points:
+            return self._points[-1].loss
+        if hub is not None and hub.phase == "population":
+            return self._best()
+        if hub is None or hub.centres is None or hub.phase != "together":
+            return self._initial_loss
+        module = self._judge.module
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        for number, fragment in enumerate(self.layout.fragments):
+            theta = hub.centres.of_fragment[number].theta
+            for place in fragment.places:
+                tensors[place.name].copy_(place.of(theta))
+        return self._judge.score()
+
+    def theta(self) -> Tensor:
+        """Return the centre's numbers, one fragment after the other, 1-D float32; none while there is no centre."""
+        centres = self._hub.centres if self._hub is not None else None
+        if centres is None:
+            return torch.empty(0)
+        return torch.cat([each.theta for each in centres.of_fragment.values()])
+
+    def _best(self) -> float:
+        """Return the best score of a worker's own parameters; NaN if none has one."""
+        scores = [node.learner.score() for node in self._nodes]
+        return min((score for score in scores if math.isfinite(score)), default=math.nan)
+
+    def _busy(self) -> float:
+        """Return in which share of the time the hub's link was in use, in its busier direction."""
+        seconds, link = self._trained_seconds or self.clock.now, self.hub_link
+        busy = max(link.sent_nbytes / link.up, link.received_nbytes / link.down)
+        return min(1.0, busy / seconds) if seconds else 0.0
+
+    def _result(self) -> AsyncResult:
+        if self._hub is None:  # what its heir would find
+            self._start_hub()
+        hub, link, journal = self._hub, self.hub_link, self._journal
+        assert hub is not None
+        self._refused.update(hub.refused)
+        point = self._point()
+        if not self._points or self._points[-1].seconds < point.seconds:
+            self._points.append(point)
+        return AsyncResult(
+            tuple(self._points),
+            point.loss,
+            self._best(),
+            self.clock.now,
+            self.clock.now if self._working else self._trained_seconds,
+            self.steps,
+            hub.tally.samples,
+            hub.updates,
+            dict(self._refused),
+            hub.tally.histogram.rows(),
+            median(journal.staleness) if journal.staleness else None,
+            max(journal.staleness, default=None),
+            sum(node.link.sent_nbytes for node in self._nodes),
+            link.sent_nbytes,
+            self._busy(),
+            self.network.messages,
+            [node.counts for node in self._nodes],
+            journal.decisions,
+            xxh3_64_hexdigest(self.theta().numpy().tobytes()),
+        )
+
+
+class _Journal(MemoryJournal):
+    """Keeps decisions and the staleness of updates, whether or not it keeps all."""
+
+    def __init__(self, *, keep: bool) -> None:
+        super().__init__(keep=keep)
+        self.decisions: list[Mapping[str, Any]] = []
+        self.staleness = array("d")
+
+    def append(self, values: Mapping[str, Any], payload: Bytes = b"") -> int:
+        if values["kind"] == "update":
+            self.staleness.append(values["staleness"])
+        elif values["kind"] in _DECISIONS:
+            self.decisions.append(values)
+        return super().append(values, payload)
+
+
+_DECISIONS = ("replace", "together", "refuse", "begin", "silent", "join")
+
+
+def simulate(plan: AsyncPlan, task: Task, tick: Callable[[Point], object] = lambda _: None) -> AsyncResult:
+    """Return what becomes of a star in virtual time.
+
+    Args:
+        plan: machines, links and rules. task: what is learnt.
+        tick: called with every point of the curve.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Simulation(plan, task, tick).run()
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,110 @@
+"""The same machines with one setting after the other, DDP first: a row for each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.tools.simulate.async_rows import Point, Row
+from paceline.tools.simulate.async_settings import AsyncPlan
+from paceline.tools.simulate.async_simulation import AsyncResult, simulate
+from paceline.tools.simulate.faulty_network import Spoiling
+from paceline.tools.simulate.learning_tasks import Task
+from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
+
+__all__ = ["sweep"]
+
+_Tick = Callable[[Point], object]
+
+
+def sweep(
+    plan: AsyncPlan,
+    cadences: Sequence[Cadence],
+    task: Task,
+    *,
+    beside: bool = True,
+    spoilt: float = 0.0,
+    tick: _Tick = lambda _: None,
+) -> Iterator[Row]:
+    """Yield a row for each cadence, as soon as it is there.
+
+    Args:
+        plan: of all but the cadence. cadences: of the rows. task: what is learnt.
+        beside: DDP on the same machines and links, which nobody leaves and nothing spoils, is the first row.
+        spoilt: share of envelopes that are lost, repeated, late or damaged. tick: called with every point of a curve.
+    """
+    initial = task.learner(0, len(plan.machines)).score()
+    if beside:
+        yield _lockstep_row(plan, task, initial, tick)
+    for cadence in cadences:
+        spoil = Spoiling(spoilt, plan.seed) if spoilt else None
+        found = simulate(replace(plan, cadence=cadence, spoil=spoil), task, tick)
+        row = _star_row(cadence, found, len(plan.machines), initial)
+        told = {f"spoilt: {name}": count for name, count in sorted(spoil.counts.items())} if spoil else {}
+        yield replace(row, counts={**row.counts, **told})
+
+
+def _lockstep_row(plan: AsyncPlan, task: Task, initial: float, tick: _Tick) -> Row:
+    found = lockstep(
+        LockstepPlan(
+            plan.machines,
+            seconds=plan.seconds,
+            steps=plan.steps,
+            parameters=plan.parameters,
+            latency=plan.latency,
+            schedule=plan.schedule,
+            score_every=plan.score_every,
+            seed=plan.seed,
+        ),
+        task,
+        tick,
+    )
+    return Row(
+        "DDP",
+        None,
+        None,
+        found.loss,
+        found.loss,
+        found.seconds,
+        found.steps * len(plan.machines),
+        2 * found.nbytes,
+        found.points,
+        found.digest,
+        initial,
+        communication=found.communication,
+        waiting=found.waiting,
+    )
+
+
+def _star_row(cadence: Cadence, found: AsyncResult, workers: int, initial: float) -> Row:
+    counts: Counter[str] = Counter()
+    for each in found.counts:
+        counts.update(each)
+    replaced = [
+        f"worker {each['worker']} at {each['t']:.1f} s: {each['why']}"
+        for each in found.decisions
+        if each["kind"] == "replace"
+    ]
+    return Row(
+        f"k {cadence.every}, d {cadence.delay}",
+        cadence.every,
+        cadence.delay,
+        found.loss,
+        found.best,
+        found.trained_seconds,
+        found.steps,
+        (found.nbytes_up + found.nbytes_down) / workers,
+        found.points,
+        found.digest,
+        initial,
+        found.staleness_median,
+        found.staleness_max,
+        found.updates,
+        dict(sorted(found.refused.items())),
+        {name: count if math.isfinite(count) else 0 for name, count in counts.items()},
+        found.hub_busy,
+        replaced=replaced,
+    )

@@ -1,0 +1,268 @@
+"""Links between nodes and inside them, and what an all-reduce costs on them, for any number of ranks (pure).
+
+A round takes as long as its most crowded link, and as the latency of its longest path; rounds follow each other. That
+is the price of `paceline.collectives.alpha_beta_cost` where links are alike, without following every message, so
+that a million ranks cost no more than counting. Links are those of `paceline.collectives.topology`.
+
+What an all-reduce costs by a measured profile, with its error.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.collectives.closed_form_cost import CLOSED_FORMS
+from paceline.cost_model.algorithm_terms import PLAIN, Form, terms_of
+from paceline.cost_model.collective_fit import Fit
+from paceline.cost_model.piecewise_fit import Segment, seconds_at
+from paceline.errors import UsageError, unknown
+from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
+
+__all__ = ["TOPOLOGIES", "Carrier", "FittedNetwork", "Network", "Price"]
+
+TOPOLOGIES = ("star", "ring", "tree")
+"""How nodes are linked: each to one switch, in a circle, or as a binary tree."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one call costs.
+
+    Attributes:
+        algorithm: its name.
+        call: seconds that it takes however little it moves.
+        transfer: seconds that its bytes take besides.
+        error: by how much nine in ten predictions are off at most, as a share; 0: not known.
+    """
+
+    algorithm: str
+    call: float
+    transfer: float
+    error: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole call."""
+        return self.call + self.transfer
+
+
+class Carrier(Protocol):
+    """Whatever tells what an all-reduce costs: a described network, or a measured one."""
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of a node."""
+        ...
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Return those that it can price."""
+        ...
+
+    def usual(self) -> tuple[str, ...]:
+        """Return those that are chosen from where none is named."""
+        ...
+
+    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
+        """Return what one all-reduce costs."""
+        ...
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes and their links, each full duplex.
+
+    Attributes:
+        topology: one of `TOPOLOGIES`, between nodes.
+        link: bytes per second of a node's link, in each direction. latency: seconds of a message between nodes; in a
+            ring or tree, of each hop.
+        per_node: ranks of a node. inside: bytes per second of a rank's link inside its node, None: as `link`.
+        inside_latency: seconds of a message inside a node.
+        switch: bytes per second that the switch of a star carries in all.
+
+    Raises:
+        UsageError: a number makes no sense, or nodes of several ranks are not around a switch.
+    """
+
+    topology: str = "star"
+    link: float = 125e6
+    latency: float = 50e-6
+    per_node: int = 1
+    inside: float | None = None
+    inside_latency: float = 0.0
+    switch: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise unknown("topology", self.topology, TOPOLOGIES)
+        for name in ("link", "inside", "switch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name}={value!r}", remedy="give bytes per second above 0")
+        for name in ("latency", "inside_latency"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give seconds of 0 or more")
+        if type(self.per_node) is not int or self.per_node < 1:
+            raise UsageError(f"per_node={self.per_node!r}", remedy="give a whole number of 1 or more")
+        if self.per_node > 1 and self.topology != "star":
+            raise UsageError(
+                f"nodes of {self.per_node} ranks in a {self.topology}",
+                remedy="nodes of several ranks stand around a switch: use star, or one rank a node",
+            )
+        if self.switch < math.inf and self.topology != "star":
+            raise UsageError(f"a {self.topology} has no switch", remedy="leave its rate out, or use star")
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Return the algorithms that can run on it."""
+        return ALGORITHMS if self.per_node > 1 else tuple(x for x in ALGORITHMS if x not in NESTED)
+
+    def usual(self) -> tuple[str, ...]:
+        """Return the algorithms that are chosen from where none is named: all."""
+        return self.algorithms()
+
+    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
+        """Return what one all-reduce costs.
+
+        Args:
+            algorithm: one of `algorithms`. nodes: how many. nbytes: of the vector that each rank has.
+
+        Raises:
+            UsageError: it can't run on this network.
+
+        Example:
+            >>> round(Network(link=25e6, latency=0.0).price("ring", 4, 80e6).seconds, 9)
+            4.8
+        """
+        if algorithm not in self.algorithms():
+            raise UsageError(
+                f"{algorithm} on a {self.topology} with {self.per_node} ranks a node",
+                remedy=f"valid: {', '.join(self.algorithms())}",
+            )
+        call, per_byte = _terms(self, algorithm, nodes)
+        return Price(algorithm, call, per_byte * nbytes)
+
+
+@lru_cache(maxsize=4096)
+def _terms(network: Network, algorithm: str, nodes: int) -> tuple[float, float]:
+    """Return seconds, and seconds per byte of the vector."""
+    ranks = nodes * network.per_node
+    crowd = {"star": _star, "ring": _ring, "tree": _tree}[network.topology]
+    call = per_byte = 0.0
+    for phase in phases(algorithm, ranks, network.per_node):
+        latency, seconds_per_byte = crowd(network, phase.src, phase.dst, ranks)
+        call += phase.repeats * latency
+        per_byte += phase.repeats * phase.share * seconds_per_byte
+    return float(call), float(per_byte)
+
+
+Ends = NDArray[np.int64]
+
+
+def _star(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+    """Return the latency of a round, and how long a byte of each message takes: nodes around a switch."""
+    del ranks
+    if network.per_node == 1:
+        busiest = max(np.bincount(src).max(), np.bincount(dst).max())
+        return network.latency, max(busiest / network.link, len(src) / network.switch)
+    inside = max(np.bincount(src).max(), np.bincount(dst).max()) / (network.inside or network.link)
+    out, into = src // network.per_node, dst // network.per_node
+    crossing = out != into
+    if not crossing.any():
+        return network.inside_latency, inside
+    busiest = max(np.bincount(out[crossing]).max(), np.bincount(into[crossing]).max())
+    between = max(busiest / network.link, crossing.sum() / network.switch)
+    return network.inside_latency + network.latency, max(inside, float(between))
+
+
+def _ring(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+    """The same in a circle: a message takes the shorter way, and every link on it."""
+    forth = (dst - src) % ranks
+    shorter = forth <= ranks - forth
+    hops = np.where(shorter, forth, ranks - forth)
+    first = np.where(shorter, src, (src - hops) % ranks)
+    busiest = max(
+        _most_crowded(first[way], hops[way], ranks) if way.any() else 0 for way in (shorter, ~shorter)
+    )
+    return float(hops.max()) * network.latency, busiest / network.link
+
+
+def _most_crowded(first: Ends, hops: Ends, ranks: int) -> int:
+    """Return how many of these arcs, each `hops` links from `first` on, pass the most crowded link of a circle."""
+    change = np.bincount(first, minlength=2 * ranks + 1) - np.bincount(first + hops, minlength=2 * ranks + 1)
+    over = np.cumsum(change)
+    return int((over[:ranks] + over[ranks : 2 * ranks]).max())
+
+
+def _tree(network: Network, src: Ends, dst: Ends, ranks: int) -> tuple[float, float]:
+    """The same in a binary tree with rank 0 at its root: up to the common parent, and down."""
+    up, down = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    src, dst, hops = src.copy(), dst.copy(), np.zeros(len(src), np.int64)
+    while (apart := src != dst).any():
+        climbs, falls = (
+            apart & (src > dst),
+            apart & (src < dst),
+        )  # the deeper has the higher number, or is as deep
+        np.add.at(up, src[climbs], 1)
+        np.add.at(down, dst[falls], 1)
+        src[climbs] = (src[climbs] - 1) // 2
+        dst[falls] = (dst[falls] - 1) // 2
+        hops += apart
+    return float(hops.max()) * network.latency, max(up.max(), down.max()) / network.link
+
+
+@dataclass(frozen=True)
+class FittedNetwork:
+    """A network as it was measured.
+
+    The fit's own algorithm is what the times looked like, and stands unless another is named; others are priced from
+    the same α and β.
+
+    Attributes:
+        fit: of the all-reduce.
+        per_node: ranks of a node; the fit counts ranks, wherever they are.
+    """
+
+    fit: Fit
+    per_node: int = 1
+
+    @property
+    def own(self) -> str:
+        """The algorithm that the times look like."""
+        return str(self.fit.form)
+
+    def algorithms(self) -> tuple[str, ...]:
+        """Return the fit's own algorithm first, then those that have a closed form."""
+        names = [name for op, name in CLOSED_FORMS if op == self.fit.op]
+        return (self.own, *(name for name in names if name != self.own))
+
+    def usual(self) -> tuple[str, ...]:
+        """Return the fit's own algorithm: the others never ran."""
+        return (self.own,)
+
+    def price(self, algorithm: str, nodes: int, nbytes: float) -> Price:
+        """Return what one all-reduce costs; arguments and errors as for `Network.price`."""
+        if algorithm not in self.algorithms():
+            raise UsageError(
+                f"{algorithm} on a measured network", remedy=f"valid: {', '.join(self.algorithms())}"
+            )
+        ranks = nodes * self.per_node
+        if ranks == 1:
+            return Price(algorithm, 0.0, 0.0)
+        form = self.fit.form if algorithm == self.own else Form(algorithm, self.fit.form.shared)
+        if self.fit.form == PLAIN and algorithm != self.own:
+            raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.own}")
+        terms, segments = terms_of(self.fit.op, form, ranks), self.fit.segments_for(ranks)
+        whole = seconds_at(segments, nbytes, terms.messages, terms.sent)
+        call = min(whole, _segment(segments, nbytes).line.alpha * terms.messages)
+        error = self.fit.error_at(ranks)
+        return Price(algorithm, call, whole - call, error.p90 if error else 0.0)
+
+
+def _segment(segments: tuple[Segment, ...], nbytes: float) -> Segment:
+    """Return the segment of a size, or the last one that begins below it."""
+    return next((each for each in reversed(segments) if each.low <= nbytes), segments[0])

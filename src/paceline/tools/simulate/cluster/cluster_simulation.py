@@ -1,0 +1,387 @@
+"""What is simulated of a cluster, as plain values (pure).
+
+A training on one number of nodes, or many: step time, efficiency with all that is lost of it, failures, cost.
+
+Several jobs are simulated, each with machines, steps and failures of its own. What becomes of their time is told as a
+ledger: shares of the whole, which add up to 1 in every job and so in their mean.
+
+    useful           what the work would take if it were dealt by speed and nobody waited
+    uneven machines  waiting for the slowest machine
+    varying steps    waiting for the rank whose step happens to be longest
+    communication    what of it computing does not hide
+    checkpoints, lost work, restarts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import UsageError, unknown
+from paceline.tools.simulate.cluster.cluster_network import Carrier, Price
+from paceline.tools.simulate.cluster.compute_times import Machines, Steps, sample_steps
+from paceline.tools.simulate.cluster.exposed_communication import (
+    STRATEGIES,
+    Traffic,
+    cheapest,
+    exposed_seconds,
+    traffic_of,
+)
+from paceline.tools.simulate.cluster.failure_cost import Risk, best_interval, course, daly, young
+
+__all__ = [
+    "BACKWARD",
+    "BATCHES",
+    "DAY",
+    "LOSSES",
+    "MOST_NODES",
+    "Band",
+    "ClusterPlan",
+    "ClusterRow",
+    "Intervals",
+    "simulate",
+    "sweep",
+]
+
+BACKWARD = 2 / 3
+"""Of computing: backward has two products with each weight, forward one."""
+
+
+BATCHES = ("per-rank", "fixed")
+
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """A training, whatever the number of nodes.
+
+    Attributes:
+        carrier: the network, described or measured.
+        step_seconds: of computing: of a rank's own batch (``per-rank``), or of the whole batch on one rank (``fixed``).
+        nbytes: of the gradients, as they travel.
+        machines: what nodes are like.
+        batch: ``"per-rank"``: more ranks, more samples a step (weak scaling); ``"fixed"``: the same samples (strong).
+        strategy: how gradients are synchronised, one of
+        `paceline.tools.simulate.cluster.exposed_communication.STRATEGIES`.
+        bucket_nbytes: of a bucket. backward: share of computing in which gradients become ready.
+        computing_slows: how many times as long computing takes beside exchanges, 1 or more. calls_slow: exchanges
+            beside computing.
+        algorithm: of the all-reduce; ``"auto"``: the cheapest.
+        every: H, steps between two exchanges; above 1 it is parameters that are exchanged, and nothing overlaps.
+        node_mtbf: mean seconds between failures of a node. write: seconds of a checkpoint. restart: seconds after a
+            failure. interval: seconds of training between checkpoints; None: Daly's.
+        work: node-seconds of computing of the job, on nodes as fast as the fastest; None: a week of all nodes.
+        price: of an hour of a node; None: not asked.
+        jobs: how many are simulated for each number of nodes. draws: ranks' steps to draw for it, about.
+        seed: of everything.
+
+    Raises:
+        UsageError: a number makes no sense.
+    """
+
+    carrier: Carrier
+    step_seconds: float
+    nbytes: float
+    machines: Machines = field(default_factory=Machines)
+    batch: str = "per-rank"
+    strategy: str = "bucketed"
+    bucket_nbytes: float = 25 * 2**20
+    backward: float = BACKWARD
+    computing_slows: float = 1.0
+    calls_slow: float = 1.0
+    algorithm: str = "auto"
+    every: int = 1
+    node_mtbf: float = math.inf
+    write: float = 0.0
+    restart: float = 0.0
+    interval: float | None = None
+    work: float | None = None
+    price: float | None = None
+    jobs: int = 32
+    draws: int = 10_000_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch not in BATCHES:
+            raise unknown("batch", self.batch, BATCHES)
+        if self.strategy not in STRATEGIES:
+            raise unknown("strategy", self.strategy, STRATEGIES)
+        for name in ("step_seconds", "bucket_nbytes", "node_mtbf", "interval", "work", "price"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name}={value!r}", remedy="give a number above 0")
+        for name in ("nbytes", "write", "restart"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a number of 0 or more")
+        if not 0 < self.backward < 1:
+            raise UsageError(
+                f"backward={self.backward!r}", remedy="give a share of computing, above 0 and below 1"
+            )
+        for name in ("computing_slows", "calls_slow"):
+            if not 1 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a factor of 1 or more")
+        for name in ("every", "jobs", "draws"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise UsageError(f"{name}={getattr(self, name)!r}", remedy="give a whole number of 1 or more")
+        if self.seed < 0:
+            raise UsageError(f"seed={self.seed!r}", remedy="give a whole number of 0 or more")
+        if self.every > 1 and self.strategy in ("sharded", "full-shard"):
+            raise UsageError(
+                f"every={self.every} with {self.strategy}: ranks that train apart need whole parameters",
+                remedy="use flat or bucketed, or exchange at every step",
+            )
+
+
+Numbers = NDArray[np.float64]
+
+
+LOSSES: tuple[str, ...] = (
+    "uneven machines",
+    "varying steps",
+    "communication",
+    "checkpoints",
+    "lost work",
+    "restarts",
+)
+
+
+MOST_NODES = 1_000_000
+
+
+_ENOUGH_JOBS = 32
+"""With which intervals are compared, at least."""
+
+
+_P90 = 1.6449
+"""Nine in ten of normal numbers are no further than so many standard deviations from their mean."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A number of several jobs or steps: their mean, and what 5 %, 50 % and 95 % are below."""
+
+    mean: float
+    p5: float
+    p50: float
+    p95: float
+
+    @classmethod
+    def of(cls, values: Numbers) -> Band:
+        """Return the band of some values."""
+        low, middle, high = np.percentile(values, [5, 50, 95])
+        return cls(float(values.mean()), float(low), float(middle), float(high))
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Seconds of training between two checkpoints.
+
+    Attributes:
+        used: by the simulation. young, daly: by their formulas. simulated: with which simulated jobs take least; None
+            where nothing fails.
+    """
+
+    used: float
+    young: float | None = None
+    daly: float | None = None
+    simulated: float | None = None
+
+
+@dataclass(frozen=True)
+class ClusterRow:
+    """What becomes of a training on so many nodes.
+
+    Attributes:
+        nodes, ranks: how many.
+        algorithm: of the all-reduce.
+        compute_seconds: of a step, on a rank that is as fast as the time of a step says.
+        comm_seconds: of all messages of a step, hidden or not.
+        step: seconds of a step, over steps and jobs.
+        efficiency: useful time as a share of all time, over jobs.
+        ledger: mean share of all time by what it went into, `LOSSES` and ``"useful"``; they add up to 1.
+        speedup: work done beside that of one fastest rank alone.
+        mtbf_seconds: between failures of the whole job; None: there are none.
+        failures: of a job, on average. intervals: of checkpoints; None: there are none.
+        job_seconds: of the whole job, over jobs.
+        cost: of the whole job, over jobs; None: not asked.
+        stuck: whether failures come so often that it never ends; its efficiency is 0 then.
+    """
+
+    nodes: int
+    ranks: int
+    algorithm: str
+    compute_seconds: float
+    comm_seconds: float
+    step: Band
+    efficiency: Band
+    ledger: dict[str, float]
+    speedup: float
+    mtbf_seconds: float | None
+    failures: float
+    intervals: Intervals | None
+    job_seconds: Band | None
+    cost: Band | None
+    stuck: bool
+
+    def facts(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+    @property
+    def worst(self) -> str:
+        """What most of the time is lost to."""
+        return max(LOSSES, key=lambda name: self.ledger[name])
+
+
+def sweep(plan: ClusterPlan, nodes: Sequence[int]) -> Iterator[ClusterRow]:
+    """Yield a row for each number of nodes.
+
+    Args:
+        plan: the training. nodes: numbers of nodes.
+
+    Raises:
+        UsageError: a number of nodes is out of range; the network lacks the algorithm.
+    """
+    for count in nodes:
+        yield simulate(plan, count)
+
+
+def simulate(plan: ClusterPlan, nodes: int) -> ClusterRow:
+    """Return what becomes of a training on so many nodes.
+
+    Args:
+        plan: the training. nodes: how many.
+
+    Raises:
+        UsageError: the number of nodes is out of range; the network lacks the algorithm.
+
+    Example:
+        >>> from paceline.tools.simulate.cluster.cluster_network import Network
+        >>> row = simulate(ClusterPlan(Network(link=25e6), step_seconds=1.0, nbytes=80e6, strategy="flat"), 4)
+        >>> row.algorithm, round(row.step.mean, 3), round(row.ledger["communication"], 3)
+        ('halving-doubling', 5.8, 0.828)
+    """
+    if type(nodes) is not int or not 1 <= nodes <= MOST_NODES:
+        raise UsageError(f"{nodes!r} nodes", remedy=f"give a whole number from 1 to {MOST_NODES}")
+    ranks = nodes * plan.carrier.per_node
+    compute = plan.step_seconds / (ranks if plan.batch == "fixed" else 1)
+    traffic, price = _traffic(plan, nodes)
+    steps = sample_steps(
+        plan.machines, nodes, plan.carrier.per_node, plan.every, plan.jobs, plan.draws, [plan.seed, nodes, 1]
+    )
+    waiting = compute * steps.longest
+    exposed = _exposed(plan, nodes, traffic, price, waiting)
+    whole = waiting + exposed
+    return _row(plan, nodes, price, compute, sum(each.seconds for each in traffic), steps, exposed, whole)
+
+
+def _traffic(plan: ClusterPlan, nodes: int) -> tuple[list[Traffic], Price]:
+    """Return what a step sends, per step on average, and the price of one call."""
+
+    def price(nbytes: float, halved: bool) -> Price:
+        return cheapest(plan.carrier, nodes, nbytes, plan.algorithm, halved=halved)
+
+    if plan.every == 1:
+        return traffic_of(plan.strategy, plan.nbytes, plan.bucket_nbytes, plan.backward, price)
+    (all_at_once,), one = traffic_of("flat", plan.nbytes, plan.bucket_nbytes, plan.backward, price)
+    return [
+        Traffic(all_at_once.calls / plan.every, all_at_once.transfer / plan.every, 1, all_at_once.window)
+    ], one
+
+
+def _exposed(
+    plan: ClusterPlan, nodes: int, traffic: Sequence[Traffic], price: Price, computing: Numbers
+) -> Numbers:
+    """Return how long each step waits for communication, a measured price off by its error in each job."""
+    off = np.ones((plan.jobs, 1))
+    if price.error:
+        rng = np.random.default_rng([plan.seed, nodes, 2])
+        off = np.exp(rng.normal(0.0, np.log1p(price.error) / _P90, (plan.jobs, 1)))
+    exposed = np.zeros_like(computing)
+    for part in traffic:
+        exposed += exposed_seconds(
+            part.calls * off,
+            part.transfer * off,
+            part.buckets,
+            part.window * computing,
+            plan.computing_slows,
+            plan.calls_slow,
+        )
+    return exposed
+
+
+def _row(
+    plan: ClusterPlan,
+    nodes: int,
+    price: Price,
+    compute: float,
+    comm: float,
+    steps: Steps,
+    exposed: Numbers,
+    whole: Numbers,
+) -> ClusterRow:
+    mean = whole.mean(axis=1)
+    useful, slowest = compute * steps.useful, compute * steps.slowest
+    parts = {
+        "useful": useful,
+        "uneven machines": slowest - useful,
+        "varying steps": compute * steps.longest.mean(axis=1) - slowest,
+        "communication": exposed.mean(axis=1),
+    }
+    ideal = (plan.work or 7 * DAY * nodes) / nodes
+    work = ideal * mean / compute
+    risk = Risk(plan.node_mtbf / nodes, plan.write, plan.restart)
+    intervals = _intervals(plan, risk, nodes)
+    took = course(risk, intervals.used if intervals else np.inf, work, [plan.seed, nodes, 3])
+    total = took.seconds
+    ledger = {name: part / mean * work / total for name, part in parts.items()}
+    ledger |= {
+        "checkpoints": took.writing / total,
+        "lost work": took.lost / total,
+        "restarts": took.restarting / total,
+    }
+    if took.stuck:
+        ledger = {name: np.full(plan.jobs, float(name == "lost work")) for name in ledger}
+    efficiency = ledger["useful"]
+    hours = total / 3600.0 * nodes
+    return ClusterRow(
+        nodes,
+        nodes * plan.carrier.per_node,
+        price.algorithm,
+        compute,
+        comm,
+        Band.of(whole.ravel()),
+        Band.of(efficiency),
+        {name: float(part.mean()) for name, part in ledger.items()},
+        float((efficiency * nodes * plan.carrier.per_node / steps.useful).mean()),
+        None if risk.mtbf == np.inf else risk.mtbf,
+        float(took.failures.mean()),
+        intervals,
+        None if took.stuck else Band.of(total),
+        None if plan.price is None or took.stuck else Band.of(hours * plan.price),
+        took.stuck,
+    )
+
+
+def _intervals(plan: ClusterPlan, risk: Risk, nodes: int) -> Intervals | None:
+    """Return the intervals between checkpoints; None where none are written."""
+    if risk.mtbf == np.inf:
+        return None if plan.interval is None else Intervals(plan.interval)
+    if not plan.write and plan.interval is None:
+        raise UsageError(
+            "failures, and checkpoints that take no time: they would be written all the time",
+            remedy="give the time of a checkpoint, or the interval between two",
+        )
+    return Intervals(
+        plan.interval or daly(risk),
+        young(risk),
+        daly(risk),
+        best_interval(risk, max(_ENOUGH_JOBS, plan.jobs), [plan.seed, nodes, 4]),
+    )

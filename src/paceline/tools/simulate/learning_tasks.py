@@ -1,0 +1,236 @@
+"""What is learnt in virtual time: real models, real gradients, data drawn by the number of worker and step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from paceline._core.keyed_random import key_of
+from paceline.tools.models import corpus as corpora
+from paceline.tools.models.gpt import GPT
+from paceline.tools.models.gpt import loss as loss_of
+from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
+
+__all__ = ["GPTTask", "Learner", "LinearTask", "Task"]
+
+
+_BATCH, _BATCHES = 8, 512
+"""Of `LinearTask`: samples of a batch, and how many there are."""
+
+_RATES = 32
+"""Learning rates whose steps are kept."""
+
+Numbers = NDArray[np.float32]
+
+
+class Learner(Protocol):
+    """One worker's model, optimizer and data.
+
+    Attributes:
+        module: the model.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def steps(self, number: int, count: int, lr: float) -> float:
+        """Take `count` local steps, the first of them step `number`, counted from 0; return their samples.
+
+        Args:
+            number: of the first. count: 1 or more. lr: share of the full learning rate.
+        """
+        ...
+
+    def gradient(self, number: int) -> float:
+        """Add the gradient of step `number`, counted from 0, to those of the parameters; return its samples."""
+        ...
+
+    def apply(self, lr: float) -> None:
+        """Take a step by the parameters' gradients at this share of the full learning rate, and drop them."""
+        ...
+
+    def score(self) -> float:
+        """Return the loss on the shared held-out slice."""
+        ...
+
+    def forget(self) -> None:
+        """Forget what the optimizer remembers."""
+        ...
+
+
+class Task(Protocol):
+    """Makes learners.
+
+    Attributes:
+        lr: learning rate of all that have no other.
+    """
+
+    lr: float
+
+    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
+        """Return the learner of a worker, counted from 0; `alike`: all begin from the same parameters."""
+        ...
+
+
+class LinearTask:
+    """Least squares: y = A·x plus noise, gradient descent on batches of 8, some directions steeper than others.
+
+    A batch's gradient is that of mean |w·x − y|²/2, which is w·mean(x·xᵀ) − mean(y·xᵀ): both means are worked out once,
+    and so is, for each learning rate, what a step does.
+
+    Args:
+        width: numbers in x; y has half as many. lr: of gradient descent. noise: of y. seed: of everything.
+        steepness: of the steepest direction beside the flattest; 1: all alike.
+    """
+
+    def __init__(
+        self, width: int = 16, lr: float = 0.05, noise: float = 0.1, seed: int = 0, steepness: float = 1.0
+    ) -> None:
+        self.lr, self.seed = lr, seed
+        drawn = np.random.default_rng(key_of(seed, 1))
+        self.truth = drawn.standard_normal((width // 2, width), dtype=np.float32)
+        scales = np.geomspace(1.0, steepness**-0.5, width, dtype=np.float32)
+        inputs = scales * drawn.standard_normal((_BATCHES, _BATCH, width), dtype=np.float32)
+        targets = inputs @ self.truth.T
+        targets += noise * drawn.standard_normal(targets.shape, dtype=np.float32)
+        turned = inputs.transpose(0, 2, 1) / np.float32(_BATCH)
+        self.curvatures = turned @ inputs
+        self.slopes = (turned @ targets).transpose(0, 2, 1).copy()
+        self.held_out = scales * drawn.standard_normal((256, width), dtype=np.float32)
+        self.moves = lru_cache(_RATES)(self._moves)
+
+    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Linear:
+        """See `Task`."""
+        return Linear(self, worker, alike, lr)
+
+    def _moves(self, rate: float) -> tuple[list[Numbers], list[Numbers]]:
+        """Return what a step at a rate is with each batch: w ← w·move + shift."""
+        moves = np.eye(self.curvatures.shape[-1], dtype=np.float32) - np.float32(rate) * self.curvatures
+        return list(moves), list(np.float32(rate) * self.slopes)
+
+
+class Linear:
+    """See `Learner`; a worker goes through the same batches as all others, and begins at another one."""
+
+    def __init__(self, task: LinearTask, worker: int, alike: bool, lr: float | None) -> None:
+        self._task, self._lr = task, task.lr if lr is None else lr
+        self.module = nn.Linear(task.truth.shape[1], task.truth.shape[0], bias=False)
+        drawn = np.random.default_rng(key_of(task.seed, 2, 0 if alike else worker + 1))
+        with torch.no_grad():
+            self.module.weight.copy_(torch.from_numpy(0.1 * drawn.standard_normal(task.truth.shape)).float())
+        self._weight = (
+            self.module.weight.detach().numpy()
+        )  # the same memory; numpy is quicker on so few numbers
+        self._scratch = np.empty_like(self._weight)
+        self._first = key_of(task.seed, 3, worker) % _BATCHES
+
+    def steps(self, number: int, count: int, lr: float) -> float:
+        weight, scratch, add = self._weight, self._scratch, np.add
+        moves, shifts = self._task.moves(self._lr * lr)
+        for batch in range(self._first + number, self._first + number + count):
+            batch %= _BATCHES
+            weight.dot(moves[batch], scratch)
+            add(scratch, shifts[batch], weight)
+        return float(count * _BATCH)
+
+    def gradient(self, number: int) -> float:
+        batch = (self._first + number) % _BATCHES
+        gradient = self._weight @ self._task.curvatures[batch] - self._task.slopes[batch]
+        self.module.weight.grad = torch.from_numpy(gradient)
+        return float(_BATCH)
+
+    def apply(self, lr: float) -> None:
+        gradient = self.module.weight.grad
+        assert gradient is not None, "gradient() makes one"
+        self._weight -= np.float32(self._lr * lr) * gradient.numpy()
+        self.module.weight.grad = None
+
+    def score(self) -> float:
+        with np.errstate(over="ignore", invalid="ignore"):  # what diverges does so without a word
+            error = self._task.held_out @ (self._weight - self._task.truth).T
+            return float(np.mean(error * error))
+
+    def forget(self) -> None:
+        pass
+
+
+class GPTTask:
+    """The reference GPT on its corpus, with AdamW, as `paceline train` has it.
+
+    Args:
+        size: of the model. batch: windows of a worker's step. lr: of AdamW. seed: of parameters and data.
+        vocabulary: how bytes become tokens is the corpus's; a size with another one is refused by it.
+        held_out: windows of the held-out slice.
+        clip: largest norm of the gradient, 0: any.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        batch: int = 8,
+        lr: float = 3e-3,
+        seed: int = 0,
+        held_out: int = 64,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        clip: float = 1.0,
+    ) -> None:
+        self.size, self.batch, self.lr, self.seed = size, batch, lr, seed
+        self.betas, self.weight_decay, self.clip = betas, weight_decay, clip
+        self.corpus = corpora.load(None)
+        self.held_out = HeldOut(self.corpus.held_out, 16, size.context, limit=held_out)
+
+    def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
+        """See `Task`."""
+        return _GPTLearner(self, worker, workers, alike, lr)
+
+
+class _GPTLearner:
+    def __init__(self, task: GPTTask, worker: int, workers: int, alike: bool, lr: float | None) -> None:
+        self._task, self._lr = task, task.lr if lr is None else lr
+        state = torch.get_rng_state()
+        torch.manual_seed(key_of(task.seed, 0 if alike else worker + 1) % 2**31)
+        self.module = GPT(task.size)
+        torch.set_rng_state(state)
+        self.params: Sequence[Tensor] = list(self.module.parameters())
+        self.optimizer = torch.optim.AdamW(
+            self.params, lr=self._lr, betas=task.betas, weight_decay=task.weight_decay, fused=True
+        )
+        self._batches = Batches(task.corpus.train, task.batch, task.size.context, worker, workers, task.seed)
+
+    def gradient(self, number: int) -> float:
+        """Compute the gradient of a step, and return its samples."""
+        batch = self._batches.at(number)
+        loss_of(self.module(batch.inputs), batch.targets).backward()
+        return float(batch.samples)
+
+    def apply(self, lr: float) -> None:
+        """Take the step whose gradient is there."""
+        if self._task.clip:
+            nn.utils.clip_grad_norm_(self.params, self._task.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr * lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, number: int, count: int, lr: float) -> float:
+        samples = 0.0
+        for each in range(number, number + count):
+            samples += self.gradient(each)
+            self.apply(lr)
+        return samples
+
+    def score(self) -> float:
+        total, count = summed_loss(self.module, self._task.held_out)
+        return total / count if count else math.nan
+
+    def forget(self) -> None:
+        self.optimizer.state.clear()

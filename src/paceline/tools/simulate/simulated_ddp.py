@@ -1,0 +1,221 @@
+"""Gradients averaged at every step, as DDP does, in virtual time: the tasks and machines of a star, in lock-step.
+
+A step takes as long as on the slowest machine, and a ring all-reduce of all gradients: 2(N − 1)/N times their bytes
+over the slowest link, and 2(N − 1) latencies (Patarasuk and Yuan, JPDC 2009). Buckets are reduced while backward goes
+on, so that only what takes longer than `overlap` of the slowest machine's step is waited for. Gradients are real.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from xxhash import xxh3_64_hexdigest
+
+from paceline._core.keyed_random import key_of
+from paceline.errors import UsageError
+from paceline.tools.plan.slow_network import BACKWARD_SHARE
+from paceline.tools.simulate.async_rows import Point
+from paceline.tools.simulate.async_settings import Machine, Schedule, jittered
+from paceline.tools.simulate.learning_tasks import Learner, Task
+from paceline.transport.virtual_time import OVERHEAD
+
+__all__ = ["LockstepPlan", "LockstepResult", "lockstep", "ring_seconds"]
+
+
+@dataclass(frozen=True)
+class LockstepPlan:
+    """What is simulated.
+
+    Attributes:
+        machines: one for each worker; what they say of the learning rate is not heeded: it is the same for all.
+        seconds: of virtual time; steps: of all together; whichever is over first ends it.
+        parameters: gradients are as long as those of a model of so many; None: the task's own.
+        latency: seconds. overlap: share of a step during which gradients travel unnoticed; 0: none.
+        schedule: learning rate as a share of the full one, by the share that is done; None: always the full one.
+        score_every: virtual seconds between two points; 0: only at the end. seed: of jitter.
+        members: of how many workers' shares of the data the machines take theirs; None: as many as there are.
+
+    Raises:
+        UsageError: it has no workers or no end; a number is out of range.
+    """
+
+    machines: Sequence[Machine]
+    seconds: float = math.inf
+    steps: int | None = None
+    parameters: int | None = None
+    latency: float = 1e-4
+    overlap: float = BACKWARD_SHARE
+    schedule: Schedule | None = None
+    score_every: float = 0.0
+    seed: int = 0
+    members: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.machines:
+            raise UsageError("a simulation without workers", remedy="give one or more")
+        if self.steps is None and self.seconds == math.inf:
+            raise UsageError("a simulation without an end", remedy="give seconds or steps")
+        if not 0 <= self.overlap <= 1:
+            raise UsageError(f"overlap={self.overlap!r}", remedy="give a share of a step, 0 to 1")
+
+
+@dataclass(frozen=True)
+class LockstepResult:
+    """What came out.
+
+    Attributes:
+        points: over time. loss: at the end. seconds: of virtual time. steps: of each worker.
+        nbytes: that a worker sends, and receives as many, headers of the network included.
+        communication: share of the time in which all wait for the network.
+        waiting: share of the time that a worker waits for the slowest machine, on average.
+        digest: of the parameters.
+    """
+
+    points: tuple[Point, ...]
+    loss: float
+    seconds: float
+    steps: int
+    nbytes: float
+    communication: float
+    waiting: float
+    digest: str
+
+
+def ring_seconds(workers: int, nbytes: float, rate: float, latency: float) -> float:
+    """Return how long a ring all-reduce takes.
+
+    Args:
+        workers: N. nbytes: of the gradients. rate: bytes per second of the slowest link. latency: seconds of a message.
+
+    Example:
+        >>> round(ring_seconds(4, 80e6, 25e6, 0.0), 9)
+        4.8
+    """
+    return 2 * (workers - 1) * (nbytes / workers / rate + latency)
+
+
+def lockstep(
+    plan: LockstepPlan, task: Task, tick: Callable[[Point], object] = lambda _: None
+) -> LockstepResult:
+    """Return what becomes of DDP on these machines.
+
+    Args:
+        plan: machines and links. task: what is learnt. tick: called with every point of the curve.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _Lockstep(plan, task, tick).run()
+    finally:
+        torch.set_num_threads(threads)
+
+
+class _Lockstep:
+    """All that happens in one run."""
+
+    def __init__(self, plan: LockstepPlan, task: Task, tick: Callable[[Point], object]) -> None:
+        self._plan, self._tick = plan, tick
+        workers = len(plan.machines)
+        self._keys = [key_of(plan.seed, worker + 1) for worker in range(workers)]
+        members = plan.members or workers
+        self._learners = [task.learner(worker, members) for worker in range(workers)]
+        self._params = [list(each.module.parameters()) for each in self._learners]
+        numel = plan.parameters or sum(param.numel() for param in self._params[0])
+        rate = min(min(each.up, each.down) for each in plan.machines)
+        self._comm_seconds = ring_seconds(workers, OVERHEAD * 4.0 * numel, rate, plan.latency)
+        self._nbytes_of_step = 2 * (workers - 1) / workers * OVERHEAD * 4.0 * numel
+        self._now = self._exposed = self._waited = 0.0
+        self._points: list[Point] = []
+        self._next_point = plan.score_every or math.inf
+
+    def run(self) -> LockstepResult:
+        """Go through all of it."""
+        plan, step = self._plan, 0
+        while plan.steps is None or step < plan.steps:
+            seconds = self._seconds(step)
+            if self._now + seconds > plan.seconds:
+                self._look_until(plan.seconds, step)
+                self._now = plan.seconds
+                break
+            self._look_until(self._now + seconds, step)
+            self._now += seconds
+            self._train(step)
+            step += 1
+        self._look(self._now, step)
+        return self._result(step)
+
+    def _seconds(self, step: int) -> float:
+        """Return how long a step takes, and note how much of that is waiting."""
+        plan = self._plan
+        each = [
+            machine.step_seconds * jittered(machine.jitter, key, step)
+            for machine, key in zip(plan.machines, self._keys, strict=True)
+        ]
+        slowest = max(each)
+        exposed = max(0.0, self._comm_seconds - plan.overlap * slowest)
+        self._exposed += exposed
+        self._waited += slowest - sum(each) / len(each)
+        return slowest + exposed
+
+    def _train(self, step: int) -> None:
+        """Average the gradients of all, and have all take the same step."""
+        plan = self._plan
+        share = 1.0
+        if plan.schedule is not None:
+            done = step / plan.steps if plan.steps is not None else self._now / plan.seconds
+            share = plan.schedule(min(1.0, done))
+        for learner in self._learners:
+            learner.gradient(step)
+        average_gradients(self._params)
+        for learner in self._learners:
+            learner.apply(share)
+
+    def _look_until(self, seconds: float, step: int) -> None:
+        """Note the points that are due before a time: nothing changes until then."""
+        while self._next_point <= seconds:
+            self._look(self._next_point, step)
+            self._next_point += self._plan.score_every
+
+    def _look(self, seconds: float, step: int) -> None:
+        if self._points and self._points[-1].seconds >= seconds:
+            return
+        self._points.append(Point(seconds, step * len(self._learners), step, self._learners[0].score()))
+        self._tick(self._points[-1])
+
+    def _result(self, steps: int) -> LockstepResult:
+        seconds = self._now or 1.0
+        return LockstepResult(
+            tuple(self._points),
+            self._points[-1].loss,
+            self._now,
+            steps,
+            steps * self._nbytes_of_step,
+            self._exposed / seconds,
+            self._waited / seconds,
+            _digest(self._learners[0]),
+        )
+
+
+@torch.no_grad()
+def average_gradients(params_of: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Give the parameters of all workers the mean of their gradients, in place.
+
+    Args:
+        params_of: those of each worker, in the same order.
+    """
+    for params in zip(*params_of, strict=True):
+        grads = [param.grad for param in params if param.grad is not None]
+        if not grads:
+            continue
+        mean = torch.stack(grads).mean(0)
+        for param in params:
+            param.grad = mean.clone()
+
+
+def _digest(learner: Learner) -> str:
+    numbers = [param.detach().numpy().tobytes() for param in learner.module.parameters()]
+    return xxh3_64_hexdigest(b"".join(numbers))

@@ -1,0 +1,117 @@
+"""The run folder: what is in it, and when it may be written.
+
+    settings.json        what was asked for
+    run.json             command, settings, world, versions, model, start; at the end the result
+    steps.jsonl          one line per logged step (rank 0)
+    trace/rank<k>.jsonl  what each rank did when
+    tensorboard/         the numbers of steps.jsonl for TensorBoard, where it is installed
+    checkpoint/          the latest complete checkpoints
+    logs/rank<k>.log     what the other ranks printed
+    sample.txt           text that the trained model wrote
+    report.html          all of it on one page
+
+In ``steps.jsonl`` steps are counted from 1. ``loss`` is that of the step's global batch, so before its update;
+``val_loss``, where there is one, that of the held-out text after it; on line 1 that before any update, unless it
+was measured after step 1 too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline._core.files import write_text
+from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.errors import UsageError
+from paceline.tools.train.train_settings import Existing, Settings
+
+__all__ = ["RunFolder"]
+
+FILES = ("settings.json", "run.json", "steps.jsonl", "sample.txt", "report.html")
+FOLDERS = ("trace", "checkpoint", "logs", "tensorboard")
+
+
+class RunFolder:
+    """Paths and writers of one run folder."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.settings = self.path / "settings.json"
+        self.run = self.path / "run.json"
+        self.steps = self.path / "steps.jsonl"
+        self.checkpoint = self.path / "checkpoint"
+        self.logs = self.path / "logs"
+        self.sample = self.path / "sample.txt"
+        self.report = self.path / "report.html"
+
+    def trace(self, rank: int) -> Path:
+        """Return the trace file of `rank`."""
+        return self.path / "trace" / f"rank{rank}.jsonl"
+
+    def complete_checkpoints(self) -> list[Path]:
+        """Return the checkpoints that are whole, the latest last."""
+        return Folder(self.checkpoint).complete()[::-1]
+
+    def prepare(self, existing: Existing) -> None:
+        """Make the folder ready for a run; on rank 0, before anything else is written.
+
+        Args:
+            existing: ``"refuse"`` a folder that holds a run, ``"resume"`` it, or ``"overwrite"`` it: what a
+                run has written is removed, other files stay.
+
+        Raises:
+            UsageError: the folder holds a run and `existing` refuses it, holds none to be resumed, or can't
+                be written.
+        """
+        try:
+            self._check(existing)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if existing == "overwrite":
+                self._clear()
+            self.logs.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"can't write the run folder {str(self.path)!r}: {error.strerror}",
+                remedy="name another folder with --out",
+            ) from error
+
+    def describe(self, settings: Settings, command: Mapping[str, str]) -> None:
+        """Write what was asked for, by which command and when."""
+        write_text(self.settings, settings.to_json() + "\n")
+        self.add_facts(**command)
+
+    def _check(self, existing: Existing) -> None:
+        holds_run = self.steps.exists() or self.checkpoint.exists()
+        if existing == "refuse" and holds_run:
+            raise UsageError(
+                f"{str(self.path)!r} holds a run already",
+                remedy=("go on with it by --resume, " if self.complete_checkpoints() else "")
+                + "replace it by --overwrite, or name another folder with --out",
+            )
+        if existing == "resume" and not self.complete_checkpoints():
+            raise UsageError(
+                f"nothing to resume: {str(self.path)!r} holds no checkpoint that is complete",
+                remedy="leave --resume out to start anew",
+            )
+
+    def _clear(self) -> None:
+        for name in FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for name in FOLDERS:
+            if (self.path / name).exists():
+                shutil.rmtree(self.path / name)
+
+    def add_facts(self, **facts: Any) -> None:
+        """Add `facts` to ``run.json``, or replace those of the same name."""
+        known = json.loads(self.run.read_text(encoding="utf-8")) if self.run.exists() else {}
+        write_text(self.run, json.dumps(known | facts, indent=2) + "\n")
+
+    def forget_ranks_from(self, size: int) -> None:
+        """Remove traces and logs of rank `size` and up: a resumed run may have fewer ranks."""
+        for path in [*self.path.glob("trace/rank*.jsonl"), *self.logs.glob("rank*.log")]:
+            number = path.stem.removeprefix("rank")
+            if number.isdecimal() and int(number) >= size:
+                path.unlink()

@@ -1,0 +1,117 @@
+"""What rank 0 shows while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from paceline._core.units import format_count, format_seconds
+from paceline.health.straggler import Straggler
+
+__all__ = ["Progress"]
+
+PLAIN_LINES = 30
+WORTH_A_WORD = 1.03  # how much longer than the others the slowest rank must work
+WIDE, WIDER = 104, 132  # columns of a terminal that has room for the slowest rank too, and for a bar
+
+
+class Progress:
+    """Shows how a training goes.
+
+    On a terminal a line at the bottom is kept up to date: step, loss, held-out loss, tokens per second of all
+    ranks, share of the step in which rank 0 stood still for communication, the rank that the others wait for if
+    there is one, time left. Where standard output is no terminal, about 30 lines are printed in all.
+
+    Args:
+        steps: optimizer steps in all.
+        first_step: steps that were done before.
+        shown: False on the ranks that print nothing.
+        console: where to print; standard output if it is left out.
+    """
+
+    def __init__(
+        self, steps: int, *, first_step: int = 0, shown: bool = True, console: Console | None = None
+    ) -> None:
+        self.steps = steps
+        self.console = console or Console(quiet=not shown, highlight=False)
+        self.live = shown and self.console.is_terminal
+        self._every = max(1, steps // PLAIN_LINES)
+        self._latest: dict[str, Any] = {}
+        self._printed = first_step
+        self._started, self._first_step = time.perf_counter(), first_step
+        bar = [BarColumn(bar_width=24)] if self.console.width >= WIDER else []
+        numbers = [TextColumn("{task.description}"), TimeRemainingColumn()]
+        columns = [TextColumn("step"), MofNCompleteColumn(), *bar, *numbers]
+        self._bar = Bar(*columns, console=self.console, disable=not self.live)
+        self._task = self._bar.add_task("", total=steps, completed=first_step)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def held_out(self, step: int, val_loss: float) -> None:
+        """Show a held-out loss, measured after `step` updates."""
+        self._latest["val_loss"] = val_loss
+        self.say(
+            f"step {step:>6}  held-out loss {val_loss:.4f} ({val_loss / math.log(2):.3f} bits per token)"
+        )
+
+    def step(self, record: Mapping[str, Any], slowest: Straggler | None = None) -> None:
+        """Show that a step was taken.
+
+        Args:
+            record: has at least its number, and its numbers if it was logged.
+            slowest: the slowest rank, where that is known; shown on a terminal that has room for it.
+        """
+        self._latest |= record
+        self._latest["slowest"] = slowest if self.console.width >= WIDE else None
+        text = describe(self._latest)
+        if self.live:
+            self._bar.update(self._task, completed=record["step"], description=text)
+        elif "loss" in record and record["step"] - self._printed >= self._every:
+            self._printed = record["step"]
+            self.say(f"step {record['step']:>6}/{self.steps}  {text}{self._left(record['step'])}")
+
+    def _left(self, step: int) -> str:
+        if step >= self.steps:
+            return ""
+        seconds_per_step = (time.perf_counter() - self._started) / (step - self._first_step)
+        return f"  {format_seconds(max(1, round(seconds_per_step * (self.steps - step))))} left"
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Return the numbers of a logged step in one line; those that are missing are left out.
+
+    Example:
+        >>> describe({"loss": 2.5, "val_loss": 2.6, "tokens_per_second": 12_345, "exposed_share": 0.071})
+        'loss 2.500 · held-out 2.600 · 12.3 k tokens/s · 7 % exposed'
+    """
+    parts = []
+    if "loss" in record:
+        parts.append(f"loss {record['loss']:.3f}")
+    if "val_loss" in record:
+        parts.append(f"held-out {record['val_loss']:.3f}")
+    if "tokens_per_second" in record:
+        parts.append(f"{format_count(record['tokens_per_second'])} tokens/s")
+    if "exposed_share" in record:
+        parts.append(f"{100 * record['exposed_share']:.0f} % exposed")
+    slowest = record.get("slowest")
+    if slowest is not None and slowest.factor >= WORTH_A_WORD:
+        parts.append(f"slowest rank {slowest.rank}: {slowest.factor:.2f}×")
+    return " · ".join(parts)

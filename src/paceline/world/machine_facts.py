@@ -1,0 +1,289 @@
+"""Hardware and limits of this machine, as plain numbers: `machine`.
+
+Software for training: torch and what it can use, MPI, a compiler. Nothing here raises if something is absent.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from paceline._core.cpu_cores import usable_cores
+from paceline._core.network_interfaces import Interface, host_address, interfaces
+from paceline.world.mpi_world import find_mpiexec
+
+__all__ = [
+    "Compiler",
+    "Gpu",
+    "Loopback",
+    "Machine",
+    "Mpi",
+    "Torch",
+    "available_nbytes",
+    "compiler",
+    "machine",
+    "memory_limit",
+    "memory_used",
+    "mpi",
+    "torch_facts",
+]
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts of this machine that matter to training.
+
+    Attributes:
+        host: its name.
+        address: what its name resolves to, empty if to nothing; gloo listens there.
+        system: operating system and architecture.
+        python: version of this Python.
+        cpu: model of the processor.
+        cores: physical cores.
+        threads: hardware threads.
+        usable_cores: hardware threads that this process may use: affinity and container quota.
+        load: processes that wanted to run, mean over the last minute.
+        thread_variables: those set of OMP_NUM_THREADS and the like.
+        memory_nbytes: main memory, or the container's limit.
+        available_nbytes: what of it programs can still get.
+        shm_nbytes, shm_free_nbytes: size and free space of /dev/shm, 0 if there is none.
+        open_files, locked_nbytes, processes: limits of this process; −1: unlimited.
+        infiniband: names of InfiniBand or RoCE devices.
+        nvidia: whether the driver of an NVIDIA GPU is there, whatever torch can use.
+        interfaces: network interfaces.
+        gloo_interface: what GLOO_SOCKET_IFNAME names, empty if it is not set.
+        torch, mpi, compiler: software; `torch` is None if it can't be imported.
+    """
+
+    host: str
+    address: str
+    system: str
+    python: str
+    cpu: str
+    cores: int
+    threads: int
+    usable_cores: float
+    load: float
+    thread_variables: dict[str, str]
+    memory_nbytes: int
+    available_nbytes: int
+    shm_nbytes: int
+    shm_free_nbytes: int
+    open_files: int
+    locked_nbytes: int
+    processes: int
+    infiniband: tuple[str, ...]
+    nvidia: bool
+    interfaces: tuple[Interface, ...]
+    gloo_interface: str
+    torch: Torch | None
+    mpi: Mpi
+    compiler: Compiler | None
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """Times of an all-reduce between ranks of this machine.
+
+    Attributes:
+        ranks: how many took part.
+        right: whether the sum was right on rank 0.
+        shared: whether the ranks share memory (the paceline backend), rather than sockets alone (gloo).
+        small_seconds: median time to reduce 4 bytes.
+        nbytes: size of the large reduction.
+        seconds: median time to reduce it; gloo_seconds: over gloo.
+    """
+
+    ranks: int
+    right: bool
+    shared: bool
+    small_seconds: float
+    nbytes: int
+    seconds: float
+    gloo_seconds: float
+
+
+def machine(env: Mapping[str, str] | None = None) -> Machine:
+    """Return the facts of this machine; imports torch, which takes seconds the first time.
+
+    Args:
+        env: the environment variables, by default those of this process.
+    """
+    env = os.environ if env is None else env
+    memory = psutil.virtual_memory()
+    limit = memory_limit() or memory.total
+    total = min(memory.total, limit)
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return Machine(
+        host=socket.gethostname(),
+        address=host_address(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        python=platform.python_version(),
+        cpu=_cpu_model(),
+        cores=psutil.cpu_count(logical=False) or 1,
+        threads=os.cpu_count() or 1,
+        usable_cores=usable_cores(),
+        load=os.getloadavg()[0],
+        thread_variables={name: env[name] for name in THREAD_VARIABLES if name in env},
+        memory_nbytes=total,
+        available_nbytes=available_nbytes(),
+        shm_nbytes=shm.total if shm else 0,
+        shm_free_nbytes=shm.free if shm else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_nbytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
+        infiniband=_names_in("/sys/class/infiniband"),
+        nvidia=Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None,
+        interfaces=interfaces(),
+        gloo_interface=env.get("GLOO_SOCKET_IFNAME", ""),
+        torch=torch_facts(),
+        mpi=mpi(),
+        compiler=compiler(env),
+    )
+
+
+def available_nbytes() -> int:
+    """Return the bytes of memory that programs can still get, here or in this container."""
+    memory = psutil.virtual_memory()
+    limit = memory_limit() or memory.total
+    if limit < memory.total:
+        return max(0, min(memory.available, limit - memory_used()))
+    return memory.available
+
+
+def memory_limit(root: str = "/sys/fs/cgroup") -> int | None:
+    """Return the memory that a container may use in bytes, None without a limit (cgroup v2, ``memory.max``)."""
+    text = _read(f"{root}/memory.max").strip()
+    return int(text) if text.isdecimal() else None
+
+
+def memory_used(root: str = "/sys/fs/cgroup") -> int:
+    """Return the memory in bytes that a container uses and can't give back at once (cgroup v2).
+
+    That is ``memory.current`` less file pages not used lately (``inactive_file`` of ``memory.stat``).
+    """
+    text = _read(f"{root}/memory.current").strip()
+    stat = re.search(r"^inactive_file (\d+)$", _read(f"{root}/memory.stat"), re.MULTILINE)
+    return max(0, int(text) - (int(stat[1]) if stat else 0)) if text.isdecimal() else 0
+
+
+def _cpu_model() -> str:
+    found = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _names_in(folder: str) -> tuple[str, ...]:
+    return tuple(sorted(os.listdir(folder))) if Path(folder).is_dir() else ()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch can use; memory in bytes, compute capability as in "9.0"."""
+
+    name: str
+    memory_nbytes: int
+    capability: str
+
+
+@dataclass(frozen=True)
+class Torch:
+    """The installed PyTorch.
+
+    Attributes:
+        version: of PyTorch.
+        cuda: CUDA version that it was built with, empty for a build without.
+        threads: threads that one process uses by default.
+        backends: communication backends that it was built with.
+        gpus: GPUs that it can use now.
+    """
+
+    version: str
+    cuda: str
+    threads: int
+    backends: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The installed MPI: version of mpi4py and path of mpiexec, each empty if absent."""
+
+    mpi4py: str
+    mpiexec: str
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """The C++ compiler that torch.compile would use."""
+
+    path: str
+    version: str
+
+
+def torch_facts() -> Torch | None:
+    """Return the facts of PyTorch, None if it can't be imported."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError):  # OSError: a shared library of it is missing
+        return None
+    checks = {
+        "gloo": "is_gloo_available",
+        "nccl": "is_nccl_available",
+        "mpi": "is_mpi_available",
+        "ucc": "is_ucc_available",
+    }
+    there = dist.is_available()
+    backends = tuple(name for name, check in checks.items() if there and getattr(dist, check, bool)())
+    gpus = (
+        tuple(_gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    )
+    return Torch(torch.__version__, torch.version.cuda or "", torch.get_num_threads(), backends, gpus)
+
+
+def _gpu(index: int) -> Gpu:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}")
+
+
+def mpi() -> Mpi:
+    """Return what there is of MPI; nothing of it is imported or started."""
+    try:
+        version = metadata.version("mpi4py")
+    except metadata.PackageNotFoundError:
+        version = ""
+    return Mpi(version, find_mpiexec() or shutil.which("mpirun") or "")
+
+
+def compiler(env: Mapping[str, str]) -> Compiler | None:
+    """Return the C++ compiler: CXX if set, else g++ or clang++; None if there is none that runs."""
+    names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
+    for path in filter(None, map(shutil.which, names)):
+        try:
+            told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return Compiler(path, told.stdout.partition("\n")[0])
+    return None
