@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 
 SIDE, BATCH, STEPS = 16, 32, 60
 SHAPES = ("disc", "square", "cross", "ring")
@@ -70,12 +70,12 @@ def build() -> nn.Module:
 
 def train(
     net: nn.Module, steps: int = STEPS, batch_size: int = BATCH, sync: str = "bucketed"
-) -> tuple[pl.DataParallel, list[float]]:
+) -> tuple[paceline.DataParallel, list[float]]:
     """Train on this rank; return the model and its losses."""
-    world = pl.init()
-    model = pl.DataParallel(net.to(world.device), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.03, momentum=0.9, weight_decay=1e-4)
-    loader = pl.Loader(Shapes(4096), batch_size)
+    world = paceline.init()
+    model = paceline.DataParallel(net.to(world.device), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.03, momentum=0.9, weight_decay=1e-4)
+    loader = paceline.Loader(Shapes(4096), batch_size)
     losses = []
     for batch in itertools.islice(loader, steps):
         images, kinds = (tensor.to(world.device) for tensor in batch)
@@ -89,7 +89,7 @@ def train(
     return model, losses
 
 
-def accuracy(model: pl.DataParallel, samples: int = 512) -> float:
+def accuracy(model: paceline.DataParallel, samples: int = 512) -> float:
     """Return the share of new images that are told right, over all ranks, with rank 0's running statistics."""
     device = next(model.parameters()).device
     model.broadcast_buffers()
@@ -98,12 +98,12 @@ def accuracy(model: pl.DataParallel, samples: int = 512) -> float:
         images, kinds = (tensor.to(device) for tensor in batch)
         return (model(images).argmax(1) == kinds).double().mean()
 
-    return pl.evaluate(model, pl.Loader(Shapes(samples, seed=1), 128, shuffle=False), right)
+    return paceline.evaluate(model, paceline.Loader(Shapes(samples, seed=1), 128, shuffle=False), right)
 
 
 if __name__ == "__main__":
     trained, _ = train(build())
     share = accuracy(trained)
-    if pl.init().rank == 0:
+    if paceline.init().rank == 0:
         print(f"accuracy on new images: {share:.1%}")
-    pl.shutdown()
+    paceline.shutdown()

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-import paceline as pl
+import paceline
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT, loss
 from paceline.tools.models.gpt_sizes import size_of
@@ -29,7 +29,7 @@ def main(hub: str, key: str | None = None) -> None:
         losses = [loss(model(batch.inputs), batch.targets).item() for batch in held_out.rounds()]
         return sum(losses) / len(losses)
 
-    with pl.Star(model, optim, hub, every=20, delay=5, score=score, key=key) as star:
+    with paceline.AsyncDataParallel(model, optim, hub, every=20, delay=5, score=score, key=key) as star:
         for step in range(STEPS):
             batch = batches.at(step)
             value = loss(model(batch.inputs), batch.targets)

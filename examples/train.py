@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 
 CONTEXT, BATCH, STEPS = 64, 32, 200
 
@@ -34,14 +34,16 @@ class ByteModel(nn.Module):
 
 def main() -> None:
     """Train, and print the loss of rank 0."""
-    world = pl.init()
+    world = paceline.init()
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in sources)), dtype=torch.uint8)
 
     torch.manual_seed(0)
-    model = pl.DataParallel(ByteModel().to(world.device), sync="sharded")
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=4e-3)
-    loader = pl.Loader(text.unfold(0, CONTEXT + 1, 1), BATCH)  # every window of the text, each on one rank
+    model = paceline.DataParallel(ByteModel().to(world.device), sync="sharded")
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=4e-3)
+    loader = paceline.Loader(
+        text.unfold(0, CONTEXT + 1, 1), BATCH
+    )  # every window of the text, each on one rank
 
     for step, batch in enumerate(itertools.islice(loader, STEPS)):
         windows = batch.long().to(world.device)
@@ -53,7 +55,7 @@ def main() -> None:
         optim.zero_grad()
         if world.rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}/{STEPS}  loss {loss.item():.3f}", flush=True)
-    pl.shutdown()
+    paceline.shutdown()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import paceline as pl
+import paceline
 
 LONGEST, BATCH, STEPS = 64, 16, 100
 END, IGNORED = 256, -100  # the 257th token; a label that the loss leaves out
@@ -57,12 +57,12 @@ def build() -> GPT2LMHeadModel:
 
 def train(
     net: GPT2LMHeadModel, steps: int = STEPS, batch_size: int = BATCH, sync: str = "sharded"
-) -> tuple[pl.DataParallel, list[float]]:
+) -> tuple[paceline.DataParallel, list[float]]:
     """Train on this rank; return the model and its losses."""
-    world = pl.init()
-    model = pl.DataParallel(net.to(world.device), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=2e-3, weight_decay=0.01)
-    loader = pl.Loader(lines_of_python(), batch_size, collate_fn=padded)
+    world = paceline.init()
+    model = paceline.DataParallel(net.to(world.device), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=2e-3, weight_decay=0.01)
+    loader = paceline.Loader(lines_of_python(), batch_size, collate_fn=padded)
     losses = []
     for batch in itertools.islice(loader, steps):
         inputs = {name: tensor.to(world.device) for name, tensor in batch.items()}
@@ -79,4 +79,4 @@ def train(
 
 if __name__ == "__main__":
     train(build())
-    pl.shutdown()
+    paceline.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep, Parameter, Source
 
@@ -21,7 +21,9 @@ def seconds(op, nbytes, call=CALL):
 
 def exchange(op, queued, caller="paceline", backend="gloo", network="lab", ranks=(2,), call=CALL):
     points = tuple(
-        Point(1024 * 4**step, p, seconds(op, 1024 * 4**step, call)) for p in ranks for step in range(8)
+        MeasuredPoint(1024 * 4**step, p, seconds(op, 1024 * 4**step, call))
+        for p in ranks
+        for step in range(8)
     )
     return ExchangeCost(caller, backend, network, queued, fit_points(points, op, own=False), points, SOURCE)
 

@@ -2,7 +2,8 @@
 
 python benchmarks/checkpoint/disk.py [--size 44m] [--turns 9] [--folder DIR]
 
-One process holds a GPT with the state of AdamW. In each turn, one after the other: an asynchronous `pl.Checkpoint` save
+One process holds a GPT with the state of AdamW. In each turn, one after the other: an asynchronous
+`paceline.Checkpoint` save
 (the time that training stops, and the time until the checkpoint is complete), `torch.save` of the same state, and dd
 of as many bytes that end on the disk (conv=fsync). Then as many turns of loading: `Checkpoint.load`, which reads and
 checks every byte, and dd of the same files, each from a disk whose cache was dropped (as root). Writes disk.json
@@ -24,9 +25,9 @@ from typing import Any
 import torch
 from bench_harness.paired import ratio_of
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.tools.bench.result_head import head
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import size_of
@@ -67,7 +68,7 @@ def forget() -> None:
 
 
 def saving(
-    keep: pl.Checkpoint, net: torch.nn.Module, optim: torch.optim.Optimizer, place: Path
+    keep: paceline.Checkpoint, net: torch.nn.Module, optim: torch.optim.Optimizer, place: Path
 ) -> dict[str, float]:
     """Return the seconds of one turn of saving."""
     keep.step += 1
@@ -92,12 +93,12 @@ def saving(
     return told
 
 
-def files(keep: pl.Checkpoint) -> list[Path]:
+def files(keep: paceline.Checkpoint) -> list[Path]:
     """Return the files of tensors in the newest checkpoint."""
-    return sorted(Folder(keep.folder).complete()[0].glob("*.safetensors"))
+    return sorted(CheckpointFolder(keep.folder).complete()[0].glob("*.safetensors"))
 
 
-def loading(keep: pl.Checkpoint) -> dict[str, float]:
+def loading(keep: paceline.Checkpoint) -> dict[str, float]:
     """Return the seconds of one turn of loading."""
     forget()
     told = {"load": seconds(keep.load)}
@@ -128,7 +129,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-disk-", dir=options.folder) as folder:
         place = Path(folder)
         net, optim = training(options.size)
-        keep = pl.Checkpoint(place / "run", net, optim)
+        keep = paceline.Checkpoint(place / "run", net, optim)
         first = saving(keep, net, optim, place)
         saved = [saving(keep, net, optim, place) for _ in range(options.turns)]
         loaded = [loading(keep) for _ in range(options.turns)]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
 from paceline.parallel.compression.topk import TopK
 
 __all__ = ["Plain", "plain_of"]
@@ -34,11 +34,11 @@ class Plain:
 
 def plain_of(codec: Codec, numel: int) -> Plain:
     """Return the plain formulation of a codec."""
-    if isinstance(codec, Raw):
+    if isinstance(codec, RawCodec):
         return Plain(lambda values: (values.clone(), torch.zeros_like(values)), lambda packet: packet)
-    if isinstance(codec, Half):
+    if isinstance(codec, HalfCodec):
         return half(torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.dither is not None)
-    if isinstance(codec, Blocks):
+    if isinstance(codec, BlockCodec):
         return blocks(codec.bits, codec.dither is not None)
     assert isinstance(codec, TopK)
     return top(codec.count(numel), numel)

@@ -25,7 +25,7 @@ from plain import plain_of
 
 from paceline._core.files import write_json
 from paceline.parallel.compression import blockwise
-from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
 from paceline.parallel.compression.topk import TopK
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.bench.result_head import head
@@ -42,14 +42,14 @@ Work = Callable[[], object]
 def codecs() -> dict[str, Codec]:
     """Return what is measured."""
     return {
-        "fp32": Raw(),
-        "bf16": Half("bf16"),
-        "fp16": Half("fp16"),
-        "int8": Blocks(8),
-        "int4": Blocks(4),
-        "bf16, stochastic": Half("bf16", "stochastic"),
-        "int8, stochastic": Blocks(8, rounding="stochastic"),
-        "int4, stochastic": Blocks(4, rounding="stochastic"),
+        "fp32": RawCodec(),
+        "bf16": HalfCodec("bf16"),
+        "fp16": HalfCodec("fp16"),
+        "int8": BlockCodec(8),
+        "int4": BlockCodec(4),
+        "bf16, stochastic": HalfCodec("bf16", "stochastic"),
+        "int8, stochastic": BlockCodec(8, rounding="stochastic"),
+        "int4, stochastic": BlockCodec(4, rounding="stochastic"),
         "top-1%": TopK(0.01),
         "top-0.1%": TopK(0.001),
     }
@@ -121,7 +121,7 @@ def work_of(codec: Codec, values: torch.Tensor) -> dict[str, dict[str, Work]]:
 
 def in_chunks(values: torch.Tensor) -> dict[str, Work]:
     """Return int8 in chunks of several sizes."""
-    codec = Blocks(8)
+    codec = BlockCodec(8)
     packet, error = torch.empty(codec.nbytes(len(values)), dtype=torch.uint8), torch.empty_like(values)
 
     def work(chunk: int) -> Work:

@@ -15,9 +15,9 @@ import typer
 from bench_harness.markdown import fill, table
 
 from paceline._core.units import format_size
-from paceline.cost_model.algorithm_terms import MESSAGES, Form
-from paceline.cost_model.fit_measurements import Point, held_out_ranks, held_out_sizes
-from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.algorithm_terms import MESSAGES, AlgorithmTerms
+from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_ranks, held_out_sizes
+from paceline.cost_model.prediction_error import PredictionError
 from paceline.tools.bench.collectives.collectives_rows import Result, Row, read_result
 
 HERE = Path(__file__).parent
@@ -82,12 +82,12 @@ def model() -> str:
         rows = [row for name in files for row in _result(name).rows]
         for backend in _backends(rows):
             points = [
-                Point(row.nbytes, row.ranks, row.times.median_s)
+                MeasuredPoint(row.nbytes, row.ranks, row.times.median_s)
                 for row in rows
                 if row.backend == backend and row.correct
             ]
             name = backend.removeprefix("schedule:")
-            forms = None if name == backend else (Form(name), Form(name, shared=True))
+            forms = None if name == backend else (AlgorithmTerms(name), AlgorithmTerms(name, shared=True))
             cells.append([network, backend, *_errors(points, forms)])
     titles = ["sizes", "sizes, 4 ranks", "ranks", "αP + βn: sizes", "αP + βn: ranks"]
     return table(["network", "backend", *titles], cells, words=2)
@@ -111,18 +111,18 @@ def schedules() -> str:
     return table(["network", "ranks", "S", "gloo, ms", "our ring, ms", "ratio"], cells)
 
 
-def _errors(points: Sequence[Point], forms: Sequence[Form] | None) -> list[str]:
+def _errors(points: Sequence[MeasuredPoint], forms: Sequence[AlgorithmTerms] | None) -> list[str]:
     """Return median errors of held-out sizes (all, and 4 ranks alone) and of held-out numbers of ranks."""
     four = [point for point in points if point.ranks == 4]
     usual = [
-        Accuracy.of(held_out_sizes(points, "all-reduce", forms=forms)),
-        Accuracy.of(held_out_sizes(four, "all-reduce", forms=forms)),
-        Accuracy.of(held_out_ranks(points, "all-reduce", forms=forms), least_nbytes=LEAST_NBYTES),
+        PredictionError.of(held_out_sizes(points, "all-reduce", forms=forms)),
+        PredictionError.of(held_out_sizes(four, "all-reduce", forms=forms)),
+        PredictionError.of(held_out_ranks(points, "all-reduce", forms=forms), least_nbytes=LEAST_NBYTES),
     ]
     simple = {"forms": [MESSAGES], "most_segments": 1, "own": False}
     plain = [
-        Accuracy.of(held_out_sizes(points, "all-reduce", **simple)),
-        Accuracy.of(held_out_ranks(points, "all-reduce", **simple), least_nbytes=LEAST_NBYTES),
+        PredictionError.of(held_out_sizes(points, "all-reduce", **simple)),
+        PredictionError.of(held_out_ranks(points, "all-reduce", **simple), least_nbytes=LEAST_NBYTES),
     ]
     return ["" if one is None else f"{one.median:.1%}" for one in (*usual, *plain)]
 

@@ -25,7 +25,7 @@ from models import Workload, images, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import TurnBar
@@ -39,7 +39,7 @@ BARE = "bare"
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     BARE: lambda net: net,
     "bare again": lambda net: net,
-    "paceline": lambda net: pl.DataParallel(net),
+    "paceline": lambda net: paceline.DataParallel(net),
     "torch DDP": lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True),
 }
 
@@ -58,7 +58,7 @@ def main(
     if device == "cpu" and out == HERE / "overhead.json":
         raise UsageError("a result from a CPU is none", remedy="try it with --out elsewhere.json")
     check_writable(out, make_folder=True)
-    world = pl.init("nccl" if device == "cuda" else "gloo", device=device)
+    world = paceline.init("nccl" if device == "cuda" else "gloo", device=device)
     workloads = [images(2, 64), tokens(1, 64, "tiny")] if small else [images(images_at_once, 224)]
     if not small:
         workloads.append(tokens(texts_at_once, 1024))
@@ -69,7 +69,7 @@ def main(
     write_json(out, result)
     for row in rows:
         print(row["model"], row["step_ms"], row["ratio"])
-    pl.shutdown()
+    paceline.shutdown()
 
 
 class Contestant:

@@ -15,16 +15,16 @@ import typer
 from bench_harness.markdown import fill, table
 from numpy.typing import NDArray
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.data.sampling.block_dispatch import draw_counts
-from paceline.data.sampling.rank_shares import Shares
-from paceline.data.sampling.uneven_policies import Portions
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.tools.plan.dispatch_text import in_short, percent, ranges
 from paceline.tools.plan.imbalance_statistics import expected_largest, largest_above, unlikely_largest
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "dispatch.md"
-SAMPLES, SEVEN, BATCH, DRAWS = 50_000, Shares.equal(7), 64, 10_000
+SAMPLES, SEVEN, BATCH, DRAWS = 50_000, RankShares.equal(7), 64, 10_000
 SEEN = {
     2: (7054, 6904, 7180, 7274, 7280, 7222, 7086),
     10: (6870, 7060, 7190, 7200, 7010, 7570, 7100),
@@ -42,7 +42,7 @@ def entries(folder: str) -> list[dict[str, Any]]:
 def beside_draws(block: int) -> dict[str, Any]:
     """Return what was seen with this block size beside 10,000 draws of ours."""
     blocks, mean = SAMPLES // block, SAMPLES / 7
-    keys = (key_of(number, block, 5) for number in range(DRAWS))
+    keys = (derive_key(number, block, 5) for number in range(DRAWS))
     drawn = np.array([draw_counts(blocks, SEVEN, key) for key in keys]) * block
     seen = np.array(SEEN[block])
     left = lost(drawn)
@@ -112,13 +112,13 @@ def batches() -> str:
     """Return the batches of the draw in blocks of 2."""
     rows = []
     for size in (64, 4096):
-        portions = Portions(SEEN[2], size)
+        portions = RankPortions(SEEN[2], size)
         for name, numbers, policy in (
             ("full batches (floor)", portions.full_batches, "drop"),
             ("all batches (ceiling)", portions.batches, "truncate"),
             ("rounded", [round(count / size) for count in SEEN[2]], None),
         ):
-            dropped = "" if policy is None else Portions(SEEN[2], size, policy).dropped
+            dropped = "" if policy is None else RankPortions(SEEN[2], size, policy).dropped
             told = f"{dropped} ({percent(dropped / SAMPLES)})" if policy else "no loader makes them"
             rows.append([str(size), name, " ".join(map(str, numbers)), told])
     return table(["batch", "", "batches of the seven workers", "min(batches) drops"], rows, words=4)

@@ -1,4 +1,4 @@
-"""What `pl.Drift` and `pl.Finite` cost: a training step with and without them, in turns.
+"""What `paceline.ReplicaCheck` and `paceline.NonFiniteGuard` cost: a training step with and without them, in turns.
 
     python benchmarks/drift/cost.py
 
@@ -26,7 +26,7 @@ import typer
 from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
 from paceline.health.replica_check import digest_of
 from paceline.launch.process.local_ranks import run_ranks
@@ -72,26 +72,26 @@ def main(
 def measure(rounds: int, told: Path) -> None:
     """Time all strategies as a rank; rank 0 writes."""
     torch.set_num_threads(1)
-    world = pl.init(device="cpu")
+    world = paceline.init(device="cpu")
     with TurnBar("drift", (rounds + 1) * len(STRATEGIES), shown=world.rank == 0) as tick:
         rows = [take_turns(strategy, rounds, world.rank, tick) for strategy in STRATEGIES]
     if world.rank == 0:
         told.write_text(json.dumps(rows), encoding="utf-8")
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def take_turns(strategy: str, rounds: int, rank: int, tick: Callable[[], object]) -> dict[str, Any]:
     """Return the seconds of a step of every turn, and the ratios to a step with neither."""
     torch.manual_seed(0)
     size = size_of(SIZE)
-    model = pl.DataParallel(GPT(size), sync=strategy)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
+    model = paceline.DataParallel(GPT(size), sync=strategy)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     batch = random_batch(size, BATCH, CONTEXT, seed=rank, device="cpu")
     hooks: Hooks = {
         PLAIN: lambda: None,
-        FINITE: lambda: pl.Finite(model, optim),
-        CLIPPED: lambda: pl.Finite(model, optim, source=False),
-        DRIFT: lambda: pl.Drift(model, optim, every=1),
+        FINITE: lambda: paceline.NonFiniteGuard(model, optim),
+        CLIPPED: lambda: paceline.NonFiniteGuard(model, optim, source=False),
+        DRIFT: lambda: paceline.ReplicaCheck(model, optim, every=1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in hooks}
     gc.disable()
@@ -115,7 +115,7 @@ def take_turns(strategy: str, rounds: int, rank: int, tick: Callable[[], object]
     }
 
 
-def turn(model: pl.DataParallel, optim: pl.ShardedOptimizer, batch: Any, hook: Any) -> float:
+def turn(model: paceline.DataParallel, optim: paceline.ShardedOptimizer, batch: Any, hook: Any) -> float:
     """Return the seconds that a step took on the slower rank, over a turn of some."""
     dist.barrier()
     started = time.perf_counter()
@@ -131,7 +131,7 @@ def turn(model: pl.DataParallel, optim: pl.ShardedOptimizer, batch: Any, hook: A
     return taken.item()
 
 
-def alone_ms(model: pl.DataParallel, work: Callable[[torch.Tensor], Any]) -> float:
+def alone_ms(model: paceline.DataParallel, work: Callable[[torch.Tensor], Any]) -> float:
     """Return the milliseconds that `work` on all parameters takes, the median of 50."""
     taken = []
     for _ in range(50):

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.parallel.data_parallel import DataParallel
-from paceline.profiling.rank_timeline import Timeline
+from paceline.profiling.rank_timeline import RankTimeline
 from paceline.tools.bench.step.step_contestants import Contestant, build, random_batch, step
 from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
 from paceline.tools.bench.step.step_worker import tick
@@ -51,17 +51,17 @@ def main(job_file: str) -> None:
             step(contestant, batch)
     times = Times()
     assert isinstance(recorded.model, DataParallel), "the contestant is one of Paceline's"
-    with Timeline(job["timelines"], recorded.model):
-        recorder = here.recorder
+    with RankTimeline(job["timelines"], recorded.model):
+        recorder = step_state.recorder
         assert recorder is not None, "the timeline is being recorded"
         turns = [(synced, times.synced, None), (recorded, times.recorded, recorder)]
         for _ in range(job["rounds"]):
             for contestant, seconds, told in ((bare, times.bare, None), *turns):
-                here.recorder = told
+                step_state.recorder = told
                 seconds.append(_turn(contestant, batch))
             turns.reverse()
             tick()
-        here.recorder = recorder
+        step_state.recorder = recorder
     mean = sum_over_ranks(torch.tensor(list(vars(times).values()), dtype=torch.float64)) / world.size
     if world.rank == 0:
         found = dict(zip(vars(times), mean.tolist(), strict=True))
@@ -74,8 +74,8 @@ def _turn(contestant: Contestant, batch: Batch) -> float:
     dist.barrier()
     started = time.perf_counter()
     step(contestant, batch)
-    if here.recorder is not None:
-        here.recorder.flush()  # writing the line is part of what recording costs
+    if step_state.recorder is not None:
+        step_state.recorder.flush()  # writing the line is part of what recording costs
     return time.perf_counter() - started
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline._core.files import write_json
 from paceline.checkpoint.weights_export import weights_in
-from paceline.testing.netlab import Job, Lab
+from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.bench.result_head import head
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ FAULTS = {
 }
 
 
-def start(lab: Lab, folder: Path, fault: str = "") -> Job:
+def start(lab: Lab, folder: Path, fault: str = "") -> LabJob:
     """Start a run on three hosts, of which the victim's rank has a fault."""
     folder.mkdir()
     options = ["--hosts", "3", "--min-ranks", "2", "--rendezvous", "host3", "--name", folder.name]
@@ -48,7 +48,7 @@ def start(lab: Lab, folder: Path, fault: str = "") -> Job:
     return lab.start([*command, str(TRAINING), str(folder)], on=[0, 1, 2], env=variables)
 
 
-def until(condition: Any, job: Job) -> None:
+def until(condition: Any, job: LabJob) -> None:
     """Wait for a condition."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import paceline as pl
+import paceline
 from paceline.errors import PeerFailed
 from paceline.testing import fault_injection
 from paceline.tools.models import corpus as corpora
@@ -26,7 +26,7 @@ from paceline.tools.models.gpt_sizes import size_of
 
 SAMPLES, CONTEXT, GLOBAL_BATCH, EPOCHS, EVERY = 240, 64, 12, 4, 3
 STALL, LOST = 5.0, 3.0
-"""Seconds that `paceline.Watch` waits for a rank that stands still, and for a process or host that is silent."""
+"""Seconds that `paceline.Watchdog` waits for a rank that stands still, and for a process or host that is silent."""
 
 
 class Windows(torch.utils.data.Dataset):
@@ -45,22 +45,22 @@ class Windows(torch.utils.data.Dataset):
 
 def main(folder: Path) -> None:
     """Train to the end from wherever the newest checkpoint is."""
-    world = pl.init("paceline")
+    world = paceline.init("paceline")
     corpus = corpora.load(None)
     torch.manual_seed(0)
-    model = pl.DataParallel(
+    model = paceline.DataParallel(
         GPT(size_of("mini", vocabulary=corpus.vocabulary, context=CONTEXT)), sync="sharded"
     )
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
-    loader = pl.Loader(Windows(corpus.train), GLOBAL_BATCH // world.size)
-    keep = pl.Checkpoint(folder / "checkpoint", model, optim, loader, every=EVERY)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+    loader = paceline.Loader(Windows(corpus.train), GLOBAL_BATCH // world.size)
+    keep = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=EVERY)
     (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
     host = os.uname().nodename
     if host == os.environ.get("FAULT_ON"):
         fault_injection.arm(os.environ["FAULT"].format(rank=world.rank))
     place = {"rank": world.rank, "size": world.size, "host": host}
     try:
-        with pl.Watch(stall=STALL, lost=LOST):
+        with paceline.Watchdog(stall=STALL, lost=LOST):
             for batch in keep.resume(loader, epochs=EPOCHS):
                 numbers, windows = batch
                 mean = loss(model(windows[:, :-1]), windows[:, 1:])
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
         note(folder / f"told-{host}.jsonl", **place, named=error.rank, on=error.host, kind=error.kind)
         raise
     keep.close()
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def note(path: Path, **facts: Any) -> None:

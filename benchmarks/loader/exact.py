@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
-from paceline.data.epoch_plan import Row
-from paceline.data.loader_position import Position, Recipe
-from paceline.data.sampling.block_dispatch import deal
+from paceline.data.epoch_plan import BatchRow
+from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.result_head import head
 
@@ -67,9 +67,9 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def plan(uneven: str) -> list[list[list[int]]]:
     """Return the samples that each rank takes in each step, from the pure parts alone."""
-    shares = deal(SAMPLES, len(SHARES), shares=SHARES).shares
-    recipe = Recipe(shares, BLOCK, "round_robin", BATCH, uneven)
-    epoch = Position.start(Row(SAMPLES), recipe).epoch
+    shares = dispatch_blocks(SAMPLES, len(SHARES), shares=SHARES).shares
+    recipe = LoaderRecipe(shares, BLOCK, "round_robin", BATCH, uneven)
+    epoch = LoaderPosition.start(BatchRow(SAMPLES), recipe).epoch
     steps = range(epoch.portions.steps)
     return [[epoch.batch(rank, step).tolist() for rank in range(len(SHARES))] for step in steps]
 
@@ -92,9 +92,9 @@ def apart(found: Tensor, true: Tensor) -> float:
 def paceline_errors(strategy: str, uneven: str, accumulate: int) -> Iterator[float]:
     """Train an epoch by SGD; yield the error of every step's gradient."""
     shares = {"shares": SHARES, "block": BLOCK, "uneven": uneven}
-    loader = pl.Loader(DATA, BATCH, **shares)
-    model = pl.DataParallel(build(), sync=strategy, units=[])
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=RATE)
+    loader = paceline.Loader(DATA, BATCH, **shares)
+    model = paceline.DataParallel(build(), sync=strategy, units=[])
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=RATE)
     planned, steps = plan(uneven), len(loader)
     together: list[int] = []
     for step, batch in enumerate(loader):
@@ -175,7 +175,7 @@ def contestants() -> dict[str, Callable[[], Iterator[float]]]:
 
 def rank_main(out: str) -> None:
     """Measure everybody on this rank; rank 0 writes."""
-    pl.init("gloo")
+    paceline.init("gloo")
     torch.set_num_threads(1)
     rows = []
     for name, errors in contestants().items():
@@ -185,7 +185,7 @@ def rank_main(out: str) -> None:
         rows.append({"name": name, "steps": int(worst[1]), "error": float(worst[0])})
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows), encoding="utf-8")
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.bench.result_head import head
@@ -97,7 +97,7 @@ def take_turns(samples: int, workers: int, rounds: int) -> dict[str, list[float]
     dataset = TensorDataset(torch.randn(samples, WIDTH), torch.randint(10, (samples,)))
     options = {"batch_size": BATCH, "num_workers": workers, "persistent_workers": workers > 0}
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)
-    theirs, ours = DataLoader(dataset, sampler=sampler, **options), pl.Loader(dataset, **options)
+    theirs, ours = DataLoader(dataset, sampler=sampler, **options), paceline.Loader(dataset, **options)
 
     def torch_epoch(epoch: int) -> None:
         sampler.set_epoch(epoch)
@@ -124,7 +124,7 @@ def take_turns(samples: int, workers: int, rounds: int) -> dict[str, list[float]
 
 def start_of_a_huge_epoch() -> dict[str, float]:
     """Return seconds and bytes until the first batch of an epoch over 10^9 samples is there: median, most."""
-    loader, seconds, nbytes = pl.Loader(Huge(), batch_size=BATCH), [], []
+    loader, seconds, nbytes = paceline.Loader(Huge(), batch_size=BATCH), [], []
     for _ in range(21):
         gc.collect()
         started = time.perf_counter()
@@ -133,7 +133,7 @@ def start_of_a_huge_epoch() -> dict[str, float]:
     for _ in range(5):
         gc.collect()
         tracemalloc.start()
-        next(iter(pl.Loader(Huge(), batch_size=BATCH)))
+        next(iter(paceline.Loader(Huge(), batch_size=BATCH)))
         nbytes.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     return {

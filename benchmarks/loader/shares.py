@@ -27,7 +27,7 @@ from bench_harness.paired import ratio_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.result_head import head
@@ -61,9 +61,9 @@ class Trainer:
         draw = torch.Generator().manual_seed(1)
         x = torch.randn(SAMPLES, WIDTH, generator=draw, dtype=torch.float64)
         self.data = TensorDataset(x, x.sin().sum(1, keepdim=True), torch.arange(SAMPLES))
-        self.loader = pl.Loader(self.data, BATCH, shares=shares, **options)
-        self.model = pl.DataParallel(build())
-        self.optim = pl.ShardedOptimizer(self.model, torch.optim.SGD, lr=1e-3)
+        self.loader = paceline.Loader(self.data, BATCH, shares=shares, **options)
+        self.model = paceline.DataParallel(build())
+        self.optim = paceline.ShardedOptimizer(self.model, torch.optim.SGD, lr=1e-3)
 
     def epoch(self, *, checked: bool = False) -> tuple[float, float, int]:
         """Train one epoch; return its seconds, the largest error of a gradient if checked, and the samples used."""
@@ -103,7 +103,7 @@ class Trainer:
 
 def rank_main(out: str) -> None:
     """Let the contestants take turns on this rank; rank 0 writes."""
-    pl.init("gloo")
+    paceline.init("gloo")
     torch.set_num_threads(1)
     logging.getLogger("paceline.data").setLevel(logging.INFO)
     contestants = {
@@ -130,7 +130,7 @@ def rank_main(out: str) -> None:
         row["error"] = contestants[name].epoch(checked=True)[1]
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(rows), encoding="utf-8")
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ import typer
 from bench_harness.markdown import fill, table
 from tables import OP, Table, load
 
-from paceline.cost_model.collective_fit import Fit
+from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.fit_measurements import fit_points, held_out_sizes
-from paceline.cost_model.prediction_error import Accuracy, Checked
+from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.tools.report.charts.collective_charts import Series, fit_chart
 
 HERE = Path(__file__).parent
@@ -33,9 +33,11 @@ def chosen() -> list[Table]:
     return [each.at_least(LEAST_NBYTES.get(name, 0)) for name, each in load().items()]
 
 
-def row(name: str, fit: Fit, best: list[Checked], line: list[Checked]) -> dict[str, Any]:
+def row(
+    name: str, fit: CollectiveFit, best: list[CheckedPrediction], line: list[CheckedPrediction]
+) -> dict[str, Any]:
     """Return what is said of one table: the fit's errors, and those of α + β·n in one piece."""
-    accuracy, plain = Accuracy.of(best), Accuracy.of(line)
+    accuracy, plain = PredictionError.of(best), PredictionError.of(line)
     assert accuracy is not None
     assert plain is not None
     segments = [

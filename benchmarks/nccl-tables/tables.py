@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.fit_measurements import MeasuredPoint
 
 __all__ = ["FILE", "OP", "Table", "load"]
 
@@ -23,7 +23,7 @@ class Table:
     """One published table: its name, and its points in ascending order of size."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[MeasuredPoint, ...]
 
     def at_least(self, nbytes: int) -> Table:
         """Return the table without smaller sizes."""
@@ -36,7 +36,8 @@ def load(path: Path = FILE) -> dict[str, Table]:
     for table in json.loads(path.read_text(encoding="utf-8"))["tables"]:
         ranks, unit = table["ranks"], table["columns"][1]
         points = tuple(
-            Point(nbytes, ranks, _seconds(nbytes, value, ranks, unit)) for nbytes, value in table["rows"]
+            MeasuredPoint(nbytes, ranks, _seconds(nbytes, value, ranks, unit))
+            for nbytes, value in table["rows"]
         )
         made[table["name"]] = Table(table["name"], points)
     return made

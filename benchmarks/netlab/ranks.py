@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bench_harness.paired import Times
 from figures import ARENA, BEST, GLOO, HALVES, ORDINARY, Row, contestants_at
 
-from paceline.testing.netlab.lab_network import Traffic, read_traffic
+from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
 from paceline.tools.bench.collectives import exact_buffers
 from paceline.tools.bench.step.step_worker import tick
 from paceline.tools.bench.turn_order import turn_order
@@ -52,7 +52,7 @@ def contestants(gloo: dist.ProcessGroup, nbytes: int) -> dict[str, Contestant]:
     return {name: everybody[name] for name in contestants_at(nbytes)}
 
 
-def turn(name: str, contestant: Contestant, calls: int) -> tuple[list[float], Traffic]:
+def turn(name: str, contestant: Contestant, calls: int) -> tuple[list[float], InterfaceBytes]:
     """Return what each of `calls` iterations took on this rank, and what its host sent and received meanwhile."""
     run, meet, buffer = contestant
     buffer.fill_(1.0)
@@ -70,7 +70,7 @@ def turn(name: str, contestant: Contestant, calls: int) -> tuple[list[float], Tr
     return seconds, passed
 
 
-def _traffic() -> Traffic:
+def _traffic() -> InterfaceBytes:
     return read_traffic(Path("/proc/net/dev").read_text())
 
 

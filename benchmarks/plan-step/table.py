@@ -19,11 +19,11 @@ from bench_harness.program import run_program
 
 from paceline._core.files import write_json
 from paceline._core.units import MIB
-from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.prediction_error import PredictionError
 from paceline.cost_model.profile import Profile
-from paceline.cost_model.step_costs import StepCosts, pick
-from paceline.cost_model.step_strategy import Way
-from paceline.cost_model.step_time import StepTime, predict_all, simulated_bucket
+from paceline.cost_model.step_costs import StepCosts, pick_step_costs
+from paceline.cost_model.step_strategy import StepStrategy
+from paceline.cost_model.step_time import StepTime, predict_steps, simulated_bucket
 from paceline.tools.bench.result_head import head
 from paceline.tools.bench.step.step_strategies import NO_SYNC
 from paceline.tools.cli.plan.plan_step_command import draw_breakdown, draw_buckets
@@ -44,9 +44,11 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
         settings = result["settings"]
         profile = Profile.load(path.with_name(path.name.replace("steps-", "profile-")))
         name, ranks = settings["model"]["name"], settings["ranks"]
-        costs = pick(profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"])
+        costs = pick_step_costs(
+            profile, name, ranks=ranks, backend=settings["backend"], network=settings["network"]
+        )
         seen = ways_measured(load_measured(path), name, ranks)
-        times = predict_all(costs, seen)
+        times = predict_steps(costs, seen)
         setting = f"{ranks} ranks, {settings['network']}, {settings['backend']}"
         pairs_of[setting], costs_of[setting] = beside(times, seen), costs
         bare = next(row["step_ms"] for row in result["rows"] if row["strategy"] == NO_SYNC) / 1e3
@@ -69,7 +71,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
 
 
 def accuracy_figures(
-    pairs_of: Mapping[str, Pairs], quiet_of: Mapping[str, float], whole: Accuracy | None
+    pairs_of: Mapping[str, Pairs], quiet_of: Mapping[str, float], whole: PredictionError | None
 ) -> str:
     """Return the table of errors: a row per setting, and all of them.
 
@@ -136,7 +138,7 @@ def _counted(pairs: Pairs) -> list[tuple[StepTime, MeasuredStep]]:
     return [(time, seen) for time, seen in pairs if time.way.strategy != BOUNDS]
 
 
-def _error_cells(found: Accuracy, pairs: Pairs) -> list[str]:
+def _error_cells(found: PredictionError, pairs: Pairs) -> list[str]:
     inside = sum(time.low <= seen.seconds <= time.high for time, seen in pairs)
     errors = (f"{100 * value:.1f} %" for value in (found.median, found.p90, found.maximum))
     return [str(found.points), *errors, f"{inside} of {found.points}"]
@@ -165,7 +167,11 @@ def _facts(pairs: Pairs, ranks: int) -> dict[str, Any]:
 
 
 def _draw(
-    folder: Path, stem: str, costs: StepCosts, times: Sequence[StepTime], seen: Mapping[Way, MeasuredStep]
+    folder: Path,
+    stem: str,
+    costs: StepCosts,
+    times: Sequence[StepTime],
+    seen: Mapping[StepStrategy, MeasuredStep],
 ) -> None:
     """Draw the two figures of one setting."""
     place = stem.removeprefix("steps-")

@@ -27,9 +27,9 @@ def main(folder: Path, deaf: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    import paceline as pl
+    import paceline
 
-    world = pl.init("gloo", timeout=120.0)
+    world = paceline.init("gloo", timeout=120.0)
     enough = torch.zeros(1)
     stepped = False
     while not enough:
@@ -42,7 +42,7 @@ def main(folder: Path, deaf: bool) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(1000)
         time.sleep(_PAUSE_SECONDS)
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def note(folder: Path, world: World) -> None:

@@ -29,7 +29,7 @@ from paceline.tools.models.gpt_sizes import size_of
 from paceline.tools.simulate.cluster.cluster_network import Network
 from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate
 from paceline.tools.simulate.cluster.compute_times import Machines
-from paceline.world.machine_facts import machine
+from paceline.world.machine_facts import read_machine_facts
 
 HERE = Path(__file__).parent
 SIZES = [262144, 1048576, 4194304, 13107200]
@@ -90,7 +90,7 @@ def run(hosts: int, rate: str, job: dict[str, Any]) -> dict[str, Any]:
 def rows(found: dict[int, dict[str, Any]], counts: list[int], nbytes: float) -> list[dict[str, Any]]:
     """Return measured beside simulated seconds a step, by number of ranks and strategy."""
     fit = fitted({hosts: found[hosts]["all_reduce"] for hosts in FIT_HOSTS})
-    two, cores, told = Host.measured(found[2]), machine().usable_cores, []
+    two, cores, told = Host.measured(found[2]), read_machine_facts().usable_cores, []
     for count in counts:
         here = Host.measured(found[count])
         for name in found[count]["rounds"]:

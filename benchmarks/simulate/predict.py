@@ -16,8 +16,8 @@ from typing import Any
 
 from strategies import ALONE, STRATEGIES
 
-from paceline.cost_model.collective_fit import Fit
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.tools.simulate.cluster.cluster_network import FittedNetwork
 from paceline.tools.simulate.cluster.cluster_simulation import ClusterPlan, ClusterRow, simulate
 
@@ -27,14 +27,14 @@ FIT_HOSTS = (2, 3)
 """Numbers of hosts whose all-reduces are fitted; steps are predicted at others too."""
 
 
-def fitted(all_reduce: Mapping[int, Mapping[str, float]]) -> Fit:
+def fitted(all_reduce: Mapping[int, Mapping[str, float]]) -> CollectiveFit:
     """Return the cost of an all-reduce.
 
     Args:
         all_reduce: by number of hosts and size in bytes, seconds.
     """
     points = [
-        Point(int(nbytes), hosts, seconds)
+        MeasuredPoint(int(nbytes), hosts, seconds)
         for hosts, times in all_reduce.items()
         for nbytes, seconds in times.items()
     ]
@@ -68,7 +68,7 @@ class Host:
 NAMES = ("backward", "computing_slows", "calls_slow")
 
 
-def predict(name: str, ranks: int, fit: Fit, host: Host, nbytes: float) -> ClusterRow:
+def predict(name: str, ranks: int, fit: CollectiveFit, host: Host, nbytes: float) -> ClusterRow:
     """Return what a strategy's step takes.
 
     Args:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from strategies import ALONE, STRATEGIES
 
-import paceline as pl
+import paceline
 from paceline.cost_model.profile_entries import Source
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.parts.compute_times_of_model import Wrapped, measure_model
 from paceline.tools.bench.parts.contention import measure_contention
 from paceline.tools.bench.parts.exchange_times import Exchanger
@@ -63,7 +63,7 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
     )
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     strategy = STRATEGIES[name]
-    model = net if strategy is None else pl.DataParallel(net, sync=strategy.sync)
+    model = net if strategy is None else paceline.DataParallel(net, sync=strategy.sync)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -82,7 +82,7 @@ def host(job: dict[str, Any]) -> dict[str, float]:
     workload = reference(size, job["batch"], size.context, "cpu")
     source = Source("benchmarks/simulate/measure.py", "")
     step = measure_model(workload, "cpu", job["steps"] * job["rounds"], source)
-    exchanger, wrapped = Exchanger("paceline", "gloo", Wire(), "cpu"), Wrapped(workload, "cpu")
+    exchanger, wrapped = Exchanger("paceline", "gloo", Comm(), "cpu"), Wrapped(workload, "cpu")
     beside = measure_contention(exchanger, "all-reduce", wrapped, step, "lab", job["rounds"], source)
     whole = step.forward + step.backward + step.optimizer
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import paceline as pl
+import paceline
 
 __all__ = ["ALONE", "STRATEGIES", "Strategy"]
 
@@ -24,9 +24,9 @@ class Strategy:
     bucket_mib: float
 
     @property
-    def sync(self) -> pl.Sync:
+    def sync(self) -> paceline.Sync:
         """The same for `paceline.DataParallel`."""
-        return pl.Sync.of("flat") if self.name == "flat" else pl.Sync(bucket_mib=self.bucket_mib)
+        return paceline.Sync.of("flat") if self.name == "flat" else paceline.Sync(bucket_mib=self.bucket_mib)
 
 
 STRATEGIES: dict[str, Strategy | None] = {

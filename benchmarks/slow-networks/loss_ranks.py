@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from ways import Way
 
-import paceline as pl
+import paceline
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
 from paceline.testing.netlab.lab_network import read_traffic
 from paceline.tools.models import corpus as corpora
@@ -78,15 +78,15 @@ class Training:
                     init_sync=False,
                 )
             return model, lambda: nn.utils.clip_grad_norm_(self.net.parameters(), CLIP)
-        model = pl.DataParallel(
-            self.net, sync=pl.Sync(bucket_mib=way.bucket_mib, compression=_compression(way.gradients))
+        model = paceline.DataParallel(
+            self.net, sync=paceline.Sync(bucket_mib=way.bucket_mib, compression=_compression(way.gradients))
         )
         return model, lambda: model.clip_grad_norm_(CLIP)
 
     def _loop(self) -> OuterLoop | None:
         if self.way.kind in ("ddp", "gradients"):
             return None
-        kind = {"local": pl.LocalSGD, "diloco": pl.DiLoCo}[self.way.kind]
+        kind = {"local": paceline.LocalSGD, "diloco": paceline.DiLoCo}[self.way.kind]
         options = dict(self.way.options)
         options["compression"] = _compression(options.get("compression", "int4"))
         return kind(self.model, self.optimizer, **options)
@@ -105,7 +105,7 @@ class Training:
     def _count(self) -> None:
         """Add what a step sends for gradients."""
         ranks, nbytes = dist.get_world_size(), sum(param.nbytes for param in self.net.parameters())
-        if isinstance(self.model, pl.DataParallel):
+        if isinstance(self.model, paceline.DataParallel):
             self._gradients_nbytes += self.model.timings.sent_nbytes
         else:
             self._gradients_nbytes += 2 * (ranks - 1) / ranks * nbytes
@@ -129,8 +129,8 @@ class Training:
         return total / count
 
 
-def _compression(told: str | dict[str, Any] | None) -> pl.Compression | str | None:
-    return pl.Compression(**told) if isinstance(told, dict) else told
+def _compression(told: str | dict[str, Any] | None) -> paceline.Compression | str | None:
+    return paceline.Compression(**told) if isinstance(told, dict) else told
 
 
 def _sent() -> int:

@@ -20,7 +20,7 @@ import typer
 from bench_harness.program import run_program
 
 from paceline._core.files import write_json
-from paceline.testing.netlab import Job, Lab
+from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.bench.result_head import head
 from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
@@ -41,7 +41,7 @@ def noted(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def until(folder: Path, host: int, reached: Any, job: Job) -> float:
+def until(folder: Path, host: int, reached: Any, job: LabJob) -> float:
     """Wait until a note of a host is as wanted; return when it was made."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-import paceline as pl
+import paceline
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import loss as loss_of
@@ -29,18 +29,18 @@ STALL, LOST = 60.0, 10.0
 
 def main(folder: Path, steps: int, every: int) -> None:
     """Train to the end from wherever the newest checkpoint is."""
-    world = pl.init("gloo")
+    world = paceline.init("gloo")
     torch.set_num_threads(1)
     corpus, size = corpora.load(None), size_of("tiny")
     torch.manual_seed(SEED)
-    model = pl.DataParallel(GPT(size), sync="bucketed")
+    model = paceline.DataParallel(GPT(size), sync="bucketed")
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
-    outer = pl.DiLoCo(model, optim, every=every)
-    keep = pl.Checkpoint(folder / "checkpoint", model, optim, outer=outer)
+    outer = paceline.DiLoCo(model, optim, every=every)
+    keep = paceline.Checkpoint(folder / "checkpoint", model, optim, outer=outer)
     keep.load()
     batches = Batches(corpus.train, BATCH, size.context, world.rank, world.size, SEED)
     host, notes = os.uname().nodename, folder / f"steps-{os.uname().nodename}.jsonl"
-    with pl.Watch(stall=STALL, lost=LOST), outer:
+    with paceline.Watchdog(stall=STALL, lost=LOST), outer:
         while keep.step < steps:
             started = time.perf_counter()
             batch = batches.at(keep.step)
@@ -65,7 +65,7 @@ def main(folder: Path, steps: int, every: int) -> None:
         "syncs": outer.syncs,
     }
     (folder / f"end-{host}.json").write_text(json.dumps(end), encoding="utf-8")
-    pl.shutdown()
+    paceline.shutdown()
 
 
 if __name__ == "__main__":

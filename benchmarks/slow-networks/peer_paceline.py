@@ -9,14 +9,14 @@ from peer_turn import OUTER_LR, OUTER_MOMENTUM, Peer, Place, play
 from torch import Tensor
 from workload import EVERY
 
-import paceline as pl
+import paceline
 from paceline.tools.models.gpt import GPT
 
 
 def build(place: Place, model: GPT, optimizer: torch.optim.Optimizer) -> Peer:
     """Return the inner optimizer, whose steps DiLoCo counts."""
     fragments, delay = place.settings["fragments"], place.settings["delay"]
-    loop = pl.DiLoCo(
+    loop = paceline.DiLoCo(
         model,
         optimizer,
         EVERY,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from contestants import CONTESTANTS, Contestant, Stage
 from workload import batch_of, digest_of
 
-from paceline.testing.netlab.lab_network import Traffic, read_traffic
+from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
 from paceline.tools.bench.step.step_worker import tick
 from paceline.tools.bench.turn_order import turn_order
 
@@ -45,7 +45,7 @@ def steps_of(contestant: Contestant, least: int) -> int:
     return -(-least // contestant.every) * contestant.every
 
 
-def turn(contestant: Contestant, steps: int) -> tuple[float, Traffic]:
+def turn(contestant: Contestant, steps: int) -> tuple[float, InterfaceBytes]:
     """Return the seconds and the bytes that a turn of so many steps takes on this rank, both per step."""
     dist.barrier()
     before, started = _traffic(), time.perf_counter()
@@ -54,7 +54,7 @@ def turn(contestant: Contestant, steps: int) -> tuple[float, Traffic]:
     seconds = time.perf_counter() - started
     dist.barrier()  # before it all bytes of the others' turn have come
     passed = _traffic() - before
-    return seconds / steps, Traffic(passed.sent // steps, passed.received // steps)
+    return seconds / steps, InterfaceBytes(passed.sent // steps, passed.received // steps)
 
 
 def measure(everybody: dict[str, Contestant], job: Job) -> dict[str, dict[str, Any]]:
@@ -104,7 +104,7 @@ def build(stage: Stage, job: Job) -> dict[str, Contestant]:
     return everybody
 
 
-def _traffic() -> Traffic:
+def _traffic() -> InterfaceBytes:
     return read_traffic(Path("/proc/net/dev").read_text())
 
 

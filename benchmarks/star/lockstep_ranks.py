@@ -1,4 +1,4 @@
-"""What each rank of `loss.py` runs where all go in step: torch DDP, or `pl.LocalSGD`; timed at given speeds.
+"""What each rank of `loss.py` runs where all go in step: torch DDP, or `paceline.LocalSGD`; timed at given speeds.
 
 torchrun … benchmarks/star/lockstep_ranks.py JOB.json
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from training import Training, seconds_of
 
-import paceline as pl
+import paceline
 
 
 def main(job_file: str) -> None:
@@ -42,9 +42,9 @@ def main(job_file: str) -> None:
                 init_sync=False,
             )
     else:
-        model = pl.DataParallel(training.net)
+        model = paceline.DataParallel(training.net)
         training.model = model
-        loop = pl.LocalSGD(model, training.optimizer, **job["options"])
+        loop = paceline.LocalSGD(model, training.optimizer, **job["options"])
     seconds = []
     with loop:
         for _ in range(job["steps"] + 4):

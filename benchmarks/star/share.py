@@ -20,7 +20,7 @@ from bench_harness.program import run_program
 
 from paceline._core.files import write_json
 from paceline._core.units import parse_rate
-from paceline.testing.netlab import Job, Lab
+from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.bench.result_head import head
 from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
@@ -110,7 +110,7 @@ def main(
     print(path)
 
 
-def _end(*jobs: Job) -> None:
+def _end(*jobs: LabJob) -> None:
     for job in jobs:
         job.end()
 

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-import paceline as pl
+import paceline
 
 
 def main(hub: str, bandwidth: str) -> None:
@@ -18,7 +18,9 @@ def main(hub: str, bandwidth: str) -> None:
     torch.set_num_threads(1)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    with pl.Star(net, optimizer, hub, 2, 1, compression=None, bandwidth=bandwidth, insecure=True):
+    with paceline.AsyncDataParallel(
+        net, optimizer, hub, 2, 1, compression=None, bandwidth=bandwidth, insecure=True
+    ):
         while True:
             for param in net.parameters():
                 param.grad = torch.ones_like(param)

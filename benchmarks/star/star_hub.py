@@ -15,9 +15,9 @@ from torch import Tensor
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.hub_server import Server
-from paceline.async_dp.hub.outer_merge import Outer
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.hub.outer_merge import HubOptimizer
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.transport.zmq import HubExchange
 
 
@@ -25,10 +25,10 @@ def main(job_file: str) -> None:
     """Serve until the job's time is over; copies are written only then, so that writing takes no time of it."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     folder = Path(job["folder"])
-    rules = HubRules(outer=Outer(**job["outer"]), bandwidth=job.get("bandwidth"))
+    rules = HubRules(outer=HubOptimizer(**job["outer"]), bandwidth=job.get("bandwidth"))
     exchange = HubExchange(job["bind"], "", insecure=True)
     copies: list[tuple[float, dict[str, Tensor]]] = []
-    with Journal.open(folder / "hub", resume=False) as journal:
+    with HubJournal.open(folder / "hub", resume=False) as journal:
         hub = Hub("benchmark", rules, journal, time.time)
 
         def look() -> None:
@@ -39,7 +39,7 @@ def main(job_file: str) -> None:
                 theta = hub.centres.of_fragment[0].theta.clone()
                 copies.append((now - job["at"], {place.name: place.of(theta) for place in places}))
 
-        Server(hub, exchange).run(lambda: time.time() > job["at"] + job["seconds"] + 15, look)
+        HubServer(hub, exchange).run(lambda: time.time() > job["at"] + job["seconds"] + 15, look)
     exchange.close()
     told = []
     for number, (seconds, tensors) in enumerate(copies):

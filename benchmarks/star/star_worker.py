@@ -1,4 +1,4 @@
-"""A worker of `loss.py`: an ordinary loop beside `pl.Star`, or alone, on a machine of a given speed.
+"""A worker of `loss.py`: an ordinary loop beside `paceline.AsyncDataParallel`, or alone, on a machine of a given speed.
 
 python benchmarks/star/star_worker.py JOB.json RANK
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from training import Training, seconds_of, wait_until
 
-import paceline as pl
+import paceline
 from paceline.testing.netlab.lab_network import read_traffic
 from paceline.tools.train.training_job import cosine
 
@@ -24,7 +24,7 @@ def main(job_file: str, rank: int) -> None:
     training = Training(rank, job["seed"], job["lr"], seconds_of(rank, job["fastest"]))
     star = nullcontext()
     if job["hub"]:
-        star = pl.Star(
+        star = paceline.AsyncDataParallel(
             training.net, training.optimizer, job["hub"], job["every"], job["delay"], insecure=True,
             compression=job["compression"], bandwidth=job["bandwidth"], name=f"worker{rank}",
         )  # fmt: skip

@@ -18,7 +18,7 @@ import typer
 from bench_harness.program import run_program
 
 from paceline._core.files import write_json
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.result_head import head
 from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
@@ -27,10 +27,10 @@ from paceline.tools.simulate.learning_tasks import LinearTask
 
 HERE = Path(__file__).parent
 MACHINE = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
-CADENCES = (Cadence(1), Cadence(4, 1, 1))
+CADENCES = (SyncSchedule(1), SyncSchedule(4, 1, 1))
 
 
-def run(workers: int, rounds: int, cadence: Cadence) -> dict[str, Any]:
+def run(workers: int, rounds: int, cadence: SyncSchedule) -> dict[str, Any]:
     """Simulate a large star; return what it took and what came out."""
     plan = AsyncPlan([MACHINE] * workers, steps=cadence.every * rounds, cadence=cadence, compression=None)
     begun, used = time.perf_counter(), _processor_seconds()

@@ -21,10 +21,10 @@ from bench_harness.program import run_program
 
 from paceline._core.files import write_json
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.hub.outer_merge import HubOptimizer
 from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.worker.fragment_replica import Side
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.bench.result_head import head
 from paceline.tools.cli.output_files import check_writable
@@ -41,7 +41,7 @@ WORKERS, STEPS, BATCH, WARMUP = 4, 600, 8, 30
 HELD_OUT = 256
 
 
-HALF = Outer("delayed-nesterov", 1.0, 0.5, warmup=47)
+HALF = HubOptimizer("delayed-nesterov", 1.0, 0.5, warmup=47)
 """Momentum begins when the warm-up is over: N updates at every other step of it are a round."""
 
 SELECT = PopulationRules(steps=100, margin=math.inf)
@@ -70,7 +70,7 @@ class Way:
     up: str | None = "int4"
     down: str = "int8"
     overwrite: bool = False
-    outer: Outer = field(default_factory=lambda: HALF)
+    outer: HubOptimizer = field(default_factory=lambda: HALF)
     population: PopulationRules | None = None
     alike: bool = True
 
@@ -83,7 +83,7 @@ WAYS = [
     Way("one machine alone", "alone"),
     Way("the star: k 10, d 5, delayed Nesterov 1.0, 0.5 after a warm-up, int4 up, int8 down"),
     Way("cosine", falls="cosine"),
-    Way("no warm-up", warmup=0, outer=Outer("delayed-nesterov", 1.0, 0.5, warmup=10)),
+    Way("no warm-up", warmup=0, outer=HubOptimizer("delayed-nesterov", 1.0, 0.5, warmup=10)),
     Way("no delta rule: the centre overwrites", overwrite=True),
     Way("float32 up", up=None),
     Way("bfloat16 down", down="bf16"),
@@ -92,10 +92,10 @@ WAYS = [
     Way("d 9, the centre overwrites", delay=9, overwrite=True),
     Way("k 4, d 2", every=4, delay=2),
     Way("k 25, d 12", every=25, delay=12),
-    Way("averaging", lr=1e-2, outer=Outer()),
-    Way("averaging, no warm-up", lr=1e-2, outer=Outer(), warmup=0),
-    Way("delayed Nesterov 0.7, 0.9", lr=3e-3, outer=Outer("delayed-nesterov", 0.7, 0.9, warmup=47)),
-    Way("Nesterov at every arrival 0.7, 0.9", outer=Outer("nesterov", 0.7, 0.9, unstable=True)),
+    Way("averaging", lr=1e-2, outer=HubOptimizer()),
+    Way("averaging, no warm-up", lr=1e-2, outer=HubOptimizer(), warmup=0),
+    Way("delayed Nesterov 0.7, 0.9", lr=3e-3, outer=HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=47)),
+    Way("Nesterov at every arrival 0.7, 0.9", outer=HubOptimizer("nesterov", 0.7, 0.9, unstable=True)),
     Way("all take the best at step 100, then warm up", population=SELECT, warmup=194),
     Way("different beginnings, all take the best at step 100, then warm up",
         population=SELECT, warmup=194, alike=False),
@@ -115,7 +115,7 @@ def all_the_time(share: float) -> float:
 SCHEDULES = {"late": late, "cosine": all_the_time}
 
 
-class Overwriting(Side):
+class Overwriting(FragmentReplica):
     """What a worker without the delta rule does: its steps since the snapshot are lost."""
 
     def take(self) -> None:
@@ -137,7 +137,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
     plan = AsyncPlan(
         [Machine(step_seconds=1.0) for _ in range(WORKERS)],
         steps=STEPS,
-        cadence=Cadence(way.every, 1, way.delay),
+        cadence=SyncSchedule(way.every, 1, way.delay),
         rules=HubRules(outer=way.outer, population=way.population, down=way.down),
         compression=way.up,
         alike=way.alike,
@@ -146,7 +146,9 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         schedule=SCHEDULES[way.falls],
         score_every=STEPS / 12,
     )
-    with mock.patch("paceline.tools.simulate.simulated_worker.Side", Overwriting if way.overwrite else Side):
+    with mock.patch(
+        "paceline.tools.simulate.simulated_worker.Side", Overwriting if way.overwrite else FragmentReplica
+    ):
         found = simulate(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]
     sent = sum(counts["sent"] for counts in found.counts) / WORKERS

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from paceline._core.files import write_json
-from paceline.data.sampling.block_dispatch import deal
-from paceline.data.sampling.uneven_policies import Policy, Portions
+from paceline.data.sampling.block_dispatch import dispatch_blocks
+from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 
 HERE = Path(__file__).parent
 SAMPLES, SHARES, BATCH_SIZE = 100_000, (0.25, 0.25, 0.10, 0.40), 64
 INPUTS, OWN = 16, 0.5  # how much of the coefficients is the rank's own
 
-WAYS: dict[str, tuple[Policy, str]] = {
+WAYS: dict[str, tuple[UnevenPolicy, str]] = {
     "torch DDP, truncated": ("truncate", "ranks"),
     "torch DDP, padded": ("pad", "ranks"),
     "torch Join, ÷ all ranks (default)": ("join", "ranks"),
@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[Policy, str]] = {
 }
 
 
-def weights(portions: Portions, divide_by: str) -> np.ndarray:
+def weights(portions: RankPortions, divide_by: str) -> np.ndarray:
     """Return what each rank's data count in an epoch, ``[ranks]``.
 
     Args:
@@ -65,11 +65,11 @@ def gradients(counts: tuple[int, ...]) -> np.ndarray:
 
 def rows() -> list[dict[str, Any]]:
     """Return a row for each way."""
-    counts = deal(SAMPLES, len(SHARES), shares=SHARES).counts
+    counts = dispatch_blocks(SAMPLES, len(SHARES), shares=SHARES).counts
     true, of_rank = np.array(counts) / SAMPLES, gradients(counts)
     found = []
     for name, (policy, divide_by) in WAYS.items():
-        portions = Portions(counts, BATCH_SIZE, policy)
+        portions = RankPortions(counts, BATCH_SIZE, policy)
         counted = weights(portions, divide_by)
         off = np.linalg.norm((counted - true) @ of_rank) / np.linalg.norm(true @ of_rank)
         row = {"way": name, "steps": portions.steps, "used": portions.used / SAMPLES}

@@ -20,7 +20,7 @@ import typer
 from bench_harness.program import run_program
 
 from paceline._core.files import write_json
-from paceline.testing.netlab import Job, Lab
+from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.bench.result_head import head
 from paceline.tools.cli.output_files import check_writable
@@ -82,7 +82,7 @@ def main(
     write_json(out, result)
 
 
-def one(lab: Lab, folder: Path, number: int, name: str, jobs: Sequence[Job]) -> dict[str, Any]:
+def one(lab: Lab, folder: Path, number: int, name: str, jobs: Sequence[LabJob]) -> dict[str, Any]:
     """Return the seconds until each rank of other hosts had named a rank of the victim, and what they said."""
     if FAULTS[name]:
         began = min(wait_for(folder, f"fault-{number}-{rank}", jobs) for rank in culprits(name))
@@ -108,7 +108,7 @@ def culprits(name: str) -> list[int]:
     return list(MINE) if "host" in name else [3]
 
 
-def wait_for(folder: Path, name: str, jobs: Sequence[Job]) -> Any:
+def wait_for(folder: Path, name: str, jobs: Sequence[LabJob]) -> Any:
     """Return what a rank has written down."""
     path, deadline = folder / name, time.monotonic() + PATIENCE_SECONDS
     while not path.exists():

@@ -21,7 +21,7 @@ from bench_harness.program import run_program
 from steps import BATCH, CONTEXT, STEPS
 
 from paceline._core.files import write_json
-from paceline._core.step_state import Whereabouts
+from paceline._core.step_state import StepState
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.bench.result_head import head
@@ -49,7 +49,7 @@ def main(
             tick()
     all_of = {kind: [each for one in found for each in one["seconds"][kind]] for kind in ("with", "without")}
     ratio = ratio_of(all_of["with"], all_of["without"])
-    here = Whereabouts()
+    here = StepState()
     result = head("watch-overhead") | {
         "settings": {"ranks": RANKS, "model": "mini", "batch": BATCH, "context": CONTEXT, "steps": STEPS},
         "step_seconds": {kind: median(each) for kind, each in all_of.items()},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-import paceline as pl
+import paceline
 from paceline.tools.models.gpt import GPT, loss
 from paceline.tools.models.gpt_sizes import size_of
 from paceline.world.object_collectives import barrier
@@ -22,10 +22,10 @@ STEPS, BATCH, CONTEXT = 8, 4, 128
 
 def main(rounds: int, out: Path) -> None:
     """Time `rounds` blocks of each kind (A B B A), and what the watcher's thread uses of a core."""
-    world = pl.init(device="cpu")
+    world = paceline.init(device="cpu")
     torch.manual_seed(0)
-    model = pl.DataParallel(GPT(size_of("mini", vocabulary=256, context=CONTEXT)), sync="sharded")
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
+    model = paceline.DataParallel(GPT(size_of("mini", vocabulary=256, context=CONTEXT)), sync="sharded")
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     tokens = torch.randint(256, (BATCH, CONTEXT + 1))
 
     def step() -> None:
@@ -50,7 +50,7 @@ def main(rounds: int, out: Path) -> None:
             if kind == "without":
                 took = block()
             else:
-                with pl.Watch():
+                with paceline.Watchdog():
                     before, began = cpu_of_watcher(), time.perf_counter()
                     took = block()
                     if number:
@@ -60,7 +60,7 @@ def main(rounds: int, out: Path) -> None:
                 seconds[kind].append(took / STEPS)
     if world.rank == 0:
         out.write_text(json.dumps({"seconds": seconds, "core_share": used / watched}))
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def cpu_of_watcher() -> float:

@@ -17,19 +17,19 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-import paceline as pl
+import paceline
 from paceline._core.files import write_json
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.result_head import head
 
 SIZES_MIB, ROUNDS, CALLS = (1, 4, 16), 15, 4
 
 
-def contestants(flat: torch.Tensor, wire: Wire) -> dict[str, Callable[[], object]]:
+def contestants(flat: torch.Tensor, wire: Comm) -> dict[str, Callable[[], object]]:
     """Return what is timed, all on the same buffer."""
     own = flat.chunk(wire.size)[wire.rank]
     part = torch.empty_like(own)
-    ahead = Wire()  # with tags of its own: its receives stay posted while others have their turn
+    ahead = Comm()  # with tags of its own: its receives stay posted while others have their turn
     posted = ahead.expect_parts(flat)
 
     def gather_posted_ahead() -> None:
@@ -63,10 +63,10 @@ def main() -> None:
     """Time every size and write the table."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    world = pl.init("gloo", device="cpu")
+    world = paceline.init("gloo", device="cpu")
     rows = []
     for size in SIZES_MIB:
-        runs = contestants(torch.zeros(size << 18), Wire())
+        runs = contestants(torch.zeros(size << 18), Comm())
         times: dict[str, list[float]] = {name: [] for name in runs}
         for round_ in range(ROUNDS + 1):
             for name, run in runs.items():
@@ -79,7 +79,7 @@ def main() -> None:
         result = head("wire") | {"command": command, "ranks": world.size, "milliseconds": rows}
         write_json(Path(__file__).with_name("wire.json"), result)
         print(json.dumps(rows, indent=1))
-    pl.shutdown()
+    paceline.shutdown()
 
 
 if __name__ == "__main__":

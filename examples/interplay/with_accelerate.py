@@ -16,15 +16,15 @@ from accelerate import Accelerator
 from problem import RATE, STEPS, Gap, build, gap, learn, loss_of, one_process, tried
 from torch.nn.parallel import DistributedDataParallel
 
-import paceline as pl
+import paceline
 
 CLIP = 0.1
 
 
-def wrapped(sync: str) -> tuple[pl.DataParallel, pl.ShardedOptimizer]:
+def wrapped(sync: str) -> tuple[paceline.DataParallel, paceline.ShardedOptimizer]:
     """Return Paceline's model and optimizer."""
-    model = pl.DataParallel(build(), sync=sync)
-    return model, pl.ShardedOptimizer(model, torch.optim.AdamW, lr=RATE)
+    model = paceline.DataParallel(build(), sync=sync)
+    return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=RATE)
 
 
 def prepared_optimizer() -> Gap:
@@ -86,7 +86,7 @@ def prepared_model() -> Gap:
 
 
 def ddp_on_our_backend() -> Gap:
-    """Use Accelerate as it is, with torch's DDP, in the process group that `pl.init()` made."""
+    """Use Accelerate as it is, with torch's DDP, in the process group that `paceline.init()` made."""
     accelerator = Accelerator(cpu=True)
     assert dist.get_backend() == "paceline"
     net = build()
@@ -96,9 +96,9 @@ def ddp_on_our_backend() -> Gap:
 
 
 def loader_left_alone() -> Gap:
-    """Prepare a `pl.Loader`: it comes back as it is, and serves every sample once."""
+    """Prepare a `paceline.Loader`: it comes back as it is, and serves every sample once."""
     accelerator = Accelerator(cpu=True)
-    loader = pl.Loader(list(range(10)), batch_size=2, shuffle=False)
+    loader = paceline.Loader(list(range(10)), batch_size=2, shuffle=False)
     assert accelerator.prepare(loader) is loader
     mine = torch.tensor([sum(batch.sum().item() for batch in loader)])
     return abs(accelerator.reduce(mine).item() - sum(range(10)))
@@ -117,6 +117,6 @@ TRIALS = [
 
 
 if __name__ == "__main__":
-    pl.init(device="cpu")  # before the first Accelerator, which then takes this process group
+    paceline.init(device="cpu")  # before the first Accelerator, which then takes this process group
     tried(TRIALS)
-    pl.shutdown()
+    paceline.shutdown()

@@ -19,7 +19,7 @@ from lightning_fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from problem import RATE, SAMPLES, STEPS, Gap, build, gap, learn, loss_of, one_process, tried
 from torch.nn.parallel import DistributedDataParallel
 
-import paceline as pl
+import paceline
 
 CLIP = 0.1
 
@@ -32,10 +32,10 @@ def fabric_of_all() -> Fabric:
     return fabric
 
 
-def wrapped(sync: str) -> tuple[pl.DataParallel, pl.ShardedOptimizer]:
+def wrapped(sync: str) -> tuple[paceline.DataParallel, paceline.ShardedOptimizer]:
     """Return Paceline's model and optimizer, in the process group that is there."""
-    model = pl.DataParallel(build(), sync=sync)
-    return model, pl.ShardedOptimizer(model, torch.optim.AdamW, lr=RATE)
+    model = paceline.DataParallel(build(), sync=sync)
+    return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=RATE)
 
 
 def ddp_on_our_backend() -> Gap:
@@ -48,7 +48,7 @@ def ddp_on_our_backend() -> Gap:
 
 
 def our_model_in_its_world() -> Gap:
-    """Set up the optimizer, not the model; `pl.init()` is not called."""
+    """Set up the optimizer, not the model; `paceline.init()` is not called."""
     fabric = fabric_of_all()
     model, optim = wrapped("sharded")
     optim = fabric.setup_optimizers(optim)
@@ -108,8 +108,8 @@ def set_up_one_device_each() -> Gap:
 
 
 def loader() -> Gap:
-    """Ask Fabric to set up a `pl.Loader`."""
-    fabric_of_all().setup_dataloaders(pl.Loader(list(range(10)), batch_size=2))
+    """Ask Fabric to set up a `paceline.Loader`."""
+    fabric_of_all().setup_dataloaders(paceline.Loader(list(range(10)), batch_size=2))
     return 0.0
 
 

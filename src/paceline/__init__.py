@@ -1,10 +1,10 @@
 """Paceline: exact, explained data-parallel training with PyTorch.
 
-    import paceline as pl
+    import paceline
 
-    world = pl.init()
-    model = pl.DataParallel(net, sync="sharded")
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
+    world = paceline.init()
+    model = paceline.DataParallel(net, sync="sharded")
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
 
 Names are loaded when they are first used (PEP 562), so that ``import paceline`` and
 ``paceline --help`` need no torch.
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 from paceline._core.version import __version__
 
 if TYPE_CHECKING:
-    from paceline.async_dp.api import Star as Star
+    from paceline.async_dp.api import AsyncDataParallel as AsyncDataParallel
     from paceline.checkpoint.api import Checkpoint as Checkpoint
     from paceline.checkpoint.weights_export import export_weights as export_weights
     from paceline.checkpoint.weights_export import import_weights as import_weights
     from paceline.data.evaluate import evaluate as evaluate
     from paceline.data.loader import Loader as Loader
     from paceline.errors import PacelineError as PacelineError
-    from paceline.health.non_finite_guard import Finite as Finite
-    from paceline.health.replica_check import Drift as Drift
-    from paceline.health.watchdog import Watch as Watch
+    from paceline.health.non_finite_guard import NonFiniteGuard as NonFiniteGuard
+    from paceline.health.replica_check import ReplicaCheck as ReplicaCheck
+    from paceline.health.watchdog import Watchdog as Watchdog
     from paceline.parallel.compression.compression_config import Compression as Compression
     from paceline.parallel.data_parallel import DataParallel as DataParallel
     from paceline.parallel.local_sgd.local_sgd import DiLoCo as DiLoCo
@@ -35,52 +35,52 @@ if TYPE_CHECKING:
     from paceline.parallel.local_sgd.local_sgd import SlowMo as SlowMo
     from paceline.parallel.sharding.zero import ShardedOptimizer as ShardedOptimizer
     from paceline.parallel.strategy import Sync as Sync
-    from paceline.profiling.profiler import Record as Record
+    from paceline.profiling.profiler import Profiler as Profiler
     from paceline.world import World as World
     from paceline.world import init as init
     from paceline.world import shutdown as shutdown
 
 
 _HOME = {
+    "AsyncDataParallel": "paceline.async_dp.api",
     "Checkpoint": "paceline.checkpoint.api",
     "Compression": "paceline.parallel.compression.compression_config",
     "DataParallel": "paceline.parallel.data_parallel",
     "DiLoCo": "paceline.parallel.local_sgd.local_sgd",
-    "Drift": "paceline.health.replica_check",
-    "Finite": "paceline.health.non_finite_guard",
     "Loader": "paceline.data.loader",
     "LocalSGD": "paceline.parallel.local_sgd.local_sgd",
+    "NonFiniteGuard": "paceline.health.non_finite_guard",
     "PacelineError": "paceline.errors",
-    "Record": "paceline.profiling.profiler",
+    "Profiler": "paceline.profiling.profiler",
+    "ReplicaCheck": "paceline.health.replica_check",
     "ShardedOptimizer": "paceline.parallel.sharding.zero",
     "SlowMo": "paceline.parallel.local_sgd.local_sgd",
-    "Star": "paceline.async_dp.api",
     "Sync": "paceline.parallel.strategy",
-    "Watch": "paceline.health.watchdog",
+    "Watchdog": "paceline.health.watchdog",
     "World": "paceline.world",
-    "export_weights": "paceline.checkpoint.weights_export",
     "evaluate": "paceline.data.evaluate",
+    "export_weights": "paceline.checkpoint.weights_export",
     "import_weights": "paceline.checkpoint.weights_export",
     "init": "paceline.world",
     "shutdown": "paceline.world",
 }
 
 __all__ = [
+    "AsyncDataParallel",
     "Checkpoint",
     "Compression",
     "DataParallel",
     "DiLoCo",
-    "Drift",
-    "Finite",
     "Loader",
     "LocalSGD",
+    "NonFiniteGuard",
     "PacelineError",
-    "Record",
+    "Profiler",
+    "ReplicaCheck",
     "ShardedOptimizer",
     "SlowMo",
-    "Star",
     "Sync",
-    "Watch",
+    "Watchdog",
     "World",
     "__version__",
     "evaluate",

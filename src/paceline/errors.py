@@ -46,7 +46,6 @@ __all__ = [
     "DamagedCheckpoint",
     "DamagedEnvelope",
     "DataError",
-    "Drifted",
     "EnvelopeError",
     "ForeignEnvelope",
     "HostFailed",
@@ -54,12 +53,13 @@ __all__ = [
     "MisplacedEnvelope",
     "MissingEnvelope",
     "MissingRanks",
-    "NotFinite",
+    "NonFiniteGradient",
     "PacelineError",
     "PeerFailed",
     "PeerLost",
     "RankFailed",
     "RepeatedEnvelope",
+    "ReplicasDiverged",
     "SyncError",
     "TruncatedEnvelope",
     "UnevenData",
@@ -141,11 +141,11 @@ class BackwardFailed(SyncError):
     """Another rank raised during this backward, so this step has no global gradient."""
 
 
-class NotFinite(SyncError):
+class NonFiniteGradient(SyncError):
     """The synchronised gradient is NaN or infinite; no rank has made the step."""
 
 
-class Drifted(SyncError):
+class ReplicasDiverged(SyncError):
     """Parameters that ought to be equal on all ranks differ."""
 
 
@@ -182,7 +182,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class PeerFailed(CollectiveError):
-    """A rank failed, so that the training can't go on; raised on the other ranks by `paceline.Watch`.
+    """A rank failed, so that the training can't go on; raised on the other ranks by `paceline.Watchdog`.
 
     Args:
         message, rank, step, remedy, host, exit_code: as for a CollectiveError; `rank` is None where no single one

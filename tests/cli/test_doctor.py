@@ -14,12 +14,12 @@ import typer
 from paceline.errors import UsageError
 from paceline.tools.cli import doctor_command as module
 from paceline.tools.cli.doctor_command import doctor, try_loopback
-from paceline.world.machine_facts import Loopback, machine
+from paceline.world.machine_facts import Loopback, read_machine_facts
 
 
 @pytest.fixture(scope="module")
 def facts():
-    return machine()
+    return read_machine_facts()
 
 
 def test_it_runs_here_and_its_json_is_right(tmp_path):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.tools.cli import app as module
 
 
@@ -27,7 +27,7 @@ def update(number):
 
 
 def test_a_hub_s_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, capsys, tmp_path):
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         journal.describe({"run": "night"})
         journal.append({"kind": "join", "t": 1.0, "worker": 7, "name": "gpu-1", "every": 20, "delay": 5})
         journal.append(update(0), b"x")
@@ -46,7 +46,7 @@ def test_a_hub_s_folder_has_its_own_page_also_while_the_hub_runs(monkeypatch, ca
 
 def test_a_hub_goes_on_beside_its_page(monkeypatch, tmp_path):
     for _ in range(2):
-        with Journal.open(tmp_path, resume=True) as journal:
+        with HubJournal.open(tmp_path, resume=True) as journal:
             journal.append(update(0), b"x")
             journal.commit()
         assert paceline(monkeypatch, "report", tmp_path) == 0

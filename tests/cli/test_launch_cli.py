@@ -13,7 +13,7 @@ import yaml
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets import slurm
-from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.launch.targets.ray_job import ray_driver
 from paceline.tools.cli.launch.launch_submit import run_again
 
@@ -70,7 +70,7 @@ def test_a_manifest_is_yaml(command):
 def test_a_driver_of_ray_is_shown(command):
     code, out, _ = command("launch", "ray", "--hosts", 2, "--folder", "/runs", "--python", "py", "train.py")
     assert code == 0
-    assert out == ray_driver(Work(("train.py",), hosts=2, folder="/runs", python="py"))
+    assert out == ray_driver(ClusterJob(("train.py",), hosts=2, folder="/runs", python="py"))
 
 
 @pytest.mark.parametrize(

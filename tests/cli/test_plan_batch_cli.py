@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_harness.markdown import fill, table
 
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
@@ -89,7 +89,7 @@ def test_nodes_with_slower_links_between_them(call, tmp_path):
 def test_measured_rates_come_with_their_errors(call, tmp_path):
     source = Source("paceline bench fit x.json", "2026-01-02T03:04:05+00:00")
     points = [
-        Point(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
+        MeasuredPoint(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
         for n in (4**k for k in range(6, 14))
         for p in (2, 4)
     ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Contention, Source
 from step_profile import profile
@@ -89,7 +89,7 @@ def test_steps_are_drawn_from_a_file(call, tmp_path):
 
 def test_a_profile_prices_the_network(call, tmp_path):
     points = [
-        Point(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
+        MeasuredPoint(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
         for n in (4**k for k in range(6, 15))
         for p in (2, 4)
     ]

@@ -6,7 +6,7 @@ import on_device as on
 import pytest
 import torch
 
-import paceline as pl
+import paceline
 
 STEPS, TOLERANCE = 5, 1e-10
 DEVICE = "cuda:0"
@@ -15,9 +15,9 @@ DEVICE = "cuda:0"
 @pytest.fixture(params=["none", "nccl"])
 def world(request):
     """A world of one, without a process group and with one."""
-    made = pl.init(None if request.param == "none" else request.param, device=DEVICE)
+    made = paceline.init(None if request.param == "none" else request.param, device=DEVICE)
     yield made
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def step(model, optim, inputs, targets):
@@ -29,8 +29,8 @@ def step(model, optim, inputs, targets):
 @pytest.mark.parametrize("name", on.MODELS)
 @pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded", "full-shard"])
 def test_gradients_are_the_bare_models(world, name, sync):
-    model = pl.DataParallel(on.build(name, DEVICE), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE)
+    model = paceline.DataParallel(on.build(name, DEVICE), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE)
     for number in range(STEPS):
         step(model, optim, *on.batch(number, [0], DEVICE))
     assert on.apart(model.whole_parameters(), on.one_process(name, DEVICE, STEPS)) <= TOLERANCE
@@ -42,7 +42,7 @@ def test_on_a_stream_of_the_program(world, name):
     stream = torch.cuda.Stream(DEVICE)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        model = pl.DataParallel(on.build(name, DEVICE))
+        model = paceline.DataParallel(on.build(name, DEVICE))
         optim = torch.optim.AdamW(model.parameters(), lr=on.RATE)
         for number in range(STEPS):
             on.loss_of(model, *on.batch(number, [0], DEVICE)).backward()
@@ -59,8 +59,8 @@ def test_a_step_never_waits_for_the_gpu(world, dtype):
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(
         DEVICE, dtype
     )
-    model = pl.DataParallel(net)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE, fused=True)
+    model = paceline.DataParallel(net)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE, fused=True)
     inputs, targets = (
         torch.randn(8, 64, device=DEVICE, dtype=dtype),
         torch.randn(8, 1, device=DEVICE, dtype=dtype),
@@ -85,7 +85,7 @@ def test_a_step_never_waits_for_the_gpu(world, dtype):
 
 def test_a_whole_step_in_a_graph(world):
     """Forward, backward and update are captured once and replayed on new batches; the bare model takes the same."""
-    model = pl.DataParallel(on.build("Plain", DEVICE))
+    model = paceline.DataParallel(on.build("Plain", DEVICE))
     bare = on.build("Plain", DEVICE)
     optim, other = (
         torch.optim.AdamW(each.parameters(), lr=on.RATE, capturable=True) for each in (model, bare)
@@ -126,5 +126,5 @@ def test_a_world_of_one_takes_no_memory(world):
         return torch.cuda.max_memory_allocated() - before
 
     peak(lambda net: net)  # workspaces of the first use
-    bare, ours = peak(lambda net: net), peak(pl.DataParallel)
+    bare, ours = peak(lambda net: net), peak(paceline.DataParallel)
     assert abs(ours - bare) <= 4096

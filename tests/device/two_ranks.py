@@ -13,23 +13,23 @@ from pathlib import Path
 import on_device as on
 import torch
 
-import paceline as pl
+import paceline
 
 STEPS = 5
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded", "full-shard")
-SMALL = {"small buckets": pl.Sync(2**-9), "small shards": pl.Sync(2**-9, shard="optimizer")}
+SMALL = {"small buckets": paceline.Sync(2**-9), "small shards": paceline.Sync(2**-9, shard="optimizer")}
 
 
-def train(model: pl.DataParallel, rank: int, device: str, steps: int = STEPS) -> None:
+def train(model: paceline.DataParallel, rank: int, device: str, steps: int = STEPS) -> None:
     """Train on this rank's batches."""
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=on.RATE)
     for step in range(steps):
         model.backward(on.loss_of(model, *on.batch(step, [rank], device)), samples=on.SAMPLES)
         optim.step()
         optim.zero_grad()
 
 
-def gap(model: pl.DataParallel, name: str, device: str) -> float:
+def gap(model: paceline.DataParallel, name: str, device: str) -> float:
     """Return how far `model` is from what one process has."""
     return on.apart(model.whole_parameters(), on.one_process(name, device, STEPS, ranks=(0, 1)))
 
@@ -39,7 +39,7 @@ def strategies(rank: int, device: str) -> dict[str, float]:
     found = {}
     for name in on.MODELS:
         for title, sync in {**dict(zip(STRATEGIES, STRATEGIES, strict=True)), **SMALL}.items():
-            model = pl.DataParallel(on.build(name, device), sync=sync)
+            model = paceline.DataParallel(on.build(name, device), sync=sync)
             train(model, rank, device)
             found[f"{name}, {title}"] = gap(model, name, device)
     return found
@@ -50,7 +50,7 @@ def on_a_stream_of_the_program(rank: int, device: str) -> float:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        model = pl.DataParallel(on.build("TwoStreams", device), sync=pl.Sync(2**-9))
+        model = paceline.DataParallel(on.build("TwoStreams", device), sync=paceline.Sync(2**-9))
         train(model, rank, device)
         found = gap(model, "TwoStreams", device)
     torch.cuda.current_stream(device).wait_stream(stream)
@@ -61,7 +61,7 @@ def module_in_a_graph(rank: int, device: str) -> float:
     """Wrap a module whose forward and backward are CUDA graphs."""
     net = on.build("Plain", device)
     graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
-    model = pl.DataParallel(graphed, sync="bucketed")
+    model = paceline.DataParallel(graphed, sync="bucketed")
     train(model, rank, device)
     return gap(model, "Plain", device)
 
@@ -71,15 +71,15 @@ def sharded_graph(rank: int, device: str) -> str:
     net = on.build("Plain", device)
     graphed = torch.cuda.make_graphed_callables(net, (on.batch(0, [rank], device)[0],))
     try:
-        pl.DataParallel(graphed, sync="sharded")
-    except pl.PacelineError as error:
+        paceline.DataParallel(graphed, sync="sharded")
+    except paceline.PacelineError as error:
         return str(error)
     return "nothing"
 
 
 def captured_backward(rank: int, device: str) -> str:
     """Try to capture a whole step; return what is raised, once a step without a graph has gone well."""
-    model = pl.DataParallel(on.build("Plain", device))
+    model = paceline.DataParallel(on.build("Plain", device))
     inputs, targets = on.batch(0, [rank], device)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -92,7 +92,7 @@ def captured_backward(rank: int, device: str) -> str:
     try:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
-    except pl.PacelineError as error:
+    except paceline.PacelineError as error:
         said = str(error)
     model.zero_grad()
     model.backward(on.loss_of(model, inputs, targets), samples=on.SAMPLES)
@@ -101,7 +101,7 @@ def captured_backward(rank: int, device: str) -> str:
 
 def main(backend: str, device: str, out: str) -> None:
     """Do all of it."""
-    world = pl.init(backend, device=device)
+    world = paceline.init(backend, device=device)
     here = world.device
     found: dict[str, float | str] = dict(strategies(world.rank, here))
     if here != "cpu":
@@ -110,7 +110,7 @@ def main(backend: str, device: str, out: str) -> None:
         found["sharded graph"] = sharded_graph(world.rank, here)
         found["captured"] = captured_backward(world.rank, here)
     Path(f"{out}.{world.rank}").write_text(json.dumps(found), encoding="utf-8")
-    pl.shutdown()
+    paceline.shutdown()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import paceline as pl
+import paceline
 
 WIDTH = 6
 
@@ -30,12 +30,13 @@ def names() -> dict[str, Any]:
     net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(96, WIDTH)
     dataset = torch.utils.data.TensorDataset(x, x.sum(1))
-    world = pl.World()
-    model = pl.DataParallel(net)
+    world = paceline.World()
+    model = paceline.DataParallel(net)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = pl.Loader(dataset, batch_size=32)
+    loader = paceline.Loader(dataset, batch_size=32)
     return {
-        "torch": torch, "nn": nn, "pl": pl, "world": world, "net": net, "dataset": dataset, "held_out": loader,
+        "torch": torch, "nn": nn, "paceline": paceline, "world": world, "net": net, "dataset": dataset,
+        "held_out": loader,
         "model": model, "optim": optim, "optimizer": optim, "loader": loader, "batch": next(iter(loader)),
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optim), "tensor": torch.ones(64),
         "loss_of": loss_of, "accuracy_of": accuracy_of, "train_some_steps": lambda: None,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from manual import PAGES, ROOT, blocks, name
 from prelude import names
 
-import paceline as pl
+import paceline
 
 PYTHON = {page: [block for block in blocks(page) if block.language == "python"] for page in PAGES}
 FILES = {
@@ -35,7 +35,7 @@ def world_of_one(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
     yield
-    pl.shutdown()
+    paceline.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
 

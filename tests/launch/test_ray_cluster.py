@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.launch.targets.ray_job import run_on_ray
 
 pytest.importorskip("ray", reason="no Ray (pip install 'paceline[ray]')")
@@ -76,4 +76,4 @@ def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster
 )
 def test_a_cluster_that_is_not_there_is_told(address, why):
     with pytest.raises(UsageError, match=f"(?s)no Ray cluster at {address}: .*{why}.*ray start --head"):
-        run_on_ray(Work(("train.py",)), address)
+        run_on_ray(ClusterJob(("train.py",)), address)

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import torch
 
-import paceline as pl
+import paceline
 
 folder, steps, pause = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-world = pl.init(timeout=60.0)
+world = paceline.init(timeout=60.0)
 torch.manual_seed(0)
 torch.set_num_threads(1)
 net = torch.nn.Sequential(
     torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
 )
-model = pl.DataParallel(net, sync="sharded")
-optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+model = paceline.DataParallel(net, sync="sharded")
+optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
 data = torch.randn(8 * steps, 8, generator=torch.Generator().manual_seed(1))
-loader = pl.Loader(data, batch_size=4)
-keep = pl.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
+loader = paceline.Loader(data, batch_size=4)
+keep = paceline.Checkpoint(folder / "checkpoint", model, optim, loader, every=1)
 
 
 def note(**what):
@@ -46,4 +46,4 @@ for batch in keep.resume(loader, epochs=4):
 keep.close()
 flat = torch.cat([one.detach().flatten() for one in net.parameters()])
 note(digest=hashlib.sha256(flat.numpy().tobytes()).hexdigest(), words=sys.argv[4:])
-pl.shutdown()
+paceline.shutdown()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 from paceline.testing.netlab.lab_network import read_traffic
 
 WIDTH, STEPS = 512, 8
@@ -41,7 +41,9 @@ def moved(kind: str) -> dict[str, float]:
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     compressed = kind in ("bf16", "int8", "int4", "topk", "powersgd")
-    model = pl.DataParallel(net, sync=pl.Sync(bucket_mib=1, compression=kind if compressed else None))
+    model = paceline.DataParallel(
+        net, sync=paceline.Sync(bucket_mib=1, compression=kind if compressed else None)
+    )
     optim = torch.optim.AdamW(net.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -61,7 +63,9 @@ def moved(kind: str) -> dict[str, float]:
             calls += model.timings.calls
     else:
         fragments = 3 if kind == "streaming" else 1
-        with pl.DiLoCo(model, optim, every=4, fragments=fragments, delay=fragments - 1, piece_mib=1) as outer:
+        with paceline.DiLoCo(
+            model, optim, every=4, fragments=fragments, delay=fragments - 1, piece_mib=1
+        ) as outer:
             for _ in range(STEPS):
                 step()
         foretold, calls = outer.sent_nbytes, 2 * outer.syncs * 8  # two for each of at most 8 pieces

@@ -13,10 +13,10 @@ import sys
 import time
 
 from paceline.transport.envelope_header import Header
-from paceline.transport.paced_queue import Paced
-from paceline.transport.token_bucket import bucket_of, frame_nbytes, parse_share
+from paceline.transport.paced_queue import PacedQueue
+from paceline.transport.token_bucket import frame_nbytes, make_token_bucket, parse_share
 from paceline.transport.transport_interface import Envelope
-from paceline.transport.zmq import HubExchange, Settings, WorkerExchange
+from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 
 BEAT_SECONDS = 0.2
 
@@ -24,16 +24,16 @@ BEAT_SECONDS = 0.2
 def main():
     role, address, seconds, share, link = sys.argv[1:]
     rate = None if share == "-" else parse_share(share, float(link))
-    settings = Settings(rate=rate)
+    settings = SocketSettings(rate=rate)
     if role == "hub":
         end = HubExchange(address, "run", insecure=True, settings=settings)
     else:
         end = WorkerExchange(address, 7, "run", settings=settings)
-    paced = Paced(most_nbytes=4 << 20)
+    paced = PacedQueue(most_nbytes=4 << 20)
     if rate is not None and role == "hub":
-        paced.limit(7, bucket_of(rate, time.monotonic()))  # as worker 7 has asked for
+        paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 has asked for
     elif rate is not None:
-        paced.bucket = bucket_of(rate, time.monotonic())
+        paced.bucket = make_token_bucket(rate, time.monotonic())
     print(flow(end, paced, None if rate is None else os.urandom(frame_nbytes(rate)), float(seconds)))
     end.close()
 

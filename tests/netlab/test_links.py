@@ -8,7 +8,7 @@ import pytest
 from wire import Wire
 
 from paceline.errors import UsageError
-from paceline.testing.netlab import Lab, Traffic, missing
+from paceline.testing.netlab import InterfaceBytes, Lab, missing
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120)]
 
@@ -91,7 +91,7 @@ def test_bytes_are_the_kernel_s_own(lab):
     table = lab.run(["cat", "/proc/net/dev"], on=2)[0].stdout
     (line,) = [line for line in table.splitlines() if "eth0" in line]
     columns = [int(word) for word in line.partition(":")[2].split()]
-    assert lab.bytes(2) == Traffic(sent=columns[8], received=columns[0])
+    assert lab.bytes(2) == InterfaceBytes(sent=columns[8], received=columns[0])
 
 
 def test_a_cut_host_is_out_of_reach_until_mended(lab, wire):

@@ -21,10 +21,10 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-import paceline as pl
+import paceline
 
 folder = Path(sys.argv[1])
-world = pl.init(timeout=60.0)
+world = paceline.init(timeout=60.0)
 while True:
     both = torch.tensor([world.rank + 1.0, float(world.size == 3 and (folder / "enough").exists())])
     dist.all_reduce(both)
@@ -34,7 +34,7 @@ while True:
     if both[1]:
         break
     time.sleep(0.05)
-pl.shutdown()
+paceline.shutdown()
 """
 
 # Without torch: these ranks only start, and tell who started them.

@@ -22,15 +22,15 @@ pytestmark = pytest.mark.timeout(300)
 ALL_REDUCE = """
 import json, os, socket, sys
 import torch, torch.distributed as dist
-import paceline as pl
+import paceline
 
-world = pl.init(backend="gloo", timeout=120.0)
+world = paceline.init(backend="gloo", timeout=120.0)
 values = torch.full((250_000,), world.rank + 1.0)
 dist.all_reduce(values)
 told = {name: os.environ[name] for name in ("GROUP_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")}
 told |= vars(world) | {"sum": values.unique().tolist(), "hostname": socket.gethostname(), "words": sys.argv[1:]}
 os.write(1, (json.dumps(told) + "\\n").encode())  # one write, so that ranks of a host do not mix their lines
-pl.shutdown()
+paceline.shutdown()
 """
 
 # A world of its own would cost seconds of importing torch: torchrun's ranks alone are enough to fail.

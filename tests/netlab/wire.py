@@ -7,7 +7,7 @@ import sys
 from itertools import count
 from pathlib import Path
 
-from paceline.testing.netlab import Job, Lab
+from paceline.testing.netlab import Lab, LabJob
 
 __all__ = ["Wire"]
 
@@ -21,14 +21,14 @@ class Wire:
     def __init__(self, lab: Lab) -> None:
         self.lab, self.ports = lab, count(6000)
 
-    def start(self, source: int, target: int, nbytes: int) -> tuple[Job, Job]:
+    def start(self, source: int, target: int, nbytes: int) -> tuple[LabJob, LabJob]:
         """Start to send `nbytes` from one host to another, and return the receiving and the sending job."""
         port = str(next(self.ports))
         receiver = self.lab.start([*BLAST, "receive", port], on=target)
         address = self.lab.addresses[target]
         return receiver, self.lab.start([*BLAST, "send", address, port, str(nbytes)], on=source)
 
-    def finish(self, jobs: tuple[Job, Job]) -> float:
+    def finish(self, jobs: tuple[LabJob, LabJob]) -> float:
         """Wait for the end of a transfer and return its rate on the wire in bit/s, headers included."""
         receiver, sender = jobs
         sender.wait(60)

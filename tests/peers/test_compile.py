@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from zoo import apart
 
-import paceline as pl
+import paceline
 
 STEPS = 4
 STRATEGIES = ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"]
@@ -41,17 +41,17 @@ class Net(nn.Module):
 
 
 def inside(net, sync, units):
-    return (model := pl.DataParallel(torch.compile(net, backend="aot_eager"), sync, units=units)), model
+    return (model := paceline.DataParallel(torch.compile(net, backend="aot_eager"), sync, units=units)), model
 
 
 def outside(net, sync, units):
-    return (model := pl.DataParallel(net, sync, units=units)), torch.compile(model, backend="aot_eager")
+    return (model := paceline.DataParallel(net, sync, units=units)), torch.compile(model, backend="aot_eager")
 
 
 def by_blocks(net, sync, units):
     for block in net.blocks:
         block.compile(backend="aot_eager")
-    return (model := pl.DataParallel(net, sync, units=units)), model
+    return (model := paceline.DataParallel(net, sync, units=units)), model
 
 
 WAYS = {"inside": inside, "outside": outside, "by blocks": by_blocks}
@@ -62,8 +62,8 @@ def train(rank, sync, way, clip):
     torch.manual_seed(3)
     net = Net().double()
     units = list(net.blocks) if sync == "full-shard" else None
-    model, run = WAYS[way](net, sync, units) if way else [pl.DataParallel(net, sync, units=units)] * 2
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    model, run = WAYS[way](net, sync, units) if way else [paceline.DataParallel(net, sync, units=units)] * 2
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
     graphs = []
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(10 * step + rank)

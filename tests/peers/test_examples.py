@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from zoo import apart
 
-import paceline as pl
+import paceline
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -66,7 +66,7 @@ def learn_shapes(rank, size):
     model, losses = convnet.train(convnet.build(), steps=STEPS, batch_size=16)
     reference = DistributedDataParallel(convnet.build())
     optim = torch.optim.SGD(reference.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
-    for images, kinds in itertools.islice(pl.Loader(convnet.Shapes(4096), 16), STEPS):
+    for images, kinds in itertools.islice(paceline.Loader(convnet.Shapes(4096), 16), STEPS):
         functional.cross_entropy(reference(images), kinds).backward()
         optim.step()
         optim.zero_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import paceline as pl
+import paceline
 
 INTERPLAY = Path(__file__).parents[2] / "examples" / "interplay"
 
@@ -17,11 +17,11 @@ def trials(rank, size):
     import with_accelerate
     from problem import tried
 
-    pl.init(device="cpu")
+    paceline.init(device="cpu")
     try:
         return tried(with_accelerate.TRIALS)
     finally:
-        pl.shutdown()
+        paceline.shutdown()
 
 
 def test_every_way_is_exact_but_clipping_shards_by_accelerate(pool, places):

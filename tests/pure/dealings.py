@@ -8,8 +8,8 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from paceline.data.sampling.block_dispatch import Dealing, Scheme
-from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme
+from paceline.data.sampling.rank_shares import RankShares
 
 SCHEMES = st.sampled_from(get_args(Scheme))
 SEEDS = st.integers(0, 2**64 - 1)
@@ -19,17 +19,17 @@ SEEDS = st.integers(0, 2**64 - 1)
 def shares(draw):
     """Draw the shares of up to 9 ranks, some of them 0."""
     parts = draw(st.lists(st.integers(0, 12), min_size=1, max_size=9))
-    return Shares(tuple(parts)) if any(parts) else Shares.equal(len(parts))
+    return RankShares(tuple(parts)) if any(parts) else RankShares.equal(len(parts))
 
 
 @st.composite
 def dealings(draw, least=0):
     """Draw a dealing of `least` to a few hundred samples."""
     samples = draw(st.integers(least, 300))
-    return Dealing(samples, draw(shares()), draw(st.integers(1, 40)), draw(SCHEMES), draw(SEEDS))
+    return BlockDispatch(samples, draw(shares()), draw(st.integers(1, 40)), draw(SCHEMES), draw(SEEDS))
 
 
-def rows_of_rank(dealing: Dealing) -> list[list[int]]:
+def rows_of_rank(dealing: BlockDispatch) -> list[list[int]]:
     """Return where the samples of each rank stand, from nothing but the owner of every block."""
     rows: list[list[int]] = [[] for _ in range(dealing.ranks)]
     for block in range(dealing.blocks):

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.async_dp.wal.json_values import write_page
+from paceline.async_dp.wal.json_values import write_checked_file
 
 START = 1_785_000_000.0
 NUMBERS = 1_000_000
@@ -54,7 +54,7 @@ def begin(t, worker):
 def write(folder: Path, records, *, name="demo") -> Path:
     """Write a folder as a hub leaves it, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_page(folder / "run.json", {"run": name})
+    write_checked_file(folder / "run.json", {"run": name})
     with (folder / "ledger.jsonl").open("w") as file:
         file.writelines(line(number, each) for number, each in enumerate(records))
     return folder

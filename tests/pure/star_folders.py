@@ -7,7 +7,7 @@ import os
 import shutil
 
 from paceline.async_dp.wal.hub_folder import LEDGER
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.journal_records import HEAD_NBYTES, START_NBYTES, head_of
 from paceline.testing import fault_injection
 
@@ -32,7 +32,7 @@ def small_run(folder, groups, *, acknowledged):
         the journal's file.
     """
     count, ledger = 0, b""
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         for number, size in enumerate(groups):
             if number == acknowledged:
                 ledger = (folder / LEDGER).read_bytes()
@@ -66,7 +66,7 @@ def numbers_in(journal):
 
 def found_in(folder):
     """Open a folder as a hub does that was killed, and return the numbers of its records; the ledger has the same."""
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         numbers = numbers_in(journal)
     lines = (folder / LEDGER).read_bytes().decode().splitlines(keepends=True)
     assert [json.loads(line)["n"] for line in lines] == numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from star_folders import numbers_in
 
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 
 __all__ = ["names_in", "numbers_of", "snap"]
 
@@ -23,5 +23,5 @@ def names_in(folder, begin):
 
 
 def numbers_of(folder):
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         return numbers_in(journal)

@@ -8,10 +8,10 @@ from torch import nn
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.protocol.hub_messages import VERSION, Message
-from paceline.async_dp.protocol.message_assembly import cut
-from paceline.async_dp.protocol.parameter_layout import Layout
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.protocol.hub_messages import VERSION, HubMessage
+from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.transport.transport_interface import Envelope
 
@@ -22,10 +22,10 @@ def net(width: int = 3) -> nn.Module:
     return nn.Linear(4, width)
 
 
-LAYOUT = Layout.of(net())
+LAYOUT = ParameterLayout.of(net())
 NUMEL = LAYOUT.numel
 ONES = torch.ones(NUMEL)
-PACKING = Packing(LAYOUT.fragments[0], "fp32")
+PACKING = UpdateCodec(LAYOUT.fragments[0], "fp32")
 
 
 class Talk:
@@ -42,26 +42,26 @@ class Talk:
     def started(self) -> Hub:
         return Hub(RUN, self.rules, self.journal, lambda: self.now)
 
-    def envelopes(self, message: Message, run: str = RUN, frame_nbytes: int = 1 << 20) -> list[Envelope]:
+    def envelopes(self, message: HubMessage, run: str = RUN, frame_nbytes: int = 1 << 20) -> list[Envelope]:
         session = self.sessions.get(message.source, 0)
-        made = list(cut(message, run, self._sequence, session, frame_nbytes))
+        made = list(split_message(message, run, self._sequence, session, frame_nbytes))
         self._sequence += len(made)
         return made
 
-    def give(self, *envelopes: Envelope) -> list[Message]:
+    def give(self, *envelopes: Envelope) -> list[HubMessage]:
         for envelope in envelopes:
             self.hub.receive(envelope, self.now)
         return self.hub.settle(self.now)
 
-    def say(self, kind: str, worker: int, payload: Any = b"", **told: Any) -> list[Message]:
+    def say(self, kind: str, worker: int, payload: Any = b"", **told: Any) -> list[HubMessage]:
         """Say something, and return the answers."""
         run = told.pop("run", RUN)
         round, dtype = told.pop("round", 0), told.pop("dtype", "")
-        return self.give(*self.envelopes(Message(kind, worker, 0, round, 0, told, payload, dtype), run))
+        return self.give(*self.envelopes(HubMessage(kind, worker, 0, round, 0, told, payload, dtype), run))
 
     def hello(
-        self, worker: int, layout: Layout = LAYOUT, session: int | None = None, **told: Any
-    ) -> list[Message]:
+        self, worker: int, layout: ParameterLayout = LAYOUT, session: int | None = None, **told: Any
+    ) -> list[HubMessage]:
         self.sessions[worker] = session or self.sessions.get(worker, 100 * worker) + 1
         told = {"version": VERSION, "name": f"w{worker}", "every": 5, "delay": 2, **told}
         return self.say("hello", worker, layout.packed(), **told)
@@ -75,7 +75,7 @@ class Talk:
 
     def update(
         self, worker: int, round: int, delta: torch.Tensor, base: int = 0, **told: Any
-    ) -> list[Message]:
+    ) -> list[HubMessage]:
         told = {"samples": 1.0, "steps": 1, **told}
         packet = bytes(PACKING.pack(delta))
         return self.say("update", worker, packet, round=round, dtype="fp32", base=base, **told)
@@ -89,7 +89,7 @@ class Talk:
         return [each["kind"] for each in self.journal.ledger()]
 
 
-def kinds(messages: list[Message]) -> list[str]:
+def kinds(messages: list[HubMessage]) -> list[str]:
     return [message.kind for message in messages]
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.backends.shm import shared_arena as module
-from paceline.backends.shm.shared_arena import Arena, Heap, Segment
+from paceline.backends.shm.shared_arena import Arena, FreeList, Segment
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex128]
@@ -41,7 +41,7 @@ def stories(draw):
 @settings(max_examples=300, deadline=None)
 def test_a_heap_never_gives_one_byte_twice_and_joins_what_is_free(story):
     size, steps = story
-    heap, held = Heap(size), []
+    heap, held = FreeList(size), []
     for step in steps:
         if step > 0:
             offset = heap.take(step)
@@ -70,7 +70,7 @@ def test_a_heap_never_gives_one_byte_twice_and_joins_what_is_free(story):
 @settings(max_examples=300, deadline=None)
 def test_a_heap_knows_where_pages_may_be(story):
     size, steps = story
-    heap, held, touched = Heap(size), [], set()
+    heap, held, touched = FreeList(size), [], set()
     for step in steps:
         if step > 0 and (offset := heap.take(step)) is not None:
             held.append((offset, step))
@@ -86,7 +86,7 @@ def test_a_heap_knows_where_pages_may_be(story):
 
 
 def test_a_heap_takes_the_smallest_stretch_that_fits():
-    heap = Heap(100)
+    heap = FreeList(100)
     assert [heap.take(n) for n in (10, 20, 10, 5, 10, 45)] == [0, 10, 30, 40, 45, 55]
     for stretch in ((10, 20), (40, 5), (55, 45)):
         heap.give(*stretch)
@@ -94,7 +94,7 @@ def test_a_heap_takes_the_smallest_stretch_that_fits():
 
 
 def test_what_is_abandoned_never_comes_back():
-    heap = Heap(100)
+    heap = FreeList(100)
     assert (heap.take(30), heap.take(30)) == (0, 30)
     heap.abandon(35)
     assert heap.give(30, 30) is None

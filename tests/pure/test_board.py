@@ -18,22 +18,22 @@ from paceline.backends.shm.control_block import (
     RING_NBYTES,
     SMALL_NBYTES,
     WINDOW_NBYTES,
-    Board,
-    Failure,
-    Notice,
+    ControlBlock,
+    GroupFailure,
+    OpNotice,
 )
 from paceline.backends.shm.shared_arena import Segment
 
 pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
-LOST = Failure(2, "host", 7, -9, "ended (ended by SIGKILL)")
+LOST = GroupFailure(2, "host", 7, -9, "ended (ended by SIGKILL)")
 
 
 def boards(size, start_at=0):
     """Return one board per rank, each with a mapping of its own; arrivals count from `start_at`."""
-    first = Segment.new(Board.nbytes(size))
+    first = Segment.new(ControlBlock.nbytes(size))
     found = []
     for rank in range(size):
-        board = Board(Segment.of(os.dup(first.fd)), rank, size)
+        board = ControlBlock(Segment.of(os.dup(first.fd)), rank, size)
         board._target = start_at
         board._progress = start_at
         board._words[(board._mine + module._PROGRESS) // 4] = start_at
@@ -107,18 +107,18 @@ def test_a_rank_may_be_one_meeting_ahead_and_the_others_still_see_it_there():
 
 def test_notices_of_two_turns_stand_side_by_side():
     first, second = boards(2)
-    notices = [Notice(bytes([turn] * 16), turn - 1, turn << 40) for turn in range(4)]
+    notices = [OpNotice(bytes([turn] * 16), turn - 1, turn << 40) for turn in range(4)]
     first.post(0, notices[0])
     first.post(1, notices[1])
     assert [second.read(turn, 0) for turn in (0, 1)] == notices[:2]
     first.post(2, notices[2])
     assert [second.read(turn, 0) for turn in (1, 2)] == notices[1:3]
-    assert second.read(0, 1) == Notice(bytes(16), 0, 0)
+    assert second.read(0, 1) == OpNotice(bytes(16), 0, 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64])
 def test_no_two_places_of_the_board_overlap(size):
-    board = Board(Segment.new(Board.nbytes(size)), 0, size)
+    board = ControlBlock(Segment.new(ControlBlock.nbytes(size)), 0, size)
     stretches = [(0, 4096)] + [(slot, 4096) for slot in board._slots]
     byte = torch.uint8
     for rank in range(size):
@@ -159,15 +159,15 @@ def test_a_failure_is_seen_by_all():
 def test_what_was_told_first_stands():
     first, second, third = boards(3)
     second.fail(LOST)
-    first.fail(Failure(0, "host", -1, None, "another one"))
-    second.fail(Failure(1, "host", -1, None, "a third one"))
+    first.fail(GroupFailure(0, "host", -1, None, "another one"))
+    second.fail(GroupFailure(1, "host", -1, None, "a third one"))
     assert third.failure() == LOST
 
 
 @pytest.mark.parametrize("text", ["x" * 10_000, "😀" * 3000, '"\\\n\x01' * 1000, "\ud800 lone", ""])
 def test_any_text_can_be_told(text):
     first, second = boards(2)
-    first.fail(Failure(2, "h" * 64, 7, None, text))
+    first.fail(GroupFailure(2, "h" * 64, 7, None, text))
     told = second.failure()
     assert told is not None
     assert (told.rank, told.host, told.step) == (2, "h" * 64, 7)
@@ -212,7 +212,7 @@ def test_readers_never_see_half_a_failure():
 
         def tell(board, seed=attempt):
             time.sleep(random.Random(seed + board.index).random() * 1e-3)
-            board.fail(Failure(board.index, "host", 3, None, str(board.index) * 500))
+            board.fail(GroupFailure(board.index, "host", 3, None, str(board.index) * 500))
             return True
 
         pids = [start(lambda b=board: tell(b)) for board in every[1:]]

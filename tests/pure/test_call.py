@@ -9,19 +9,19 @@ import torch
 
 from paceline.backends import op_signature as module
 from paceline.backends.block_reduction import NAMES
-from paceline.backends.op_signature import Call
-from paceline.backends.shm.control_block import Notice
+from paceline.backends.op_signature import OpSignature
+from paceline.backends.shm.control_block import OpNotice
 
-FULL = Call("reduce", 1024, torch.float32, "SUM", 1, 30.0)
+FULL = OpSignature("reduce", 1024, torch.float32, "SUM", 1, 30.0)
 
 
 def test_every_call_survives_being_packed_into_16_bytes():
     seen = set()
     for op, reduction, dtype in itertools.product(module._OPS, ["", *NAMES], module._DTYPES):
-        call = Call(op, 2**40 + 7, dtype, reduction, root=-1)
+        call = OpSignature(op, 2**40 + 7, dtype, reduction, root=-1)
         packed = call.packed()
-        assert len(packed) == 16 == len(Notice(packed).call)
-        assert Call.unpacked(packed) == call
+        assert len(packed) == 16 == len(OpNotice(packed).call)
+        assert OpSignature.unpacked(packed) == call
         seen.add(packed)
     assert len(seen) == len(module._OPS) * (len(NAMES) + 1) * len(module._DTYPES)
 
@@ -29,17 +29,17 @@ def test_every_call_survives_being_packed_into_16_bytes():
 @pytest.mark.parametrize("numel", [0, 1, 2**31, 2**32, 2**62])
 @pytest.mark.parametrize("root", [-1, 0, 1, 1023])
 def test_sizes_and_roots_of_any_magnitude_are_told_apart(numel, root):
-    call = Call("broadcast", numel, torch.int8, root=root)
-    assert Call.unpacked(call.packed()) == call
-    assert Call("broadcast", numel + 1, torch.int8, root=root).packed() != call.packed()
-    assert Call("broadcast", numel, torch.int8, root=root + 1).packed() != call.packed()
+    call = OpSignature("broadcast", numel, torch.int8, root=root)
+    assert OpSignature.unpacked(call.packed()) == call
+    assert OpSignature("broadcast", numel + 1, torch.int8, root=root).packed() != call.packed()
+    assert OpSignature("broadcast", numel, torch.int8, root=root + 1).packed() != call.packed()
 
 
 def test_a_time_out_is_not_compared():
     assert (
-        Call("barrier", timeout=1.0).packed()
-        == Call("barrier", timeout=2.0).packed()
-        == Call("barrier").packed()
+        OpSignature("barrier", timeout=1.0).packed()
+        == OpSignature("barrier", timeout=2.0).packed()
+        == OpSignature("barrier").packed()
     )
 
 
@@ -50,16 +50,19 @@ def test_all_dtypes_of_torch_have_a_place():
 
 
 def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
-    total, mean = Call("all_reduce", 8, torch.float32, "SUM"), Call("all_reduce", 8, torch.float32, "AVG")
+    total, mean = (
+        OpSignature("all_reduce", 8, torch.float32, "SUM"),
+        OpSignature("all_reduce", 8, torch.float32, "AVG"),
+    )
     assert total.agrees(mean.packed())
     assert mean.agrees(total.packed())
     assert total.agrees(total.packed())
     for other in (
-        Call("all_reduce", 8, torch.float32, "MAX"),
-        Call("all_reduce", 9, torch.float32, "AVG"),
-        Call("all_reduce", 8, torch.float64, "AVG"),
-        Call("reduce", 8, torch.float32, "AVG", 0),
-        Call("broadcast", 8, torch.float32),
+        OpSignature("all_reduce", 8, torch.float32, "MAX"),
+        OpSignature("all_reduce", 9, torch.float32, "AVG"),
+        OpSignature("all_reduce", 8, torch.float64, "AVG"),
+        OpSignature("reduce", 8, torch.float32, "AVG", 0),
+        OpSignature("broadcast", 8, torch.float32),
     ):
         assert not total.agrees(other.packed())
         assert not other.agrees(total.packed())
@@ -68,9 +71,9 @@ def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (Call("barrier"), "barrier()"),
-        (Call("all_reduce", 1024, torch.float32, "SUM"), "all_reduce(float32[1024], SUM)"),
-        (Call("broadcast", 3, torch.bfloat16, root=0), "broadcast(bfloat16[3], root 0)"),
+        (OpSignature("barrier"), "barrier()"),
+        (OpSignature("all_reduce", 1024, torch.float32, "SUM"), "all_reduce(float32[1024], SUM)"),
+        (OpSignature("broadcast", 3, torch.bfloat16, root=0), "broadcast(bfloat16[3], root 0)"),
         (FULL, "reduce(float32[1024], SUM, root 1)"),
     ],
 )
@@ -80,5 +83,5 @@ def test_a_call_is_written_as_people_write_it(call, text):
 
 def test_calls_are_derived():
     sizes = torch.zeros(8, dtype=torch.int64)
-    assert FULL.about("sizes", sizes) == Call("sizes", 8, torch.int64, "SUM", 1, 30.0)
-    assert FULL.moving("broadcast", root=0) == Call("broadcast", 1024, torch.float32, "", 0, 30.0)
+    assert FULL.about("sizes", sizes) == OpSignature("sizes", 8, torch.int64, "SUM", 1, 30.0)
+    assert FULL.moving("broadcast", root=0) == OpSignature("broadcast", 1024, torch.float32, "", 0, 30.0)

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import MANIFEST, SUM, Manifest
 from paceline.checkpoint.format.safetensors_writer import write_file
-from paceline.checkpoint.format.verified_reader import Reader
-from paceline.checkpoint.resume import find, problem_of
+from paceline.checkpoint.format.verified_reader import VerifiedReader
+from paceline.checkpoint.resume import find, find_problem
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 
@@ -36,7 +36,7 @@ def alone(text):
 
 def write(folder, step, tensors=TENSORS):
     """Write a checkpoint of one rank."""
-    place = Folder(folder)
+    place = CheckpointFolder(folder)
     growing = place.growing(step, "x")
     growing.mkdir(parents=True)
     files = {
@@ -53,7 +53,7 @@ def write(folder, step, tensors=TENSORS):
 @pytest.mark.parametrize("kept", [False, True])
 def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
     told = write_file(tmp_path / "a.safetensors", TENSORS)
-    reader = Reader(tmp_path, {"a.safetensors": told})
+    reader = VerifiedReader(tmp_path, {"a.safetensors": told})
     reader.check(["a.safetensors"], keep=["a.safetensors"] if kept else [])
     theirs = load_file(tmp_path / "a.safetensors")
     assert theirs.keys() == TENSORS.keys()
@@ -70,7 +70,7 @@ def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
 
 def test_what_is_changed_in_memory_stays_in_memory(tmp_path):
     told = write_file(tmp_path / "a.safetensors", TENSORS)
-    reader = Reader(tmp_path, {"a.safetensors": told})
+    reader = VerifiedReader(tmp_path, {"a.safetensors": told})
     reader.tensor("a.safetensors", "weight").zero_()
     reader.check(["a.safetensors"])
 
@@ -81,7 +81,7 @@ def test_mapped_tensors_begin_where_the_processor_may_read_them(tmp_path):
         told = write_file(
             tmp_path / f"{length}.safetensors", {"w" * length: torch.ones(4, dtype=torch.complex128)}
         )
-        found = Reader(tmp_path, {f"{length}.safetensors": told}).tensor(
+        found = VerifiedReader(tmp_path, {f"{length}.safetensors": told}).tensor(
             f"{length}.safetensors", "w" * length
         )
         assert found.data_ptr() % 16 == 0
@@ -105,7 +105,7 @@ def test_a_manifest_comes_back(tmp_path):
     assert (found.step, found.ranks, found.facts) == (7, 1, {"windows": 32})
     assert found.files["model.safetensors"].tensors["weight"].shape == (3, 4)
     assert Manifest.of(found.text()) == found
-    assert problem_of(path) == ""
+    assert find_problem(path) == ""
 
 
 def test_300_damages_are_all_seen_and_the_newest_intact_one_is_taken(tmp_path):
@@ -122,8 +122,8 @@ def test_300_damages_are_all_seen_and_the_newest_intact_one_is_taken(tmp_path):
         for step in damaged:
             chosen = chance.choice(sorted((folder / f"step-{step:08d}").iterdir()))
             harm(chosen, ("cut", "flip", "remove")[number // 3 % 3], chance)
-            assert problem_of(chosen.parent), chosen
-        found = find(Folder(folder), 0, 1, alone)
+            assert find_problem(chosen.parent), chosen
+        found = find(CheckpointFolder(folder), 0, 1, alone)
         assert found is not None
         assert found.manifest.step == (10 if len(damaged) == 2 else 20)
         assert [one.path.name[-2:] for one in found.passed_over] == [str(step) for step in reversed(damaged)]
@@ -149,19 +149,19 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, monkeypatch)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    assert problem_of(path) == "model.safetensors can't be read: Input/output error"
+    assert find_problem(path) == "model.safetensors can't be read: Input/output error"
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    assert problem_of(path) == "model.safetensors ended while it was read"
+    assert find_problem(path) == "model.safetensors ended while it was read"
 
 
 def test_when_none_is_intact_all_are_named(tmp_path):
-    assert find(Folder(tmp_path), 0, 1, alone) is None
+    assert find(CheckpointFolder(tmp_path), 0, 1, alone) is None
     for step in (1, 2):
         (write(tmp_path, step) / "model.safetensors").unlink()
     with pytest.raises(
         CheckpointError, match=r"none of the 2 .* step-00000002: model.safetensors is missing; step-0"
     ):
-        find(Folder(tmp_path), 0, 1, alone)
+        find(CheckpointFolder(tmp_path), 0, 1, alone)
 
 
 def test_a_newer_format_is_not_passed_over(tmp_path):
@@ -171,7 +171,7 @@ def test_a_newer_format_is_not_passed_over(tmp_path):
     (path / MANIFEST).write_bytes(text)
     (path / SUM).write_bytes(Manifest.sum_of(text))
     with pytest.raises(UsageError, match=r"step-00000002' is a checkpoint of format 2; .* up to 1"):
-        find(Folder(tmp_path), 0, 1, alone)
+        find(CheckpointFolder(tmp_path), 0, 1, alone)
 
 
 def test_what_a_rank_finds_the_others_pass_over_too(tmp_path):
@@ -181,7 +181,7 @@ def test_what_a_rank_finds_the_others_pass_over_too(tmp_path):
     harm(path / "state-rank0.safetensors", "flip", random.Random(0))
     names = '["step-00000002", "step-00000001"]'
     told = iter([[names, ""], ["", "state-rank0.safetensors: …"], ["", ""]])
-    found = find(Folder(tmp_path), 0, 2, lambda text: next(told))
+    found = find(CheckpointFolder(tmp_path), 0, 2, lambda text: next(told))
     assert found is not None
     assert found.path.name == "step-00000001"
     assert [one.why for one in found.passed_over] == ["state-rank0.safetensors: …"]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from paceline.checkpoint.format import checkpoint_folder as module
-from paceline.checkpoint.format.checkpoint_folder import Folder, Lock, name_of
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import CheckpointError, UsageError
 
@@ -29,7 +29,7 @@ def names(folder):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    folder = Folder(tmp_path / "run")
+    folder = CheckpointFolder(tmp_path / "run")
     for step in (5, 10, 15, 100):
         complete(folder, step)
     assert [path.name for path in folder.complete()] == [name_of(100), name_of(15)]
@@ -37,7 +37,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def test_a_step_that_was_there_is_replaced_and_kept_aside(tmp_path):
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     complete(folder, 5)
     complete(folder, 7)
     folder.set_aside(folder.complete()[0])
@@ -51,7 +51,7 @@ def test_a_step_that_was_there_is_replaced_and_kept_aside(tmp_path):
 
 
 def test_what_is_not_complete_is_not_seen_and_swept(tmp_path):
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     for name in ("step-00000003.tmp-ab", "step-x", "step-00000004.damaged", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000009").touch()
@@ -63,7 +63,7 @@ def test_what_is_not_complete_is_not_seen_and_swept(tmp_path):
 def test_a_file_that_is_shorter_than_told_is_not_made_a_checkpoint(tmp_path):
     from paceline.checkpoint.format.manifest import TensorFile
 
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     growing = folder.growing(1, "mark")
     growing.mkdir()
     (growing / "model.safetensors").write_bytes(b"12")
@@ -84,30 +84,30 @@ def test_the_lock_names_the_run_that_has_it(tmp_path):
     try:
         assert other.stdout.readline() == "locked\n"
         with pytest.raises(CheckpointError, match=rf"another run writes .*: process {other.pid} on "):
-            Lock(tmp_path, patience=0.0)
+            CheckpointLock(tmp_path, patience=0.0)
     finally:
         other.kill()
         other.wait()
         other.stdin.close()
         other.stdout.close()
-    lock = Lock(tmp_path)  # the other one is gone, however it went
+    lock = CheckpointLock(tmp_path)  # the other one is gone, however it went
     with pytest.raises(CheckpointError, match=r"(?s)this run writes .* close\(\) that Checkpoint first"):
-        Lock(tmp_path)
+        CheckpointLock(tmp_path)
     lock.close()
     lock.close()
-    Lock(tmp_path).close()
+    CheckpointLock(tmp_path).close()
 
 
 def test_a_folder_that_can_not_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="can't write checkpoints"):
-        Folder(tmp_path / "file" / "run").prepare()
+        CheckpointFolder(tmp_path / "file" / "run").prepare()
 
 
 def test_probing_leaves_nothing(tmp_path):
-    complete(Folder(tmp_path), 1)
-    Folder(tmp_path).prepare()
-    assert names(Folder(tmp_path)) == [name_of(1)]
+    complete(CheckpointFolder(tmp_path), 1)
+    CheckpointFolder(tmp_path).prepare()
+    assert names(CheckpointFolder(tmp_path)) == [name_of(1)]
 
 
 def test_a_file_system_that_copies_is_refused_by_its_kind(tmp_path, monkeypatch):
@@ -115,11 +115,11 @@ def test_a_file_system_that_copies_is_refused_by_its_kind(tmp_path, monkeypatch)
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ns3fs {tmp_path}/bucket fuse.s3fs rw 0 0\n")
     kind_of = module._kind_of
     monkeypatch.setattr(module, "_kind_of", lambda path, _: kind_of(path, mounts))
-    Folder(tmp_path / "disk").prepare()
+    CheckpointFolder(tmp_path / "disk").prepare()
     with pytest.raises(
         UsageError, match=r"(?s)does not rename folders in one step: fuse.s3fs.*local disk, NFS"
     ):
-        Folder(tmp_path / "bucket" / "run").prepare()
+        CheckpointFolder(tmp_path / "bucket" / "run").prepare()
 
 
 @pytest.mark.parametrize("how", ["fails", "copies", "leaves the old one"])
@@ -135,15 +135,15 @@ def test_a_file_system_that_does_not_rename_is_found_out(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(os, "rename", rename)
     with pytest.raises(UsageError, match="does not rename folders in one step"):
-        Folder(tmp_path).prepare()
+        CheckpointFolder(tmp_path).prepare()
     monkeypatch.undo()
-    assert names(Folder(tmp_path)) == []
+    assert names(CheckpointFolder(tmp_path)) == []
 
 
 def test_a_lock_that_can_not_be_taken_is_told(tmp_path, monkeypatch):
     (tmp_path / "lock").mkdir()
     with pytest.raises(UsageError, match=r"can't lock .*Is a directory"):
-        Lock(tmp_path)
+        CheckpointLock(tmp_path)
     (tmp_path / "lock").rmdir()
 
     def refuse(file, how):
@@ -151,4 +151,4 @@ def test_a_lock_that_can_not_be_taken_is_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.raises(UsageError, match=r"can't lock .*No locks available"):
-        Lock(tmp_path)
+        CheckpointLock(tmp_path)

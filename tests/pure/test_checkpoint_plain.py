@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import paceline as pl
+import paceline
 from paceline.checkpoint.weights_export import weights_in
 from paceline.errors import DamagedCheckpoint, UsageError
 
@@ -26,7 +26,7 @@ class Tied(nn.Module):
 
 def saved(folder, steps=(1,), **models):
     models = models or {"model": Tied()}
-    keep = pl.Checkpoint(folder, keep=9, **models)
+    keep = paceline.Checkpoint(folder, keep=9, **models)
     for step in steps:
         keep.step = step
         keep.save(wait=True)
@@ -41,7 +41,7 @@ def same(one, other):
 
 def test_what_is_exported_loads_with_torch_alone(tmp_path):
     net = saved(tmp_path / "run", steps=(1, 2))["model"]
-    pl.export_weights(tmp_path / "run", tmp_path / "out.safetensors")
+    paceline.export_weights(tmp_path / "run", tmp_path / "out.safetensors")
     other = Tied()
     other.load_state_dict(load_file(tmp_path / "out.safetensors"))
     assert same(net, other)
@@ -59,14 +59,14 @@ def test_weights_come_from_anywhere(tmp_path, form):
         "checkpoint": tmp_path / "run" / "checkpoint" / "step-00000001", "run": tmp_path / "run",
         "file": tmp_path / "all.safetensors", "folder": tmp_path / "parts", "dict": state,
     }  # fmt: skip
-    for other in (Tied(), pl.DataParallel(Tied())):
-        pl.import_weights(other, sources[form])
+    for other in (Tied(), paceline.DataParallel(Tied())):
+        paceline.import_weights(other, sources[form])
         assert same(net, getattr(other, "module", other))
 
 
 def test_floating_weights_are_cast(tmp_path):
     net = nn.Linear(2, 1).half()
-    pl.import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1, dtype=torch.float64)})
+    paceline.import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1, dtype=torch.float64)})
     assert net.weight.dtype is torch.float16
     assert net.weight.tolist() == [[1, 1]]
 
@@ -102,7 +102,7 @@ def test_weights_of_something_else_are_refused(source, words):
     net = nn.Linear(2, 1)
     before = [param.clone() for param in net.parameters()]
     with pytest.raises(UsageError) as caught:
-        pl.import_weights(net, source)
+        paceline.import_weights(net, source)
     assert words in str(caught.value)
     assert all(map(torch.equal, before, net.parameters()))
 
@@ -117,9 +117,9 @@ def test_what_can_not_be_read_or_written(tmp_path):
     saved(tmp_path / "run")
     for name, words in (("a.pt", "no safetensors file"), ("no/where/a.safetensors", "can't write")):
         with pytest.raises(UsageError, match=words):
-            pl.export_weights(tmp_path / "run", tmp_path / name)
+            paceline.export_weights(tmp_path / "run", tmp_path / name)
     with pytest.raises(UsageError, match="no safetensors file"):  # before anything is read
-        pl.export_weights(tmp_path / "nowhere", tmp_path / "a.pt")
+        paceline.export_weights(tmp_path / "nowhere", tmp_path / "a.pt")
 
 
 def test_damage_is_passed_over_or_told(tmp_path):

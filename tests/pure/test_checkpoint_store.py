@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-import paceline as pl
+import paceline
 from paceline.errors import CheckpointError, UsageError
 
 
 def saved(folder, step=1, **options):
     """Save at `step` by a run of its own that loads nothing."""
-    keep = pl.Checkpoint(folder, nn.Linear(2, 1), **options)
+    keep = paceline.Checkpoint(folder, nn.Linear(2, 1), **options)
     keep.step = step
     keep.save(wait=True)
     keep.close()
@@ -25,12 +25,12 @@ def saved(folder, step=1, **options):
 @pytest.mark.parametrize("facts", [{"loss": math.nan}, {"at": Path("a")}, {"of": {1, 2}}])
 def test_facts_that_no_manifest_can_hold_are_refused(tmp_path, facts):
     with pytest.raises(UsageError, match="facts of a checkpoint are more than JSON can say"):
-        pl.Checkpoint(tmp_path / "run", nn.Linear(2, 1), facts=facts)
+        paceline.Checkpoint(tmp_path / "run", nn.Linear(2, 1), facts=facts)
     assert not (tmp_path / "run").exists()
 
 
 def test_facts_that_turn_bad_fail_a_save_and_hold_nobody_up(tmp_path):
-    keep = pl.Checkpoint(tmp_path, nn.Linear(2, 1))
+    keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
     keep.facts["loss"] = math.nan
     with pytest.raises(
         CheckpointError, match=r"step 0 can't be written to .*: rank 0: ValueError: Out of range"
@@ -55,7 +55,7 @@ def test_a_run_that_would_lose_what_it_saves_is_told(tmp_path, caplog):
         ]
         assert "call load() before training" in caplog.text
         caplog.clear()
-        keep = pl.Checkpoint(tmp_path, nn.Linear(2, 1))
+        keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
         assert keep.load().step == 20
         keep.step = 21
         keep.save(wait=True)
@@ -65,15 +65,15 @@ def test_a_run_that_would_lose_what_it_saves_is_told(tmp_path, caplog):
 
 def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog):
     net = nn.Linear(2, 1)
-    loader = pl.Loader(torch.ones(4, 2), 2)
-    keep = pl.Checkpoint(tmp_path / "a", net)
+    loader = paceline.Loader(torch.ones(4, 2), 2)
+    keep = paceline.Checkpoint(tmp_path / "a", net)
     keep.load()
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
         assert len(list(keep.resume(loader))) == 2
     keep.close()
     assert "the loader was not there when load() was called, so it is not saved" in caplog.text
     caplog.clear()
-    keep = pl.Checkpoint(tmp_path / "b", net, loader)
+    keep = paceline.Checkpoint(tmp_path / "b", net, loader)
     keep.load()
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
         assert len(list(keep.resume(loader))) == 2
@@ -82,7 +82,7 @@ def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog)
 
 
 def test_a_closed_one_writes_nothing(tmp_path):
-    keep = pl.Checkpoint(tmp_path, nn.Linear(2, 1))
+    keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
     keep.close()
     with pytest.raises(CheckpointError, match="after close"):
         keep.save()

@@ -14,8 +14,8 @@ from paceline.collectives.alpha_beta_cost import cost
 from paceline.collectives.catalogue import schedule
 from paceline.collectives.closed_form_cost import closed_form
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.fit_measurements import Point, fit_points
-from paceline.cost_model.step_simulator import Compute, Launch, Wait, run
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
+from paceline.cost_model.step_simulator import Compute, Launch, Wait, simulate_step
 from paceline.errors import UsageError
 from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
 from paceline.tools.simulate.cluster.cluster_network import FittedNetwork, Network
@@ -140,7 +140,7 @@ def test_many_nodes_prefer_halves_between_them_to_a_ring():
 
 def test_a_measured_network_gives_back_what_was_measured():
     points = [
-        Point(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
+        MeasuredPoint(n, p, 1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p)
         for n in (4**k for k in range(6, 14))
         for p in (2, 4, 8)
     ]
@@ -185,7 +185,7 @@ def test_what_contention_leaves_is_the_timeline_of_equal_buckets(call, transfer,
     for key in range(buckets):
         program += [Compute(window / buckets), Launch(key, transfer / buckets + call)]
     program += [Wait(key) for key in range(buckets)]
-    told = run(program, computing_slows=slow, calls_slow=late).end - window
+    told = simulate_step(program, computing_slows=slow, calls_slow=late).end - window
     found = exposed_seconds(call, transfer, buckets, np.array(window), slow, late)
     assert found == pytest.approx(told, rel=1e-6, abs=1e-9)
 

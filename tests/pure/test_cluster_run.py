@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.errors import UsageError
 from paceline.tools.simulate.cluster.cluster_network import FittedNetwork, Network
 from paceline.tools.simulate.cluster.cluster_simulation import DAY, LOSSES, ClusterPlan, simulate, sweep
@@ -193,7 +193,7 @@ def test_the_cost_of_a_job_is_its_node_hours():
 def test_a_measured_network_brings_its_error_into_the_band():
     def points(wobble):
         return [
-            Point(n, p, (1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p) * (1 + wobble * (i % 2)))
+            MeasuredPoint(n, p, (1e-4 * 2 * (p - 1) + n / 25e6 * 2 * (p - 1) / p) * (1 + wobble * (i % 2)))
             for i, n in enumerate(4**k for k in range(6, 14))
             for p in (2, 4, 8)
         ]

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.parallel.compression.blockwise import Blockwise
-from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw, ratio
-from paceline.parallel.compression.stochastic_rounding import Dither
+from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec, ratio
+from paceline.parallel.compression.stochastic_rounding import RoundingBits
 
 NEAREST = {
-    "fp32": Raw(),
-    "bf16": Half("bf16"),
-    "fp16": Half("fp16"),
-    "int8": Blocks(8),
-    "int4": Blocks(4),
-    "int8 in blocks of 6": Blocks(8, block=6),
-    "int4 in blocks of 2": Blocks(4, block=2),
+    "fp32": RawCodec(),
+    "bf16": HalfCodec("bf16"),
+    "fp16": HalfCodec("fp16"),
+    "int8": BlockCodec(8),
+    "int4": BlockCodec(4),
+    "int8 in blocks of 6": BlockCodec(8, block=6),
+    "int4 in blocks of 2": BlockCodec(4, block=2),
 }
 ROUNDED_AT_RANDOM = {
-    "bf16": lambda seed, rank: Half("bf16", "stochastic", seed, rank),
-    "int8": lambda seed, rank: Blocks(8, rounding="stochastic", seed=seed, rank=rank),
-    "int4": lambda seed, rank: Blocks(4, rounding="stochastic", seed=seed, rank=rank),
+    "bf16": lambda seed, rank: HalfCodec("bf16", "stochastic", seed, rank),
+    "int8": lambda seed, rank: BlockCodec(8, rounding="stochastic", seed=seed, rank=rank),
+    "int4": lambda seed, rank: BlockCodec(4, rounding="stochastic", seed=seed, rank=rank),
 }
 LARGEST = torch.finfo(torch.float32).max
 BAD = [math.nan, math.inf, -math.inf]
@@ -58,7 +58,7 @@ def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 def bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     """Return the largest error that each number may have, by the codec's format."""
     size = values.abs().double()
-    if isinstance(codec, Raw):
+    if isinstance(codec, RawCodec):
         return torch.zeros_like(size)
     if codec.name == "bf16":
         return size * 2.0**-8 + 2.0**-134
@@ -122,30 +122,32 @@ def test_equal_numbers_make_equal_bytes_whatever_was_there_before(codec):
 
 
 def test_float64_stays_float64():
-    codec, values = Raw(torch.float64), torch.randn(9, dtype=torch.float64)
+    codec, values = RawCodec(torch.float64), torch.randn(9, dtype=torch.float64)
     assert (codec.name, codec.nbytes(9)) == ("fp64", 80)
     assert torch.equal(there_and_back(codec, values), values)
 
 
 def test_bf16_rounds_as_torch_does():
     values = torch.randn(10_000)
-    assert torch.equal(there_and_back(Half("bf16"), values), values.bfloat16().float())
+    assert torch.equal(there_and_back(HalfCodec("bf16"), values), values.bfloat16().float())
 
 
 def test_fp16_loses_nothing_to_the_size_of_a_block():
     """Where plain float16 overflows, or keeps no bits."""
     values = torch.randn(1024).half().float()
     for size in (2.0**100, 2.0**-100):
-        assert torch.equal(there_and_back(Half("fp16"), values * size), values * size)
+        assert torch.equal(there_and_back(HalfCodec("fp16"), values * size), values * size)
 
 
 def test_numbers_on_levels_come_back_exactly_but_for_rounding():
-    for codec, most in ((Blocks(8), 127), (Blocks(4), 7)):
+    for codec, most in ((BlockCodec(8), 127), (BlockCodec(4), 7)):
         values = torch.arange(-most, most + 1).float().repeat(3) * 0.125
         assert torch.allclose(there_and_back(codec, values), values, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("codec", [Blocks(8), Blocks(4), Half("fp16")], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec", [BlockCodec(8), BlockCodec(4), HalfCodec("fp16")], ids=lambda codec: codec.name
+)
 def test_the_largest_numbers_do_not_overflow(codec):
     values = torch.full((300,), LARGEST)
     values[:20] *= -1
@@ -188,7 +190,7 @@ def test_any_nan_stays_one_in_dithered_bf16(pattern):
     values.view(torch.int32)[50] = pattern
     assert values.isnan().sum() == 1
     for seed in range(20):
-        into = there_and_back(Half("bf16", "stochastic", seed), values)
+        into = there_and_back(HalfCodec("bf16", "stochastic", seed), values)
         assert (~into.isfinite()).nonzero().flatten().tolist() == [50]
 
 
@@ -226,14 +228,14 @@ def test_random_bits_depend_on_seed_and_rank_and_go_on_from_a_state(make):
 
 
 def test_a_state_before_the_first_bits_is_the_start_of_a_seed():
-    cpu, fresh, used = torch.device("cpu"), Dither(4, 1), Dither(9, 9)
+    cpu, fresh, used = torch.device("cpu"), RoundingBits(4, 1), RoundingBits(9, 9)
     used.bits(10, cpu)
     used.load_state_dict(fresh.state_dict())
     assert torch.equal(used.bits(50, cpu), fresh.bits(50, cpu))
 
 
 def test_a_state_that_was_loaded_and_not_used_is_kept():
-    cpu, first, second, third = torch.device("cpu"), Dither(4, 1), Dither(), Dither()
+    cpu, first, second, third = torch.device("cpu"), RoundingBits(4, 1), RoundingBits(), RoundingBits()
     first.bits(10, cpu)
     second.load_state_dict(first.state_dict())
     third.load_state_dict(second.state_dict())
@@ -241,7 +243,7 @@ def test_a_state_that_was_loaded_and_not_used_is_kept():
 
 
 def test_random_bits_are_even():
-    bits = Dither(0, 0).bits(400_000, torch.device("cpu"))
+    bits = RoundingBits(0, 0).bits(400_000, torch.device("cpu"))
     for bit in range(16):
         assert abs(((bits >> bit) & 1).double().mean() - 0.5) < 0.005
     assert bits.view(-1, 4).double().mean(0).abs().max() < 250
@@ -249,7 +251,13 @@ def test_random_bits_are_even():
 
 @pytest.mark.parametrize(
     ("codec", "least"),
-    [(Raw(), 1.0), (Half("bf16"), 2.0), (Half("fp16"), 1.99), (Blocks(8), 3.93), (Blocks(4), 7.75)],
+    [
+        (RawCodec(), 1.0),
+        (HalfCodec("bf16"), 2.0),
+        (HalfCodec("fp16"), 1.99),
+        (BlockCodec(8), 3.93),
+        (BlockCodec(4), 7.75),
+    ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_packets_have_the_size_that_was_said(codec, least):
@@ -260,20 +268,20 @@ def test_packets_have_the_size_that_was_said(codec, least):
 
 
 def test_codecs_with_the_same_name_understand_one_another():
-    assert [codec.name for codec in (Blocks(8), Blocks(4, rounding="stochastic"))] == ["int8", "int4"]
-    assert Blocks(8, block=64).name == "int8 in blocks of 64"
+    assert [codec.name for codec in (BlockCodec(8), BlockCodec(4, rounding="stochastic"))] == ["int8", "int4"]
+    assert BlockCodec(8, block=64).name == "int8 in blocks of 64"
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Raw(torch.float16),
-        lambda: Half("fp8"),
-        lambda: Half("fp16", "stochastic"),
-        lambda: Blocks(2),
-        lambda: Blocks(8, block=0),
-        lambda: Blocks(4, block=5),
-        lambda: Blocks(8, rounding="up"),
+        lambda: RawCodec(torch.float16),
+        lambda: HalfCodec("fp8"),
+        lambda: HalfCodec("fp16", "stochastic"),
+        lambda: BlockCodec(2),
+        lambda: BlockCodec(8, block=0),
+        lambda: BlockCodec(4, block=5),
+        lambda: BlockCodec(8, rounding="up"),
     ],
 )
 def test_what_is_no_codec_is_refused(make):

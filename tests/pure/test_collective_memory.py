@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.collectives.catalogue import ALGORITHMS, schedule
-from paceline.collectives.chunk_memory import Memory
+from paceline.collectives.chunk_memory import ChunkMemory
 
 EVERY = [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]]
 
 
 def memory_of(made, rank, numel):
     output = torch.zeros(numel) if made.op in ("all-to-all", "send-recv") else None
-    return Memory(made, rank, torch.arange(numel, dtype=torch.float32), output)
+    return ChunkMemory(made, rank, torch.arange(numel, dtype=torch.float32), output)
 
 
 def elements(regions):

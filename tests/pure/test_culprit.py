@@ -9,14 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline._core.step_state import PHASES
-from paceline.health.attribution import CERTAIN, Limits, Seen, Verdict, judge, late, position, waited
-from paceline.health.heartbeat import Notice, Row
+from paceline.health.attribution import (
+    CERTAIN,
+    Attribution,
+    RankObservation,
+    StallLimits,
+    attribute_failure,
+    late,
+    position,
+    waited,
+)
+from paceline.health.heartbeat import FailureNotice, Heartbeat
 
-LIMITS = Limits(stall=60.0, lost=10.0, beat=1.0)
+LIMITS = StallLimits(stall=60.0, lost=10.0, beat=1.0)
 
 
 def row(rank, **fields):
-    return Row(rank, 1, **{"step": 7, "phase": "exchange", "bucket": 0, "waiting": True, "age": 0.1} | fields)
+    return Heartbeat(
+        rank, 1, **{"step": 7, "phase": "exchange", "bucket": 0, "waiting": True, "age": 0.1} | fields
+    )
 
 
 def busy(rank, **fields):
@@ -30,12 +41,12 @@ def world(*rows, hosts=None, **changes):
     seen = []
     for at, each in enumerate(rows):
         fields = {"silent": 0.1 if at else 0.0} | changes.get(f"r{at}", {})
-        seen.append(Seen(at, hosts[at] if hosts else "a", each, **fields))
+        seen.append(RankObservation(at, hosts[at] if hosts else "a", each, **fields))
     return seen
 
 
 def found(seen, notices=(), limits=LIMITS, me=0, **options):
-    verdict = judge(me, seen, list(notices), limits, **options)
+    verdict = attribute_failure(me, seen, list(notices), limits, **options)
     return None if verdict is None else (verdict.kind, verdict.rank)
 
 
@@ -63,7 +74,7 @@ def test_silence_of_a_rank_for_which_nobody_waits_is_no_fault(silent):
 def test_a_rank_that_moves_on_is_at_work_however_long_others_wait(wait):
     seen = world(waiting(0, wait), busy(1, age=wait, still=0.4), waiting(2, wait))
     assert found(seen) is None
-    assert late(seen, [], 15.0) == Verdict("stalled", 1, pytest.approx(wait + 0.1), (), 2)
+    assert late(seen, [], 15.0) == Attribution("stalled", 1, pytest.approx(wait + 0.1), (), 2)
 
 
 @pytest.mark.parametrize("task", ["checkpoint", "eval"])
@@ -81,24 +92,24 @@ def test_all_wait_for_the_same_so_it_is_the_network():
 
 
 def test_an_exception_is_certain_at_once():
-    raised = Notice("raised", 1, 1, 0.0, "ValueError")
+    raised = FailureNotice("raised", 1, 1, 0.0, "ValueError")
     assert found(world(waiting(0, 0), busy(1), waiting(2, 0)), [raised]) == ("raised", 1)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 def test_the_first_exception_counts(first, second):
-    notices = [Notice("raised", first, first, 0.9), Notice("raised", second, second, 0.4)]
+    notices = [FailureNotice("raised", first, first, 0.9), FailureNotice("raised", second, second, 0.4)]
     assert found(world(*map(busy, range(3))), notices) == ("raised", first)
 
 
 @pytest.mark.parametrize(("gone", "raised", "blamed"), [(1.0, 0.9, 2), (0.1, 1.9, 1), (0.9, 1.2, 2)])
 def test_an_exception_right_after_an_end_is_what_its_rank_saw_of_that(gone, raised, blamed):
-    notices = [Notice("raised", 1, 1, raised), Notice("gone", 2, 0, gone, code=-9)]
+    notices = [FailureNotice("raised", 1, 1, raised), FailureNotice("gone", 2, 0, gone, code=-9)]
     assert found(world(*map(busy, range(3))), notices)[1] == blamed
 
 
 def test_who_raises_and_ends_has_raised():
-    notices = [Notice("raised", 1, 1, 0.5), Notice("gone", 1, 0, 0.1, code=1)]
+    notices = [FailureNotice("raised", 1, 1, 0.5), FailureNotice("gone", 1, 0, 0.1, code=1)]
     assert found(world(*map(busy, range(3)), r1={"link": "closed"}), notices) == ("raised", 1)
 
 
@@ -111,32 +122,32 @@ def test_a_connection_that_ended_without_a_word_is_an_end(wait):
 @pytest.mark.parametrize("kind", ["done", "leaves"])
 def test_who_took_its_leave_may_end(kind):
     seen = world(busy(0), busy(1), busy(2), r1={"link": "closed", "link_seconds": 5.0})
-    assert found(seen, [Notice(kind, 1, 1, 5.0), Notice("gone", 1, 0, 5.0, code=0)]) is None
+    assert found(seen, [FailureNotice(kind, 1, 1, 5.0), FailureNotice("gone", 1, 0, 5.0, code=0)]) is None
 
 
 def test_who_left_its_loop_and_ended_while_others_wait_is_gone():
     seen = world(waiting(0, 5), busy(1), waiting(2, 5), r1={"link": "closed", "link_seconds": 4.0})
-    done, gone = Notice("done", 1, 1, 5.0), Notice("gone", 1, 0, 4.0, code=0)
+    done, gone = FailureNotice("done", 1, 1, 5.0), FailureNotice("gone", 1, 0, 4.0, code=0)
     assert found(seen, [done, gone]) == ("gone", 1)
     assert found(seen, [done]) is None  # its end is that of its watching
 
 
 @pytest.mark.parametrize("code", [-15, -2])
 def test_who_was_asked_to_end_is_not_the_cause_where_another_ended_by_itself(code):
-    notices = [Notice("gone", 1, 0, 5.0, code=code), Notice("gone", 2, 0, 0.5, code=-9)]
+    notices = [FailureNotice("gone", 1, 0, 5.0, code=code), FailureNotice("gone", 2, 0, 0.5, code=-9)]
     assert found(world(*map(busy, range(3))), notices) == ("gone", 2)
     assert found(world(*map(busy, range(3))), notices[:1]) == ("gone", 1)
 
 
 def test_processes_of_a_host_that_end_together_are_named_alike_by_all():
     for first, second in ((0.50, 0.45), (0.45, 0.50)):
-        notices = [Notice("gone", 3, 2, first), Notice("gone", 2, 3, second)]
-        verdict = judge(0, world(*map(busy, range(4))), notices, LIMITS)
+        notices = [FailureNotice("gone", 3, 2, first), FailureNotice("gone", 2, 3, second)]
+        verdict = attribute_failure(0, world(*map(busy, range(4))), notices, LIMITS)
         assert (verdict.kind, verdict.rank, verdict.others) == ("gone", 2, (3,))
 
 
 def test_a_process_that_cpp_gave_up_is_not_named_before_one_that_ended_with_it():
-    notices = [Notice("gone", 1, 0, 0.5, code=-6), Notice("gone", 2, 0, 0.5, code=-9)]
+    notices = [FailureNotice("gone", 1, 0, 0.5, code=-6), FailureNotice("gone", 2, 0, 0.5, code=-9)]
     assert found(world(*map(busy, range(3))), notices) == ("gone", 2)
 
 
@@ -166,7 +177,7 @@ def test_a_rank_that_is_silent_though_its_host_answers_is_stopped_unless_it_told
     assert found(seen) == ("stopped", 1)
     told = world(waiting(0, 30), busy(1), hosts="ab", r1=silent | {"dumped": True})
     assert found(told) is None
-    assert late(told, [], 15.0) == Verdict("held", 1, 30.0, (), 0)
+    assert late(told, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
     seen = world(waiting(0, 70), busy(1), hosts="ab", r1={"silent": 70.0, "dumped": True})
     assert found(seen) == ("held", 1)
 
@@ -187,7 +198,7 @@ def test_a_rank_that_was_never_heard_of_is_missed_too():
 def test_a_host_that_does_not_answer_is_out_of_reach(link, wait):
     lost = {"silent": 12.0} | link
     rows = [waiting(0, wait), waiting(1, wait), busy(2), busy(3)]
-    verdict = judge(0, world(*rows, hosts="aabb", r2=lost, r3=lost), [], LIMITS)
+    verdict = attribute_failure(0, world(*rows, hosts="aabb", r2=lost, r3=lost), [], LIMITS)
     assert (verdict.kind, verdict.rank, verdict.others) == ("unreachable", 2, (3,))
 
 
@@ -229,7 +240,7 @@ def test_where_rows_are_passed_on_silence_is_given_more_time():
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_rank_that_stands_still_is_named_with_one_that_waits(phase):
     seen = world(waiting(0, 61), busy(1, phase=phase, age=70.0, still=70.0), waiting(2, 65))
-    assert judge(0, seen, [], LIMITS) == Verdict("stalled", 1, pytest.approx(65.1), (), 2)
+    assert attribute_failure(0, seen, [], LIMITS) == Attribution("stalled", 1, pytest.approx(65.1), (), 2)
 
 
 def test_the_least_advanced_of_several_is_named():
@@ -240,11 +251,11 @@ def test_the_least_advanced_of_several_is_named():
 
 
 def test_a_rank_that_left_its_loop_is_named_where_all_others_wait():
-    done = Notice("done", 1, 1, 80.0, step=6)
+    done = FailureNotice("done", 1, 1, 80.0, step=6)
     assert found(world(waiting(0, 61), busy(1), waiting(2, 61)), [done]) == ("finished", 1)
     assert found(world(waiting(0, 50), busy(1), waiting(2, 50)), [done]) is None
-    both = [done, Notice("done", 2, 2, 80.0, step=5)]
-    verdict = judge(0, world(waiting(0, 61), busy(1), busy(2)), both, LIMITS)
+    both = [done, FailureNotice("done", 2, 2, 80.0, step=5)]
+    verdict = attribute_failure(0, world(waiting(0, 61), busy(1), busy(2)), both, LIMITS)
     assert (verdict.kind, verdict.rank, verdict.others) == ("finished", 2, (1,))
 
 
@@ -252,7 +263,7 @@ def test_ranks_that_wait_for_different_things():
     seen = world(waiting(0, 61), row(1, age=61, step=6), waiting(2, 61))
     assert found(seen) == ("elsewhere", 1)
     seen = world(row(0, age=61, task="eval"), row(1, age=61), row(2, age=61))
-    assert judge(0, seen, [], LIMITS).kind == "elsewhere"
+    assert attribute_failure(0, seen, [], LIMITS).kind == "elsewhere"
 
 
 def test_what_a_rank_waited_for_before_it_fell_silent_speaks_against_nobody():
@@ -278,17 +289,20 @@ def test_after_a_connection_failed_less_speaks_against_a_rank(how):
 
 
 def test_a_verdict_that_was_told_is_shared_by_all():
-    told = [Notice("verdict", 2, 3, 1.0, "stalled"), Notice("verdict", 1, 0, 0.5, "stopped", others=(3,))]
+    told = [
+        FailureNotice("verdict", 2, 3, 1.0, "stalled"),
+        FailureNotice("verdict", 1, 0, 0.5, "stopped", others=(3,)),
+    ]
     seen = world(*map(busy, range(4)))
-    assert judge(0, seen, told, LIMITS) == Verdict("stopped", 1, 0.5, (3,), 0)
-    assert judge(0, seen, told[::-1], LIMITS) == Verdict("stopped", 1, 0.5, (3,), 0)
-    assert found(seen, [*told, Notice("raised", 3, 3)]) == ("raised", 3)
+    assert attribute_failure(0, seen, told, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert attribute_failure(0, seen, told[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert found(seen, [*told, FailureNotice("raised", 3, 3)]) == ("raised", 3)
 
 
 # ------------------------------------------------------------------ anything
 
 ROWS = st.builds(
-    Row,
+    Heartbeat,
     rank=st.just(0),
     sequence=st.integers(0, 9),
     step=st.integers(0, 3),
@@ -301,7 +315,7 @@ ROWS = st.builds(
     stopped=st.lists(st.integers(0, 3), max_size=2).map(tuple),
 )
 SEEN = st.builds(
-    Seen,
+    RankObservation,
     rank=st.just(0),
     host=st.sampled_from("ab"),
     row=st.none() | ROWS,
@@ -312,7 +326,7 @@ SEEN = st.builds(
     dumped=st.booleans(),
 )
 NOTICES = st.builds(
-    Notice,
+    FailureNotice,
     kind=st.sampled_from(["raised", "thread", "gone", "done", "leaves", "stack"]),
     rank=st.integers(0, 3),
     by=st.integers(0, 3),
@@ -337,7 +351,7 @@ def numbered(seen):
 def test_any_evidence_gives_a_verdict_on_a_rank_that_is_there_or_none(seen, notices, hurried):
     seen = numbered(seen)
     notices = [each for each in notices if each.rank < len(seen)]
-    verdict = judge(0, seen, notices, LIMITS, hurried=hurried)
+    verdict = attribute_failure(0, seen, notices, LIMITS, hurried=hurried)
     if verdict is None:
         return
     assert verdict.rank is None or verdict.rank < len(seen)
@@ -350,7 +364,7 @@ def test_any_evidence_gives_a_verdict_on_a_rank_that_is_there_or_none(seen, noti
 def test_patience_never_adds_a_verdict(seen, notices):
     seen = numbered(seen)
     notices = [each for each in notices if each.rank < len(seen)]
-    patient = judge(0, seen, notices, Limits(1e9, 1e9, 1.0))
+    patient = attribute_failure(0, seen, notices, StallLimits(1e9, 1e9, 1.0))
     assert patient is None or patient.kind in CERTAIN
 
 
@@ -362,6 +376,6 @@ def test_positions_are_ordered_by_step_first(one, other):
 
 
 def test_suspicions_begin_in_time_for_a_name_within_the_limits():
-    assert Limits(60.0, 15.0).sooner(1.0, 1.0) == Limits(59.0, 14.0, 1.0)
-    assert Limits(2.0, 1.0).sooner(1.0, 1.0) == Limits(1.75, 1.0, 1.0)
-    assert Limits(60.0, 15.0).sooner(1.0, 8.0) == Limits(59.0, 14.0, 8.0)
+    assert StallLimits(60.0, 15.0).sooner(1.0, 1.0) == StallLimits(59.0, 14.0, 1.0)
+    assert StallLimits(2.0, 1.0).sooner(1.0, 1.0) == StallLimits(1.75, 1.0, 1.0)
+    assert StallLimits(60.0, 15.0).sooner(1.0, 8.0) == StallLimits(59.0, 14.0, 8.0)

@@ -9,9 +9,9 @@ from dealings import dealings, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling.block_dispatch import Dealing, deal
-from paceline.data.sampling.rank_shares import Shares
-from paceline.data.sampling.uneven_policies import EXACT, Policy, Portions
+from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy
 from paceline.tools.plan.balance_report import Balance, is_even, moved, safe_batch_sizes, safe_blocks
 
 SIZES = st.integers(1, 50)
@@ -58,12 +58,12 @@ def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, 
 @settings(deadline=None)
 def test_outcomes_are_those_of_the_policies(dealing, size):
     outcomes = Balance(dealing, size).outcomes
-    assert [outcome.policy for outcome in outcomes] == ["none", *get_args(Policy)]
+    assert [outcome.policy for outcome in outcomes] == ["none", *get_args(UnevenPolicy)]
     for outcome in outcomes[1:]:
         if outcome.refused:
             assert (outcome.steps, outcome.exact) == (None, False)
             continue
-        portions = Portions(dealing.counts, size, outcome.policy)
+        portions = RankPortions(dealing.counts, size, outcome.policy)
         assert outcome.steps == portions.steps
         assert (outcome.used, outcome.dropped, outcome.repeated, outcome.empty) == (
             portions.used,
@@ -79,7 +79,7 @@ def test_outcomes_are_those_of_the_policies(dealing, size):
 
 
 def test_the_shares_of_the_gradients_weight():
-    dealing = deal(50_000, 7, block=1000)  # 8000, 7000 ×6
+    dealing = dispatch_blocks(50_000, 7, block=1000)  # 8000, 7000 ×6
     of = {outcome.policy: outcome for outcome in Balance(dealing, 64).outcomes}
     assert of["none"].moved == pytest.approx(8000 / 50_000 - 1 / 7)
     assert of["truncate"].moved == pytest.approx(8000 / 50_000 - 110 * 64 / 49_040)
@@ -110,7 +110,7 @@ def test_safe_blocks_are_those_that_a_trial_of_each_finds(samples, given_shares,
     tried = [
         block
         for block in range(1, 61)
-        if len(set(batches_of(Dealing(samples, given_shares, block).counts, size, drop_last))) == 1
+        if len(set(batches_of(BlockDispatch(samples, given_shares, block).counts, size, drop_last))) == 1
     ]
     assert found == tried
 
@@ -118,21 +118,21 @@ def test_safe_blocks_are_those_that_a_trial_of_each_finds(samples, given_shares,
 @given(samples=st.integers(1, 5000), ranks=st.integers(1, 40), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
 def test_of_equal_shares_two_ranks_tell_all(samples, ranks, size, drop_last):
-    found = safe_blocks(samples, Shares.equal(ranks), size, drop_last=drop_last, largest=50)
+    found = safe_blocks(samples, RankShares.equal(ranks), size, drop_last=drop_last, largest=50)
     tried = [
         block
         for block in range(1, 51)
-        if not Balance(Dealing(samples, Shares.equal(ranks), block), size, drop_last).deadlock
+        if not Balance(BlockDispatch(samples, RankShares.equal(ranks), block), size, drop_last).deadlock
     ]
     assert found == tried
 
 
 def test_safe_blocks_of_a_large_row_and_of_one_that_is_too_short():
-    found = safe_blocks(50_000, Shares.equal(7), 64, largest=50_000 // 7)
+    found = safe_blocks(50_000, RankShares.equal(7), 64, largest=50_000 // 7)
     assert found[:4] == [1, 2, 3, 4]
     assert found[-1] <= 50_000 // 7
-    assert safe_blocks(5, Shares.equal(7), 1, largest=1) == []
-    assert len(safe_blocks(10**15, Shares.equal(1), 64, largest=1 << 18)) == 1 << 18
+    assert safe_blocks(5, RankShares.equal(7), 1, largest=1) == []
+    assert len(safe_blocks(10**15, RankShares.equal(1), 64, largest=1 << 18)) == 1 << 18
 
 
 @given(counts=st.lists(st.integers(0, 300), min_size=1, max_size=9).map(tuple), drop_last=st.booleans())

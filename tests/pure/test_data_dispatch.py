@@ -12,8 +12,8 @@ from dealings import shares as any_shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling.block_dispatch import COUNTED, Dealing, deal, draw_counts
-from paceline.data.sampling.rank_shares import FINEST, Shares, Turns, by_largest_remainder
+from paceline.data.sampling.block_dispatch import COUNTED, BlockDispatch, dispatch_blocks, draw_counts
+from paceline.data.sampling.rank_shares import FINEST, RankShares, TurnOrder, by_largest_remainder
 from paceline.errors import UsageError
 from paceline.tools.plan.imbalance_statistics import share_deviation
 
@@ -34,21 +34,21 @@ UNEVEN = [0.25, 0.25, 0.10, 0.40]
     ],
 )
 def test_fractions_are_taken_as_they_are(values, parts):
-    assert Shares.of(values, len(values)).parts == parts
+    assert RankShares.of(values, len(values)).parts == parts
 
 
 def test_other_shares_are_rounded_to_the_finest_part():
     values = [math.pi / 10, math.e / 10, 1 - (math.pi + math.e) / 10]
-    found = Shares.of(values, 3)
+    found = RankShares.of(values, 3)
     assert found.whole == FINEST
     assert all(abs(share - value) < 1 / FINEST for share, value in zip(found, values, strict=True))
     assert str(found) == "0.3142 0.2718 0.414"
 
 
 def test_no_shares_mean_equal_ones_and_shares_stay():
-    assert Shares.of(None, 4) == Shares.equal(4)
-    assert Shares.of(Shares((2, 1)), 2).parts == (2, 1)
-    assert [Shares((3, 1))[rank] for rank in (0, 1)] == [0.75, 0.25]
+    assert RankShares.of(None, 4) == RankShares.equal(4)
+    assert RankShares.of(RankShares((2, 1)), 2).parts == (2, 1)
+    assert [RankShares((3, 1))[rank] for rank in (0, 1)] == [0.75, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -63,18 +63,18 @@ def test_no_shares_mean_equal_ones_and_shares_stay():
         ([0.5, 0.5], 3, r"2 shares \(0.5, 0.5\) for 3 ranks"),
         ([0.5, 0.25, 0.25], 2, r"3 shares \(0.5, 0.25, 0.25\) for 2 ranks"),
         ([], 1, r"0 shares \(\) for 1 rank\n"),
-        (Shares.equal(3), 2, "3 shares"),
+        (RankShares.equal(3), 2, "3 shares"),
     ],
 )
 def test_shares_that_make_no_sense_are_refused(values, ranks, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        Shares.of(values, ranks)
+        RankShares.of(values, ranks)
 
 
 @pytest.mark.parametrize("parts", [(), (0, 0), (1, -1, 3), (FINEST, 1)])
 def test_parts_that_make_no_sense_are_refused(parts):
     with pytest.raises(UsageError, match="shares in parts of"):
-        Shares(parts)
+        RankShares(parts)
 
 
 @given(values=st.lists(st.floats(0, 1), min_size=1, max_size=9).filter(any), whole=st.integers(1, 1000))
@@ -93,7 +93,7 @@ def test_largest_remainders_sum_up_and_are_less_than_one_off(values, whole):
 @given(any_shares())
 @settings(deadline=None)
 def test_at_every_prefix_nobody_is_a_whole_block_off(given_shares):
-    turns, parts, whole = Turns.of(given_shares), given_shares.parts, given_shares.whole
+    turns, parts, whole = TurnOrder.of(given_shares), given_shares.parts, given_shares.whole
     owners = [*turns.owners, *turns.owners]
     assert len(turns.owners) == whole // math.gcd(*parts)
     had = [0] * len(parts)
@@ -105,12 +105,12 @@ def test_at_every_prefix_nobody_is_a_whole_block_off(given_shares):
 
 
 def test_equal_shares_take_turns_in_rank_order():
-    assert Turns.of(Shares.equal(5)).owners.tolist() == [0, 1, 2, 3, 4]
+    assert TurnOrder.of(RankShares.equal(5)).owners.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_the_finest_shares_of_many_ranks_keep_their_windows():
     parts = by_largest_remainder([1 + rank % 7 for rank in range(500)], FINEST)
-    owners = Turns.of(Shares(parts)).owners
+    owners = TurnOrder.of(RankShares(parts)).owners
     turns = np.arange(1, FINEST + 1)
     for rank in (0, 1, 6, 250, 499):
         had = np.cumsum(owners == rank)
@@ -130,7 +130,7 @@ def test_the_finest_shares_of_many_ranks_keep_their_windows():
     ],
 )
 def test_the_round_robin_rows(block, counts):
-    assert list(deal(50_000, 7, block=block).counts) == counts
+    assert list(dispatch_blocks(50_000, 7, block=block).counts) == counts
 
 
 @given(dealings())
@@ -174,7 +174,7 @@ def test_the_short_block_is_its_owners_last(dealing):
 @pytest.mark.parametrize("scheme", ["round_robin", "shares", "random"])
 def test_a_share_of_nothing_gets_nothing(scheme):
     for values in ([0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]):
-        dealing = deal(1000, 3, block=3, scheme=scheme, shares=values)
+        dealing = dispatch_blocks(1000, 3, block=3, scheme=scheme, shares=values)
         assert [count == 0 for count in dealing.counts] == [value == 0 for value in values]
         assert sum(dealing.counts) == 1000
 
@@ -182,7 +182,7 @@ def test_a_share_of_nothing_gets_nothing(scheme):
 @pytest.mark.parametrize("scheme", ["round_robin", "shares", "random"])
 def test_as_many_samples_as_anybody_has_take_no_memory(scheme):
     def ask(samples, block):
-        dealing = deal(samples, 4, block=block, scheme=scheme, shares=UNEVEN, seed=3)
+        dealing = dispatch_blocks(samples, 4, block=block, scheme=scheme, shares=UNEVEN, seed=3)
         for rank in range(4):
             last = dealing.block_count(rank) - 1
             assert dealing.owner(dealing.block_of(rank, last)) == rank
@@ -218,7 +218,7 @@ def test_as_many_samples_as_anybody_has_take_no_memory(scheme):
 )
 def test_bad_input_is_refused(arguments, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        deal(**{"samples": 1000, "ranks": 3} | arguments)
+        dispatch_blocks(**{"samples": 1000, "ranks": 3} | arguments)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_bad_input_is_refused(arguments, said):
 )
 def test_what_is_not_there_is_refused(ask, said):
     with pytest.raises(UsageError, match=said):
-        ask(deal(1000, 3, block=10))
+        ask(dispatch_blocks(1000, 3, block=10))
 
 
 # ------------------------------------------------------------------ at random
@@ -242,8 +242,8 @@ def test_what_is_not_there_is_refused(ask, said):
 @pytest.mark.parametrize(("samples", "block"), [(100_000, 32), (100_000, 1)], ids=["one by one", "at once"])
 def test_ten_thousand_draws_spread_as_they_should(samples, block):
     assert (samples // block > COUNTED) == (block == 1)
-    shares = Shares.of(UNEVEN, 4)
-    draws = [Dealing(samples, shares, block, "random", seed).counts for seed in range(10_000)]
+    shares = RankShares.of(UNEVEN, 4)
+    draws = [BlockDispatch(samples, shares, block, "random", seed).counts for seed in range(10_000)]
     found = np.array(draws) / samples
     assert found.sum(axis=1) == pytest.approx(1)
     for rank, share in enumerate(UNEVEN):
@@ -264,7 +264,7 @@ def test_all_blocks_are_drawn_and_none_for_a_share_of_nothing(given_shares, bloc
 
 
 def test_where_a_ranks_blocks_lie_is_even_and_independent_of_its_neighbours():
-    owners = deal(100_000, 4, scheme="random", shares=UNEVEN, seed=1).owners(np.arange(100_000))
+    owners = dispatch_blocks(100_000, 4, scheme="random", shares=UNEVEN, seed=1).owners(np.arange(100_000))
     for rank, share in enumerate(UNEVEN):
         own = owners == rank
         assert abs(chi_squared(np.bincount(np.flatnonzero(own) // 1000), own.sum() / 100)) < 5
@@ -274,7 +274,7 @@ def test_where_a_ranks_blocks_lie_is_even_and_independent_of_its_neighbours():
 
 def test_seeds_give_other_draws_and_the_same_seed_the_same():
     def drawn(seed):
-        return deal(50_000, 7, block=10, scheme="random", seed=seed)
+        return dispatch_blocks(50_000, 7, block=10, scheme="random", seed=seed)
 
     assert drawn(5).counts == drawn(5).counts
     assert len({drawn(seed).counts for seed in range(20)}) == 20
@@ -318,7 +318,7 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_same_on_every_platform(name):
     arguments, counts, owners, places = GOLDEN[name]
-    dealing = Dealing(**arguments, shares=Shares((5, 5, 2, 8)))
+    dealing = BlockDispatch(**arguments, shares=RankShares((5, 5, 2, 8)))
     assert dealing.counts == counts
     assert dealing.owners(np.arange(12)).tolist() == owners
     assert dealing.places(2, np.arange(8)).tolist() == places

@@ -13,20 +13,22 @@ from dealings import SCHEMES, SEEDS, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.epoch_plan import Epoch, Row, ShuffleMode, left_of
-from paceline.data.loader_position import Position, Recipe
-from paceline.data.sampling.block_dispatch import Dealing
-from paceline.data.sampling.rank_shares import Shares
-from paceline.data.sampling.uneven_policies import Portions
+from paceline.data.epoch_plan import BatchRow, Epoch, ShuffleMode, left_of
+from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.sampling.block_dispatch import BlockDispatch
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.errors import UsageError
 
 MODES = st.sampled_from(get_args(ShuffleMode))
-ROWS = st.builds(Row, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6))
+ROWS = st.builds(
+    BatchRow, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6)
+)
 
 
 def recipes(policies=("join", "rebalance")):
     return st.builds(
-        Recipe, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
+        LoaderRecipe, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
     )
 
 
@@ -36,12 +38,12 @@ def served(position, steps):
     for _ in range(steps):
         for rank in range(position.epoch.dealing.ranks):
             found += position.epoch.batch(rank, position.step).tolist()
-        position = Position(position.epoch, position.step + 1)
+        position = LoaderPosition(position.epoch, position.step + 1)
     return found, position
 
 
 def through_json(position):
-    return Position.of(json.loads(json.dumps(position.state(), allow_nan=False)))
+    return LoaderPosition.of(json.loads(json.dumps(position.state(), allow_nan=False)))
 
 
 # ------------------------------------------------------------------ the row
@@ -63,11 +65,11 @@ def test_a_row_holds_every_sample_once(row):
 
 def test_epochs_and_seeds_differ_and_repeat():
     def order(seed, epoch):
-        return tuple(Row(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
+        return tuple(BatchRow(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
 
     assert order(1, 2) == order(1, 2)
     assert len({order(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
-    assert Row(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
+    assert BatchRow(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
 
 
 GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
@@ -83,7 +85,7 @@ GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
 )
 def test_a_row_that_makes_no_sense_is_refused(arguments, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        Row(**{"samples": 10} | arguments)
+        BatchRow(**{"samples": 10} | arguments)
 
 
 # ------------------------------------------------------------------ stopping and going on
@@ -92,7 +94,7 @@ def test_a_row_that_makes_no_sense_is_refused(arguments, said):
 @given(row=ROWS, recipe=recipes())
 @settings(deadline=None)
 def test_an_epoch_serves_every_sample_once(row, recipe):
-    start = Position.start(row, recipe)
+    start = LoaderPosition.start(row, recipe)
     found, end = served(start, start.left)
     assert sorted(found) == list(range(row.samples))
     assert end.left == 0
@@ -102,7 +104,7 @@ def test_an_epoch_serves_every_sample_once(row, recipe):
 @given(row=ROWS, recipe=recipes(), others=st.lists(recipes(), max_size=4), data=st.data())
 @settings(deadline=None, max_examples=300)
 def test_stopped_anywhere_and_gone_on_by_anybody_nothing_is_lost_or_repeated(row, recipe, others, data):
-    position, found = Position.start(row, recipe), []
+    position, found = LoaderPosition.start(row, recipe), []
     for other in others:
         more, position = served(position, data.draw(st.integers(0, position.left)))
         found += more
@@ -118,7 +120,7 @@ def test_stopped_anywhere_and_gone_on_by_anybody_nothing_is_lost_or_repeated(row
 @settings(deadline=None)
 def test_the_same_recipe_goes_on_with_the_same_batches(row, recipe, data):
     try:
-        start = Position.start(row, recipe)
+        start = LoaderPosition.start(row, recipe)
     except UsageError:
         return  # a rank without samples, or no full batch: nothing to stop
     whole, _ = served(start, start.left)
@@ -132,7 +134,7 @@ def test_the_same_recipe_goes_on_with_the_same_batches(row, recipe, data):
 @settings(deadline=None)
 def test_what_an_inexact_policy_left_is_still_there_for_an_exact_one(row, recipe, other, data):
     try:
-        start = Position.start(row, recipe)
+        start = LoaderPosition.start(row, recipe)
     except UsageError:
         return
     found, stopped = served(start, data.draw(st.integers(0, start.left)))
@@ -146,18 +148,18 @@ def test_what_an_inexact_policy_left_is_still_there_for_an_exact_one(row, recipe
 
 
 def test_the_first_epoch_is_dealt_as_was_forecast_with_its_seed():
-    recipe = Recipe(Shares.equal(7), 10, "random", 64, "join")
-    first, second = (Position.start(Row(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1))
-    forecast = Dealing(50_000, Shares.equal(7), 10, "random", seed=3)
+    recipe = LoaderRecipe(RankShares.equal(7), 10, "random", 64, "join")
+    first, second = (LoaderPosition.start(BatchRow(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1))
+    forecast = BlockDispatch(50_000, RankShares.equal(7), 10, "random", seed=3)
     assert first.epoch.dealing == forecast
     assert second.epoch.dealing.counts != forecast.counts
 
 
 def test_another_number_of_ranks_takes_up_the_rest():
-    recipe = Recipe(Shares((5, 5, 2, 8)), 10, "shares", 64, "join")
-    found, stopped = served(Position.start(Row(10_000, seed=4), recipe), 7)
+    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "shares", 64, "join")
+    found, stopped = served(LoaderPosition.start(BatchRow(10_000, seed=4), recipe), 7)
     assert len(found) == 7 * 4 * 64
-    rest = stopped.dealt_again(Recipe(Shares.equal(3), 1, "round_robin", 64, "join"))
+    rest = stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 1, "round_robin", 64, "join"))
     assert rest.epoch.dealing.samples == 10_000 - len(found)
     assert rest.step == 0
     assert rest.left == -(-rest.epoch.dealing.count(0) // 64)
@@ -170,7 +172,7 @@ def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, sample
     """12 samples a step, on ever other ranks: the batches are those of ranks that never changed."""
 
     def by(ranks):
-        return Recipe(Shares.equal(ranks), block, "round_robin", 12 // ranks, "join")
+        return LoaderRecipe(RankShares.equal(ranks), block, "round_robin", 12 // ranks, "join")
 
     def steps(position, count):
         ranks = range(position.recipe.shares.ranks)
@@ -179,7 +181,7 @@ def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, sample
         ]
         return [sorted(np.concatenate(each).tolist()) for each in batches], served(position, count)[1]
 
-    start = Position.start(Row(samples, seed=4), by(2))
+    start = LoaderPosition.start(BatchRow(samples, seed=4), by(2))
     expected, _ = steps(start, start.left)
     found, position = steps(start, 3)
     for ranks in (3, 1, 6):
@@ -190,34 +192,40 @@ def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, sample
 
 
 def test_dealt_again_before_the_first_step_leaves_no_layer():
-    start = Position.start(Row(100), Recipe(Shares.equal(4), 1, "round_robin", 5, "join"))
-    again = start.dealt_again(Recipe(Shares.equal(2), 1, "round_robin", 5, "join"))
+    start = LoaderPosition.start(
+        BatchRow(100), LoaderRecipe(RankShares.equal(4), 1, "round_robin", 5, "join")
+    )
+    again = start.dealt_again(LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
     assert again.epoch.layers == ()
     assert again.dealt_again(again.recipe) is again
 
 
 def test_nothing_is_left_to_deal_after_the_last_step():
-    start = Position.start(Row(10), Recipe(Shares.equal(2), 1, "round_robin", 5, "join"))
+    start = LoaderPosition.start(BatchRow(10), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
     with pytest.raises(UsageError, match=r"(?s)no samples are left to deal.*begin the next epoch"):
-        served(start, start.left)[1].dealt_again(Recipe(Shares.equal(3), 1, "round_robin", 5, "join"))
+        served(start, start.left)[1].dealt_again(
+            LoaderRecipe(RankShares.equal(3), 1, "round_robin", 5, "join")
+        )
 
 
 def test_no_data_make_no_epoch():
     with pytest.raises(UsageError, match="no samples"):
-        Position.start(Row(0), Recipe(Shares.equal(2), 1, "round_robin", 5, "join"))
+        LoaderPosition.start(BatchRow(0), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
 
 
 def test_a_dealing_of_something_else_is_refused():
-    dealing = Dealing(90, Shares.equal(2))
+    dealing = BlockDispatch(90, RankShares.equal(2))
     with pytest.raises(UsageError, match="a dealing of 90 samples, where 100 are left"):
-        Epoch(Row(100), (), dealing, Portions(dealing.counts, 5))
+        Epoch(BatchRow(100), (), dealing, RankPortions(dealing.counts, 5))
 
 
 def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
-    recipe = Recipe(Shares((5, 5, 2, 8)), 1000, "random", 64, "join")
-    position = Position.start(Row(10**12, seed=1), recipe)
-    position = Position(position.epoch, position.left // 2)
-    position = through_json(position).dealt_again(Recipe(Shares.equal(3), 64, "round_robin", 64, "join"))
+    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 1000, "random", 64, "join")
+    position = LoaderPosition.start(BatchRow(10**12, seed=1), recipe)
+    position = LoaderPosition(position.epoch, position.left // 2)
+    position = through_json(position).dealt_again(
+        LoaderRecipe(RankShares.equal(3), 64, "round_robin", 64, "join")
+    )
     found, _ = served(position, 3)
     assert len(set(found)) == 3 * 3 * 64
     assert max(found) < 10**12
@@ -227,9 +235,11 @@ def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
 
 
 def a_state():
-    recipe = Recipe(Shares((5, 5, 2, 8)), 10, "random", 16, "join")
-    _, stopped = served(Position.start(Row(1003, seed=4, epoch=2), recipe), 3)
-    _, stopped = served(stopped.dealt_again(Recipe(Shares.equal(3), 7, "round_robin", 16, "rebalance")), 2)
+    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "random", 16, "join")
+    _, stopped = served(LoaderPosition.start(BatchRow(1003, seed=4, epoch=2), recipe), 3)
+    _, stopped = served(
+        stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 7, "round_robin", 16, "rebalance")), 2
+    )
     return json.loads(json.dumps(stopped.state()))
 
 
@@ -247,7 +257,7 @@ def test_a_state_is_plain_and_told_as_documented():
     assert state["done"][0]["parts"] == [5, 5, 2, 8]
     assert state["done"][0]["taken"] == [48, 48, 48, 48]
     assert state["dealt"]["samples"] == 1003 - 4 * 48
-    assert Position.of(state).state() == state
+    assert LoaderPosition.of(state).state() == state
 
 
 def changed(path, value):
@@ -298,7 +308,7 @@ def changed(path, value):
 )
 def test_a_damaged_state_is_refused(state, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        Position.of(state)
+        LoaderPosition.of(state)
 
 
 def leaves(value, path=()):
@@ -322,7 +332,7 @@ def test_whatever_was_damaged_is_refused_or_still_tells_a_place(path, value):
         at = at[key]
     at[path[-1]] = value
     try:
-        position = Position.of(state)
+        position = LoaderPosition.of(state)
     except UsageError:
         return
     batches = [position.epoch.batch(rank, 0) for rank in range(position.epoch.dealing.ranks)]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling.uneven_policies import EXACT, Policy, Portions, tell
+from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy, tell
 from paceline.errors import UnevenData, UsageError
 
 COUNTS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any).map(tuple)
 SIZES = st.integers(1, 25)
-POLICIES = st.sampled_from(get_args(Policy))
+POLICIES = st.sampled_from(get_args(UnevenPolicy))
 
 
 def cut(own, size):
@@ -52,7 +52,7 @@ def made(portions):
 
 def portions_or_none(counts, size, policy):
     try:
-        return Portions(counts, size, policy)
+        return RankPortions(counts, size, policy)
     except UsageError:
         return None
 
@@ -69,7 +69,7 @@ def test_batches_are_what_the_policy_says(counts, size, policy):
 @given(counts=COUNTS, size=SIZES)
 @settings(deadline=None)
 def test_rebalanced_batches_are_in_proportion(counts, size):
-    portions = Portions(counts, size, "rebalance")
+    portions = RankPortions(counts, size, "rebalance")
     assert portions.steps == -(-sum(counts) // (size * len(counts)))
     for rank, count in enumerate(counts):
         sizes = [portions.size(rank, step) for step in range(portions.steps)]
@@ -121,7 +121,7 @@ DRAWN = (7054, 6904, 7180, 7274, 7280, 7222, 7086)
     ],
 )
 def test_batches_are_counted_and_never_rounded(size, full, every):
-    portions = Portions(DRAWN, size)
+    portions = RankPortions(DRAWN, size)
     assert portions.full_batches == full
     assert portions.batches == every
 
@@ -143,7 +143,7 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
     ],
 )  # fmt: skip
 def test_what_is_told(counts, size, policy, said):
-    assert Portions(counts, size, policy).tell() == said
+    assert RankPortions(counts, size, policy).tell() == said
 
 
 def test_many_numbers_are_told_as_a_range():
@@ -165,9 +165,9 @@ def test_many_numbers_are_told_as_a_range():
 )
 def test_bad_input_is_refused(counts, size, policy, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        Portions(counts, size, policy)
+        RankPortions(counts, size, policy)
 
 
 def test_unequal_batches_are_an_error_where_that_is_asked_for():
     with pytest.raises(UnevenData, match=r"(?s)3, 2 of up to 4.*uneven='join'"):
-        Portions((9, 8), 4, "error")
+        RankPortions((9, 8), 4, "error")

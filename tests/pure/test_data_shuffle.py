@@ -11,7 +11,7 @@ from dealings import chi_squared
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline._core.keyed_random import key_of, mixed
+from paceline._core.keyed_random import derive_key, keyed_hash
 from paceline.data.sampling.shuffle import LARGEST, LISTED, Shuffle
 from paceline.errors import UsageError
 
@@ -143,20 +143,22 @@ def test_adjacent_keys_are_unrelated(size):
 
 
 def test_keys_depend_on_all_parts_and_their_order():
-    keys = [key_of(*parts) for parts in [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (-1,)]]
+    keys = [
+        derive_key(*parts) for parts in [(), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (-1,)]
+    ]
     assert len(set(keys)) == len(keys)
     assert all(0 <= key < 2**64 for key in keys)
 
 
 def test_half_of_a_keys_bits_change_with_one_of_its_parts():
-    keys = np.array([[key_of(seed, 3), key_of(seed + 1, 3)] for seed in range(1000)], np.uint64)
+    keys = np.array([[derive_key(seed, 3), derive_key(seed + 1, 3)] for seed in range(1000)], np.uint64)
     changed = [int(each).bit_count() for each in keys[:, 0] ^ keys[:, 1]]
     assert abs(np.mean(changed) - 32) < 5 * 4 / math.sqrt(1000)
 
 
 def test_the_same_on_every_platform():
-    assert mixed(np.arange(3, dtype=np.uint64), 7).tolist() == MIXED
-    assert [key_of(), key_of(0), key_of(1, 2, 3), key_of(-1)] == KEYS
+    assert keyed_hash(np.arange(3, dtype=np.uint64), 7).tolist() == MIXED
+    assert [derive_key(), derive_key(0), derive_key(1, 2, 3), derive_key(-1)] == KEYS
     for (size, key), found in SHUFFLED.items():
         assert Shuffle(size, key)(np.arange(min(size, 10))).tolist() == found
     assert Shuffle(10**18, 9).inverse(np.array([0, 10**18 - 1])).tolist() == BACK

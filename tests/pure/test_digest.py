@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.health import replica_check
-from paceline.health.replica_check import digest_of, judge, mixed_sum
+from paceline.health.replica_check import digest_of, find_divergence, mixed_sum
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128,
@@ -106,8 +106,8 @@ NAMES = ["a", "b", "c"]
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_equal_digests_are_no_verdict(ranks):
-    assert judge(NAMES, [[1, 2, 3]] * ranks) is None
-    assert judge([], [[]] * ranks) is None
+    assert find_divergence(NAMES, [[1, 2, 3]] * ranks) is None
+    assert find_divergence([], [[]] * ranks) is None
 
 
 @pytest.mark.parametrize("odd", range(3))
@@ -115,7 +115,7 @@ def test_equal_digests_are_no_verdict(ranks):
 def test_who_differs_from_the_majority_is_named(odd, at):
     held = [[1, 2, 3] for _ in range(3)]
     held[odd][at] = 9
-    verdict = judge(NAMES, held)
+    verdict = find_divergence(NAMES, held)
     assert verdict is not None
     assert (verdict.name, verdict.differing, verdict.of) == (NAMES[at], 1, 3)
     assert (verdict.ranks, verdict.majority) == ((odd,), True)
@@ -123,7 +123,7 @@ def test_who_differs_from_the_majority_is_named(odd, at):
 
 
 def test_without_a_majority_it_is_rank_0_that_others_differ_from():
-    verdict = judge(NAMES, [[1, 2, 3], [1, 5, 6]])
+    verdict = find_divergence(NAMES, [[1, 2, 3], [1, 5, 6]])
     assert str(verdict) == "rank 1 holds another b than rank 0; 2 of 3 differ"
-    verdict = judge(NAMES, [[1, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0]])
+    verdict = find_divergence(NAMES, [[1, 0, 0], [1, 0, 0], [2, 0, 0], [3, 0, 0]])
     assert str(verdict) == "ranks 2–3 hold another a than rank 0"

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.data.sampling.block_dispatch import Dealing, deal
-from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
+from paceline.data.sampling.rank_shares import RankShares
 from paceline.tools.plan.balance_report import Balance, Outcome
 from paceline.tools.plan.dispatch_forecast import Asked, forecasts
 from paceline.tools.plan.dispatch_text import in_short, of_bias, of_loop, of_safe, percent, ranges
@@ -45,7 +45,7 @@ def test_per_cent(part, said):
 
 def balance(*counts, size=10, drop_last=False):
     """Return a balance with these samples a rank: by shares, one sample a block."""
-    return Balance(Dealing(sum(counts), Shares(counts)), size, drop_last)
+    return Balance(BlockDispatch(sum(counts), RankShares(counts)), size, drop_last)
 
 
 def test_what_a_loop_over_ones_own_batches_does():
@@ -61,8 +61,8 @@ def test_what_a_loop_over_ones_own_batches_does():
 
 
 def test_many_starving_ranks_are_counted():
-    assert of_loop(Balance(deal(990, 100, block=10), 10)).endswith("rank 99 after 0")
-    assert "ranks 60–99 (40) after 0" in of_loop(Balance(deal(600, 100, block=10), 10))
+    assert of_loop(Balance(dispatch_blocks(990, 100, block=10), 10)).endswith("rank 99 after 0")
+    assert "ranks 60–99 (40) after 0" in of_loop(Balance(dispatch_blocks(600, 100, block=10), 10))
 
 
 def test_the_worst_of_each_policy_is_told():
@@ -103,7 +103,7 @@ def texts(chart):
 
 
 def test_imbalance_by_block_size():
-    asked = Asked(50_000, Shares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
+    asked = Asked(50_000, RankShares.equal(7), blocks=(2, 10, 100, 1000), draws=20)
     said = texts(imbalance_chart(forecasts(asked), title="seven workers"))
     assert {"seven workers", "at random: expected", "at random: 1 in 1000 above", "in turns: never more"} <= {
         *said
@@ -113,14 +113,14 @@ def test_imbalance_by_block_size():
 
 
 def test_what_is_nought_is_said_where_it_cannot_be_drawn():
-    asked = Asked(49_000, Shares.equal(7), blocks=(1, 10, 900), draws=0)
+    asked = Asked(49_000, RankShares.equal(7), blocks=(1, 10, 900), draws=0)
     said = texts(imbalance_chart(forecasts(asked), title=""))
     assert "in turns, exact (0 for blocks of 1, 10)" in said
     assert not any("draws" in each for each in said)
 
 
 def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
-    asked = Asked(50_000, Shares.equal(7), blocks=(2, 1000), draws=0)
+    asked = Asked(50_000, RankShares.equal(7), blocks=(2, 1000), draws=0)
     said = texts(end_chart(forecasts(asked), title="the end"))
     assert "block 2, batch 64: all ranks make 112 steps" in said
     told = "join and pad 125 steps, truncate 110, drop 109, rebalance 112 (line)"
@@ -129,13 +129,13 @@ def test_the_end_of_an_epoch_names_ranks_and_what_policies_make_of_it():
 
 
 def test_a_policy_that_makes_no_step_is_said():
-    asked = Asked(100, Shares((1, 99)), blocks=(1,), draws=0)
+    asked = Asked(100, RankShares((1, 99)), blocks=(1,), draws=0)
     said = texts(end_chart(forecasts(asked), title=""))
     assert "block 1, batch 64: join and pad 2 steps, truncate 1, drop no, rebalance 1 (line)" in said
 
 
 def test_the_most_uneven_are_drawn():
-    asked = Asked(50_000, Shares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
+    asked = Asked(50_000, RankShares.equal(7), blocks=(1, 2, 3, 4, 5, 6, 1000, 2000), draws=0)
     said = [each for each in texts(end_chart(forecasts(asked), title="")) if each.startswith("block")]
     assert len(said) == MOST_PANELS
     assert said[-1].startswith("block 2000")
@@ -144,6 +144,6 @@ def test_the_most_uneven_are_drawn():
 @pytest.mark.parametrize("scheme", ["random", "round_robin"])
 @pytest.mark.parametrize(("samples", "ranks"), [(1, 1), (3, 7), (10**6, 3000)])
 def test_everything_can_be_drawn(samples, ranks, scheme, tmp_path):
-    found = forecasts(Asked(samples, Shares.equal(ranks), scheme, draws=2))
+    found = forecasts(Asked(samples, RankShares.equal(ranks), scheme, draws=2))
     for number, chart in enumerate((imbalance_chart(found, title="x"), end_chart(found, title="x"))):
         assert chart.save(tmp_path / f"{number}.png").stat().st_size > 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline._core.process_exit import Exit, how_ended
+from paceline._core.process_exit import ExitStatus, describe_exit
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ from paceline._core.process_exit import Exit, how_ended
     ],
 )
 def test_signals_are_named_where_they_have_names(code, sentence, short):
-    assert how_ended(code) == sentence
-    assert str(Exit(code)) == short
+    assert describe_exit(code) == sentence
+    assert str(ExitStatus(code)) == short

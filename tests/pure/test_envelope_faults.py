@@ -17,7 +17,7 @@ from paceline.errors import (
 )
 from paceline.transport.envelope import BEGIN, END, decode, encode
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import Inbox
+from paceline.transport.message_frames import ReceiveLedger
 
 FAULTS = 220
 ENVELOPES, RUN, ME = 6, "run-1", 0
@@ -127,7 +127,7 @@ def replaced(sent, at, data):
 
 def deliver(stream, *, ordered):
     """Return sequence numbers and payloads that were delivered, and the errors."""
-    inbox, delivered, errors = Inbox(RUN, ME, [1], ordered=ordered), [], []
+    inbox, delivered, errors = ReceiveLedger(RUN, ME, [1], ordered=ordered), [], []
     for data in stream:
         try:
             header, payload = decode(data)
@@ -190,7 +190,7 @@ def test_an_envelope_cut_anywhere_is_truncated():
 
 
 def test_an_inbox_that_keeps_no_order_takes_early_ones_once_each():
-    inbox = Inbox(RUN, ME, [1, 2])
+    inbox = ReceiveLedger(RUN, ME, [1, 2])
     headers = [Header(RUN, "x", source=1, target=ME, sequence=number) for number in (2, 0, 3)]
     for header in headers:
         inbox.accept(header)

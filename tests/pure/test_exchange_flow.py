@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
 from paceline.transport.envelope_faults import FAULTS, order_of, parse_fault
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import Inbox, frames_of, message_checksum
+from paceline.transport.message_frames import ReceiveLedger, frames_of, message_checksum
 from paceline.transport.mpi_exchange.incoming_messages import Incoming
 from paceline.transport.mpi_exchange.message_carrier import Arrival, Tag
 from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
-from paceline.transport.mpi_exchange.polled_agreement import Problem, Verdict, agree
+from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
 from paceline.transport.mpi_exchange.progress_loop import drive
 from paceline.transport.mpi_exchange.ring_and_all_to_all import Ring, bytes_view
 
@@ -91,7 +91,7 @@ class Pair:
     def __init__(self, seed, nbytes, frame_nbytes=64):
         wire = Wire(random.Random(seed))
         self.sender, self.receiver = Carrier(wire, 1, 2), Carrier(wire, 0, 2)
-        self.inbox, self.nbytes, self.frame_nbytes = Inbox("run", 0, [1]), nbytes, frame_nbytes
+        self.inbox, self.nbytes, self.frame_nbytes = ReceiveLedger("run", 0, [1]), nbytes, frame_nbytes
         self.sequence = self.round = 0
 
     def exchange(self, data, fault="", timeout=0.05):
@@ -169,7 +169,7 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
     receiver = SlowCarrier(wire, 0, 2)
     receiver.asked = []
     out = Outgoing(Carrier(wire, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
-    into = Incoming(receiver, Inbox("run", 0, [1]), 1, 0, memoryview(place), 64)
+    into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(place), 64)
     for _ in range(10):
         out.advance()
         into.advance()
@@ -196,7 +196,7 @@ def test_a_close_is_the_last_that_is_asked_for_in_a_round():
         out = Outgoing(Carrier(wire, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
         while not out.done:
             out.advance()
-    into = Incoming(receiver, Inbox("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
+    into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
     for _ in range(10):
         into.advance()
     assert [tag for tag, _ in receiver.asked] == [Tag.HEAD, Tag.PAYLOAD, Tag.TAIL, Tag.CLOSE]
@@ -232,7 +232,7 @@ def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
 
     carriers = Carrier(wire, 1, 2), Carrier(wire, 0, 2)
     out = Outgoing(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
-    incoming = Incoming(carriers[1], Inbox("run", 0, [1]), 1, 0, memoryview(into), 64)
+    incoming = Incoming(carriers[1], ReceiveLedger("run", 0, [1]), 1, 0, memoryview(into), 64)
     under_way = drive([out], [incoming], 5.0, work)
     assert incoming.whole
     assert left[0] == -1
@@ -275,12 +275,12 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
 def test_who_tells_nothing_or_takes_nothing_is_named():
     carrier = LostCarrier(Wire(random.Random(1)), 0, 3)
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 told nothing for 0\.05 s") as caught:
-        agree(carrier, Verdict(0), 0.05)
+        agree(carrier, ExchangeAgreement(0), 0.05)
     assert caught.value.source == 1
     for source in (1, 2):
-        carrier.wire.between(source, 0).append((Tag.VERDICT, Verdict(source).packed()))
+        carrier.wire.between(source, 0).append((Tag.VERDICT, ExchangeAgreement(source).packed()))
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 took nothing of what it was told for 0\.05 s"):
-        agree(carrier, Verdict(0), 0.05)
+        agree(carrier, ExchangeAgreement(0), 0.05)
     gc.collect()
     assert all(flight() is not None for flight in carrier.flights)
 
@@ -329,7 +329,7 @@ def test_a_fault_in_the_order_is_in_the_middle():
 
 def test_a_verdict_survives_the_way():
     problem = Problem("DamagedEnvelope", 1, 2, "bad “bits”")
-    verdict = Verdict(1, (problem,), {"closed": True})
-    assert Verdict.unpacked(verdict.packed()) == verdict
+    verdict = ExchangeAgreement(1, (problem,), {"closed": True})
+    assert ExchangeAgreement.unpacked(verdict.packed()) == verdict
     assert str(problem) == "rank 1 found a DamagedEnvelope of rank 2: bad “bits”"
     assert Tag.HEAD != Tag.VERDICT

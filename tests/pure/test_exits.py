@@ -9,7 +9,7 @@ import time
 import pytest
 from forks import start
 
-from paceline._core.process_exit import Exit, exit_of, has_ended
+from paceline._core.process_exit import ExitStatus, exit_status_of, has_ended
 
 
 def end(how):
@@ -27,8 +27,8 @@ def test_the_end_is_told_while_nobody_has_collected_it(how):
     pid = end(how)
     pidfd = os.pidfd_open(pid)
     try:
-        assert exit_of(pidfd, pid) == Exit(how)
-        assert exit_of(-1, pid) == Exit(how)
+        assert exit_status_of(pidfd, pid) == ExitStatus(how)
+        assert exit_status_of(-1, pid) == ExitStatus(how)
         assert has_ended(pidfd)
     finally:
         os.waitpid(pid, 0)
@@ -41,7 +41,10 @@ def test_the_end_is_told_after_its_parent_collected_it(how):
     pidfd = os.pidfd_open(pid)
     os.waitpid(pid, 0)
     try:
-        assert exit_of(pidfd, pid) in (Exit(how), Exit(None))  # the system tells it since Linux 6.15
+        assert exit_status_of(pidfd, pid) in (
+            ExitStatus(how),
+            ExitStatus(None),
+        )  # the system tells it since Linux 6.15
     finally:
         os.close(pidfd)
 
@@ -49,7 +52,7 @@ def test_the_end_is_told_after_its_parent_collected_it(how):
 def test_a_process_that_lives_on_is_not_waited_for():
     pidfd = os.pidfd_open(os.getpid())
     assert not has_ended(pidfd)
-    assert exit_of(pidfd, os.getpid()) == Exit(None)
+    assert exit_status_of(pidfd, os.getpid()) == ExitStatus(None)
     assert not has_ended(-1)
     os.close(pidfd)
 
@@ -66,7 +69,7 @@ def test_descriptors_beyond_1024_do():
     pidfd = os.pidfd_open(pid)
     try:
         os.dup2(pidfd, 1500)
-        assert exit_of(1500, pid) == Exit(3)
+        assert exit_status_of(1500, pid) == ExitStatus(3)
     finally:
         os.close(1500)
         os.close(pidfd)
@@ -85,4 +88,4 @@ def test_descriptors_beyond_1024_do():
     ],
 )
 def test_an_end_is_told_in_words(code, text):
-    assert str(Exit(code)) == text
+    assert str(ExitStatus(code)) == text

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.testing import fault_effects, fault_injection
 
@@ -175,10 +175,10 @@ def test_a_stop_that_ends_and_a_lock_that_is_given_back():
 def test_a_slow_rank_sleeps_once_a_step(monkeypatch):
     slept = []
     monkeypatch.setattr(fault_effects.time, "sleep", slept.append)
-    monkeypatch.setattr(here, "latest_busy_seconds", 0.5)
+    monkeypatch.setattr(step_state, "latest_busy_seconds", 0.5)
     fault_injection.slow(1, seconds=0.25)
     for step in (0, 0, 1):
-        here.begin(step, "forward")
+        step_state.begin(step, "forward")
         fault_injection.begin_step(step)
     assert slept == [0.25, 0.25]
 
@@ -188,8 +188,8 @@ def test_a_factor_is_of_the_time_without_the_fault(monkeypatch):
     monkeypatch.setattr(fault_effects.time, "sleep", slept.append)
     fault_injection.slow(1, factor=1.5)
     for step in range(4):
-        monkeypatch.setattr(here, "latest_busy_seconds", 0.2 + (slept[-1] if slept else 0.0))
-        here.begin(step, "forward")
+        monkeypatch.setattr(step_state, "latest_busy_seconds", 0.2 + (slept[-1] if slept else 0.0))
+        step_state.begin(step, "forward")
         fault_injection.begin_step(step)
     assert slept == pytest.approx([0.1] * 4)
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
-from paceline.parallel.compression.error_feedback import Feedback, density_at
+from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
+from paceline.parallel.compression.error_feedback import ErrorFeedback, density_at
 from paceline.parallel.compression.topk import TopK
 
 CODECS = {
-    "bf16": lambda: Half("bf16"),
-    "fp16": lambda: Half("fp16"),
-    "int8": lambda: Blocks(8),
-    "int4": lambda: Blocks(4),
-    "int4 dithered": lambda: Blocks(4, rounding="stochastic"),
+    "bf16": lambda: HalfCodec("bf16"),
+    "fp16": lambda: HalfCodec("fp16"),
+    "int8": lambda: BlockCodec(8),
+    "int4": lambda: BlockCodec(4),
+    "int4 dithered": lambda: BlockCodec(4, rounding="stochastic"),
     "top-1%": lambda: TopK(0.01),
 }
 DEVICES = [
@@ -26,7 +26,7 @@ DEVICES = [
 ]
 
 
-def sent_of(feedback: Feedback, values: torch.Tensor, start: int = 0) -> torch.Tensor:
+def sent_of(feedback: ErrorFeedback, values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Compress, and return what the packet says."""
     packet = torch.empty(feedback.codec.nbytes(len(values)), dtype=torch.uint8, device=values.device)
     feedback.compress(values, packet, start)
@@ -40,7 +40,7 @@ def sent_of(feedback: Feedback, values: torch.Tensor, start: int = 0) -> torch.T
 def test_what_was_sent_and_what_is_left_are_what_was_given(make, device):
     """Over many rounds, in parts that come in any order."""
     numel, parts = 3001, [(2000, 3001), (0, 700), (700, 2000)]
-    feedback = Feedback(make(), numel, device)
+    feedback = ErrorFeedback(make(), numel, device)
     random = torch.Generator().manual_seed(0)
     given = torch.zeros(numel, dtype=torch.float64)
     sent = torch.zeros(numel, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_what_is_small_beside_a_level_gets_there_in_time():
     """Without feedback it never would."""
     values = torch.full((256,), 0.01)
     values[0] = 7.0
-    codec, feedback = Blocks(4), Feedback(Blocks(4), 256)
+    codec, feedback = BlockCodec(4), ErrorFeedback(BlockCodec(4), 256)
     packet, into = torch.empty(codec.nbytes(256), dtype=torch.uint8), torch.zeros(256)
     total = torch.zeros(256)
     for _ in range(100):
@@ -71,7 +71,7 @@ def test_what_is_small_beside_a_level_gets_there_in_time():
 
 def test_the_values_stay_as_they_are():
     values = torch.randn(100)
-    kept, feedback = values.clone(), Feedback(Blocks(8), 100)
+    kept, feedback = values.clone(), ErrorFeedback(BlockCodec(8), 100)
     sent_of(feedback, values)
     sent_of(feedback, values)
     assert torch.equal(values, kept)
@@ -79,13 +79,13 @@ def test_the_values_stay_as_they_are():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_raw_numbers_pass_through(dtype):
-    values, feedback = torch.randn(50, dtype=dtype), Feedback(Raw(dtype), 50)
+    values, feedback = torch.randn(50, dtype=dtype), ErrorFeedback(RawCodec(dtype), 50)
     assert torch.equal(sent_of(feedback, values), values)
     assert (feedback.residual == 0).all()
 
 
 def test_scaling_multiplies_what_is_left():
-    feedback = Feedback(TopK(0.1), 100, momentum=0.5)
+    feedback = ErrorFeedback(TopK(0.1), 100, momentum=0.5)
     sent_of(feedback, torch.randn(100))
     residual, velocity = feedback.residual.clone(), feedback.velocity.clone()
     feedback.scale(0.5)
@@ -114,13 +114,13 @@ def test_momentum_is_that_of_the_paper():
     """Numbers in steps of 1/8, and momentum 1/2: float16 rounds nothing for a while."""
     random = torch.Generator().manual_seed(2)
     rounds = [torch.randint(-400, 400, (120,), generator=random) / 8 for _ in range(5)]
-    feedback = Feedback(TopK(0.05), 120, momentum=0.5)
+    feedback = ErrorFeedback(TopK(0.05), 120, momentum=0.5)
     for values, expected in zip(rounds, dgc_by_the_paper(rounds, 0.05, 0.5), strict=True):
         assert torch.allclose(sent_of(feedback, values), expected, rtol=2.0**-10, atol=0)
 
 
 def test_momentum_keeps_what_rounding_lost():
-    feedback = Feedback(TopK(0.5), 2, momentum=0.9)
+    feedback = ErrorFeedback(TopK(0.5), 2, momentum=0.9)
     value = 1 + 2.0**-13
     sent = sent_of(feedback, torch.tensor([value, 0.25]))
     assert sent.tolist() == [1.0, 0.0]
@@ -135,7 +135,7 @@ def test_momentum_keeps_what_rounding_lost():
 def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
     for make in CODECS.values() if momentum == 0 else [lambda: TopK(0.01)]:
         codec: Codec = make()
-        feedback = Feedback(codec, 2000, device, momentum=momentum)
+        feedback = ErrorFeedback(codec, 2000, device, momentum=momentum)
         values = torch.randn(2000, device=device)
         values[300 : 900 if many else 301] = bad
         assert not sent_of(feedback, values).isfinite().all()
@@ -146,12 +146,12 @@ def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Feedback(TopK(0.1), 10, momentum=1.0),
-        lambda: Feedback(TopK(0.1), 10, momentum=-0.1),
-        lambda: Feedback(Blocks(8), 10, momentum=0.9),
-        lambda: sent_of(Feedback(Blocks(8), 10), torch.zeros(11)),
-        lambda: sent_of(Feedback(Blocks(8), 10), torch.zeros(5), 6),
-        lambda: sent_of(Feedback(Blocks(8), 10), torch.zeros(5), -1),
+        lambda: ErrorFeedback(TopK(0.1), 10, momentum=1.0),
+        lambda: ErrorFeedback(TopK(0.1), 10, momentum=-0.1),
+        lambda: ErrorFeedback(BlockCodec(8), 10, momentum=0.9),
+        lambda: sent_of(ErrorFeedback(BlockCodec(8), 10), torch.zeros(11)),
+        lambda: sent_of(ErrorFeedback(BlockCodec(8), 10), torch.zeros(5), 6),
+        lambda: sent_of(ErrorFeedback(BlockCodec(8), 10), torch.zeros(5), -1),
     ],
 )
 def test_what_makes_no_sense_is_refused(make):

@@ -12,13 +12,13 @@ from paceline.cost_model.algorithm_terms import (
     MESSAGES,
     OPS,
     PLAIN,
-    Form,
+    AlgorithmTerms,
     candidates,
     forms_by_name,
     terms_of,
 )
-from paceline.cost_model.fit_measurements import Point, fit_points, held_out_ranks, held_out_sizes
-from paceline.cost_model.prediction_error import Accuracy, Checked
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points, held_out_ranks, held_out_sizes
+from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.errors import UsageError
 
 SIZES = [4**k for k in range(5, 14)]
@@ -31,7 +31,7 @@ def measured(op="all-reduce", algorithm="ring", ranks=(2, 4, 6), *, noise=0.0, s
         terms = closed_form(op, algorithm, p)
         for n in SIZES:
             seconds = terms.seconds(n, 2e-5, 1e-9) * (p if shared else 1)
-            points.append(Point(n, p, seconds * drawn.uniform(1 - noise, 1 + noise)))
+            points.append(MeasuredPoint(n, p, seconds * drawn.uniform(1 - noise, 1 + noise)))
     return points
 
 
@@ -68,7 +68,7 @@ def crowded(nbytes, ranks):
 
 
 def test_numbers_of_ranks_that_no_form_joins_get_segments_of_their_own():
-    points = [Point(n, p, crowded(n, p)) for n in SIZES for p in (2, 3, 4)]
+    points = [MeasuredPoint(n, p, crowded(n, p)) for n in SIZES for p in (2, 3, 4)]
     fit = fit_points(points, "all-reduce")
     assert set(fit.own) == {2, 3, 4}
     for p in (2, 3, 4):
@@ -86,7 +86,9 @@ def test_numbers_of_ranks_that_no_form_joins_get_segments_of_their_own():
 def test_a_form_that_joins_all_ranks_needs_no_segments_of_their_own():
     drawn = random.Random(0)
     points = [
-        Point(n, p, closed_form("all-reduce", "ring", p).seconds(n, 2e-5, 1e-9) * drawn.uniform(0.9, 1.1))
+        MeasuredPoint(
+            n, p, closed_form("all-reduce", "ring", p).seconds(n, 2e-5, 1e-9) * drawn.uniform(0.9, 1.1)
+        )
         for n in SIZES[::2]
         for p in range(2, 12)
     ]
@@ -94,7 +96,9 @@ def test_a_form_that_joins_all_ranks_needs_no_segments_of_their_own():
 
 
 def test_a_number_of_ranks_is_asked_for_its_own_sizes_only():
-    points = [Point(n, 2, crowded(n, 2)) for n in SIZES] + [Point(n, 4, crowded(n, 4)) for n in SIZES[2:5]]
+    points = [MeasuredPoint(n, 2, crowded(n, 2)) for n in SIZES] + [
+        MeasuredPoint(n, 4, crowded(n, 4)) for n in SIZES[2:5]
+    ]
     fit = fit_points(points, "all-reduce")
     assert set(fit.own) == {2, 4}
     fit.predict(SIZES[-1], 2)
@@ -114,15 +118,15 @@ def test_one_number_of_ranks_cannot_tell_the_algorithm_and_the_usual_one_is_assu
 
 
 def test_a_known_algorithm_is_not_asked_for():
-    fit = fit_points(measured(ranks=(4,)), "all-reduce", forms=[Form("ring")])
+    fit = fit_points(measured(ranks=(4,)), "all-reduce", forms=[AlgorithmTerms("ring")])
     assert fit.told
 
 
 def test_the_plain_forms_are_too_simple_for_a_ring():
     points = measured(ranks=(2, 3, 4, 8))
     ring, plain, messages = (
-        Accuracy.of(held_out_ranks(points, "all-reduce", forms=[form], most_segments=1))
-        for form in (Form("ring"), PLAIN, MESSAGES)
+        PredictionError.of(held_out_ranks(points, "all-reduce", forms=[form], most_segments=1))
+        for form in (AlgorithmTerms("ring"), PLAIN, MESSAGES)
     )
     assert ring is not None
     assert plain is not None
@@ -142,19 +146,21 @@ def test_held_out_sizes_are_every_second_one_and_never_the_ends():
 
 def test_what_is_held_out_has_no_part_in_its_prediction():
     points = measured(noise=0.02)
-    worse = [Point(p.nbytes, p.ranks, p.seconds * (9 if p.nbytes in SIZES[1:-1:2] else 1)) for p in points]
+    worse = [
+        MeasuredPoint(p.nbytes, p.ranks, p.seconds * (9 if p.nbytes in SIZES[1:-1:2] else 1)) for p in points
+    ]
     for one, other in zip(
         held_out_sizes(points, "all-reduce"), held_out_sizes(worse, "all-reduce"), strict=True
     ):
         assert one.predicted == other.predicted
-    worse = [Point(p.nbytes, p.ranks, p.seconds * (9 if p.ranks == 4 else 1)) for p in points]
+    worse = [MeasuredPoint(p.nbytes, p.ranks, p.seconds * (9 if p.ranks == 4 else 1)) for p in points]
     pairs = zip(held_out_ranks(points, "all-reduce"), held_out_ranks(worse, "all-reduce"), strict=True)
     assert all(one.predicted == other.predicted for one, other in pairs if one.ranks == 4)
 
 
 def test_one_median_that_is_far_off_does_not_spoil_the_others():
     points = measured(noise=0.02)
-    points[4] = Point(points[4].nbytes, points[4].ranks, 1.5 * points[4].seconds)
+    points[4] = MeasuredPoint(points[4].nbytes, points[4].ranks, 1.5 * points[4].seconds)
     fit = fit_points(points, "all-reduce")
     assert str(fit.form) == "ring"
     for n in SIZES:
@@ -212,8 +218,8 @@ def test_no_size_or_no_ranks_are_refused(nbytes, ranks):
     "points",
     [
         [],
-        [Point(8, 2, 1.0), Point(16, 2, 2.0)],
-        [Point(8, 2, 1.0)] * 5,
+        [MeasuredPoint(8, 2, 1.0), MeasuredPoint(16, 2, 2.0)],
+        [MeasuredPoint(8, 2, 1.0)] * 5,
     ],
 )
 def test_too_few_sizes_are_refused(points):
@@ -222,7 +228,14 @@ def test_too_few_sizes_are_refused(points):
 
 
 @pytest.mark.parametrize(
-    "bad", [Point(0, 2, 1.0), Point(8, 1, 1.0), Point(8, 2, 0.0), Point(8, 2, -1.0), Point(8, 2, math.nan)]
+    "bad",
+    [
+        MeasuredPoint(0, 2, 1.0),
+        MeasuredPoint(8, 1, 1.0),
+        MeasuredPoint(8, 2, 0.0),
+        MeasuredPoint(8, 2, -1.0),
+        MeasuredPoint(8, 2, math.nan),
+    ],
 )
 def test_what_cannot_have_been_measured_is_refused(bad):
     with pytest.raises(UsageError, match="can't be fitted"):
@@ -235,11 +248,11 @@ def test_an_unknown_operation_is_refused_with_those_there_are():
 
 
 def test_forms_are_found_by_how_they_are_written():
-    assert forms_by_name("all-reduce")["ring, shared"] == Form("ring", shared=True)
+    assert forms_by_name("all-reduce")["ring, shared"] == AlgorithmTerms("ring", shared=True)
 
 
 def test_three_sizes_are_enough_and_are_checked_by_the_middle_one():
-    fit = fit_points([Point(n, 2, 1e-5 + 1e-9 * n) for n in (10**3, 10**5, 10**7)], "send-recv")
+    fit = fit_points([MeasuredPoint(n, 2, 1e-5 + 1e-9 * n) for n in (10**3, 10**5, 10**7)], "send-recv")
     assert fit.sizes_error is not None
     assert fit.sizes_error.points == 1
     assert fit.sizes_error.maximum < 1e-9
@@ -256,7 +269,7 @@ def test_the_size_for_an_efficiency_has_its_closed_form_on_one_line(efficiency):
 
 def test_the_size_for_an_efficiency_follows_the_segments():
     points = [
-        Point(n, 2, 1e-5 + 4e-10 * n if n <= 2**16 else 3e-5 + 1e-10 * n)
+        MeasuredPoint(n, 2, 1e-5 + 4e-10 * n if n <= 2**16 else 3e-5 + 1e-10 * n)
         for n in (2**k for k in range(8, 28))
     ]
     fit = fit_points(points, "send-recv")
@@ -272,11 +285,11 @@ def test_no_share_is_refused(efficiency):
 
 
 def test_errors_are_told_in_percent():
-    checked = [Checked(10**k, 2, 1.0, 1.0 + 0.01 * k) for k in range(1, 6)]
-    accuracy = Accuracy.of(checked)
+    checked = [CheckedPrediction(10**k, 2, 1.0, 1.0 + 0.01 * k) for k in range(1, 6)]
+    accuracy = PredictionError.of(checked)
     assert accuracy is not None
     assert str(accuracy) == "3.0 % (at most 5.0 %, 5 points)"
-    large = Accuracy.of(checked, least_nbytes=10**5)
+    large = PredictionError.of(checked, least_nbytes=10**5)
     assert large is not None
     assert (large.points, large.median) == (1, pytest.approx(0.05))
-    assert Accuracy.of(checked, least_nbytes=10**9) is None
+    assert PredictionError.of(checked, least_nbytes=10**9) is None

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cost_model.fit_measurements import Point, held_out_sizes
-from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_sizes
+from paceline.cost_model.prediction_error import PredictionError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "nccl-tables"
 TABLES = runpy.run_path(str(FOLDER / "tables.py"))["load"]()
@@ -20,7 +20,9 @@ TABLES = runpy.run_path(str(FOLDER / "tables.py"))["load"]()
 )
 def test_every_second_size_is_predicted_from_the_others(name, least_nbytes, mean):
     points = TABLES[name].at_least(least_nbytes).points
-    found, line = (Accuracy.of(held_out_sizes(points, "all-reduce", most_segments=most)) for most in (3, 1))
+    found, line = (
+        PredictionError.of(held_out_sizes(points, "all-reduce", most_segments=most)) for most in (3, 1)
+    )
     assert found is not None
     assert line is not None
     assert found.points == (len(points) - 1) // 2
@@ -29,7 +31,9 @@ def test_every_second_size_is_predicted_from_the_others(name, least_nbytes, mean
 
 def test_sizes_that_are_held_out_change_nothing():
     points = TABLES["8×H200"].points
-    doubled = [Point(p.nbytes, p.ranks, p.seconds * (2 if at % 2 else 1)) for at, p in enumerate(points[:-1])]
+    doubled = [
+        MeasuredPoint(p.nbytes, p.ranks, p.seconds * (2 if at % 2 else 1)) for at, p in enumerate(points[:-1])
+    ]
     pairs = zip(
         held_out_sizes(points, "all-reduce"),
         held_out_sizes([*doubled, points[-1]], "all-reduce"),
@@ -43,7 +47,7 @@ def test_the_committed_result_is_what_the_fit_gives_now():
     assert [row["name"] for row in rows] == list(TABLES)
     for row in rows:
         points = TABLES[row["name"]].at_least(row["segments_of_all_sizes"][0]["low"]).points
-        found = Accuracy.of(held_out_sizes(points, "all-reduce"))
+        found = PredictionError.of(held_out_sizes(points, "all-reduce"))
         assert found is not None
         assert vars(found) == pytest.approx(row["held_out"])
 

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-import paceline as pl
-from paceline.errors import NotFinite, UsageError
+import paceline
+from paceline.errors import NonFiniteGradient, UsageError
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.finite_check import Broken, Gauge, peak_of, surely_finite
-from paceline.parallel.engine.round_status import Page, Status
+from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport, peak_of, surely_finite
+from paceline.parallel.engine.round_status import RoundSummary, Status
 
 BAD = [math.nan, math.inf, -math.inf]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
@@ -63,7 +63,7 @@ def test_a_sum_is_surely_finite_where_the_peaks_say_so(peaks, factor, largest, s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gauge_writes_one_number_and_begins_anew(dtype):
-    gauge, place = Gauge(3e38), torch.full((3,), 5.0, dtype=dtype)
+    gauge, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
     gauge.note(torch.tensor([3.0, 4.0]))
     gauge.note(torch.tensor([1.0]))
     gauge.write(place[1])
@@ -97,15 +97,15 @@ def test_a_ledger_carries_the_peak_of_every_rank(ranks):
     assert page.samples == tuple(10.0 + rank for rank in range(ranks))
     assert page.used == (True, True)
     assert page.late == sum(range(ranks))
-    assert Page((1.0,), (Status.EQUAL,), ()).peaks == ()
+    assert RoundSummary((1.0,), (Status.EQUAL,), ()).peaks == ()
 
 
 def test_what_is_broken_is_told_in_short():
-    one = Broken(4, (1,), ("a.weight",), 9)
+    one = NonFiniteReport(4, (1,), ("a.weight",), 9)
     assert str(one) == "the gradient of 1 of 9 parameters is NaN or infinite ('a.weight'): from rank 1"
-    many = Broken(4, (0, 2), ("a", "b", "c", "d"), 9)
+    many = NonFiniteReport(4, (0, 2), ("a", "b", "c", "d"), 9)
     assert "4 of 9 parameters is NaN or infinite ('a', 'b', 'c', …): from ranks 0, 2" in str(many)
-    assert "from no rank alone" in str(Broken(0, (), ("a",), 1))
+    assert "from no rank alone" in str(NonFiniteReport(0, (), ("a",), 1))
 
 
 # ---------------------------------------------------------------------- in a world of one
@@ -113,9 +113,9 @@ def test_what_is_broken_is_told_in_short():
 
 def alone(action="skip", **options):
     torch.manual_seed(0)
-    model = pl.DataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
+    model = paceline.DataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
     optim = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return model, optim, pl.Finite(model, optim, action, **options)
+    return model, optim, paceline.NonFiniteGuard(model, optim, action, **options)
 
 
 def step(model, optim, factor=1.0, clip=False):
@@ -149,14 +149,14 @@ def test_too_many_in_a_row_raise_and_a_good_one_ends_the_row():
     model, optim, finite = alone(in_a_row=2)
     for bad in (math.nan, 1.0, math.nan):
         step(model, optim, bad)
-    with pytest.raises(NotFinite, match=r"\[rank 0, step 3\].*, 2 in a row"):
+    with pytest.raises(NonFiniteGradient, match=r"\[rank 0, step 3\].*, 2 in a row"):
         step(model, optim, math.nan)
     assert finite.skipped == 3
 
 
 def test_stop_raises_and_leaves_parameters_and_gradients():
     model, optim, finite = alone("stop")
-    with pytest.raises(NotFinite, match="NaN or infinite") as caught:
+    with pytest.raises(NonFiniteGradient, match="NaN or infinite") as caught:
         step(model, optim, math.nan)
     assert (caught.value.rank, caught.value.step) == (0, 0)
     assert step(model, optim)
@@ -182,9 +182,9 @@ def test_a_closure_is_refused():
 
 
 def test_a_fused_optimizer_that_a_grad_scaler_drives_is_left_alone():
-    model = pl.DataParallel(torch.nn.Linear(3, 1))
+    model = paceline.DataParallel(torch.nn.Linear(3, 1))
     optim = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    finite = pl.Finite(model, optim, "stop")
+    finite = paceline.NonFiniteGuard(model, optim, "stop")
     model.backward(model(torch.ones(2, 3)).mean() * math.nan)
     optim.grad_scale, optim.found_inf = torch.ones(()), torch.ones(())
     optim.step()
@@ -212,7 +212,7 @@ def other_optimizer():
     return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("kind", ["Finite", "Drift"])
+@pytest.mark.parametrize("kind", ["NonFiniteGuard", "ReplicaCheck"])
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -224,30 +224,30 @@ def other_optimizer():
 def test_what_is_not_this_models_is_refused(kind, spoil, message):
     model, optim, _ = alone()
     with pytest.raises(UsageError, match=message):
-        getattr(pl, kind)(*spoil(model, optim))
+        getattr(paceline, kind)(*spoil(model, optim))
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("Finite", {"action": "skipp"}, "did you mean 'skip'"),
-        ("Finite", {"in_a_row": 0}, "in_a_row=0"),
-        ("Drift", {"every": 0}, "every=0"),
-        ("Drift", {"every": -3}, "every=-3"),
-        ("Drift", {"every": 1.5}, "every=1.5"),
-        ("Drift", {"repair": 1}, "ranks 0 to 0"),
-        ("Drift", {"repair": "rank 0"}, "repair='rank 0'"),
+        ("NonFiniteGuard", {"action": "skipp"}, "did you mean 'skip'"),
+        ("NonFiniteGuard", {"in_a_row": 0}, "in_a_row=0"),
+        ("ReplicaCheck", {"every": 0}, "every=0"),
+        ("ReplicaCheck", {"every": -3}, "every=-3"),
+        ("ReplicaCheck", {"every": 1.5}, "every=1.5"),
+        ("ReplicaCheck", {"repair": 1}, "ranks 0 to 0"),
+        ("ReplicaCheck", {"repair": "rank 0"}, "repair='rank 0'"),
     ],
 )
 def test_wrong_options_are_refused(kind, options, message):
     model, optim, _ = alone()
     with pytest.raises(UsageError, match=message):
-        getattr(pl, kind)(model, optim, **options)
+        getattr(paceline, kind)(model, optim, **options)
 
 
 def test_one_process_has_nobody_to_drift_from():
     model, optim, _ = alone()
-    drift = pl.Drift(model, optim, every=1)
+    drift = paceline.ReplicaCheck(model, optim, every=1)
     for _ in range(3):
         step(model, optim)
     drift.check()

@@ -13,10 +13,10 @@ from test_report_page import parse
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreenRules
-from paceline.async_dp.wal.hub_journal import Journal
-from paceline.async_dp.worker.selection_policy import Policy
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.async_dp.hub.update_screening import ScreeningRules
+from paceline.async_dp.wal.hub_journal import HubJournal
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.report.hub.hub_page import _bars, write_report
 from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate
 from paceline.tools.simulate.learning_tasks import LinearTask
@@ -106,7 +106,7 @@ def elements(page):
 
 
 def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
-    with Journal.open(tmp_path, resume=True):
+    with HubJournal.open(tmp_path, resume=True):
         page = write_report(tmp_path).read_text()
     parse(page)
     assert "Nothing was noted yet" in page
@@ -176,8 +176,8 @@ def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
         Machine(0.02, lr=1e-5),
     ]
     plan = AsyncPlan(
-        machines, steps=600, cadence=Cadence(20, 1, 5), policy=Policy(scored=True), alike=False,
-        rules=HubRules(population=PopulationRules(60), screen=ScreenRules(worse=0.0, strikes=2), silent_after=1.0),
+        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), alike=False,
+        rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
         churn=[Churn(4.0, 1, False), Churn(6.0, 1, True)],
     )  # fmt: skip
     simulate(plan, LinearTask())

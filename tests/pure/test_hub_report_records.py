@@ -22,7 +22,7 @@ from hub_folder import (
     write,
 )
 
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import UsageError
 from paceline.tools.report.hub.hub_records import HubRun, holds_hub, read_hub, take_in
 from paceline.tools.report.hub.worker_statistics import Crew, plain
@@ -323,7 +323,7 @@ def test_a_hub_s_folder_is_told_from_others(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "steps.jsonl").write_text("")
     assert not holds_hub(tmp_path)
-    with Journal.open(tmp_path / "hub", resume=True):
+    with HubJournal.open(tmp_path / "hub", resume=True):
         assert holds_hub(tmp_path / "hub")
         assert read_hub(tmp_path / "hub").records == 0
     assert holds_hub(demo(tmp_path / "other"))

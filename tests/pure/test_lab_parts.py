@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_requirements
 from paceline.testing.netlab.lab_job import is_failure_report, torchrun_command, without_report
-from paceline.testing.netlab.lab_network import Traffic, read_traffic
+from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
 from paceline.testing.netlab.lab_requirements import check_program, is_python, lacking, search_path
 
 ALL = (1 << 41) - 1
@@ -136,9 +136,11 @@ Inter-|   Receive                                                |  Transmit
 
 
 def test_counters_are_read_by_column():
-    assert read_traffic(TABLE) == Traffic(sent=4096, received=2**64 - 1)
-    assert read_traffic(TABLE, "lo") == Traffic(sent=100, received=100)
+    assert read_traffic(TABLE) == InterfaceBytes(sent=4096, received=2**64 - 1)
+    assert read_traffic(TABLE, "lo") == InterfaceBytes(sent=100, received=100)
 
 
 def test_the_difference_of_counters_is_what_went_between():
-    assert Traffic(sent=9, received=7) - Traffic(sent=4, received=7) == Traffic(sent=5, received=0)
+    assert InterfaceBytes(sent=9, received=7) - InterfaceBytes(sent=4, received=7) == InterfaceBytes(
+        sent=5, received=0
+    )

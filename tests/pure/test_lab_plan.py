@@ -12,8 +12,8 @@ from paceline.errors import UsageError
 from paceline.testing.netlab.lab_network import (
     MAX_HOSTS,
     SWITCH,
-    Star,
-    Step,
+    LabNetwork,
+    NetworkCommand,
     address_of,
     build,
     burst_nbytes,
@@ -21,8 +21,8 @@ from paceline.testing.netlab.lab_network import (
     hosts_file,
     name_of,
     packet_nbytes,
+    plan_network,
     set_port,
-    star,
 )
 
 PIDS = [501, 502, 503]
@@ -33,10 +33,10 @@ def lines(steps, host, tool):
 
 
 def test_a_star_holds_a_rate_per_host():
-    assert star(3, "1Gbit/s", {2: "100Mbit/s"}, "1ms") == Star((125e6, 125e6, 12.5e6), 0.001)
-    assert star(2) == Star((None, None), 0.0)
-    assert star(2, slow={0: 1e6}).rates == (1e6, None)
-    assert star(MAX_HOSTS).hosts == MAX_HOSTS
+    assert plan_network(3, "1Gbit/s", {2: "100Mbit/s"}, "1ms") == LabNetwork((125e6, 125e6, 12.5e6), 0.001)
+    assert plan_network(2) == LabNetwork((None, None), 0.0)
+    assert plan_network(2, slow={0: 1e6}).rates == (1e6, None)
+    assert plan_network(MAX_HOSTS).hosts == MAX_HOSTS
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_star_holds_a_rate_per_host():
 )
 def test_what_can_not_be_is_refused(arguments, message):
     with pytest.raises(UsageError, match=re.escape(message)):
-        star(**arguments)
+        plan_network(**arguments)
 
 
 def test_hosts_have_names_and_addresses_of_their_own():
@@ -84,7 +84,7 @@ def test_the_list_of_hosts_names_each():
 
 
 def test_the_plan_makes_a_bridge_and_a_link_for_each_host():
-    steps = build(star(3), PIDS)
+    steps = build(plan_network(3), PIDS)
     at_switch = lines(steps, SWITCH, "ip")
     assert at_switch[0].startswith("link add name switch type bridge")
     for host, pid in enumerate(PIDS):
@@ -101,18 +101,18 @@ def test_the_plan_makes_a_bridge_and_a_link_for_each_host():
 
 
 def test_the_plan_leaves_ipv6_alone_where_there_is_none():
-    assert not [step for step in build(star(2), PIDS[:2], ipv6=False) if "addrgenmode" in step.line]
+    assert not [step for step in build(plan_network(2), PIDS[:2], ipv6=False) if "addrgenmode" in step.line]
 
 
 def test_the_links_are_there_before_the_hosts_use_them():
-    steps = build(star(3, "1Gbit/s"), PIDS)
+    steps = build(plan_network(3, "1Gbit/s"), PIDS)
     made = max(place for place, step in enumerate(steps) if "link add" in step.line)
     used = min(place for place, step in enumerate(steps) if step.host != SWITCH)
     assert made < used
 
 
 def test_both_ends_of_a_link_are_held_to_its_rate():
-    steps = build(star(2, "1Gbit/s", slow={1: "100Mbit/s"}), PIDS[:2])
+    steps = build(plan_network(2, "1Gbit/s", slow={1: "100Mbit/s"}), PIDS[:2])
     fast = "root handle 1: tbf rate 1000000000bit burst 125000 latency 100ms"
     slow = "root handle 1: tbf rate 100000000bit burst 12500 latency 100ms"
     assert lines(steps, 0, "tc") == [f"qdisc replace dev eth0 {fast}"]
@@ -126,24 +126,24 @@ def test_both_ends_of_a_link_are_held_to_its_rate():
 
 
 def test_a_delay_is_added_once_on_the_way():
-    steps = build(star(2, "1Gbit/s", delay="1ms"), PIDS[:2])
+    steps = build(plan_network(2, "1Gbit/s", delay="1ms"), PIDS[:2])
     netem = [step for step in steps if "netem" in step.line]
     line = "qdisc replace dev eth0 parent 1:1 handle 10: netem delay 1000us limit 100000"
-    assert netem == [Step(0, "tc", line), Step(1, "tc", line)]
+    assert netem == [NetworkCommand(0, "tc", line), NetworkCommand(1, "tc", line)]
     alone = [step.line for step in change_rate(0, None, 0.5) if "netem" in step.line]
     assert alone == ["qdisc replace dev eth0 root handle 10: netem delay 500000us limit 100000"]
 
 
 def test_a_rate_can_be_taken_away():
     assert change_rate(2, None) == [
-        Step(2, "ip", "link set dev eth0 gso_max_size 65536"),
-        Step(2, "tc", "qdisc replace dev eth0 root pfifo_fast"),
-        Step(SWITCH, "tc", "qdisc replace dev port2 root pfifo_fast"),
+        NetworkCommand(2, "ip", "link set dev eth0 gso_max_size 65536"),
+        NetworkCommand(2, "tc", "qdisc replace dev eth0 root pfifo_fast"),
+        NetworkCommand(SWITCH, "tc", "qdisc replace dev port2 root pfifo_fast"),
     ]
 
 
 def test_a_link_is_cut_at_the_switch():
-    assert set_port(1, "down") == [Step(SWITCH, "ip", "link set dev port1 down")]
+    assert set_port(1, "down") == [NetworkCommand(SWITCH, "ip", "link set dev port1 down")]
 
 
 @given(rate=st.floats(1000, 1e11))

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import Work
-from paceline.launch.targets.kubernetes_manifest import Pods, manifest, pytorch_job, yaml_text
+from paceline.launch.targets.cluster_job import ClusterJob
+from paceline.launch.targets.kubernetes_manifest import PodOptions, manifest, pytorch_job, yaml_text
 
 PUBLISHED = json.loads((Path(__file__).parent / "kubeflow" / "pytorchjob.v1.9.0.schema.json").read_text())
-PODS = Pods("lab/train:1", claim="runs")
+PODS = PodOptions("lab/train:1", claim="runs")
 
 
 def strict(schema):
@@ -39,7 +39,7 @@ def check():
 
 
 def test_a_job_is_one_of_the_published_schema(check):
-    work = Work(
+    work = ClusterJob(
         ("train.py", "--lr", "1e-3"),
         name="gpt",
         hosts=4,
@@ -53,7 +53,7 @@ def test_a_job_is_one_of_the_published_schema(check):
         folder="/runs",
         max_restarts=5,
     )
-    job = pytorch_job(work, Pods("lab/train:1", claim="runs", namespace="us", shared_memory=32 << 30))
+    job = pytorch_job(work, PodOptions("lab/train:1", claim="runs", namespace="us", shared_memory=32 << 30))
     check(job)
     spec = job["spec"]
     assert spec["nprocPerNode"] == "8"
@@ -78,7 +78,7 @@ def test_a_job_is_one_of_the_published_schema(check):
 
 
 def test_the_least_job_is_one_too(check):
-    job = pytorch_job(Work(("-m", "my.module")), Pods("lab/train:1"))
+    job = pytorch_job(ClusterJob(("-m", "my.module")), PodOptions("lab/train:1"))
     check(job)
     [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert container["command"][-2:] == ["-m", "my.module"]
@@ -86,7 +86,7 @@ def test_the_least_job_is_one_too(check):
 
 
 def test_the_check_refuses_what_the_server_would(check):
-    job = pytorch_job(Work(("train.py",)), Pods("lab/train:1"))
+    job = pytorch_job(ClusterJob(("train.py",)), PodOptions("lab/train:1"))
     job["spec"]["elasticPolicy"]["maxRestart"] = 3
     with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
         check(job)
@@ -100,7 +100,7 @@ def test_the_check_refuses_what_the_server_would(check):
     "word", ['a b"=0"', "no", "1", "x: y", "a\nb\n", " - #", "𝛼é\x85\u2028", "$(HOME)", "'", "{}"]
 )
 def test_words_come_through(word):
-    work = Work(("train.py", word), env={"X": word}, folder="/runs")
+    work = ClusterJob(("train.py", word), env={"X": word}, folder="/runs")
     job = yaml.safe_load(manifest(work, PODS))
     [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     meant = word.replace("$(", "$$(")  # Kubernetes reads $$( as $(
@@ -125,10 +125,10 @@ def test_yaml_says_what_was_meant(value):
 
 def test_what_can_not_be_is_refused():
     with pytest.raises(UsageError, match="a pod needs an image"):
-        Pods("")
+        PodOptions("")
     with pytest.raises(UsageError, match="shared_memory=5 bytes"):
-        Pods("x", shared_memory=5)
+        PodOptions("x", shared_memory=5)
     with pytest.raises(UsageError, match="no folder to mount it at"):
-        manifest(Work(("train.py",)), PODS)
+        manifest(ClusterJob(("train.py",)), PODS)
     with pytest.raises(UsageError, match="of them for /dev/shm"):
-        manifest(Work(("train.py",), memory=1 << 30), Pods("x"))
+        manifest(ClusterJob(("train.py",), memory=1 << 30), PodOptions("x"))

@@ -9,10 +9,10 @@ import shlex
 import pytest
 
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import Work, run_command
+from paceline.launch.targets.cluster_job import ClusterJob, run_command
 from paceline.launch.targets.mpiexec_command import host_file, mpiexec_command
 from paceline.launch.targets.ray_job import ray_driver, work_from_json
-from paceline.launch.targets.slurm import Cluster, batch_script, read_job
+from paceline.launch.targets.slurm import SlurmOptions, batch_script, read_job
 from paceline.launch.targets.torchrun_command import torchrun_command, torchrun_line, torchrun_script
 
 WEIRD = ['a b"=0"', "it's", "$HOME `x` \\", "two\nlines", "*", "", "--steps", "é"]
@@ -52,19 +52,21 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
 )
 def test_work_that_can_not_be_is_refused(what, said):
     with pytest.raises(UsageError, match=said) as caught:
-        Work(**{"program": ("train.py",)} | what)
+        ClusterJob(**{"program": ("train.py",)} | what)
     assert "→" in str(caught.value)
 
 
 def test_work_counts():
-    work = Work(("train.py",), hosts=3, ranks_per_host=4, cpus_per_rank=2, gpus_per_rank=1)
+    work = ClusterJob(("train.py",), hosts=3, ranks_per_host=4, cpus_per_rank=2, gpus_per_rank=1)
     assert (work.ranks, work.cpus_per_host, work.gpus_per_host, work.fewest_hosts) == (12, 8, 4, 3)
     assert work.variables() == {"OMP_NUM_THREADS": "2"}
-    assert Work(("train.py",), env={"OMP_NUM_THREADS": "7"}).variables() == {"OMP_NUM_THREADS": "7"}
+    assert ClusterJob(("train.py",), env={"OMP_NUM_THREADS": "7"}).variables() == {"OMP_NUM_THREADS": "7"}
 
 
 def test_paceline_run_is_told_the_hosts():
-    work = Work(("-m", "my.module", "-m"), hosts=3, min_hosts=2, ranks_per_host=2, name="gpt", python="py")
+    work = ClusterJob(
+        ("-m", "my.module", "-m"), hosts=3, min_hosts=2, ranks_per_host=2, name="gpt", python="py"
+    )
     assert shlex.join(run_command(work, "pc1:400")) == (
         "py -m paceline run --ranks 2 --max-restarts 3 --hosts 3 --rendezvous pc1:400 --name gpt --min-ranks 4 "
         "--module my.module -m"
@@ -72,29 +74,29 @@ def test_paceline_run_is_told_the_hosts():
 
 
 def test_torchrun_meets_at_the_first_host():
-    work = Work(("train.py", "--x"), **NAMED, min_hosts=1, ranks_per_host=2, max_restarts=1, port=400)
+    work = ClusterJob(("train.py", "--x"), **NAMED, min_hosts=1, ranks_per_host=2, max_restarts=1, port=400)
     assert shlex.join(torchrun_command(work)) == (
         "python3 -m torch.distributed.run --nnodes=1:2 --rdzv-backend=c10d --rdzv-id=train --rdzv-endpoint=pc1:400 "
         "--nproc-per-node=2 --max-restarts=1 train.py --x"
     )
-    ipv6 = Work(("train.py",), hosts=2, host_names=("fe::1", "fe::2"))
+    ipv6 = ClusterJob(("train.py",), hosts=2, host_names=("fe::1", "fe::2"))
     assert "--rdzv-endpoint=[fe::1]:29400" in torchrun_command(ipv6)
     with pytest.raises(UsageError, match="2 hosts, but no names"):
-        torchrun_command(Work(("train.py",), hosts=2))
+        torchrun_command(ClusterJob(("train.py",), hosts=2))
 
 
 def test_torchrun_s_line_comes_through_a_shell():
-    work = Work(("train.py", *WEIRD), **NAMED, env={"A": WEIRD[0]}, folder="/runs/it's 100%")
+    work = ClusterJob(("train.py", *WEIRD), **NAMED, env={"A": WEIRD[0]}, folder="/runs/it's 100%")
     words = shlex.split(torchrun_line(work))
     assert words[:4] == ["cd", "/runs/it's 100%", "&&", "exec"]
     assert words[-len(WEIRD) :] == WEIRD
     assert f"A={WEIRD[0]}" in words
     assert torchrun_script(work).startswith("#!/bin/sh\n# Start this on each of pc1, pc2.")
-    assert "cd " not in torchrun_line(Work(("train.py",)))
+    assert "cd " not in torchrun_line(ClusterJob(("train.py",)))
 
 
 def test_a_batch_script_says_what_slurm_is_to_give():
-    work = Work(
+    work = ClusterJob(
         ("train.py",),
         name="gpt",
         hosts=2,
@@ -105,7 +107,7 @@ def test_a_batch_script_says_what_slurm_is_to_give():
         seconds=90 * 60,
         folder='/runs/a "b" 100%',
     )
-    lines = batch_script(work, Cluster("gpu", "us", ("--constraint=ib",), warn=60)).splitlines()
+    lines = batch_script(work, SlurmOptions("gpu", "us", ("--constraint=ib",), warn=60)).splitlines()
     assert lines[0] == "#!/bin/bash"
     assert [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")] == [
         "job-name=gpt",
@@ -129,7 +131,7 @@ def test_a_batch_script_says_what_slurm_is_to_give():
 
 
 def test_a_batch_script_quotes_what_is_the_program_s():
-    work = Work(("train.py", *WEIRD, "$first:$port", "-", "--rendezvous"), hosts=2, env={"A": WEIRD[3]})
+    work = ClusterJob(("train.py", *WEIRD, "$first:$port", "-", "--rendezvous"), hosts=2, env={"A": WEIRD[3]})
     text = batch_script(work)
     assert f"export A={shlex.quote(WEIRD[3])}\n" in text
     srun = text[text.index("srun ") : text.index(" &\n")]
@@ -138,7 +140,7 @@ def test_a_batch_script_quotes_what_is_the_program_s():
 
 
 def test_a_batch_script_without_limit_is_not_warned():
-    text = batch_script(Work(("train.py",)))
+    text = batch_script(ClusterJob(("train.py",)))
     assert "USR1" not in text
     assert "--time" not in text
     assert "rendezvous" not in text
@@ -147,15 +149,15 @@ def test_a_batch_script_without_limit_is_not_warned():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Cluster(options=("constraint",)), "'constraint' is no option of sbatch"),
-        (lambda: Cluster(options=("--a=b\nrm",)), "can't stand in a line"),
-        (lambda: Cluster(partition="a\nb"), "can't stand in a line"),
-        (lambda: Cluster(warn=0), "warn=0"),
+        (lambda: SlurmOptions(options=("constraint",)), "'constraint' is no option of sbatch"),
+        (lambda: SlurmOptions(options=("--a=b\nrm",)), "can't stand in a line"),
+        (lambda: SlurmOptions(partition="a\nb"), "can't stand in a line"),
+        (lambda: SlurmOptions(warn=0), "warn=0"),
         (
-            lambda: batch_script(Work(("x.py",), seconds=60.0)),
+            lambda: batch_script(ClusterJob(("x.py",), seconds=60.0)),
             "a time limit of 60 s, and a warning 120 s before",
         ),
-        (lambda: batch_script(Work(("x.py",), folder="/a\\b")), "has a backslash"),
+        (lambda: batch_script(ClusterJob(("x.py",), folder="/a\\b")), "has a backslash"),
     ],
 )
 def test_what_slurm_can_not_be_told_is_refused(make, said):
@@ -195,7 +197,7 @@ def test_the_state_of_a_job_is_one_line():
 
 
 def test_mpich_and_open_mpi_have_other_options():
-    work = Work(
+    work = ClusterJob(
         ("train.py", *WEIRD), **NAMED, ranks_per_host=4, env={"A": "b c"}, folder="/runs", python="py"
     )
     mpich = "/x/mpiexec -n 8 -ppn 4 -hosts pc1,pc2 -wdir /runs -genv MASTER_ADDR pc1 -genv MASTER_PORT 29400"
@@ -207,11 +209,13 @@ def test_mpich_and_open_mpi_have_other_options():
     assert mpiexec_command(work, "mpich", hosts="/runs/hosts")[5:7] == ["-f", "/runs/hosts"]
     assert mpiexec_command(work, "openmpi", hosts="/runs/hosts")[5:7] == ["--hostfile", "/runs/hosts"]
     assert host_file(work, "mpich") == "pc1:4\npc2:4\n"
-    assert "-hosts" not in mpiexec_command(Work(("train.py",)), "mpich")
+    assert "-hosts" not in mpiexec_command(ClusterJob(("train.py",)), "mpich")
 
 
 def test_a_driver_for_ray_carries_the_work():
-    work = Work(("train.py", *WEIRD, '"""'), hosts=2, ranks_per_host=3, env={"A": "b\nc"}, memory=1 << 30)
+    work = ClusterJob(
+        ("train.py", *WEIRD, '"""'), hosts=2, ranks_per_host=3, env={"A": "b\nc"}, memory=1 << 30
+    )
     tree = ast.parse(ray_driver(work))
     [carried] = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     assert isinstance(carried, ast.Constant)

@@ -11,7 +11,7 @@ import pytest
 import paceline
 from paceline.errors import MismatchError, UsageError
 from paceline.world.consistency_check import difference, facts_of_this_process, program_of
-from paceline.world.rendezvous import Claim, Roster
+from paceline.world.rendezvous import RankClaim, RankRoster
 
 USUAL = {"torch": "2.13.0", "Python": "3.11", "the program": "train.py (text 1)"}
 
@@ -90,14 +90,14 @@ def test_what_a_rank_does_not_tell_is_not_compared():
 
 
 def test_a_claim_that_tells_no_facts_and_one_that_tells_more_are_read():
-    old = asdict(Claim.of_this_process(1, 2))
+    old = asdict(RankClaim.of_this_process(1, 2))
     del old["facts"]
-    assert Claim.of_json(old).facts == {}
-    assert Claim.of_json({**old, "facts": USUAL, "colour": "red"}).facts == USUAL
+    assert RankClaim.of_json(old).facts == {}
+    assert RankClaim.of_json({**old, "facts": USUAL, "colour": "red"}).facts == USUAL
 
 
 def test_a_claim_with_facts_is_the_same_after_its_way_through_the_store():
-    claims = tuple(Claim.of_this_process(rank, 2, USUAL) for rank in range(2))
-    told = json.loads(json.dumps(asdict(Roster("name", claims))))
-    assert Roster(told["name"], tuple(map(Claim.of_json, told["claims"]))).holds(claims[1])
+    claims = tuple(RankClaim.of_this_process(rank, 2, USUAL) for rank in range(2))
+    told = json.loads(json.dumps(asdict(RankRoster("name", claims))))
+    assert RankRoster(told["name"], tuple(map(RankClaim.of_json, told["claims"]))).holds(claims[1])
     assert len({*claims}) == 2

@@ -24,8 +24,8 @@ from paceline.data.sampling.rank_shares import (
     FINEST,
     LEAST,
     MOST,
-    Pace,
-    Shares,
+    RankShares,
+    ThroughputEstimate,
     blended,
     largest_change,
     shares_of,
@@ -222,7 +222,7 @@ speeds_of_ranks = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
 
 def test_a_pace_is_the_median_of_its_steps():
-    pace = Pace()
+    pace = ThroughputEstimate()
     for samples, seconds in ((10, 1.0), (10, 1.25), (10, 50.0), (0, 1.0), (5, 0.0), (5, -1.0)):
         pace.note(samples, seconds)
     assert pace.take() == 8.0
@@ -262,7 +262,7 @@ def test_learnt_shares_of_known_cases():
     assert list(shares_of([30.0, 10.0])) == [0.75, 0.25]
     assert list(shares_of([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
     assert list(shares_of([1e6, 1.0, 1.0, 1.0])) == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6], abs=1e-4)
-    assert shares_of([3.0, 0.0]) == Shares.equal(2), "while one is not known, all are equal"
+    assert shares_of([3.0, 0.0]) == RankShares.equal(2), "while one is not known, all are equal"
     assert list(shares_of([5.0])) == [1.0]
 
 
@@ -272,7 +272,7 @@ parts = st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any)
 @given(parts, st.data())
 def test_the_largest_change_is_a_fraction_of_what_was(before, data):
     after = data.draw(st.lists(st.integers(0, 50), min_size=len(before), max_size=len(before)).filter(any))
-    left, right = Shares(tuple(before)), Shares(tuple(after))
+    left, right = RankShares(tuple(before)), RankShares(tuple(after))
     change = largest_change(left, right)
     assert largest_change(left, left) == 0
     assert (change == 0) == (list(left) == pytest.approx(list(right)))
@@ -281,7 +281,7 @@ def test_the_largest_change_is_a_fraction_of_what_was(before, data):
 
 
 def test_the_largest_change_of_known_cases():
-    halves, uneven = Shares.of([0.5, 0.5], 2), Shares.of([0.25, 0.75], 2)
+    halves, uneven = RankShares.of([0.5, 0.5], 2), RankShares.of([0.25, 0.75], 2)
     assert largest_change(halves, uneven) == 0.5
     assert largest_change(uneven, halves) == 1.0
-    assert largest_change(Shares((1, 0)), halves) == 1.0
+    assert largest_change(RankShares((1, 0)), halves) == 1.0

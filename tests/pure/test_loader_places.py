@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 from numbered import Numbers, samples_of, told
 
-import paceline as pl
+import paceline
 from paceline.errors import UsageError
 
 
@@ -22,13 +22,13 @@ def as_json(state):
 
 
 LOADERS = {
-    "map": lambda: pl.Loader(list(range(23)), 4),
-    "blocks": lambda: pl.Loader(list(range(23)), 4, shuffle="blocks", block=3),
-    "random": lambda: pl.Loader(list(range(23)), 4, dispatch="random"),
-    "measured": lambda: pl.Loader(list(range(23)), 4, shares="measured"),
-    "own": lambda: pl.Loader(Numbers(23), 4),
-    "whole": lambda: pl.Loader(Numbers(23), 4, stream="whole", block=3),
-    "random stream": lambda: pl.Loader(Numbers(23), 4, stream="whole", dispatch="random"),
+    "map": lambda: paceline.Loader(list(range(23)), 4),
+    "blocks": lambda: paceline.Loader(list(range(23)), 4, shuffle="blocks", block=3),
+    "random": lambda: paceline.Loader(list(range(23)), 4, dispatch="random"),
+    "measured": lambda: paceline.Loader(list(range(23)), 4, shares="measured"),
+    "own": lambda: paceline.Loader(Numbers(23), 4),
+    "whole": lambda: paceline.Loader(Numbers(23), 4, stream="whole", block=3),
+    "random stream": lambda: paceline.Loader(Numbers(23), 4, stream="whole", dispatch="random"),
 }
 
 
@@ -80,7 +80,7 @@ def test_a_loop_over_epochs_goes_on_from_the_end_of_one(kind, last):
 def test_a_loader_can_be_stopped_again_and_again(dataset, workers):
     rng, found, place = random.Random(workers), [], None
     for _ in range(30):
-        loader = pl.Loader(dataset, rng.randint(1, 5), num_workers=workers)
+        loader = paceline.Loader(dataset, rng.randint(1, 5), num_workers=workers)
         if place:
             loader.load_state_dict(place)
         batches = list(islice(loader, rng.randint(1, 2)))
@@ -106,7 +106,7 @@ def test_a_loop_does_not_go_on_from_a_place_that_it_was_not_at(kind, sent):
 
 
 def test_a_place_is_of_one_dataset_seed_and_order():
-    place = pl.Loader(list(range(23)), 4).state_dict()
+    place = paceline.Loader(list(range(23)), 4).state_dict()
     for options, message in (
         (
             {"dataset": list(range(22))},
@@ -117,26 +117,26 @@ def test_a_place_is_of_one_dataset_seed_and_order():
         ({"shuffle": "blocks"}, "shuffle='samples'; this loader has shuffle='blocks'"),
     ):
         with pytest.raises(UsageError, match=message):
-            pl.Loader(**{"dataset": list(range(23)), **options}).load_state_dict(place)
-    place = pl.Loader(list(range(23)), 4, shuffle="blocks", block=3).state_dict()
+            paceline.Loader(**{"dataset": list(range(23)), **options}).load_state_dict(place)
+    place = paceline.Loader(list(range(23)), 4, shuffle="blocks", block=3).state_dict()
     with pytest.raises(UsageError, match="blocks of 3 samples were shuffled; this loader's have 4"):
-        pl.Loader(list(range(23)), 4, shuffle="blocks", block=4).load_state_dict(place)
+        paceline.Loader(list(range(23)), 4, shuffle="blocks", block=4).load_state_dict(place)
 
 
 def test_a_place_in_a_stream_is_of_one_kind_and_number_of_workers():
-    own, whole = (pl.Loader(Numbers(9), 4, stream=stream) for stream in ("own", "whole"))
+    own, whole = (paceline.Loader(Numbers(9), 4, stream=stream) for stream in ("own", "whole"))
     with pytest.raises(UsageError, match=r"a stream for every rank .*; this loader has one stream for all"):
         whole.load_state_dict(own.state_dict())
     with pytest.raises(UsageError, match=r"one stream for all ranks .*; this loader has a stream for every"):
         own.load_state_dict(whole.state_dict())
     with pytest.raises(UsageError, match="num_workers=0; this loader has 2"):
-        pl.Loader(Numbers(9), 4, num_workers=2).load_state_dict(own.state_dict())
+        paceline.Loader(Numbers(9), 4, num_workers=2).load_state_dict(own.state_dict())
     with pytest.raises(UsageError, match="not the state of a loader of an iterable dataset"):
-        own.load_state_dict(pl.Loader([1, 2]).state_dict())
+        own.load_state_dict(paceline.Loader([1, 2]).state_dict())
     with pytest.raises(
         UsageError, match="the state is of a loader of an iterable dataset; this one's is map-style"
     ):
-        pl.Loader([1, 2]).load_state_dict(own.state_dict())
+        paceline.Loader([1, 2]).load_state_dict(own.state_dict())
 
 
 def damaged(value, wrong):

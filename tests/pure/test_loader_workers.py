@@ -13,7 +13,7 @@ import torch
 from numbered import Numbers, samples_of
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-import paceline as pl
+import paceline
 from paceline.errors import DataError
 
 
@@ -41,7 +41,7 @@ def drawn(loader, epoch=None):
 @pytest.mark.parametrize("dataset", [Draws(), DrawsStream()], ids=["map", "stream"])
 def test_random_numbers_of_workers_follow_seed_and_epoch(dataset):
     def loader(seed=0):
-        return pl.Loader(dataset, 4, num_workers=2, seed=seed)
+        return paceline.Loader(dataset, 4, num_workers=2, seed=seed)
 
     first = loader()
     epochs = [drawn(first), drawn(first)]
@@ -51,13 +51,13 @@ def test_random_numbers_of_workers_follow_seed_and_epoch(dataset):
 
 
 def test_random_numbers_are_others_after_a_place_that_was_gone_on_from():
-    loader = pl.Loader(Draws(), 4, num_workers=2)
+    loader = paceline.Loader(Draws(), 4, num_workers=2)
     before = samples_of(islice(loader, 5))
-    again = pl.Loader(Draws(), 4, num_workers=2)
+    again = paceline.Loader(Draws(), 4, num_workers=2)
     again.load_state_dict(loader.state_dict())
     after = samples_of(again)
     assert len({*before, *after}) == 40
-    dealt_again = pl.Loader(Draws(), 5, num_workers=2)
+    dealt_again = paceline.Loader(Draws(), 5, num_workers=2)
     dealt_again.load_state_dict(loader.state_dict())
     assert not {*before, *after} & {*samples_of(dealt_again)}
 
@@ -67,7 +67,7 @@ def test_the_programs_own_random_numbers_are_left_alone():
     expected = torch.rand(3).tolist()
     for dataset in (Numbers(9), list(range(9))):
         torch.manual_seed(5)
-        list(pl.Loader(dataset, 2)), list(pl.Loader(dataset, 2, num_workers=1))
+        list(paceline.Loader(dataset, 2)), list(paceline.Loader(dataset, 2, num_workers=1))
         assert torch.rand(3).tolist() == expected
 
 
@@ -91,7 +91,7 @@ def split_halves(worker):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_worker_init_fn_sees_the_users_own_dataset(persistent):
-    loader = pl.Loader(
+    loader = paceline.Loader(
         Halves(), 4, num_workers=2, worker_init_fn=split_halves, persistent_workers=persistent, stream="whole"
     )
     for _ in range(2):
@@ -114,7 +114,7 @@ class PidsStream(IterableDataset):
 @pytest.mark.parametrize("dataset", [Pids(), PidsStream()], ids=["map", "stream"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_persistent_workers_stay_for_the_next_epoch(dataset, persistent):
-    loader = pl.Loader(dataset, 2, num_workers=2, persistent_workers=persistent)
+    loader = paceline.Loader(dataset, 2, num_workers=2, persistent_workers=persistent)
     epochs = [set(samples_of(loader)) for _ in range(2)]
     assert [len(pids) for pids in epochs] == [2, 2]
     assert (epochs[0] == epochs[1]) == persistent
@@ -122,7 +122,7 @@ def test_persistent_workers_stay_for_the_next_epoch(dataset, persistent):
 
 
 def test_persistent_workers_serve_again_what_was_left_in_the_middle():
-    loader = pl.Loader(list(range(30)), 4, num_workers=2, persistent_workers=True)
+    loader = paceline.Loader(list(range(30)), 4, num_workers=2, persistent_workers=True)
     for _ in range(3):
         list(islice(loader, 3))
     assert sorted(samples_of(loader)) == list(range(30))
@@ -194,7 +194,7 @@ def refuse(samples):
 def test_a_sample_that_cannot_be_loaded_is_named_with_rank_and_batch(way, workers, message):
     options = {"timeout": 2} if way == "sleep" else {}
     dataset = Broken(way)
-    batches = iter(pl.Loader(dataset, 3, shuffle=False, num_workers=workers, **options))
+    batches = iter(paceline.Loader(dataset, 3, shuffle=False, num_workers=workers, **options))
     assert samples_of(islice(batches, 2)) == list(range(6))
     dataset.may.set()
     with pytest.raises(DataError, match=rf"(?s)\[rank 0\] {message}"):
@@ -212,7 +212,7 @@ def test_a_sample_that_cannot_be_loaded_is_named_with_rank_and_batch(way, worker
 )
 def test_a_stream_that_breaks_is_named_with_rank_and_batch(way, workers, message):
     dataset = BrokenStream(way)
-    batches = iter(pl.Loader(dataset, 3, num_workers=workers))
+    batches = iter(paceline.Loader(dataset, 3, num_workers=workers))
     assert sorted(set(samples_of(islice(batches, 3 if workers else 1)))) == list(range(6 if workers else 3))
     dataset.may.set()
     with pytest.raises(DataError, match=rf"(?s)\[rank 0\] {message}"):
@@ -224,7 +224,7 @@ def test_who_holds_the_error_does_not_hold_the_workers(dataset):
     broken = dataset("value")
     broken.may.set()
     with pytest.raises(DataError) as caught:
-        list(pl.Loader(broken, 3, shuffle=False, num_workers=2))
+        list(paceline.Loader(broken, 3, shuffle=False, num_workers=2))
     for _ in range(100):
         if not multiprocessing.active_children():  # a busy machine takes its time to end them
             break
@@ -236,7 +236,7 @@ def test_who_holds_the_error_does_not_hold_the_workers(dataset):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_collate_function_that_raises_is_named_with_its_batch(workers):
-    loader = pl.Loader(list(range(9)), 3, shuffle=False, num_workers=workers, collate_fn=refuse)
+    loader = paceline.Loader(list(range(9)), 3, shuffle=False, num_workers=workers, collate_fn=refuse)
     with pytest.raises(DataError, match=r"(?s)batch 2 .*can't stack these \(samples 6, 7, 8\)") as caught:
         list(loader)
     assert caught.value.__cause__ is not None
@@ -244,7 +244,7 @@ def test_a_collate_function_that_raises_is_named_with_its_batch(workers):
 
 
 def test_the_next_epoch_begins_after_an_error():
-    loader = pl.Loader(broken := Broken("value"), 3, shuffle=False)
+    loader = paceline.Loader(broken := Broken("value"), 3, shuffle=False)
     broken.may.set()
     with pytest.raises(DataError):
         list(loader)
@@ -257,7 +257,7 @@ def test_the_next_epoch_begins_after_an_error():
 def test_persistent_workers_serve_the_next_epoch_after_an_error(dataset):
     broken = dataset("value")
     broken.may.set()
-    loader = pl.Loader(broken, 3, shuffle=False, num_workers=2, persistent_workers=True)
+    loader = paceline.Loader(broken, 3, shuffle=False, num_workers=2, persistent_workers=True)
     for epoch in range(3):
         with pytest.raises(DataError, match=rf"batch . of epoch {epoch} .*look there"):
             list(loader)
@@ -267,7 +267,7 @@ def test_only_the_first_samples_of_a_large_batch_are_named():
     dataset = Broken("value")
     dataset.may.set()
     with pytest.raises(DataError, match=r"\(samples 0, 1, 2, 3, 4, 5, 6, 7, …\)"):
-        list(pl.Loader(dataset, 10, shuffle=False))
+        list(paceline.Loader(dataset, 10, shuffle=False))
 
 
 class Growing(list):
@@ -275,7 +275,7 @@ class Growing(list):
 
 
 def test_a_dataset_that_has_grown_is_refused():
-    loader = pl.Loader(grown := Growing(range(5)), 2)
+    loader = paceline.Loader(grown := Growing(range(5)), 2)
     list(loader)
     grown.append(5)
     with pytest.raises(ValueError, match="the dataset had 5 samples, and now has 6"):
@@ -285,4 +285,4 @@ def test_a_dataset_that_has_grown_is_refused():
 @pytest.mark.parametrize("dataset", [list(range(4)), Numbers(4)], ids=["map", "stream"])
 def test_a_batch_that_cannot_carry_its_number_is_refused(dataset):
     with pytest.raises(ValueError, match=r"type int can't carry .samples"):
-        list(pl.Loader(dataset, 2, collate_fn=sum))
+        list(paceline.Loader(dataset, 2, collate_fn=sum))

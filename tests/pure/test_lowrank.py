@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.powersgd import LowRank, as_matrix, factors_of
+from paceline.parallel.compression.powersgd import PowerSGD, as_matrix, factors_of
 
 SHAPES = [(40, 30), (40,), (16, 4, 3, 3), (2, 3), (), (64, 50)]
 DEVICES = [
@@ -22,7 +22,7 @@ def tensors_of(seed: int, device: str = "cpu") -> list[torch.Tensor]:
     return [torch.randn(shape, generator=random).to(device) for shape in SHAPES]
 
 
-def round_of(lows: list[LowRank], buckets: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+def round_of(lows: list[PowerSGD], buckets: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
     """One round of several ranks: the sums in between are made here. Return each rank's mean as it sees it."""
     summed = torch.stack([low.project(bucket) for low, bucket in zip(lows, buckets, strict=True)]).sum(0)
     for low in lows:
@@ -69,7 +69,7 @@ def mean_by_the_paper(
 
 
 def test_three_rounds_of_two_ranks_are_those_of_the_paper():
-    lows = [LowRank(SHAPES, rank=2, seed=5) for _ in range(2)]
+    lows = [PowerSGD(SHAPES, rank=2, seed=5) for _ in range(2)]
     queries = {
         thin.index: lows[0]
         .q[thin.q_start : thin.q_start + 2 * thin.columns]
@@ -95,14 +95,14 @@ def test_three_rounds_of_two_ranks_are_those_of_the_paper():
 def test_a_matrix_of_no_more_than_that_rank_comes_out_exactly(true_rank, device):
     random = torch.Generator().manual_seed(true_rank)
     matrix = torch.randn(60, true_rank, generator=random) @ torch.randn(true_rank, 50, generator=random)
-    low = LowRank([(60, 50)], rank=3, device=device)
+    low = PowerSGD([(60, 50)], rank=3, device=device)
     ((seen,),) = round_of([low], [[matrix.to(device)]])
     assert (seen.cpu() - matrix).norm() <= 1e-5 * matrix.norm()
 
 
 def test_error_feedback_sends_everything_in_time():
     """What was sent and what is left are what was given, and what is left stays bounded."""
-    low, (matrix,) = LowRank([(40, 30)], rank=2), tensors_of(0)[:1]
+    low, (matrix,) = PowerSGD([(40, 30)], rank=2), tensors_of(0)[:1]
     left, sent = torch.zeros(40, 30), torch.zeros(40, 30, dtype=torch.float64)
     for _ in range(80):
         given = matrix + left
@@ -119,7 +119,7 @@ def test_a_warm_start_comes_closer_round_by_round():
     right, _ = torch.linalg.qr(torch.randn(30, 30, generator=torch.Generator().manual_seed(1)))
     matrix = left * scales @ right
     best = scales[4:].norm().item()
-    low = LowRank([(40, 30)], rank=4)
+    low = PowerSGD([(40, 30)], rank=4)
     off = [(round_of([low], [[matrix]])[0][0] - matrix).norm().item() for _ in range(20)]
     assert off[-1] < off[0]
     assert off[-1] == pytest.approx(best, rel=0.01)
@@ -144,25 +144,25 @@ def test_what_is_worth_it_is_sent_thin():
 
 
 def test_raw_tensors_are_left_alone():
-    low = LowRank(SHAPES, rank=2)
+    low = PowerSGD(SHAPES, rank=2)
     (seen,) = round_of([low], [tensors_of(0)])
     for index in low.factors.raw:
         assert (seen[index] == 7).all()
 
 
 def test_the_first_q_is_the_seed_s():
-    assert torch.equal(LowRank(SHAPES, seed=1).q, LowRank(SHAPES, seed=1).q)
-    assert not torch.equal(LowRank(SHAPES, seed=1).q, LowRank(SHAPES, seed=2).q)
+    assert torch.equal(PowerSGD(SHAPES, seed=1).q, PowerSGD(SHAPES, seed=1).q)
+    assert not torch.equal(PowerSGD(SHAPES, seed=1).q, PowerSGD(SHAPES, seed=2).q)
 
 
 @pytest.mark.parametrize("make", [torch.zeros, torch.ones, torch.randn])
 def test_columns_become_orthonormal_whatever_they_are(make):
-    low = LowRank([(50, 40)], rank=4)
+    low = PowerSGD([(50, 40)], rank=4)
     low.p.copy_(make(200))
     low.orthogonalise()
     p = low.p.view(50, 4)
     assert torch.allclose(p.T @ p, torch.eye(4), atol=1e-5)
-    again = LowRank([(50, 40)], rank=4)
+    again = PowerSGD([(50, 40)], rank=4)
     torch.manual_seed(0)
     again.p.copy_(torch.randn(200))
     low.p.copy_(again.p)
@@ -172,7 +172,7 @@ def test_columns_become_orthonormal_whatever_they_are(make):
 
 
 def test_a_round_without_gradient_is_no_end():
-    low, (matrix,) = LowRank([(40, 30)], rank=2), tensors_of(0)[:1]
+    low, (matrix,) = PowerSGD([(40, 30)], rank=2), tensors_of(0)[:1]
     ((nothing,),) = round_of([low], [[torch.zeros(40, 30)]])
     assert (nothing == 0).all()
     ((seen,),) = round_of([low], [[matrix]])
@@ -181,7 +181,7 @@ def test_a_round_without_gradient_is_no_end():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_no_number_comes_out_as_such_and_does_not_stay(bad):
-    low, tensors = LowRank(SHAPES, rank=2), tensors_of(0)
+    low, tensors = PowerSGD(SHAPES, rank=2), tensors_of(0)
     tensors[0][3, 3] = bad
     (seen,) = round_of([low], [tensors])
     assert not seen[0].isfinite().all()

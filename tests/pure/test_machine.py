@@ -13,20 +13,20 @@ import psutil
 import pytest
 
 from paceline._core.cpu_cores import cpu_quota
-from paceline._core.network_interfaces import Interface, interfaces, is_loopback
+from paceline._core.network_interfaces import Interface, is_loopback, list_interfaces
 from paceline.tools.diagnostics.machine_findings import findings
 from paceline.world.machine_facts import (
     Compiler,
     Gpu,
     Loopback,
-    Machine,
+    MachineFacts,
     Mpi,
     Torch,
     compiler,
-    machine,
     memory_limit,
     memory_used,
     mpi,
+    read_machine_facts,
 )
 
 GIB = 2**30
@@ -34,7 +34,7 @@ LO = Interface("lo", ("127.0.0.1", "::1"), True, 0.0, 65536)
 ETH = Interface("eth0", ("10.0.0.5",), True, 125e6, 1500)
 TORCH = Torch("2.13.0+cpu", "", 8, ("gloo",), ())
 GPU = Gpu("H100", 80 * GIB, "9.0")
-GOOD = Machine(
+GOOD = MachineFacts(
     host="pc1",
     address="10.0.0.5",
     system="Linux 6.1 x86_64",
@@ -156,7 +156,7 @@ def test_the_speed_of_a_link_is_read(monkeypatch, mbit, bytes_per_second):
     state = SimpleNamespace(isup=True, speed=mbit, mtu=1500)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [address]})
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth0": state})
-    assert interfaces() == (replace(ETH, bytes_per_second=bytes_per_second),)
+    assert list_interfaces() == (replace(ETH, bytes_per_second=bytes_per_second),)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_several_outer_interfaces_are_all_named():
 
 
 def test_this_machine_is_read():
-    facts = machine({"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth9"})
+    facts = read_machine_facts({"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth9"})
     assert facts.thread_variables == {"OMP_NUM_THREADS": "3"}
     assert facts.gloo_interface == "eth9"
     assert facts.threads == os.cpu_count()

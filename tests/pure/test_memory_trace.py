@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.errors import UsageError
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.cpu_allocations import Allocated
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_prediction import Untraceable, predict
@@ -206,9 +206,9 @@ def test_batch_checkpointing_and_precision_matter():
 
 def test_a_prediction_is_what_one_process_takes():
     setting = Setting("alone", 1, 4, 64)
-    train(subject_of("tiny"), setting, Wire(), Silent())
+    train(subject_of("tiny"), setting, Comm(), Silent())
     with Allocated() as allocated:
-        train(subject_of("tiny"), setting, Wire(), Silent())
+        train(subject_of("tiny"), setting, Comm(), Silent())
     assert predict(subject_of("tiny"), setting).timeline.peak().nbytes == pytest.approx(
         allocated.nbytes, rel=0.01
     )

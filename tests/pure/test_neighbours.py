@@ -16,9 +16,15 @@ import torch
 import torch.distributed as dist
 from forks import ended, in_child, start
 
-from paceline._core.process_exit import Exit
+from paceline._core.process_exit import ExitStatus
 from paceline._core.units import format_bytes
-from paceline.backends.shm.host_peers import Card, Listener, Neighbours, NotShared, exchange_cards
+from paceline.backends.shm.host_peers import (
+    HostPeers,
+    MemoryNotShared,
+    PeerCard,
+    PeerListener,
+    exchange_cards,
+)
 from paceline.backends.shm.shared_arena import Segment
 from paceline.errors import CollectiveTimeout
 
@@ -26,17 +32,17 @@ NBYTES = 2 << 20
 
 
 def card(rank, listener, **other):
-    found = Card(rank, rank, "here", "name", os.getpid(), listener.address, listener.token)
+    found = PeerCard(rank, rank, "here", "name", os.getpid(), listener.address, listener.token)
     return replace(found, **other)
 
 
 def connect(store, rank, size, change=lambda card: card, listener=None, timeout=20.0, nbytes=NBYTES):
     """Return the neighbours of `rank`; `change` makes its card another one."""
-    listener = listener or Listener()
+    listener = listener or PeerListener()
     mine = change(card(rank, listener))
     cards = exchange_cards(store, mine, size, timeout)
     here = [each for each in cards if each.host == mine.host]
-    return Neighbours(mine, cards, here, listener, store, timeout, nbytes)
+    return HostPeers(mine, cards, here, listener, store, timeout, nbytes)
 
 
 def in_threads(size, work):
@@ -76,7 +82,7 @@ def test_all_share_one_memory_and_leave_nothing(size):
     before = open_files()
     found = group(size)
     for rank, each in enumerate(found):
-        assert isinstance(each, Neighbours), each
+        assert isinstance(each, HostPeers), each
         each.common.tensor(rank, 1, torch.uint8).fill_(rank + 1)
     for each in found:
         assert bytes(each.common.map[:size]) == bytes(range(1, size + 1))
@@ -197,7 +203,7 @@ def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
     while not mine.ended():
         time.sleep(0.01)
     assert [(card.rank, left) for card, left in mine.ended()] == [(1, False)]
-    assert mine.exit_of(1) == Exit(3)
+    assert mine.exit_of(1) == ExitStatus(3)
     assert ended(pid) == 3
     mine.close()
     for fd in (reading, writing, held, holding):
@@ -237,7 +243,7 @@ def test_one_that_has_a_problem_is_named_to_all():
         ),
     )
     assert [str(each) for each in found] == ["rank 1: no futex"] * 3
-    assert all(isinstance(each, NotShared) for each in found)
+    assert all(isinstance(each, MemoryNotShared) for each in found)
 
 
 def test_another_network_namespace_is_told_to_all():
@@ -249,7 +255,7 @@ def test_another_network_namespace_is_told_to_all():
             store, rank, 3, lambda card: replace(card, address="elsewhere") if card.rank == 1 else card
         ),
     )
-    assert all(isinstance(each, NotShared) for each in found), found
+    assert all(isinstance(each, MemoryNotShared) for each in found), found
     reason = "rank 2: rank 1 can't be reached by a Unix socket (another network namespace?)"
     assert [str(each) for each in found] == [reason] * 3
     del found
@@ -260,7 +266,7 @@ def test_memory_that_can_not_be_had_is_told_to_all():
     before = open_files()
     store = dist.HashStore()
     found = in_threads(3, lambda rank: connect(store, rank, 3, nbytes=2**60 if rank == 0 else NBYTES))
-    assert all(isinstance(each, NotShared) for each in found), found
+    assert all(isinstance(each, MemoryNotShared) for each in found), found
     reason = f"rank 0: [Errno 12] no {format_bytes(2**60)} of shared memory: Cannot allocate memory"
     assert [str(each) for each in found] == [reason] * 3
     del found
@@ -286,7 +292,7 @@ def test_a_neighbour_that_never_dials_is_named():
     def work(rank):
         if rank == 0:
             return connect(store, 0, 2, timeout=1.0)
-        return exchange_cards(store, card(1, Listener()), 2, 20.0)
+        return exchange_cards(store, card(1, PeerListener()), 2, 20.0)
 
     error = in_threads(2, work)[0]
     assert isinstance(error, CollectiveTimeout)
@@ -294,7 +300,7 @@ def test_a_neighbour_that_never_dials_is_named():
 
 
 def test_strangers_are_not_let_in():
-    listener = Listener()
+    listener = PeerListener()
     answers = []
     for hello in (b"", b"x" * 5, b"\0" * 20, (1).to_bytes(4, "little") + bytes.fromhex(listener.token)):
         with socket.socket(socket.AF_UNIX) as stranger:

@@ -15,9 +15,9 @@ from paceline.errors import UsageError
 from paceline.transport.token_bucket import (
     ENVELOPE_NBYTES,
     TokenBucket,
-    bucket_of,
     frame_nbytes,
     kernel_pacing,
+    make_token_bucket,
     parse_share,
 )
 
@@ -104,13 +104,13 @@ def test_a_bucket_without_rate_or_end_is_refused(value):
         with pytest.raises(UsageError, match="a bucket needs more than nothing"):
             TokenBucket(rate, burst, 0.0)
     with pytest.raises(UsageError):
-        bucket_of(value, 0.0)
+        make_token_bucket(value, 0.0)
 
 
 @pytest.mark.parametrize("rate", [40e3, 375e3, 7.5e6, 125e6])
 def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
     draw = random.Random(5)
-    bucket, now, left = bucket_of(rate, 0.0), 0.0, []
+    bucket, now, left = make_token_bucket(rate, 0.0), 0.0, []
     size = frame_nbytes(rate)
     while now < 4.0:
         if draw.random() < 0.05:
@@ -125,7 +125,7 @@ def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
 
 def test_a_sender_that_is_called_late_loses_little():
     rate, now, sent = 7.5e6, 0.0, 0
-    bucket, size = bucket_of(rate, 0.0), frame_nbytes(rate)
+    bucket, size = make_token_bucket(rate, 0.0), frame_nbytes(rate)
     while now < 10.0:
         while bucket.wait(size + ENVELOPE_NBYTES, now) == 0:
             bucket.take(size + ENVELOPE_NBYTES, now)
@@ -136,7 +136,7 @@ def test_a_sender_that_is_called_late_loses_little():
 
 def test_a_frame_fits_into_the_bucket_of_its_rate():
     for rate in (40e3, 1e5, 1e6, 7.5e6, 1e9):
-        assert frame_nbytes(rate) + ENVELOPE_NBYTES <= bucket_of(rate, 0.0).burst
+        assert frame_nbytes(rate) + ENVELOPE_NBYTES <= make_token_bucket(rate, 0.0).burst
     assert frame_nbytes(None) == frame_nbytes(1e9) == 256 << 10
     assert frame_nbytes(1.0) > 0
 

@@ -12,7 +12,7 @@ from test_pace import most_in_any
 
 from paceline.errors import UsageError
 from paceline.transport.envelope_header import Header
-from paceline.transport.paced_queue import Paced, counted_nbytes
+from paceline.transport.paced_queue import PacedQueue, counted_nbytes
 from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
 from paceline.transport.transport_interface import Envelope
 
@@ -43,7 +43,7 @@ class Gone:
 
 
 def test_without_a_bucket_all_leaves_at_once_in_turn_and_in_order():
-    paced, gone = Paced(), Gone()
+    paced, gone = PacedQueue(), Gone()
     for target in (1, 2, 3):
         for sequence in range(target):
             assert paced.put(envelope(target, sequence, LONG))
@@ -53,7 +53,7 @@ def test_without_a_bucket_all_leaves_at_once_in_turn_and_in_order():
 
 
 def test_short_envelopes_go_first():
-    paced, gone = Paced(), Gone()
+    paced, gone = PacedQueue(), Gone()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, 4097))
     paced.put(envelope(2, 0, LONG))
@@ -65,7 +65,7 @@ def test_short_envelopes_go_first():
 
 def test_targets_go_on_in_turn_where_the_bucket_stopped():
     bucket = TokenBucket(rate=1e6, burst=1.5 * LONG, now=0.0)
-    paced, gone, now = Paced(bucket=bucket), Gone(), 0.0
+    paced, gone, now = PacedQueue(bucket=bucket), Gone(), 0.0
     for sequence in range(3):
         for target in (1, 2, 3):
             paced.put(envelope(target, sequence, LONG))
@@ -77,7 +77,7 @@ def test_targets_go_on_in_turn_where_the_bucket_stopped():
 
 
 def test_a_long_one_is_not_passed_by_those_that_would_fit():
-    paced, gone = Paced(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_NBYTES, now=0.0)), Gone()
+    paced, gone = PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_NBYTES, now=0.0)), Gone()
     for target, nbytes in ((1, LONG), (2, LONG), (3, 5000)):
         paced.put(envelope(target, 0, nbytes))
     wait = paced.pump(0.0, gone)
@@ -88,7 +88,7 @@ def test_a_long_one_is_not_passed_by_those_that_would_fit():
 
 
 def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
-    paced, gone = Paced(), Gone()
+    paced, gone = PacedQueue(), Gone()
     paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_NBYTES, now=0.0))
     for sequence in range(3):
         paced.put(envelope(1, sequence, LONG))
@@ -104,7 +104,7 @@ def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
 
 
 def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
-    paced, gone = Paced(), Gone()
+    paced, gone = PacedQueue(), Gone()
     gone.blocked.add(1)
     for sequence in range(3):
         paced.put(envelope(1, sequence, LONG if sequence else SHORT))
@@ -120,14 +120,14 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
 
 def test_what_is_not_taken_costs_nothing():
     bucket = TokenBucket(rate=1e6, burst=1e6, now=0.0)
-    paced, gone = Paced(bucket=bucket), Gone(room=0)
+    paced, gone = PacedQueue(bucket=bucket), Gone(room=0)
     paced.put(envelope(1, 0, LONG))
     paced.pump(0.0, gone)
     assert bucket.room(0.0) == 1_000_000
 
 
 def test_no_more_than_so_many_bytes_wait():
-    paced, gone = Paced(most_nbytes=3 * (LONG + ENVELOPE_NBYTES)), Gone(room=1)
+    paced, gone = PacedQueue(most_nbytes=3 * (LONG + ENVELOPE_NBYTES)), Gone(room=1)
     assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
     assert not paced.put(envelope(2, 0, 0))
     paced.pump(0.0, gone)
@@ -137,7 +137,7 @@ def test_no_more_than_so_many_bytes_wait():
 
 
 def test_a_target_that_is_forgotten_makes_room():
-    paced, gone = Paced(most_nbytes=2 * (LONG + ENVELOPE_NBYTES)), Gone()
+    paced, gone = PacedQueue(most_nbytes=2 * (LONG + ENVELOPE_NBYTES)), Gone()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, SHORT))
     paced.put(envelope(2, 0, SHORT))
@@ -149,7 +149,7 @@ def test_a_target_that_is_forgotten_makes_room():
 
 
 def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
-    paced, gone = Paced(), Gone()
+    paced, gone = PacedQueue(), Gone()
     wrong = envelope(1, 0, LONG)
 
     def send(given):
@@ -179,7 +179,7 @@ def test_long_texts_in_a_header_count():
 )
 def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw):
     rate, burst = 1e6, LONG + ENVELOPE_NBYTES
-    paced, now, left = Paced(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
+    paced, now, left = PacedQueue(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
 
     def send(given):
         if draw.random() < 0.2:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import step_profile as made
 from paceline.cost_model.profile import Profile
-from paceline.cost_model.step_costs import pick
-from paceline.cost_model.step_strategy import Way
-from paceline.cost_model.step_time import predict_all
+from paceline.cost_model.step_costs import pick_step_costs
+from paceline.cost_model.step_strategy import StepStrategy
+from paceline.cost_model.step_time import predict_steps
 from paceline.errors import UsageError
 from paceline.tools.plan.strategy_advice import Batch, advise_step
 from paceline.tools.plan.strategy_advice_text import scaling_rows, sentences
@@ -28,12 +28,13 @@ def slow(call=20.0):
 def test_the_best_way_is_the_shortest_of_those_allowed():
     profile = made.profile()
     advice = advise_step(profile, [1, 2], BATCH, ["flat", "bucketed"])
-    costs = pick(profile, ranks=2)
-    tried = predict_all(
-        costs, [Way("flat"), *(Way("bucketed", size) for size in (1, 2, 5, 10, float("inf")))]
+    costs = pick_step_costs(profile, ranks=2)
+    tried = predict_steps(
+        costs,
+        [StepStrategy("flat"), *(StepStrategy("bucketed", size) for size in (1, 2, 5, 10, float("inf")))],
     )
     assert advice.best.seconds == pytest.approx(min(each.seconds for each in tried))
-    assert advise_step(profile, [2], BATCH, ["flat"]).best.way == Way("flat")
+    assert advise_step(profile, [2], BATCH, ["flat"]).best.way == StepStrategy("flat")
 
 
 def test_one_rank_is_the_measure_of_efficiency():
@@ -109,7 +110,7 @@ def test_sharding_is_a_remedy_where_it_is_not_among_the_ways():
     long_update = made.profile(models=(made.model(),))
     advice = advise_step(long_update, [2], BATCH, ["flat"])
     named = [each.what for each in advise_step(slow(1e-4), [2], BATCH, ["flat"]).remedies]
-    assert advice.best.way == Way("flat")
+    assert advice.best.way == StepStrategy("flat")
     assert "sharding the optimizer" in named
 
 

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from paceline._core.units import MIB
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import Channel, Ready, best_bucket, caps_for, plan_buckets, simulate
+from paceline.cost_model.bucket_layout import (
+    CommChannel,
+    ReadyGradient,
+    best_bucket,
+    caps_for,
+    plan_buckets,
+    simulate_backward,
+)
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.errors import UsageError
 
@@ -20,11 +27,11 @@ POSITIVE = st.floats(1e-3, 1e3)
 
 def equal(count, nbytes, backward):
     """Return `count` gradients of one size, ready evenly over backward."""
-    return [Ready(nbytes, backward * place / count) for place in range(1, count + 1)]
+    return [ReadyGradient(nbytes, backward * place / count) for place in range(1, count + 1)]
 
 
 def line(job):
-    return Channel(lambda nbytes: job.call_seconds + nbytes / job.bytes_per_second)
+    return CommChannel(lambda nbytes: job.call_seconds + nbytes / job.bytes_per_second)
 
 
 # ---------------------------------------------------------------- the closed form
@@ -40,7 +47,7 @@ def line(job):
 )
 def test_the_formula_is_the_simulation_of_equal_buckets(count, nbytes, rate, call, backward):
     job = EqualBuckets(nbytes * count, rate * nbytes, call, backward)
-    found = simulate(equal(count, nbytes, backward), nbytes, line(job))
+    found = simulate_backward(equal(count, nbytes, backward), nbytes, line(job))
     assert len(found.buckets) == count
     scale = job.wire_seconds + count * call + backward
     assert abs(found.exposed - job.overhead(count)) <= 1e-9 * scale
@@ -139,8 +146,8 @@ def test_every_gradient_is_in_one_bucket_in_order(sizes, cap):
 
 
 def test_naive_and_flat_wait_for_every_call():
-    ready, channel = equal(4, 10, 1.0), Channel(lambda nbytes: 0.5 + nbytes / 100)
-    naive, flat = (simulate(ready, cap, channel, overlap=False) for cap in (0, math.inf))
+    ready, channel = equal(4, 10, 1.0), CommChannel(lambda nbytes: 0.5 + nbytes / 100)
+    naive, flat = (simulate_backward(ready, cap, channel, overlap=False) for cap in (0, math.inf))
     assert naive.exposed == pytest.approx(4 * 0.6)
     assert flat.exposed == pytest.approx(0.5 + 0.4)
     assert naive.computed == flat.computed == 1.0
@@ -148,41 +155,46 @@ def test_naive_and_flat_wait_for_every_call():
 
 
 def test_the_last_bucket_leaves_when_backward_has_ended():
-    ready = [Ready(1, 0.1), Ready(1, 0.2)]
-    found = simulate(ready, 0, Channel(lambda nbytes: 0.01), backward_seconds=1.0)
+    ready = [ReadyGradient(1, 0.1), ReadyGradient(1, 0.2)]
+    found = simulate_backward(ready, 0, CommChannel(lambda nbytes: 0.01), backward_seconds=1.0)
     assert [call.launched for call in found.calls] == pytest.approx([0.1, 1.0])
     assert found.end == pytest.approx(1.01)
 
 
 def test_a_bucket_of_two_kinds_waits_for_its_own_gradients():
-    ready = [Ready(1, 0.1, "a"), Ready(1, 0.2, "b"), Ready(1, 0.3, "a"), Ready(1, 0.4, "b")]
-    found = simulate(ready, 2, Channel(lambda nbytes: 0.01))
+    ready = [
+        ReadyGradient(1, 0.1, "a"),
+        ReadyGradient(1, 0.2, "b"),
+        ReadyGradient(1, 0.3, "a"),
+        ReadyGradient(1, 0.4, "b"),
+    ]
+    found = simulate_backward(ready, 2, CommChannel(lambda nbytes: 0.01))
     assert found.buckets == ((0, 2), (1, 3))
     assert [call.launched for call in found.calls] == pytest.approx([0.3, 0.4])
 
 
 def test_slow_downs_lengthen_the_computing_too():
-    ready, free = equal(10, 10, 1.0), Channel(lambda nbytes: 0.05)
-    shared = Channel(lambda nbytes: 0.05, computing_slows=1.5, calls_slow=1.2)
-    assert simulate(ready, 0, free).computed == pytest.approx(1.0)
-    slow = simulate(ready, 0, shared)
+    ready, free = equal(10, 10, 1.0), CommChannel(lambda nbytes: 0.05)
+    shared = CommChannel(lambda nbytes: 0.05, computing_slows=1.5, calls_slow=1.2)
+    assert simulate_backward(ready, 0, free).computed == pytest.approx(1.0)
+    slow = simulate_backward(ready, 0, shared)
     assert slow.computed == pytest.approx(1.0 + 9 * 0.05 * 1.2 * (1 - 1 / 1.5))  # nine calls lie beside it
-    assert slow.exposed > simulate(ready, 0, free).exposed
+    assert slow.exposed > simulate_backward(ready, 0, free).exposed
 
 
 def test_lanes_hide_latency_and_not_bytes():
     ready = equal(50, 10**6, 0.0)
-    lone = Channel(lambda nbytes: 0.01 + nbytes / 1e8, lambda nbytes: nbytes / 1e8, lanes=1)
-    two = Channel(lone.seconds_of, lone.gap_of, lanes=2)
-    many = Channel(lone.seconds_of, lone.gap_of, lanes=math.inf)
-    assert simulate(ready, 0, lone).end == pytest.approx(50 * 0.02)
-    assert simulate(ready, 0, two).end == pytest.approx(51 * 0.01)
-    assert simulate(ready, 0, many).end == pytest.approx(51 * 0.01)
+    lone = CommChannel(lambda nbytes: 0.01 + nbytes / 1e8, lambda nbytes: nbytes / 1e8, lanes=1)
+    two = CommChannel(lone.seconds_of, lone.gap_of, lanes=2)
+    many = CommChannel(lone.seconds_of, lone.gap_of, lanes=math.inf)
+    assert simulate_backward(ready, 0, lone).end == pytest.approx(50 * 0.02)
+    assert simulate_backward(ready, 0, two).end == pytest.approx(51 * 0.01)
+    assert simulate_backward(ready, 0, many).end == pytest.approx(51 * 0.01)
 
 
 def test_launching_costs_the_rank_time():
     ready = equal(10, 1, 1.0)
-    found = simulate(ready, 0, Channel(lambda nbytes: 0.0, launch_seconds=0.1))
+    found = simulate_backward(ready, 0, CommChannel(lambda nbytes: 0.0, launch_seconds=0.1))
     assert found.computed == pytest.approx(1.9)  # the last launch follows
     assert found.end == pytest.approx(2.0)
 
@@ -191,15 +203,15 @@ def test_launching_costs_the_rank_time():
     ("ready", "options"),
     [
         ([], {}),
-        ([Ready(1, 0.2), Ready(1, 0.1)], {}),
-        ([Ready(1, 0.2)], {"backward_seconds": 0.1}),
-        ([Ready(1, -0.2)], {}),
-        ([Ready(-1, 0.2)], {}),
+        ([ReadyGradient(1, 0.2), ReadyGradient(1, 0.1)], {}),
+        ([ReadyGradient(1, 0.2)], {"backward_seconds": 0.1}),
+        ([ReadyGradient(1, -0.2)], {}),
+        ([ReadyGradient(-1, 0.2)], {}),
     ],
 )
 def test_gradients_that_make_no_sense_are_refused(ready, options):
     with pytest.raises(UsageError):
-        simulate(ready, 0, Channel(lambda nbytes: 0.0), **options)
+        simulate_backward(ready, 0, CommChannel(lambda nbytes: 0.0), **options)
 
 
 # ---------------------------------------------------------------- the best bucket
@@ -216,7 +228,7 @@ def test_the_best_bucket_is_near_the_closed_form():
 
 def test_of_equal_sizes_the_largest_is_chosen():
     ready = equal(8, 10, 1.0)
-    best = best_bucket(ready, Channel(lambda nbytes: 0.0), caps=[0, 10, 20, math.inf])
+    best = best_bucket(ready, CommChannel(lambda nbytes: 0.0), caps=[0, 10, 20, math.inf])
     assert best.cap == math.inf
 
 
@@ -225,11 +237,11 @@ def test_sizes_worth_trying_group_differently():
     caps = caps_for(ready)
     assert caps == sorted(caps)
     assert caps[0] == 0
-    groupings = [simulate(ready, cap, Channel(lambda nbytes: 0.0)).buckets for cap in caps]
+    groupings = [simulate_backward(ready, cap, CommChannel(lambda nbytes: 0.0)).buckets for cap in caps]
     assert len(set(groupings)) == len(caps) > 10
     assert len(groupings[-1]) == 1
     with pytest.raises(UsageError, match="no bucket size"):
-        best_bucket(ready, Channel(lambda nbytes: 0.0), caps=[])
+        best_bucket(ready, CommChannel(lambda nbytes: 0.0), caps=[])
 
 
 # ---------------------------------------------------------------- somebody's measurement (docs/step-time.md)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.cost_model.device_rates import Quantity, intensity, matmul_of, matmul_rate, wire_of, wire_rate
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CollectiveCost, Rate, Source
 from paceline.errors import UsageError
@@ -16,7 +16,7 @@ BETA = 1 / 25e6
 
 def profile(wobble=0.0):
     points = [
-        Point(n, p, 1e-4 * 2 * (p - 1) + BETA * n * 2 * (p - 1) / p * (1 + wobble * (i % 2)))
+        MeasuredPoint(n, p, 1e-4 * 2 * (p - 1) + BETA * n * 2 * (p - 1) / p * (1 + wobble * (i % 2)))
         for i, n in enumerate(4**k for k in range(6, 14))
         for p in (2, 4, 8)
     ]

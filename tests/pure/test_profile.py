@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import CallCost, CollectiveCost, Rate, Source
 from paceline.errors import UsageError
@@ -19,7 +19,7 @@ LATER = Source("paceline bench machine", "2026-02-03T04:05:06+00:00")
 
 def collective(backend="gloo", network="loopback", scale=1.0, op="all-reduce"):
     points = [
-        Point(n, p, scale * (1e-5 * p + 1e-9 * n * 2 * (p - 1) / p * (1 + 0.1 * (p - 2))))
+        MeasuredPoint(n, p, scale * (1e-5 * p + 1e-9 * n * 2 * (p - 1) / p * (1 + 0.1 * (p - 2))))
         for n in (4**k for k in range(5, 13))
         for p in (2, 4)
     ]

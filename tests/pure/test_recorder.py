@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline._core.step_state import Whereabouts
+from paceline._core.step_state import StepState
 from paceline.profiling import trace_file
-from paceline.profiling.step_recorder import Recorder, is_quiet
+from paceline.profiling.step_recorder import StepRecorder, is_quiet
 
 
 @dataclass
@@ -36,8 +36,8 @@ def lines(tmp_path):
 
 
 def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
-    here, model = Whereabouts(), Round()
-    here.recorder = Recorder(model)
+    here, model = StepState(), Round()
+    here.recorder = StepRecorder(model)
     for step in (0, 1):
         model.step = step
         here.begin(step, "forward")
@@ -60,7 +60,7 @@ def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
 
 
 def test_calls_tell_what_is_known_of_them(lines):
-    recorder = Recorder(Round(5))
+    recorder = StepRecorder(Round(5))
     start = time.perf_counter()
     recorder.phase("forward", start)
     recorder.launched("reduce", 0, 4096, 2048, start + 0.001, start + 0.002)
@@ -81,8 +81,8 @@ def test_calls_tell_what_is_known_of_them(lines):
 
 
 def test_tasks_and_plans_are_told(lines):
-    here = Whereabouts()
-    here.recorder = Recorder(Round())
+    here = StepState()
+    here.recorder = StepRecorder(Round())
     here.begin(0, "forward")
     with here.during("checkpoint"):
         pass
@@ -97,8 +97,8 @@ def test_tasks_and_plans_are_told(lines):
 
 
 def test_what_another_model_does_is_part_of_the_step(lines):
-    here, model, other = Whereabouts(), Round(wire=object()), Round(17, wire=object())
-    here.recorder = Recorder(model)
+    here, model, other = StepState(), Round(wire=object()), Round(17, wire=object())
+    here.recorder = StepRecorder(model)
     assert here.recording(model.wire) is here.recorder
     assert here.recording(other.wire) is None
     for _ in range(2):

@@ -135,7 +135,7 @@ def test_a_slow_network_is_named_with_what_it_carries_and_what_would_help():
     assert limit.kind == "communication"
     assert "go through the network at 5" in limit.sentences[0]
     assert limit.remedies[0].what == "Send int8 gradients every step"
-    assert limit.remedies[0].how == '--compression int8, or pl.Sync(compression="int8")'
+    assert limit.remedies[0].how == '--compression int8, or paceline.Sync(compression="int8")'
     assert any("--accumulate" in remedy.how for remedy in limit.remedies)
 
 
@@ -144,7 +144,7 @@ def test_a_loop_of_ones_own_is_told_how_to_exchange_less_often():
     assert remedies[1].what == "Send int4 parameters every 3 steps in 3 fragments, 1 step late"
     assert remedies[1].how == (
         "--every 3 --outer average --compression int4 --fragments 3 --delay 1, or "
-        'pl.LocalSGD(model, optim, every=3, compression="int4", fragments=3, delay=1)'
+        'paceline.LocalSGD(model, optim, every=3, compression="int4", fragments=3, delay=1)'
     )
 
 

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.agent.job_outcome import Over, exit_status, failed
-from paceline.launch.agent.rank_failure import Failure, first_failure, is_echo
-from paceline.launch.agent.restart_policy import Life, decide
-from paceline.launch.agent.world_agreement import Before, Member, Verdict, judge
+from paceline.launch.agent.job_outcome import JobOutcome, exit_status, failed
+from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_echo
+from paceline.launch.agent.restart_policy import WorldRun, decide_restart
+from paceline.launch.agent.world_agreement import HostMember, PreviousWorld, WorldAgreement, agree_on_world
 
-A, B, C = (Member(f"pc{number}", f"agent{number}", 2) for number in range(3))
+A, B, C = (HostMember(f"pc{number}", f"agent{number}", 2) for number in range(3))
 
 
 def life(place="pc0/1", ranks=4, progress=False, of_rank=True):
-    return Life(place, ranks, progress, of_rank)
+    return WorldRun(place, ranks, progress, of_rank)
 
 
 def action(past, ranks=4, min_ranks=2, max_restarts=5):
-    return decide(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
+    return decide_restart(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,8 @@ def test_no_further_down_than_asked():
     assert action(stuck, ranks=2, min_ranks=2) == "end"
     assert action(stuck, ranks=1, min_ranks=1) == "end"
     assert (
-        "2 times in a row without progress, and 4 ranks" in decide(stuck, 4, min_ranks=4, max_restarts=9).why
+        "2 times in a row without progress, and 4 ranks"
+        in decide_restart(stuck, 4, min_ranks=4, max_restarts=9).why
     )
 
 
@@ -61,12 +62,12 @@ def test_no_further_down_than_asked():
 def test_restarts_are_counted(restarts, why):
     past = [life(f"pc0/{number}") for number in range(restarts + 1)]
     assert action(past[:-1], max_restarts=restarts) == "same"
-    assert decide(past, 4, min_ranks=1, max_restarts=restarts).why == why
+    assert decide_restart(past, 4, min_ranks=1, max_restarts=restarts).why == why
 
 
 def test_too_few_ranks_left_end_the_run():
     assert action([life()], ranks=1) == "end"
-    assert decide([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 wanted"
+    assert decide_restart([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 wanted"
 
 
 @given(
@@ -78,8 +79,8 @@ def test_too_few_ranks_left_end_the_run():
 def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_ranks, max_restarts):
     past = []
     for place, progress in places:
-        past.append(Life(place, ranks, progress))
-        told = decide(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
+        past.append(WorldRun(place, ranks, progress))
+        told = decide_restart(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
         if told == "end":
             break
         ranks -= told == "fewer"
@@ -89,7 +90,7 @@ def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_rank
 
 
 def rank_failed(number, *lines, host=A, code=1):
-    return Failure(host.host, host.member, number, number % 2, code, 12.0, lines)
+    return RankFailure(host.host, host.member, number, number % 2, code, 12.0, lines)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +140,13 @@ def test_a_failure_tells_who_how_and_why():
         == "rank 1 on pc0 ended with exit code 1 after 12 s (ValueError: x)"
     )
     assert str(rank_failed(1, "step 3", code=-9)) == "rank 1 on pc0 was ended by SIGKILL after 12 s"
-    assert str(Failure("pc2", "x", seconds=3.2)) == "pc2 was lost after 3 s"
-    assert (rank_failed(3, host=B).place, Failure("pc2", "x").place) == ("pc1/1", "pc2")
+    assert str(RankFailure("pc2", "x", seconds=3.2)) == "pc2 was lost after 3 s"
+    assert (rank_failed(3, host=B).place, RankFailure("pc2", "x").place) == ("pc1/1", "pc2")
 
 
 def judged(before, now, past=(), number=1, **limits):
-    verdict, lives = judge(number, before, now, past, **{"min_ranks": 2, "max_restarts": 3} | limits)
-    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    verdict, lives = agree_on_world(number, before, now, past, **{"min_ranks": 2, "max_restarts": 3} | limits)
+    assert WorldAgreement.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
     return verdict, lives
 
 
@@ -157,10 +158,10 @@ def test_a_run_begins_without_a_failure():
 
 def test_a_rank_failed_and_all_hosts_are_there():
     told = (rank_failed(0, "PeerLost"), rank_failed(3, "ValueError: x", host=B))
-    verdict, lives = judged(Before((A, B), told, False), [A, B])
+    verdict, lives = judged(PreviousWorld((A, B), told, False), [A, B])
     assert verdict.first == told[1]
     assert verdict.after == told[:1]
-    assert lives == (Life("pc1/1", 4, False, refused=False),)
+    assert lives == (WorldRun("pc1/1", 4, False, refused=False),)
     assert str(verdict) == (
         "restart 1: rank 3 on pc1 ended with exit code 1 after 12 s (ValueError: x); 4 → 4 ranks on 2 hosts"
     )
@@ -168,35 +169,35 @@ def test_a_rank_failed_and_all_hosts_are_there():
 
 def test_a_lost_host_caused_the_echoes_of_others():
     told = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
-    verdict, lives = judged(Before((A, B, C), told, True, 30.0), [A, C])
+    verdict, lives = judged(PreviousWorld((A, B, C), told, True, 30.0), [A, C])
     assert (verdict.first.host, verdict.first.rank, verdict.lost) == ("pc1", None, ("pc1",))
-    assert lives == (Life("pc1", 6, True, of_rank=False),)
+    assert lives == (WorldRun("pc1", 6, True, of_rank=False),)
     assert str(verdict) == "restart 1: pc1 was lost after 30 s; 6 → 4 ranks on 2 hosts"
 
 
 def test_a_host_whose_rank_failed_before_it_was_lost_is_named_by_the_rank():
     told = (rank_failed(2, "MemoryError", host=B),)
-    verdict, _ = judged(Before((A, B), told, False), [A], min_ranks=1)
+    verdict, _ = judged(PreviousWorld((A, B), told, False), [A], min_ranks=1)
     assert (verdict.first.rank, verdict.lost, verdict.after) == (2, ("pc1",), ())
 
 
 def test_a_host_that_came_back_at_once_was_lost_and_joined():
-    again = Member("pc1", "another agent", 2)
-    verdict, _ = judged(Before((A, B), (), False), [A, again])
+    again = HostMember("pc1", "another agent", 2)
+    verdict, _ = judged(PreviousWorld((A, B), (), False), [A, again])
     assert (verdict.first.host, verdict.lost, verdict.joined) == ("pc1", ("pc1",), ("pc1",))
 
 
 def test_a_host_that_joins_counts_as_no_failure():
     past = [life(), life(), life()]
-    verdict, lives = judged(Before((A, B), (), False), [A, B, C], past)
+    verdict, lives = judged(PreviousWorld((A, B), (), False), [A, B, C], past)
     assert (verdict.decision.action, verdict.joined, lives) == ("same", ("pc2",), tuple(past))
     assert str(verdict) == "restart 1: pc2 joined; 4 → 6 ranks on 3 hosts"
 
 
 def test_a_stuck_rank_is_taken_from_its_host():
     told = (rank_failed(3, "ValueError: x", host=B),)
-    past = [Life("pc1/1", 4, True)]
-    verdict, _ = judged(Before((A, B), told, False), [A, B], past)
+    past = [WorldRun("pc1/1", 4, True)]
+    verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], past)
     assert (verdict.shrinks, verdict.leaves, verdict.ranks_after, verdict.hosts_after) == (
         B.member,
         False,
@@ -205,8 +206,8 @@ def test_a_stuck_rank_is_taken_from_its_host():
     )
     assert "in a row without progress; 4 → 3 ranks on 2 hosts" in str(verdict)
 
-    one = Member("pc1", "agent1", 1)
-    verdict, _ = judged(Before((A, one), told, False), [A, one], [Life("pc1/1", 3, False)])
+    one = HostMember("pc1", "agent1", 1)
+    verdict, _ = judged(PreviousWorld((A, one), told, False), [A, one], [WorldRun("pc1/1", 3, False)])
     assert (verdict.shrinks, verdict.leaves, verdict.ranks_after, verdict.hosts_after) == (
         "agent1",
         True,
@@ -214,13 +215,13 @@ def test_a_stuck_rank_is_taken_from_its_host():
         1,
     )
 
-    verdict, _ = judged(Before((A, B), told, False), [A], past)
+    verdict, _ = judged(PreviousWorld((A, B), told, False), [A], past)
     assert (verdict.decision.action, verdict.shrinks) == ("same", "")  # its host is gone with it
 
 
 def test_the_end_tells_the_first_failure_and_what_followed():
     told = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
-    verdict, _ = judged(Before((A, B), told, False), [A, B], max_restarts=0)
+    verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], max_restarts=0)
     over = failed(verdict)
     assert (over.code, over.rank, verdict.ranks_after) == (3, 3, 0)
     assert over.text == (
@@ -232,7 +233,7 @@ def test_the_end_tells_the_first_failure_and_what_followed():
 
 
 def test_the_end_by_a_lost_host_and_by_a_signal():
-    verdict, _ = judged(Before((A, B), (), False, 7.0), [A], min_ranks=4)
+    verdict, _ = judged(PreviousWorld((A, B), (), False, 7.0), [A], min_ranks=4)
     over = failed(verdict)
     assert (over.code, over.rank, over.text) == (
         1,
@@ -240,18 +241,18 @@ def test_the_end_by_a_lost_host_and_by_a_signal():
         "pc1 was lost after 7 s; 2 ranks left, at least 4 wanted",
     )
     told = (rank_failed(1, code=-9),)
-    over = failed(judged(Before((A,), told, False), [A], max_restarts=0)[0])
+    over = failed(judged(PreviousWorld((A,), told, False), [A], max_restarts=0)[0])
     assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; no restarts were asked for")
     assert "out of memory" in over.remedy
 
 
 def test_exit_statuses_are_those_of_a_shell():
     assert [exit_status(code) for code in (0, 3, -15, None)] == [0, 3, 143, 1]
-    assert Over(130, "interrupted on pc1").error().exit_code == 130
+    assert JobOutcome(130, "interrupted on pc1").error().exit_code == 130
 
 
 def test_a_program_that_was_called_wrongly_is_not_started_again():
-    decision = decide([Life("pc1/0", 4, False, refused=True)], 4, min_ranks=1, max_restarts=9)
+    decision = decide_restart([WorldRun("pc1/0", 4, False, refused=True)], 4, min_ranks=1, max_restarts=9)
     assert decision.action == "end"
     assert "called wrongly" in decision.why
 
@@ -270,7 +271,7 @@ def test_a_program_that_was_called_wrongly_is_not_started_again():
 def test_who_was_called_wrongly_says_so(code, lines, refused):
     failure = rank_failed(0, *lines, code=code)
     assert failure.refused is refused
-    verdict, _ = judged(Before((A,), (failure,), False), [A], min_ranks=1)
+    verdict, _ = judged(PreviousWorld((A,), (failure,), False), [A], min_ranks=1)
     assert verdict.decision.action == ("end" if refused else "same")
 
 

@@ -11,18 +11,18 @@ import pytest
 
 from paceline.errors import MissingRanks, UsageError
 from paceline.launch.agent.elastic_run import run_elastic, serve_rendezvous
-from paceline.launch.agent.job_spec import Job, check_log_dir, check_program
+from paceline.launch.agent.job_spec import JobSpec, check_log_dir, check_program
 from paceline.launch.agent.rendezvous_address import (
-    Address,
+    RendezvousAddress,
     await_server,
     check_free,
     is_here,
     own_address,
     read_address,
 )
-from paceline.launch.process.rank_process import Logs
+from paceline.launch.process.rank_process import RankLogs
 
-PC1 = Address("pc1", 29400)
+PC1 = RendezvousAddress("pc1", 29400)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def test_ports_that_cannot_be_are_refused(port):
 )
 def test_numbers_that_cannot_be_are_refused(numbers, text):
     with pytest.raises(UsageError, match=text):
-        Job(["train.py"], **{"ranks": 2, "min_ranks": 2} | numbers)
+        JobSpec(["train.py"], **{"ranks": 2, "min_ranks": 2} | numbers)
 
 
 @pytest.mark.parametrize(
     ("ranks", "least", "hosts"), [(2, 6, 3), (2, 5, 3), (2, 4, 2), (2, 3, 2), (2, 1, 1), (8, 9, 2), (1, 2, 2)]
 )
 def test_the_least_hosts_hold_the_least_ranks(ranks, least, hosts):
-    assert Job(["train.py"], ranks, least, hosts=3, address=PC1).min_hosts == hosts
+    assert JobSpec(["train.py"], ranks, least, hosts=3, address=PC1).min_hosts == hosts
 
 
 def test_programs_that_are_not_there_are_refused(tmp_path):
@@ -101,12 +101,12 @@ def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_logs_have_a_place_for_each_start(tmp_path):
-    with Logs(tmp_path / "kept") as logs:
+    with RankLogs(tmp_path / "kept") as logs:
         assert logs.of(0, 3) is None
         assert logs.of(1, 0) == tmp_path / "kept" / "rank1.log"
         assert logs.of(2, 3) == tmp_path / "kept" / "restart3" / "rank2.log"
     assert (tmp_path / "kept" / "restart3").is_dir()
-    with Logs(None) as logs:
+    with RankLogs(None) as logs:
         private = logs.of(1, 0)
         assert isinstance(private, Path)
         assert private.parent.is_dir()
@@ -114,32 +114,34 @@ def test_logs_have_a_place_for_each_start(tmp_path):
 
 
 def test_own_addresses_are_known(monkeypatch):
-    assert is_here(Address("127.0.0.1", 1))
-    assert is_here(Address("localhost", 1))
-    assert not is_here(Address("192.0.2.1", 1))  # reserved for documentation
+    assert is_here(RendezvousAddress("127.0.0.1", 1))
+    assert is_here(RendezvousAddress("localhost", 1))
+    assert not is_here(RendezvousAddress("192.0.2.1", 1))  # reserved for documentation
     with pytest.raises(UsageError, match="resolves to nothing"):
-        is_here(Address("no-such-host.invalid", 1))
-    assert own_address(Address("127.0.0.1", 9), serving=False) == "127.0.0.1"
-    assert own_address(Address("localhost", 9), serving=True) == "localhost"  # others know it by this name
+        is_here(RendezvousAddress("no-such-host.invalid", 1))
+    assert own_address(RendezvousAddress("127.0.0.1", 9), serving=False) == "127.0.0.1"
+    assert (
+        own_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
+    )  # others know it by this name
 
 
 def test_a_taken_port_is_told_before_it_is_served():
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        address = Address("127.0.0.1", taken.getsockname()[1])
+        address = RendezvousAddress("127.0.0.1", taken.getsockname()[1])
         for refuse in (check_free, serve_rendezvous):
             with pytest.raises(UsageError, match=f"can't serve at {address}: the port is taken"):
                 refuse(address)
     check_free(address)
     with pytest.raises(UsageError, match="no address of this machine"):
-        check_free(Address("192.0.2.1", 29400))
+        check_free(RendezvousAddress("192.0.2.1", 29400))
 
 
 def test_a_rendezvous_that_nobody_serves_is_given_up():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = Address("127.0.0.1", free.getsockname()[1])
+        address = RendezvousAddress("127.0.0.1", free.getsockname()[1])
         with pytest.raises(MissingRanks, match=f"no rendezvous at {address} within 0.1 s") as caught:
             await_server(address, 0.1, print)
         assert "--serve" in caught.value.remedy

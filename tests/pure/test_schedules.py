@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.catalogue import ALGORITHMS, algorithms_of, named, schedule
-from paceline.collectives.describe import tell
+from paceline.collectives.catalogue import ALGORITHMS, algorithms_of, find_algorithm, schedule
+from paceline.collectives.describe import describe
 from paceline.collectives.prove import OPS, ROOTED, counts, flaws, input_of, prove
 from paceline.collectives.schedule import Schedule, Send, pipelined
 from paceline.errors import UsageError
@@ -175,10 +175,10 @@ def test_messages_of_a_round_gather_what_one_rank_sends_another():
 
 
 def test_names():
-    assert named("ring") == ("all-reduce", "ring")
-    assert named("ring", "all-gather") == ("all-gather", "ring")
-    assert named("all-gather/ring") == ("all-gather", "ring")
-    assert named("chain") == ("broadcast", "chain")
+    assert find_algorithm("ring") == ("all-reduce", "ring")
+    assert find_algorithm("ring", "all-gather") == ("all-gather", "ring")
+    assert find_algorithm("all-gather/ring") == ("all-gather", "ring")
+    assert find_algorithm("chain") == ("broadcast", "chain")
     assert set(algorithms_of("reduce")) == {"one-by-one", "tree", "chain", "rabenseifner"}
     assert set(ALGORITHMS) == set(OPS)
 
@@ -186,9 +186,9 @@ def test_names():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: named("rign"), "did you mean 'ring'"),
-        (lambda: named("ringg", "all-reduce"), "unknown algorithm of all-reduce 'ringg'"),
-        (lambda: named("all-gathr/ring"), "did you mean 'all-gather'"),
+        (lambda: find_algorithm("rign"), "did you mean 'ring'"),
+        (lambda: find_algorithm("ringg", "all-reduce"), "unknown algorithm of all-reduce 'ringg'"),
+        (lambda: find_algorithm("all-gathr/ring"), "did you mean 'all-gather'"),
         (lambda: schedule("all-reduce", "ring", 0), "ranks=0"),
         (lambda: schedule("broadcast", "tree", 4, root=4), "ranks 0 to 3"),
         (lambda: schedule("all-reduce", "ring", 4, root=1), "has none"),
@@ -209,14 +209,14 @@ def test_contents_are_counted():
 @pytest.mark.parametrize(("op", "name"), EVERY)
 def test_the_story_ends_with_everybody_done(op, name):
     for ranks in (2, 5, 8):
-        last = tell(schedule(op, name, ranks))[-1]
+        last = describe(schedule(op, name, ranks))[-1]
         done, _, of_all = last.rpartition("done: ")[2].split()[:3]
         assert done == of_all
 
 
 def test_a_story_of_many_rounds_and_messages_is_cut():
-    lines = tell(schedule("all-reduce", "ring", 33))
+    lines = describe(schedule("all-reduce", "ring", 33))
     assert len(lines) < 30
     assert any("more rounds" in line for line in lines)
     assert "… and 25 more" in lines[1]
-    assert tell(schedule("broadcast", "tree", 1)) == ["One rank has nothing to send."]
+    assert describe(schedule("broadcast", "tree", 1)) == ["One rank has nothing to send."]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-import paceline as pl
+import paceline
 
 
 def test_fragments_keep_their_delay_in_a_second_block(monkeypatch):
     """What was on its way when the first block ended was merged then; later ones aren't merged in its place."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = pl.LocalSGD(model, optim, every=4, fragments=2, delay=3)
+    loop = paceline.LocalSGD(model, optim, every=4, fragments=2, delay=3)
     sent, delays = {}, []
     send, merge = loop._send, loop._merge
 

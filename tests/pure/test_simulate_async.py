@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.hub.outer_merge import HubOptimizer
 from paceline.async_dp.hub.population import PopulationRules
 from paceline.async_dp.hub.update_screening import Staleness
-from paceline.async_dp.worker.selection_policy import Policy
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.errors import UsageError
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.simulate.async_settings import churned
 from paceline.tools.simulate.async_simulation import (
     AsyncPlan,
@@ -29,7 +29,7 @@ from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
 
 FOUR = tuple(Machine(step_seconds=seconds, jitter=0.1) for seconds in (0.1, 0.1, 0.2, 0.4))
 EQUAL = (Machine(step_seconds=1.0),) * 4
-PLAN = AsyncPlan(FOUR, seconds=40.0, cadence=Cadence(10, 1, 5), score_every=10.0)
+PLAN = AsyncPlan(FOUR, seconds=40.0, cadence=SyncSchedule(10, 1, 5), score_every=10.0)
 BARE = {"compression": None, "rules": HubRules(down="fp32"), "stagger": False}
 
 
@@ -66,7 +66,7 @@ def test_two_runs_of_a_plan_are_the_same_to_the_bit(usual):
 
 
 def test_one_worker_that_sends_every_step_is_plain_sgd():
-    simulation = at_the_end(AsyncPlan(EQUAL[:1], steps=50, cadence=Cadence(1, 1, 0), **BARE))
+    simulation = at_the_end(AsyncPlan(EQUAL[:1], steps=50, cadence=SyncSchedule(1, 1, 0), **BARE))
     alone = LinearTask().learner(0, 1)
     alone.steps(0, 50, 1.0)
     sgd = alone.module.weight.detach().flatten()  # type: ignore[union-attr]
@@ -77,7 +77,7 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
     # Nobody waits: step n + 1 begins while the centre of step n is under way, so it is no lock-step. What it is
     # exactly: every worker's gradient is that of its own last snapshot, and the centre takes a step by their mean.
     steps, workers = 30, 4
-    simulation = at_the_end(AsyncPlan(EQUAL, steps=steps, cadence=Cadence(1, 1, 0), **BARE))
+    simulation = at_the_end(AsyncPlan(EQUAL, steps=steps, cadence=SyncSchedule(1, 1, 0), **BARE))
     learners = [LinearTask().learner(worker, workers) for worker in range(workers)]
     weights = [learner.module.weight.detach().numpy() for learner in learners]  # type: ignore[union-attr]
     learners[0].steps(
@@ -99,7 +99,7 @@ def test_equal_workers_that_send_every_step_average_gradients_that_are_one_excha
 
 
 def test_equal_workers_that_send_every_step_come_to_what_ddp_comes_to():
-    star = simulate(AsyncPlan(EQUAL, steps=150, cadence=Cadence(1, 1, 0), **BARE), LinearTask())
+    star = simulate(AsyncPlan(EQUAL, steps=150, cadence=SyncSchedule(1, 1, 0), **BARE), LinearTask())
     ddp = lockstep(LockstepPlan(EQUAL, steps=150), LinearTask())
     assert star.loss == pytest.approx(ddp.loss, rel=0.1)
 
@@ -173,11 +173,11 @@ def test_a_worker_that_comes_back_after_its_last_step_ends_once():
 
 def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
     with pytest.raises(UsageError, match="diverges"):
-        Outer("nesterov", 0.7, 0.9)
-    plan = AsyncPlan(EQUAL * 2, steps=150, cadence=Cadence(10, 1, 0))
+        HubOptimizer("nesterov", 0.7, 0.9)
+    plan = AsyncPlan(EQUAL * 2, steps=150, cadence=SyncSchedule(10, 1, 0))
     losses = {}
     for name in ("nesterov", "delayed-nesterov", "averaging"):
-        outer = Outer(name, 1.0 if name == "averaging" else 0.7, 0.9, unstable=True)
+        outer = HubOptimizer(name, 1.0 if name == "averaging" else 0.7, 0.9, unstable=True)
         losses[name] = simulate(replace(plan, rules=HubRules(outer=outer)), LinearTask()).loss
     initial = LinearTask().learner(0, 1).score()
     assert not losses["nesterov"] < 10 * initial
@@ -187,7 +187,7 @@ def test_nesterov_at_every_arrival_diverges_and_has_to_be_asked_for():
 
 def test_policies_for_stale_updates_show():
     machines = [Machine(step_seconds=0.1)] * 5 + [Machine(step_seconds=2.0)]
-    plan = AsyncPlan(machines, seconds=60.0, cadence=Cadence(5, 1, 0))
+    plan = AsyncPlan(machines, seconds=60.0, cadence=SyncSchedule(5, 1, 0))
 
     def under(policy: str) -> AsyncResult:
         return simulate(replace(plan, rules=HubRules(staleness=Staleness(policy, bound=4.0))), LinearTask())
@@ -213,11 +213,11 @@ def test_a_worker_with_a_bad_learning_rate_is_replaced():
 
 @pytest.mark.parametrize("policy", ["better", "best"])
 def test_what_is_sent_and_taken_in_by_score(policy):
-    found = simulate(replace(PLAN, policy=Policy(send=policy)), LinearTask())
+    found = simulate(replace(PLAN, policy=SelectionPolicy(send=policy)), LinearTask())
     assert total(found, "withheld") > 0
     assert total(found, "declined") == 0
     assert found.loss < LinearTask().learner(0, 1).score() / 2
-    found = simulate(replace(PLAN, policy=Policy(receive=policy)), LinearTask())
+    found = simulate(replace(PLAN, policy=SelectionPolicy(receive=policy)), LinearTask())
     assert total(found, "declined") > 0
     assert total(found, "withheld") == 0
 
@@ -239,9 +239,9 @@ def test_fragments_are_sent_in_turns():
     from paceline.tools.simulate.learning_tasks import GPTTask
 
     task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
-    plan = AsyncPlan(EQUAL[:2], steps=24, cadence=Cadence(8, 2, 2))
+    plan = AsyncPlan(EQUAL[:2], steps=24, cadence=SyncSchedule(8, 2, 2))
     found = simulate(plan, task)
-    whole = simulate(replace(plan, cadence=Cadence(8, 1, 2)), task)
+    whole = simulate(replace(plan, cadence=SyncSchedule(8, 1, 2)), task)
     assert found.updates > whole.updates
     assert math.isfinite(found.loss)
 
@@ -249,7 +249,7 @@ def test_fragments_are_sent_in_turns():
 def test_a_thousand_workers_for_five_rounds():
     machine = Machine(step_seconds=1.0, jitter=0.1, up=1e7, down=1e7)
     found = simulate(
-        AsyncPlan([machine] * 1000, steps=20, cadence=Cadence(4, 1, 1), compression=None), LinearTask()
+        AsyncPlan([machine] * 1000, steps=20, cadence=SyncSchedule(4, 1, 1), compression=None), LinearTask()
     )
     assert found.updates == total(found, "acknowledged")
     assert found.updates > 3500

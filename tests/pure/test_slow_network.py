@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.plan.slow_network import EFFECTS, advise, nbytes_of
 
 MEGABIT = 1e6 / 8
@@ -57,7 +57,7 @@ def test_every_option_can_be_asked_for_and_keeps_the_rule(parameters, ranks, ste
     severities = [option.severity for option in advice.options]
     assert severities == sorted(severities)
     for option in advice.options:
-        _ = Cadence(option.every, option.fragments, option.delay)
+        _ = SyncSchedule(option.every, option.fragments, option.delay)
         assert option.fragments <= (layers or math.inf)
         assert option.step_seconds >= max(step, option.comm_seconds) * (1 - 1e-9)
         assert option.step_seconds == pytest.approx(step + option.exposed_seconds)

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from star_talk import LAYOUT, NUMEL, PACKING, Talk
 
-from paceline.async_dp.protocol.hub_messages import Message
-from paceline.async_dp.protocol.message_assembly import cut
-from paceline.async_dp.protocol.update_codec import CODECS, Packing
+from paceline.async_dp.protocol.hub_messages import HubMessage
+from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.fragment_replica import Side
-from paceline.async_dp.worker.hub_session import Spoke
+from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.async_dp.worker.hub_session import HubSession
 from paceline.transport.transport_interface import HUB, Envelope
 
 VALUES = st.one_of(
@@ -56,8 +56,8 @@ PAYLOADS = st.one_of(
 
 
 @st.composite
-def messages(draw: Any, source: int, target: int) -> Message:
-    return Message(
+def messages(draw: Any, source: int, target: int) -> HubMessage:
+    return HubMessage(
         draw(KINDS),
         source,
         target,
@@ -71,7 +71,7 @@ def messages(draw: Any, source: int, target: int) -> Message:
 
 @given(st.lists(st.tuples(messages(1, HUB), st.integers(0, 3)), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[Message, int]]) -> None:
+def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[HubMessage, int]]) -> None:
     talk = Talk()
     talk.begin(1, 2)
     for message, pause in said:
@@ -96,14 +96,16 @@ def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[Messag
 
 @given(st.lists(messages(HUB, 7), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_a_worker_survives_whatever_its_hub_says(said: list[Message]) -> None:
+def test_a_worker_survives_whatever_its_hub_says(said: list[HubMessage]) -> None:
     net = torch.nn.Linear(4, 3)
     (fragment,) = LAYOUT.fragments
-    side = Side(fragment, dict(net.named_parameters()), Packing(fragment, "fp32"))
+    side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
     sessions = iter(range(1, 10**6))
-    spoke = Spoke(7, "w", LAYOUT, {0: side}, Outbox(None, 7), facts={}, new_session=lambda: next(sessions))
+    spoke = HubSession(
+        7, "w", LAYOUT, {0: side}, Outbox(None, 7), facts={}, new_session=lambda: next(sessions)
+    )
     for number, message in enumerate(said):
-        for envelope in cut(message, "run", number, 1, 4096):
+        for envelope in split_message(message, "run", number, 1, 4096):
             header = envelope.header
             if header.target == 7:
                 spoke.receive(Envelope(header, bytes(envelope.payload)), float(number))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from star_talk import LAYOUT, NUMEL, ONES, Talk, kinds
 
-from paceline.async_dp.hub.hub_rules import HubRules, Shard
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.errors import CheckpointError
 from paceline.tools.cli.hub_live_table import HubTable
 
@@ -115,9 +115,9 @@ def test_a_fetch_is_answered_with_the_centre_and_its_revision() -> None:
     (answer,) = talk.say("fetch", 1)
     assert (answer.kind, answer.round, answer.dtype) == ("centre", 1, "bf16")
     into = torch.empty(NUMEL)
-    from paceline.async_dp.protocol.update_codec import Packing
+    from paceline.async_dp.protocol.update_codec import UpdateCodec
 
-    Packing(LAYOUT.fragments[0], "bf16").unpack(answer.payload, into)
+    UpdateCodec(LAYOUT.fragments[0], "bf16").unpack(answer.payload, into)
     assert torch.equal(into, -ONES)
 
 
@@ -173,11 +173,11 @@ def test_the_same_envelope_twice_is_dropped() -> None:
     talk.begin(1)
     from star_talk import PACKING
 
-    from paceline.async_dp.protocol.hub_messages import Message
+    from paceline.async_dp.protocol.hub_messages import HubMessage
 
     packet = bytes(PACKING.pack(ONES))
     meta = {"samples": 1.0, "steps": 1, "base": 0}
-    (envelope,) = talk.envelopes(Message("update", 1, 0, 0, 0, meta, packet, "fp32"))
+    (envelope,) = talk.envelopes(HubMessage("update", 1, 0, 0, 0, meta, packet, "fp32"))
     assert kinds(talk.give(envelope, envelope)) == ["ack"]
     assert (talk.hub.updates, talk.hub.refused["repeated"]) == (1, 1)
 
@@ -215,12 +215,12 @@ def test_an_old_hello_does_not_begin_a_session_again() -> None:
 
 def test_a_sharded_hub_keeps_its_fragments_only() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(5)))
-    layout = Layout.of(model, 5)
-    talk = Talk(HubRules(shard=Shard(1, 2)))
+    layout = ParameterLayout.of(model, 5)
+    talk = Talk(HubRules(shard=HubShard(1, 2)))
     talk.hello(1, layout=layout)
     assert talk.hub.centres is not None
     assert sorted(talk.hub.centres.of_fragment) == [1, 3]
-    (answer,) = Talk(HubRules(shard=Shard(1, 2))).hello(1)
+    (answer,) = Talk(HubRules(shard=HubShard(1, 2))).hello(1)
     assert "too few for 2 hubs" in answer.meta["why"]
 
 

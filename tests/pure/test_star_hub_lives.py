@@ -6,17 +6,17 @@ import torch
 from star_talk import NUMEL, ONES, Talk, kinds
 
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.outer_merge import Outer
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.hub.outer_merge import HubOptimizer
+from paceline.async_dp.wal.hub_journal import HubJournal
 
 
 def test_an_heir_goes_on_to_the_bit(tmp_path: Path) -> None:
-    rules = HubRules(outer=Outer("delayed-nesterov", 0.7, 0.9, warmup=0), snapshot_every=7)
+    rules = HubRules(outer=HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0), snapshot_every=7)
     drawn = torch.Generator().manual_seed(0)
     deltas = [torch.randn(NUMEL, generator=drawn) for _ in range(24)]
 
     def course(folder: Path, killed: bool) -> torch.Tensor:
-        with Journal.open(folder, resume=True) as journal:
+        with HubJournal.open(folder, resume=True) as journal:
             talk = Talk(rules, journal)
             talk.begin(1, 2, 3)
             for number, delta in enumerate(deltas[:17]):
@@ -25,7 +25,7 @@ def test_an_heir_goes_on_to_the_bit(tmp_path: Path) -> None:
                 for number, delta in enumerate(deltas[17:], 17):
                     talk.update(1 + number % 3, number // 3, delta, samples=1.0 + number % 3)
                 return talk.theta.clone()
-        with Journal.open(folder, resume=True) as journal:
+        with HubJournal.open(folder, resume=True) as journal:
             heir = Talk(rules, journal)
             assert heir.hub.updates == 17
             heir.sessions = {worker: 1000 for worker in (1, 2, 3)}
@@ -64,11 +64,11 @@ def test_an_update_that_was_not_committed_is_gone_with_the_hub_and_taken_in_when
     talk.update(1, 0, ONES)
     from star_talk import PACKING
 
-    from paceline.async_dp.protocol.hub_messages import Message
+    from paceline.async_dp.protocol.hub_messages import HubMessage
 
     packet = bytes(PACKING.pack(ONES))
     meta = {"samples": 1.0, "steps": 1, "base": 1}
-    (envelope,) = talk.envelopes(Message("update", 1, 0, 1, 0, meta, packet, "fp32"))
+    (envelope,) = talk.envelopes(HubMessage("update", 1, 0, 1, 0, meta, packet, "fp32"))
     talk.hub.receive(envelope, talk.now)
     talk.journal.crash()
     talk.hub = talk.started()

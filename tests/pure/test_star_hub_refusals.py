@@ -7,14 +7,14 @@ import torch
 from star_talk import NUMEL, ONES, RUN, Talk, kinds, net
 
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.update_screening import ScreenRules, Staleness
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 
 
 @pytest.mark.parametrize(
     ("told", "why"),
     [
-        ({"layout": Layout.of(net(5))}, r"parameter 'weight' has shape \[5, 4\], expected \[3, 4\]"),
+        ({"layout": ParameterLayout.of(net(5))}, r"parameter 'weight' has shape \[5, 4\], expected \[3, 4\]"),
         ({"run": "other"}, "this hub serves run 'a run', the worker asks for run 'other'"),
         ({"version": 99}, "messages are of version 99"),
     ],
@@ -60,7 +60,7 @@ def test_an_update_that_makes_no_sense_is_refused_and_changes_nothing(told: dict
 
 
 def test_an_update_of_nan_is_refused_and_its_worker_quarantined_after_three() -> None:
-    talk = Talk(HubRules(screen=ScreenRules(seconds=30)))
+    talk = Talk(HubRules(screen=ScreeningRules(seconds=30)))
     talk.begin(1, 2)
     for round in range(3):
         (answer,) = talk.update(1, round, torch.full((NUMEL,), math.nan))

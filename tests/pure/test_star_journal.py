@@ -14,7 +14,7 @@ from star_values import VALUES
 
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.decision_ledger import read_ledger
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
@@ -23,7 +23,9 @@ quick = pytest.fixture(autouse=True)(never_waiting)
 
 @pytest.fixture(params=["disk", "memory"])
 def any_journal(request, tmp_path):
-    with Journal.open(tmp_path / "hub", resume=False) if request.param == "disk" else MemoryJournal() as one:
+    with (
+        HubJournal.open(tmp_path / "hub", resume=False) if request.param == "disk" else MemoryJournal() as one
+    ):
         yield one
 
 
@@ -35,12 +37,12 @@ def any_journal(request, tmp_path):
 def test_what_was_appended_comes_back_and_the_ledger_tells_the_same(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("hub")
     for resume in (False, True):
-        with Journal.open(folder, resume=resume) as journal:
+        with HubJournal.open(folder, resume=resume) as journal:
             for values, payload, commit in records:
                 journal.append(values, payload)
                 if commit:
                     journal.commit()
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         assert list(journal.recovered().records) == [(values, payload) for values, payload, _ in 2 * records]
     lines = list(read_ledger(folder))
     assert lines == [{"n": n, **values} for n, (values, *_) in enumerate(2 * records)]
@@ -48,12 +50,12 @@ def test_what_was_appended_comes_back_and_the_ledger_tells_the_same(tmp_path_fac
 
 def test_records_are_numbered_from_0_over_all_lives(tmp_path):
     for first in (0, 2):
-        with Journal.open(tmp_path, resume=True) as journal:
+        with HubJournal.open(tmp_path, resume=True) as journal:
             assert [journal.append({}), journal.append({})] == [first, first + 1]
 
 
 def test_a_loss_that_is_not_finite_is_noted(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({"loss": math.nan, "norm": math.inf})
     (line,) = read_ledger(tmp_path)
     assert math.isnan(line["loss"])
@@ -78,7 +80,7 @@ def test_a_payload_may_change_once_it_was_appended(any_journal):
 
 def test_many_bytes_that_wait_are_committed_by_themselves(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1000)
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(10))
         seen = numbers_in(journal)
         assert seen == list(range(len(seen)))
@@ -102,7 +104,7 @@ def test_many_bytes_that_wait_are_committed_by_themselves(tmp_path, monkeypatch)
     ],
 )
 def test_what_is_not_plain_is_refused_and_nothing_was_appended(tmp_path, values, message):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         with pytest.raises(UsageError, match=message):
             journal.append(values, b"payload")
         assert journal.append({"k": 0}) == 0
@@ -112,13 +114,13 @@ def test_what_is_not_plain_is_refused_and_nothing_was_appended(tmp_path, values,
 def test_values_nested_without_end_are_refused(tmp_path):
     endless = {}
     endless["a"] = endless
-    with Journal.open(tmp_path, resume=False) as journal, pytest.raises(UsageError, match="nested deeper"):
+    with HubJournal.open(tmp_path, resume=False) as journal, pytest.raises(UsageError, match="nested deeper"):
         journal.append(endless)
 
 
 def test_a_payload_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("paceline.async_dp.wal.journal_records.PAYLOAD_LIMIT_NBYTES", 10)
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         with pytest.raises(UsageError, match="11 bytes, more than 10"):
             journal.append({}, b"x" * 11)
         assert journal.append({"k": 0}) == 0
@@ -140,7 +142,7 @@ def test_a_commit_waits_for_the_disk_once_and_only_then_writes_the_lines(tmp_pat
         noted(name)
     log, ledger = "journal-000000000000.log", "ledger.jsonl"
     for life in range(2):
-        with Journal.open(tmp_path, resume=True) as journal:
+        with HubJournal.open(tmp_path, resume=True) as journal:
             assert ("fsync", log) in calls  # what was found is on the disk before records say so
             calls.clear()
             write(journal, range(5 * life, 5 * life + 5))
@@ -156,10 +158,10 @@ def test_a_commit_waits_for_the_disk_once_and_only_then_writes_the_lines(tmp_pat
 
 
 def test_facts_of_the_run_are_told_once(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         assert journal.run_facts == {}
         journal.describe({"run": "a", "fragments": [1, 2]})
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         assert journal.run_facts == {"run": "a", "fragments": [1, 2]}
         journal.describe({"run": "a", "fragments": (1, 2)})
         with pytest.raises(UsageError, match="described before, with other facts: run 'a' → 'b'"):
@@ -171,15 +173,18 @@ def test_facts_of_the_run_are_told_once(tmp_path):
 
 
 def test_facts_that_were_described_as_none_are_described(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         journal.describe({})
-    with Journal.open(tmp_path, resume=True) as journal, pytest.raises(UsageError, match="with other facts"):
+    with (
+        HubJournal.open(tmp_path, resume=True) as journal,
+        pytest.raises(UsageError, match="with other facts"),
+    ):
         journal.describe({"run": "a"})
 
 
 @pytest.mark.parametrize("what", ["facts", "records", "snapshot"])
 def test_a_folder_with_a_run_is_only_resumed(tmp_path, what):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         if what == "facts":
             journal.describe({"run": "a"})
         elif what == "records":
@@ -187,24 +192,24 @@ def test_a_folder_with_a_run_is_only_resumed(tmp_path, what):
         else:
             journal.snapshot(3, {}, {})
     with pytest.raises(UsageError, match=r"holds a run\n.*resume it, or choose another"):
-        Journal.open(tmp_path, resume=False)
-    Journal.open(tmp_path, resume=True).close()
+        HubJournal.open(tmp_path, resume=False)
+    HubJournal.open(tmp_path, resume=True).close()
 
 
 def test_a_hub_that_noted_nothing_has_left_no_run(tmp_path):
     for _ in range(2):
-        Journal.open(tmp_path / "new" / "hub", resume=False).close()
+        HubJournal.open(tmp_path / "new" / "hub", resume=False).close()
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
     monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({})
         journal.commit()
         if own:
             with pytest.raises(UsageError, match=rf"by this hub: process {os.getpid()} on "):
-                Journal.open(tmp_path, resume=True)
+                HubJournal.open(tmp_path, resume=True)
         else:
             pid = os.getpid()
 
@@ -212,17 +217,17 @@ def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
                 with pytest.raises(
                     UsageError, match=rf"by another hub: process {pid} on .*, since .*\n.*end that hub"
                 ):
-                    Journal.open(tmp_path, resume=True)
+                    HubJournal.open(tmp_path, resume=True)
                 return True
 
             assert in_child(other) == 0
-    Journal.open(tmp_path, resume=True).close()
+    HubJournal.open(tmp_path, resume=True).close()
 
 
 def test_a_folder_that_can_not_be_one_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't be the folder of a hub"):
-        Journal.open(tmp_path / "file" / "hub", resume=False)
+        HubJournal.open(tmp_path / "file" / "hub", resume=False)
 
 
 def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
@@ -232,14 +237,14 @@ def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
     errors = []  # kept, and with them the frames that failed
     for _ in range(2):
         with pytest.raises(DamagedCheckpoint) as caught:
-            Journal.open(tmp_path, resume=True)
+            HubJournal.open(tmp_path, resume=True)
         errors.append(caught.value)
     path.write_bytes(good)
     assert found_in(tmp_path) == [0, 1, 2]
 
 
 def test_a_closed_journal_takes_nothing_and_closing_twice_is_closing_once(tmp_path):
-    journal = Journal.open(tmp_path, resume=False)
+    journal = HubJournal.open(tmp_path, resume=False)
     journal.append({"k": 0})
     journal.close()
     journal.close()
@@ -253,7 +258,7 @@ def test_an_interrupted_journal_takes_nothing_more(tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         journal.commit()
         write(journal, [1])

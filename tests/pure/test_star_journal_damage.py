@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from star_folders import copied, ends_of, found_in, never_waiting, small_run, write
 
 from paceline.async_dp.wal.decision_ledger import read_ledger
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.journal_records import FORMAT, START_NBYTES, encode, start_of
 from paceline.async_dp.wal.json_values import packed
 from paceline.errors import DamagedCheckpoint, UsageError
@@ -32,7 +32,7 @@ def test_a_journal_cut_at_any_byte_holds_what_was_committed_or_says_that_it_does
             why = "it ends there" if cut in ends else "a record ends at|the head of a record ends"
             where = "at its beginning: " if whole < 0 else rf"at byte {ends[whole]}, .* begins: ({why})"
             with pytest.raises(DamagedCheckpoint, match=f"'{path}' is damaged {where}"):
-                Journal.open(tmp_path, resume=True)
+                HubJournal.open(tmp_path, resume=True)
             assert path.read_bytes() == data[:cut]
         else:
             assert found_in(tmp_path) == list(range(whole))
@@ -52,7 +52,7 @@ def test_any_flipped_bit_is_damage_that_is_told_or_was_never_committed(tmp_path)
             at = 0 if record < 0 else ends[record]
             where = "at its beginning" if record < 0 else f"at byte {at}, where record {record} begins"
             with pytest.raises(DamagedCheckpoint, match=f"'{path}' is damaged {where}: (?!it ends there)"):
-                Journal.open(tmp_path, resume=True)
+                HubJournal.open(tmp_path, resume=True)
         else:
             assert found_in(tmp_path) == [0, 1]
 
@@ -67,7 +67,7 @@ def test_later_records_know_what_was_on_the_disk_even_without_a_ledger(tmp_path)
         (tmp_path / "ledger.jsonl").unlink(missing_ok=True)
         if record < 4:
             with pytest.raises(DamagedCheckpoint, match=f'truncate -s {ends[record]} .*"n": {record} on'):
-                Journal.open(tmp_path, resume=True)
+                HubJournal.open(tmp_path, resume=True)
         else:
             assert found_in(copied(tmp_path, tmp_path.with_name("copy"))) == list(range(record))
 
@@ -92,14 +92,14 @@ def test_whatever_is_missing_of_the_last_group_all_before_it_is_there(tmp_path_f
     numbers = found_in(folder)
     assert numbers == list(range(len(numbers)))
     assert len(numbers) >= committed
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         write(journal, range(len(numbers), len(numbers) + 3))
     assert found_in(folder) == list(range(len(numbers) + 3))
 
 
 def test_a_record_inside_a_payload_is_no_record(tmp_path):
     inner = small_run(tmp_path / "inner", [2, 2], acknowledged=2).read_bytes()
-    with Journal.open(tmp_path / "hub", resume=False) as journal:
+    with HubJournal.open(tmp_path / "hub", resume=False) as journal:
         write(journal, [0])
         journal.append({"k": 1}, inner)
         journal.commit()
@@ -125,18 +125,18 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     path = small_run(tmp_path, [1], acknowledged=1)
     monkeypatch.undo()
     with pytest.raises(UsageError, match=rf"'{path}' can't be read: it has format {FORMAT + 1}"):
-        Journal.open(tmp_path, resume=True)
+        HubJournal.open(tmp_path, resume=True)
 
 
 def test_damaged_facts_of_the_run_are_told(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         journal.describe({"run": "abc"})
     page = tmp_path / "run.json"
     good = page.read_bytes()
     for bad in (good.replace(b"abc", b"abd"), good[:-3], b"", b"[]", b"\xff"):
         page.write_bytes(bad)
         with pytest.raises(DamagedCheckpoint, match=r"run\.json'.*\n.*from a copy"):
-            Journal.open(tmp_path, resume=True)
+            HubJournal.open(tmp_path, resume=True)
 
 
 # ------------------------------------------------------------------ the ledger
@@ -177,7 +177,7 @@ def test_a_ledger_is_read_as_far_as_it_is_written_and_a_bad_line_is_told(tmp_pat
 
 
 def test_a_ledger_can_be_read_while_the_hub_runs(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(3))
         journal.commit()
         write(journal, [3])

@@ -11,7 +11,7 @@ from forks import in_child
 from star_folders import found_in, never_waiting, numbers_in, write
 
 from paceline.async_dp.wal import hub_journal as journal_module
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import CheckpointError
 from paceline.testing import fault_injection
 
@@ -31,7 +31,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost_once_there_is_room(tmp_path):
     """Wherever the room ends: in the journal, in the ledger, or in what is written by itself."""
     for room in range(0, 700, 7):
         folder, told, count = tmp_path / f"hub-{room}", 0, 0
-        with Journal.open(folder, resume=False) as journal:
+        with HubJournal.open(folder, resume=False) as journal:
             fault_injection.disk_full(after_nbytes=room)
             for size in (2, 1, 3):
                 write(journal, range(count, count + size))
@@ -49,7 +49,7 @@ def test_a_partial_record_is_cut_off_again(tmp_path):
     """With a limit of the kernel, so that a part is really written."""
 
     def fill():
-        with Journal.open(tmp_path, resume=False) as journal:
+        with HubJournal.open(tmp_path, resume=False) as journal:
             write(journal, [0])
             journal.commit()
             size = (tmp_path / "journal-000000000000.log").stat().st_size
@@ -66,7 +66,7 @@ def test_a_partial_record_is_cut_off_again(tmp_path):
             return [values["k"] for values, _ in journal.recovered().records] == [0, 1, 2]
 
     assert in_child(fill) == 0
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         assert [(values["k"], len(payload)) for values, payload in journal.recovered().records] == [
             (0, 0), (1, 200_000), (2, 0),
         ]  # fmt: skip
@@ -83,7 +83,7 @@ def test_a_part_that_was_written_is_cut_off_in_either_file(tmp_path, monkeypatch
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(handle, pieces, offset)
 
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         journal.commit()
         size = (tmp_path / name).stat().st_size
@@ -99,11 +99,11 @@ def test_a_part_that_was_written_is_cut_off_in_either_file(tmp_path, monkeypatch
 def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, pieces, at: real(handle, [b"".join(pieces)[:777]], at))
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         for k in range(3):
             journal.append({"k": k}, bytes([k]) * 100_000)
             journal.append({"k": k}, b"small")
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         found = [payload for _, payload in journal.recovered().records]
     assert found == [
         bytes([0]) * 100_000,
@@ -117,7 +117,7 @@ def test_a_kernel_that_takes_little_at_a_time_is_given_the_rest(tmp_path, monkey
 
 def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1)
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         fault_injection.disk_full(after_nbytes=0)
         with pytest.raises(CheckpointError, match="disk is full"):
@@ -128,7 +128,7 @@ def test_an_append_that_must_commit_first_and_can_not_is_not_taken(tmp_path, mon
 
 
 def test_a_page_of_facts_that_does_not_fit_can_be_described_again(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         fault_injection.disk_full(after_nbytes=0)
         with pytest.raises(CheckpointError, match=r"run\.json' can't be written: the disk is full"):
             journal.describe({"run": "a"})

@@ -13,7 +13,7 @@ from star_folders import never_waiting, payload_of
 from star_values import VALUES
 
 from paceline.async_dp.wal.decision_ledger import read_ledger
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.journal_records import START_NBYTES
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 
@@ -29,7 +29,7 @@ def resident_nbytes():
 
 
 def test_memory_stays_flat_over_100_000_records(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         early = 0
         for n in range(100_000):
             journal.append({"worker": n % 50, "loss": 1.5}, b"x" * 500)
@@ -42,12 +42,12 @@ def test_memory_stays_flat_over_100_000_records(tmp_path):
 
 
 def test_records_are_read_one_at_a_time(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         for _ in range(40):
             journal.append({}, bytes(1 << 20))
     tracemalloc.start()
     try:
-        with Journal.open(tmp_path, resume=True) as journal:
+        with HubJournal.open(tmp_path, resume=True) as journal:
             assert sum(len(payload) for _, payload in journal.recovered().records) == 40 << 20
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -85,7 +85,7 @@ def test_a_journal_in_memory_forgets_if_it_is_to(tmp_path):
 )
 def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("hub")
-    memory, disk = MemoryJournal(), Journal.open(folder, resume=False)
+    memory, disk = MemoryJournal(), HubJournal.open(folder, resume=False)
     for step in steps:
         if step[0] == "append":
             assert memory.append(*step[1:]) == disk.append(*step[1:])
@@ -96,14 +96,14 @@ def test_the_journal_in_memory_does_as_the_one_on_the_disk(tmp_path_factory, ste
             memory.crash()
             disk._broken = "it was killed"  # so that close() commits nothing
             disk.close()
-            disk = Journal.open(folder, resume=True)
+            disk = HubJournal.open(folder, resume=True)
         assert list(memory.recovered().records) == list(disk.recovered().records)
         assert list(memory.ledger()) == list(read_ledger(folder))
     disk.close()
 
 
 def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({"list": (1, [2.5, None]), "in": {"a": True}, "text": "line\nend \u2028"})
         journal.commit()
         ((values, _),) = journal.recovered().records
@@ -117,7 +117,7 @@ def test_json_and_msgpack_say_the_same_of_what_is_appended(tmp_path):
 
 
 def test_a_new_journal_begins_with_its_beginning_alone(tmp_path):
-    Journal.open(tmp_path, resume=False).close()
+    HubJournal.open(tmp_path, resume=False).close()
     assert (tmp_path / "journal-000000000000.log").stat().st_size == START_NBYTES
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "hub.lock",

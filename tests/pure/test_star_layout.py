@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.async_dp.protocol.parameter_layout import Layout
-from paceline.async_dp.protocol.update_codec import CODECS, Packing
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.parallel.compression.compression_config import Compression
 
@@ -24,7 +24,7 @@ INT4 = Compression.of("int4")
 
 
 def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
-    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     assert [(place.name, place.kind) for place in fragment.places] == [
         ("first.weight", "compressed"),
         ("first.bias", "plain"),
@@ -39,7 +39,7 @@ def test_large_matrices_come_first_then_what_is_exempt_then_buffers() -> None:
 
 
 def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None:
-    layout = Layout.of(Net(), 3, INT4)
+    layout = ParameterLayout.of(Net(), 3, INT4)
     names = [place.name for fragment in layout.fragments for place in fragment.places]
     assert sorted(names) == sorted(
         ["first.weight", "first.bias", "norm.weight", "norm.bias", "last.weight", "norm.running_mean"]
@@ -47,12 +47,12 @@ def test_fragments_have_every_tensor_once_and_the_last_one_the_buffers() -> None
     )
     assert [place.kind for place in layout.fragments[2].places].count("averaged") == 2
     with pytest.raises(UsageError, match="the model has 3 layers"):
-        Layout.of(Net(), 4, INT4)
+        ParameterLayout.of(Net(), 4, INT4)
 
 
 def test_a_layout_survives_being_packed() -> None:
-    layout = Layout.of(Net(), 2, INT4)
-    again = Layout.unpacked(layout.packed())
+    layout = ParameterLayout.of(Net(), 2, INT4)
+    again = ParameterLayout.unpacked(layout.packed())
     assert again == layout
     assert again.hash == layout.hash
 
@@ -60,27 +60,33 @@ def test_a_layout_survives_being_packed() -> None:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (Layout.of(Net(65), 1, INT4), r"parameter 'first.weight' has shape \[65, 40\], expected \[64, 40\]"),
-        (Layout.of(Net(), 2, INT4), "it has 2 fragments, expected 1"),
-        (Layout.of(Net(), 1, None), "parameter 'first.bias' is compressed, expected plain"),
-        (Layout.of(nn.Sequential(nn.Linear(40, 64)), 1, INT4), "parameter 'first.weight' is missing"),
+        (
+            ParameterLayout.of(Net(65), 1, INT4),
+            r"parameter 'first.weight' has shape \[65, 40\], expected \[64, 40\]",
+        ),
+        (ParameterLayout.of(Net(), 2, INT4), "it has 2 fragments, expected 1"),
+        (ParameterLayout.of(Net(), 1, None), "parameter 'first.bias' is compressed, expected plain"),
+        (
+            ParameterLayout.of(nn.Sequential(nn.Linear(40, 64)), 1, INT4),
+            "parameter 'first.weight' is missing",
+        ),
     ],
 )
-def test_the_first_difference_is_named(other: Layout, told: str) -> None:
+def test_the_first_difference_is_named(other: ParameterLayout, told: str) -> None:
     import re
 
-    assert re.search(told, Layout.of(Net(), 1, INT4).difference(other))
-    assert Layout.of(Net(), 1, INT4).difference(Layout.of(Net(), 1, INT4)) == ""
+    assert re.search(told, ParameterLayout.of(Net(), 1, INT4).difference(other))
+    assert ParameterLayout.of(Net(), 1, INT4).difference(ParameterLayout.of(Net(), 1, INT4)) == ""
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_bytes_that_are_no_layout_are_refused(data: bytes) -> None:
     try:
-        Layout.unpacked(data)
+        ParameterLayout.unpacked(data)
     except DamagedEnvelope:
         return
-    assert Layout.unpacked(data).packed()
+    assert ParameterLayout.unpacked(data).packed()
 
 
 def test_a_layout_of_impossible_sizes_is_refused() -> None:
@@ -88,14 +94,14 @@ def test_a_layout_of_impossible_sizes_is_refused() -> None:
 
     for rows in ([], [[]], [[["a", [-1], 0]]], [[["a", [1 << 50], 0]]], [[["a", [2], 1], ["b", [2], 0]]]):
         with pytest.raises(DamagedEnvelope):
-            Layout.unpacked(msgpack.packb(rows))
+            ParameterLayout.unpacked(msgpack.packb(rows))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_back(codec: str) -> None:
-    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     numbers = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(0))
-    packing, back = Packing(fragment, codec), torch.empty(fragment.numel)
+    packing, back = UpdateCodec(fragment, codec), torch.empty(fragment.numel)
     packet = packing.pack(numbers)
     assert memoryview(packet).nbytes == packing.nbytes
     packing.unpack(packet, back)
@@ -105,8 +111,8 @@ def test_a_packet_has_the_size_that_is_known_beforehand_and_gives_the_numbers_ba
 
 
 def test_what_packing_leaves_out_is_sent_later_by_another_codec_too() -> None:
-    (fragment,) = Layout.of(Net(), 1, INT4).fragments
-    packing = Packing(fragment, "int4", feedback=True)
+    (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
+    packing = UpdateCodec(fragment, "int4", feedback=True)
     numbers, back = torch.linspace(-1, 1, fragment.numel), torch.empty(fragment.numel)
     total = torch.zeros(fragment.numel)
     for turn in range(20):
@@ -122,8 +128,8 @@ def test_what_packing_leaves_out_is_sent_later_by_another_codec_too() -> None:
 
 
 def test_a_compression_that_a_hub_can_not_unpack_is_refused() -> None:
-    (fragment,) = Layout.of(Net(), 1, INT4).fragments
+    (fragment,) = ParameterLayout.of(Net(), 1, INT4).fragments
     with pytest.raises(UsageError, match="can't be sent to a hub"):
-        Packing.with_compression(fragment, Compression.of("topk"))
+        UpdateCodec.with_compression(fragment, Compression.of("topk"))
     with pytest.raises(UsageError, match="can't be sent to a hub"):
-        Packing.with_compression(fragment, Compression("int4", block=64))
+        UpdateCodec.with_compression(fragment, Compression("int4", block=64))

@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.async_dp.protocol.hub_messages import Message, number, text
-from paceline.async_dp.protocol.message_assembly import Assembler, Window, cut
+from paceline.async_dp.protocol.hub_messages import HubMessage, number, text
+from paceline.async_dp.protocol.message_assembly import MessageAssembler, ReplayWindow, split_message
 from paceline.transport.envelope import decode, encode
 from paceline.transport.transport_interface import Envelope
 
 
 def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:
-    message = Message("update", source, 0, round, 0, {"base": 7}, payload, "int4")
-    return list(cut(message, "run", 10, session=5, frame_nbytes=frame_nbytes))
+    message = HubMessage("update", source, 0, round, 0, {"base": 7}, payload, "int4")
+    return list(split_message(message, "run", 10, session=5, frame_nbytes=frame_nbytes))
 
 
 @given(
@@ -25,7 +25,7 @@ def test_frames_in_any_order_with_repeats_make_the_message(payload: bytes, drawn
     cuts = frames(payload, frame_nbytes=frame_nbytes)
     dealt = cuts + [drawn.choice(cuts) for _ in range(3)]
     drawn.shuffle(dealt)
-    assembler, whole = Assembler(lambda header: 1 << 20), []
+    assembler, whole = MessageAssembler(lambda header: 1 << 20), []
     for envelope in dealt:
         header, body = decode(b"".join(bytes(each) for each in encode(envelope.header, envelope.payload)))
         message = assembler.take(Envelope(header, body))
@@ -43,24 +43,24 @@ def test_sequence_numbers_follow_one_another_over_frames() -> None:
 
 
 def test_a_message_that_is_not_expected_or_too_long_takes_no_memory() -> None:
-    assembler = Assembler(lambda header: 5000 if header.kind == "update" else None)
+    assembler = MessageAssembler(lambda header: 5000 if header.kind == "update" else None)
     for envelope in frames(bytes(10_000)):
         assert assembler.take(envelope) is None
-    other = next(iter(cut(Message("strange", 3, 0, payload=b"x"), "run", 0)))
+    other = next(iter(split_message(HubMessage("strange", 3, 0, payload=b"x"), "run", 0)))
     assert assembler.take(other) is None
     assert assembler.refused == {"too long": 3, "unexpected": 1}
     assert assembler.held_nbytes == 0
 
 
 def test_of_one_source_only_a_few_messages_may_be_unfinished() -> None:
-    assembler = Assembler(lambda header: 1 << 20, unfinished=3)
+    assembler = MessageAssembler(lambda header: 1 << 20, unfinished=3)
     for round in range(50):
         assembler.take(frames(bytes(10_000), round=round)[0])
     assert assembler.held_nbytes == 3 * 10_000
 
 
 def test_all_unfinished_messages_together_are_bounded() -> None:
-    assembler = Assembler(lambda header: 1 << 20, most_nbytes=35_000)
+    assembler = MessageAssembler(lambda header: 1 << 20, most_nbytes=35_000)
     for source in range(200):
         assembler.take(frames(bytes(10_000), source=source)[0])
     assert assembler.held_nbytes <= 35_000
@@ -74,13 +74,13 @@ def test_a_message_in_absurdly_many_frames_is_refused() -> None:
     from dataclasses import replace
 
     header = replace(envelope.header, frames=10**9)
-    assembler = Assembler(lambda header: 1 << 20)
+    assembler = MessageAssembler(lambda header: 1 << 20)
     assert assembler.take(Envelope(header, envelope.payload)) is None
     assert assembler.refused == {"too many frames": 1}
 
 
 def test_what_is_forgotten_takes_no_memory() -> None:
-    assembler = Assembler(lambda header: 1 << 20)
+    assembler = MessageAssembler(lambda header: 1 << 20)
     assembler.take(frames(bytes(10_000))[0])
     assembler.forget(3)
     assembler.forget(4)
@@ -90,9 +90,9 @@ def test_what_is_forgotten_takes_no_memory() -> None:
 @given(st.lists(st.integers(min_value=0, max_value=6000), max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_the_window_admits_every_number_once(numbers: list[int]) -> None:
-    window, seen, highest = Window(), set[int](), -1
+    window, seen, highest = ReplayWindow(), set[int](), -1
     for each in numbers:
-        old = each <= highest - Window.SIZE
+        old = each <= highest - ReplayWindow.SIZE
         assert window.admit(each) is (each not in seen and not old)
         seen.add(each)
         highest = max(highest, each)
@@ -118,7 +118,7 @@ def test_frames_of_the_slowest_pace_are_taken() -> None:
 
     nbytes = frame_nbytes(1000.0)
     cuts = frames(bytes(100_000), frame_nbytes=nbytes)
-    assembler = Assembler(lambda header: 1 << 20)
+    assembler = MessageAssembler(lambda header: 1 << 20)
     whole = [message for message in map(assembler.take, cuts) if message is not None]
     assert len(whole) == 1
     assert assembler.refused == {}

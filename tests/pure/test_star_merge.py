@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from paceline.async_dp.hub.outer_merge import Centre, Outer
+from paceline.async_dp.hub.outer_merge import HubOptimizer, MergedFragment
 from paceline.errors import UsageError
 
 
-def centre(outer: Outer, numbers: list[float], trained: int | None = None) -> Centre:
+def centre(outer: HubOptimizer, numbers: list[float], trained: int | None = None) -> MergedFragment:
     theta = torch.tensor(numbers)
-    return Centre(theta, len(numbers) if trained is None else trained, outer)
+    return MergedFragment(theta, len(numbers) if trained is None else trained, outer)
 
 
 def test_averaging_moves_by_the_weighted_update() -> None:
-    one = centre(Outer("averaging"), [1.0, 2.0])
+    one = centre(HubOptimizer("averaging"), [1.0, 2.0])
     one.take(torch.tensor([0.4, -0.8]), 0.25, 4)
     assert one.theta.tolist() == pytest.approx([0.9, 2.2])
     assert one.revision == 1
@@ -21,7 +21,7 @@ def test_averaging_moves_by_the_weighted_update() -> None:
 
 def test_n_arrivals_from_the_same_centre_make_the_mean_of_the_workers() -> None:
     workers = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    one = centre(Outer("averaging"), [0.0] * 7)
+    one = centre(HubOptimizer("averaging"), [0.0] * 7)
     for worker in workers:
         one.take(-worker, 1 / 5, 5)
     torch.testing.assert_close(one.theta, workers.mean(0))
@@ -32,7 +32,7 @@ def test_delayed_nesterov_with_one_worker_is_torch_sgd_with_nesterov() -> None:
     start = torch.randn(9, generator=drawn)
     param = torch.nn.Parameter(start.clone())
     theirs = torch.optim.SGD([param], lr=0.7, momentum=0.9, nesterov=True)
-    ours = Centre(start.clone(), 9, Outer("delayed-nesterov", 0.7, 0.9, warmup=0))
+    ours = MergedFragment(start.clone(), 9, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0))
     for _ in range(12):
         delta = torch.randn(9, generator=drawn)
         param.grad = delta.clone()
@@ -45,7 +45,7 @@ def test_n_arrivals_of_delayed_nesterov_are_one_nesterov_step_on_their_mean() ->
     drawn = torch.Generator().manual_seed(2)
     param = torch.nn.Parameter(torch.zeros(6))
     theirs = torch.optim.SGD([param], lr=0.7, momentum=0.9, nesterov=True)
-    ours = Centre(torch.zeros(6), 6, Outer("delayed-nesterov", 0.7, 0.9, warmup=0))
+    ours = MergedFragment(torch.zeros(6), 6, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0))
     for _ in range(8):
         deltas = torch.randn(4, 6, generator=drawn)
         param.grad = deltas.mean(0)
@@ -57,14 +57,14 @@ def test_n_arrivals_of_delayed_nesterov_are_one_nesterov_step_on_their_mean() ->
 
 def test_the_momentum_of_delayed_nesterov_has_the_one_by_n_once() -> None:
     """Forgetting it makes the step N times too long: with N = 4 equal updates of 1 it is 1.9 · ε, not 7.6 · ε."""
-    one = Centre(torch.zeros(1), 1, Outer("delayed-nesterov", 0.7, 0.9, warmup=0))
+    one = MergedFragment(torch.zeros(1), 1, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0))
     for _ in range(4):
         one.take(torch.ones(1), 1 / 4, 4)
     assert one.theta.item() == pytest.approx(-0.7 * 1.9)
 
 
 def test_rounds_of_warmup_only_average() -> None:
-    one = Centre(torch.zeros(1), 1, Outer("delayed-nesterov", 0.7, 0.9, warmup=2))
+    one = MergedFragment(torch.zeros(1), 1, HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=2))
     for _ in range(8):
         one.take(torch.ones(1), 1 / 4, 4)
     assert one.theta.item() == pytest.approx(-2.0)
@@ -73,7 +73,7 @@ def test_rounds_of_warmup_only_average() -> None:
 
 
 def test_buffers_behind_the_parameters_are_averaged_whatever_the_outer_optimizer_is() -> None:
-    one = centre(Outer("delayed-nesterov", 0.7, 0.9, warmup=0), [0.0, 10.0], trained=1)
+    one = centre(HubOptimizer("delayed-nesterov", 0.7, 0.9, warmup=0), [0.0, 10.0], trained=1)
     one.take(torch.tensor([0.0, 4.0]), 0.5, 2)
     one.take(torch.tensor([0.0, 4.0]), 0.5, 2)
     assert one.theta.tolist() == [0.0, 6.0]
@@ -81,24 +81,24 @@ def test_buffers_behind_the_parameters_are_averaged_whatever_the_outer_optimizer
 
 def test_nesterov_at_every_arrival_is_refused_unless_it_is_meant() -> None:
     with pytest.raises(UsageError, match="diverges"):
-        Outer("nesterov", 0.7, 0.9)
-    assert Outer("nesterov", 0.7, 0.9, unstable=True).remembers
-    assert Outer("nesterov", 0.07, 0.9).remembers
+        HubOptimizer("nesterov", 0.7, 0.9)
+    assert HubOptimizer("nesterov", 0.7, 0.9, unstable=True).remembers
+    assert HubOptimizer("nesterov", 0.07, 0.9).remembers
 
 
 def test_nesterov_at_every_arrival_diverges_on_stale_updates_where_the_delayed_one_does_not() -> None:
     """Least squares with updates that are eight arrivals old, as those of eight workers are."""
 
-    def distance(outer: Outer) -> float:
-        one = Centre(torch.ones(4), 4, outer)
+    def distance(outer: HubOptimizer) -> float:
+        one = MergedFragment(torch.ones(4), 4, outer)
         seen = [one.theta.clone()] * 8
         for _ in range(400):
             one.take(0.9 * seen[0], 0.35, 8)
             seen = [*seen[1:], one.theta.clone()]
         return float(one.theta.norm())
 
-    assert distance(Outer("nesterov", 0.7, 0.9, unstable=True)) > 1e3
-    assert distance(Outer("averaging", 0.35)) < 1e-3
+    assert distance(HubOptimizer("nesterov", 0.7, 0.9, unstable=True)) > 1e3
+    assert distance(HubOptimizer("averaging", 0.35)) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_nesterov_at_every_arrival_diverges_on_stale_updates_where_the_delayed_o
 )
 def test_what_can_not_be_is_refused(given: dict, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Outer(**given)
+        HubOptimizer(**given)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from star_folders import never_waiting
 from star_letters import offer, places
 
-from paceline.async_dp.wal.worker_outbox import Letter, Outbox, Sender, read_letter, write_letter
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, Sender, read_update, write_update
 from paceline.errors import UsageError
 
 quick = pytest.fixture(autouse=True)(never_waiting)
@@ -30,7 +30,7 @@ def test_a_letter_stays_until_it_is_acknowledged(outbox):
     assert outbox.pending() == []
     offer(outbox, 3, b"three", base=7)
     offer(outbox, 0, b"")
-    assert outbox.pending() == [Letter(0, 0, {}, b""), Letter(0, 3, {"base": 7}, b"three")]
+    assert outbox.pending() == [PendingUpdate(0, 0, {}, b""), PendingUpdate(0, 3, {"base": 7}, b"three")]
     assert not outbox.acknowledge(1, 3)
     assert not outbox.acknowledge(0, 2)
     assert places(outbox) == [(0, 0), (3, 0)]
@@ -83,7 +83,7 @@ PLAIN = st.one_of(
 @settings(deadline=None, max_examples=100)
 @given(
     letter=st.builds(
-        Letter,
+        PendingUpdate,
         round=st.integers(0, 2**63 - 1),
         fragment=st.integers(0, 10**7),
         values=st.dictionaries(st.text(max_size=5), PLAIN, max_size=4),
@@ -94,9 +94,9 @@ PLAIN = st.one_of(
 )
 def test_letters_come_back_from_their_files(tmp_path_factory, letter, run, worker):
     folder = tmp_path_factory.mktemp("box")
-    write_letter(folder, letter, Sender(run, worker))
+    write_update(folder, letter, Sender(run, worker))
     (path,) = folder.iterdir()
-    assert read_letter(path) == (letter, Sender(run, worker))
+    assert read_update(path) == (letter, Sender(run, worker))
 
 
 @settings(deadline=None, max_examples=60)
@@ -124,7 +124,7 @@ def test_over_any_restarts_letters_stay_and_rounds_are_new(tmp_path_factory, ste
                 outbox.put(number, fragment, {"k": number}, b"%d" % number * 9)
                 offered[fragment] = number
         assert outbox.pending() == [
-            Letter(number, fragment, {"k": number}, b"%d" % number * 9)
+            PendingUpdate(number, fragment, {"k": number}, b"%d" % number * 9)
             for fragment, number in sorted(offered.items())
         ]
         assert outbox.worker == worker

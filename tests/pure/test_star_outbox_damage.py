@@ -12,7 +12,7 @@ from forks import ended, in_child
 from star_folders import never_waiting
 from star_letters import offer, places
 
-from paceline.async_dp.wal.worker_outbox import Letter, Outbox, Sender, write_letter
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, Sender, write_update
 from paceline.errors import CheckpointError, PacelineError
 from paceline.testing import fault_injection
 
@@ -96,9 +96,9 @@ def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
     with Outbox(tmp_path) as outbox:
         assert outbox.pending() == []
     assert "it is of fragment 0" in caplog.text
-    write_letter(
+    write_update(
         tmp_path,
-        Letter(9, 0, {}, b""),
+        PendingUpdate(9, 0, {}, b""),
         Sender("", json.loads((tmp_path / "worker.json").read_bytes())["values"]["worker"]),
     )
     with Outbox(tmp_path) as outbox:

@@ -4,7 +4,7 @@ import math
 
 from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.population import PopulationRules
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
 from paceline.tools.simulate.learning_tasks import GPTTask
@@ -19,7 +19,7 @@ def trained(rules: PopulationRules) -> AsyncResult:
     plan = AsyncPlan(
         machines,
         steps=160,
-        cadence=Cadence(ROUND, 1, 3),
+        cadence=SyncSchedule(ROUND, 1, 3),
         rules=HubRules(population=rules),
         alike=False,
     )

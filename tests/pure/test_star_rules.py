@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from paceline.async_dp.hub.hub_rules import HubRules, Shard
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard
 from paceline.async_dp.hub.population import Population, PopulationRules, Replace, Together
-from paceline.async_dp.hub.update_screening import Histogram, Screen, ScreenRules, Staleness
-from paceline.async_dp.worker.selection_policy import Policy
+from paceline.async_dp.hub.update_screening import Histogram, Screen, ScreeningRules, Staleness
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.async_dp.worker.worker_resources import choose, fragments_for
 from paceline.errors import UsageError
 
@@ -41,7 +41,7 @@ def test_the_size_of_an_update_is_seen_beside_its_steps() -> None:
 
 
 def test_one_exploding_update_does_not_become_the_usual() -> None:
-    screen = Screen(ScreenRules(strikes=10))
+    screen = Screen(ScreeningRules(strikes=10))
     for _ in range(8):
         judged(screen, 1.0)
     assert all(judged(screen, 100.0, worker=number).startswith("exploding") for number in range(50))
@@ -61,11 +61,11 @@ def test_an_update_that_makes_the_score_worse_is_refused() -> None:
     screen = Screen()
     assert judged(screen, 1.0, score=2.04, before=2.0) == ""
     assert judged(screen, 1.0, score=2.06, before=2.0).startswith("worse: score 2.0600")
-    assert judged(Screen(ScreenRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
+    assert judged(Screen(ScreeningRules(worse=None)), 1.0, score=9.0, before=2.0) == ""
 
 
 def test_who_is_refused_three_times_is_put_in_quarantine_and_twice_as_long_the_next_time() -> None:
-    screen = Screen(ScreenRules(seconds=10))
+    screen = Screen(ScreeningRules(seconds=10))
     for _ in range(3):
         judged(screen, math.nan, now=0.0)
     assert screen.quarantined(1, 4.0) == 6.0
@@ -122,7 +122,7 @@ def test_the_histogram_counts_every_staleness_once() -> None:
     ],
 )
 def test_what_is_sent(send: str, mine: float, before: float | None, best: float, offered: bool) -> None:
-    assert Policy(send=send).sends(mine, before, best) is offered
+    assert SelectionPolicy(send=send).sends(mine, before, best) is offered
 
 
 @pytest.mark.parametrize(
@@ -137,17 +137,17 @@ def test_what_is_sent(send: str, mine: float, before: float | None, best: float,
     ],
 )
 def test_what_is_taken_in(receive: str, mine: float, theirs: float, best: float, taken: bool) -> None:
-    assert Policy(receive=receive).receives(mine, theirs, best) is taken
+    assert SelectionPolicy(receive=receive).receives(mine, theirs, best) is taken
 
 
 def test_policies_need_a_score_and_a_whole_model() -> None:
     with pytest.raises(UsageError, match="without a score"):
-        Policy(receive="better").check(has_score=False, fragments=1)
+        SelectionPolicy(receive="better").check(has_score=False, fragments=1)
     with pytest.raises(UsageError, match="2 fragments"):
-        Policy(send="best").check(has_score=True, fragments=2)
-    Policy().check(has_score=False, fragments=3)
+        SelectionPolicy(send="best").check(has_score=True, fragments=2)
+    SelectionPolicy().check(has_score=False, fragments=3)
     with pytest.raises(UsageError, match="did you mean 'better'"):
-        Policy(send="beter")
+        SelectionPolicy(send="beter")
 
 
 def test_the_worst_of_a_population_takes_the_best_ones_parameters_and_learning_rate() -> None:
@@ -226,9 +226,9 @@ def test_rules_of_populations_that_can_not_be_are_refused(given: dict) -> None:
 
 def test_a_population_has_one_hub() -> None:
     with pytest.raises(UsageError, match="several hubs"):
-        HubRules(population=PopulationRules(), shard=Shard(0, 2))
+        HubRules(population=PopulationRules(), shard=HubShard(0, 2))
     with pytest.raises(UsageError, match="shard 2 of 2"):
-        Shard(2, 2)
+        HubShard(2, 2)
 
 
 def test_settings_follow_what_is_measured() -> None:

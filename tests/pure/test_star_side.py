@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.async_dp.protocol.parameter_layout import Layout
-from paceline.async_dp.protocol.update_codec import Packing
-from paceline.async_dp.worker.fragment_replica import Side, State
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
 
 
-def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, Side]:
+def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, FragmentReplica]:
     net = nn.Linear(5, 4).to(dtype)
-    (fragment,) = Layout.of(net).fragments
-    side = Side(fragment, dict(net.named_parameters()), Packing(fragment, "fp32"))
+    (fragment,) = ParameterLayout.of(net).fragments
+    side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
     return net, side
 
 
@@ -26,12 +26,12 @@ def learn(net: nn.Linear, by: float) -> None:
             param.add_(by)
 
 
-def offered(side: Side) -> torch.Tensor:
+def offered(side: FragmentReplica) -> torch.Tensor:
     return torch.frombuffer(bytearray(side.pack()), dtype=torch.float32)
 
 
-def arrive(side: Side, numbers: torch.Tensor, revision: int = 1) -> None:
-    packing = Packing(side.fragment, "fp32")
+def arrive(side: FragmentReplica, numbers: torch.Tensor, revision: int = 1) -> None:
+    packing = UpdateCodec(side.fragment, "fp32")
     side.state = State.OUT
     side.arrive(revision, "fp32", packing.pack(numbers))
 

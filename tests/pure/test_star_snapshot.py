@@ -13,8 +13,8 @@ from star_snapshots import names_in, numbers_of, snap
 from paceline.async_dp.wal import decision_ledger, journal_recovery
 from paceline.async_dp.wal import hub_journal as journal_module
 from paceline.async_dp.wal.decision_ledger import read_ledger
-from paceline.async_dp.wal.hub_journal import Journal
-from paceline.async_dp.wal.hub_snapshot import Snapshot, read_snapshot, write_snapshot
+from paceline.async_dp.wal.hub_journal import HubJournal
+from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import DamagedCheckpoint, UsageError
 
@@ -38,9 +38,9 @@ def same(a, b):
 
 def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
     path = tmp_path / "one.safetensors"
-    write_snapshot(path, Snapshot(7, 30, {"samples": 12, "loss": [1.5, None]}), TENSORS)
+    write_snapshot(path, HubSnapshot(7, 30, {"samples": 12, "loss": [1.5, None]}), TENSORS)
     snapshot, tensors = read_snapshot(path)
-    assert snapshot == Snapshot(7, 30, {"samples": 12, "loss": [1.5, None]})
+    assert snapshot == HubSnapshot(7, 30, {"samples": 12, "loss": [1.5, None]})
     assert tensors.keys() == TENSORS.keys()
     assert all(same(tensors[label], TENSORS[label]) for label in TENSORS)
     with safe_open(path, framework="pt") as theirs:
@@ -51,7 +51,7 @@ def test_a_snapshot_comes_back_and_others_can_read_it(tmp_path):
 def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
     path, whole = tmp_path / "one.safetensors", torch.arange(12.0).view(3, 4)
     write_snapshot(
-        path, Snapshot(0, 0, {}), {"t": whole.t(), "p": torch.nn.Parameter(whole), "row": whole[1]}
+        path, HubSnapshot(0, 0, {}), {"t": whole.t(), "p": torch.nn.Parameter(whole), "row": whole[1]}
     )
     _, tensors = read_snapshot(path)
     assert same(tensors["t"], whole.t())
@@ -64,7 +64,7 @@ def test_tensors_are_stored_whatever_their_strides_and_gradients(tmp_path):
 def test_any_flipped_bit_is_seen(tmp_path):
     path = tmp_path / "one.safetensors"
     write_snapshot(
-        path, Snapshot(1, 2, {"a": 1}), {"x": torch.arange(4.0), "y": torch.ones(3, dtype=torch.int8)}
+        path, HubSnapshot(1, 2, {"a": 1}), {"x": torch.arange(4.0), "y": torch.ones(3, dtype=torch.int8)}
     )
     data = path.read_bytes()
     for bit in range(8 * len(data)):
@@ -77,7 +77,7 @@ def test_any_flipped_bit_is_seen(tmp_path):
 
 def test_any_cut_is_seen(tmp_path):
     path = tmp_path / "one.safetensors"
-    write_snapshot(path, Snapshot(1, 2, {}), {"x": torch.arange(4.0)})
+    write_snapshot(path, HubSnapshot(1, 2, {}), {"x": torch.arange(4.0)})
     data = path.read_bytes()
     for cut in range(len(data)):
         path.write_bytes(data[:cut])
@@ -97,7 +97,7 @@ def test_any_cut_is_seen(tmp_path):
     ],
 )
 def test_what_can_not_be_stored_is_refused_and_all_stays_as_it_was(tmp_path, tensors, facts, message):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0, 1])
         with pytest.raises(UsageError, match=message):
             journal.snapshot(1, tensors, facts)
@@ -109,7 +109,7 @@ def test_what_can_not_be_stored_is_refused_and_all_stays_as_it_was(tmp_path, ten
 
 
 def test_the_last_two_snapshots_stay_and_the_journals_since_the_older(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         for count in range(5):
             write(journal, [count])
             snap(journal, 10 * count + 5, count + 1)
@@ -119,7 +119,7 @@ def test_the_last_two_snapshots_stay_and_the_journals_since_the_older(tmp_path):
     assert found_in(tmp_path) == list(range(5))
 
 
-@pytest.mark.parametrize("kind", [Journal.open, lambda folder, resume: MemoryJournal()])
+@pytest.mark.parametrize("kind", [HubJournal.open, lambda folder, resume: MemoryJournal()])
 def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
     with kind(tmp_path, resume=False) as journal:
         assert journal.recovered().tensors is None
@@ -137,7 +137,7 @@ def test_records_after_a_snapshot_come_back_with_it(tmp_path, kind):
 
 
 def test_the_same_revision_can_be_taken_again(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         snap(journal, 0, 0)
         for count in (2, 3):
             write(journal, range(count - 1 if count > 2 else 0, count))
@@ -148,14 +148,14 @@ def test_the_same_revision_can_be_taken_again(tmp_path):
 
 
 def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         for count in range(3):
             write(journal, [count])
             snap(journal, count + 1, count + 1)
         write(journal, [3])
     path = tmp_path / "snapshot-000000000003.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         assert "snapshot-000000000003.safetensors, which is not intact" in caplog.text
         assert journal.recovered().revision == 2
         assert numbers_in(journal) == [0, 1, 2, 3]
@@ -173,7 +173,7 @@ def test_a_damaged_newest_snapshot_is_passed_over(tmp_path, caplog):
 
 
 def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         for revision in (1, 2, 3):
             snap(journal, revision, 0)
     for path in tmp_path.glob("snapshot-*"):
@@ -181,11 +181,11 @@ def test_if_no_snapshot_is_intact_all_are_named(tmp_path):
     with pytest.raises(
         DamagedCheckpoint, match=r"none of the 2 snapshots .*-000000000003.*-000000000002.*\n.*a copy"
     ):
-        Journal.open(tmp_path, resume=True)
+        HubJournal.open(tmp_path, resume=True)
 
 
 def test_journals_that_are_missing_are_missed(tmp_path):
-    with Journal.open(tmp_path / "whole", resume=False) as journal:
+    with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, count)
             write(journal, [count])
@@ -205,11 +205,11 @@ def test_journals_that_are_missing_are_missed(tmp_path):
         for name in missing:
             (folder / name).unlink()
         with pytest.raises(DamagedCheckpoint, match=message):
-            Journal.open(folder, resume=True)
+            HubJournal.open(folder, resume=True)
 
 
 def test_damage_in_an_earlier_journal_is_seen_where_it_is_needed(tmp_path):
-    with Journal.open(tmp_path / "whole", resume=False) as journal:
+    with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, 2 * count)
             write(journal, [2 * count, 2 * count + 1])
@@ -223,11 +223,11 @@ def test_damage_in_an_earlier_journal_is_seen_where_it_is_needed(tmp_path):
         assert numbers_of(copied(folder, tmp_path / "unneeded")) == list(range(6))
         (folder / "snapshot-000000000003.safetensors").unlink()
         with pytest.raises(DamagedCheckpoint, match=f"{name}' is damaged at byte"):
-            Journal.open(folder, resume=True)
+            HubJournal.open(folder, resume=True)
 
 
 def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_told(tmp_path):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(4))
         snap(journal, 1, 4)
         write(journal, [4, 5])
@@ -239,11 +239,11 @@ def test_a_ledger_begins_anew_after_it_was_removed_and_damage_in_its_past_is_tol
         assert [line["n"] for line in read_ledger(tmp_path)] == [4, 5]
     path.write_bytes(b"rubbish\n" + whole)
     with pytest.raises(DamagedCheckpoint, match=r"line 1 of .*\n.*move the ledger elsewhere"):
-        Journal.open(tmp_path, resume=True)
+        HubJournal.open(tmp_path, resume=True)
 
 
 def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_changed(tmp_path, monkeypatch):
-    with Journal.open(tmp_path / "whole", resume=False) as journal:
+    with HubJournal.open(tmp_path / "whole", resume=False) as journal:
         write(journal, range(20))
         snap(journal, 1, 20)
         write(journal, [20, 21])
@@ -269,7 +269,7 @@ def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_change
         seen.clear()
         if changed[0] == b"{}\n":
             with pytest.raises(DamagedCheckpoint, match="line 1 of"):
-                Journal.open(folder, resume=True)
+                HubJournal.open(folder, resume=True)
         else:
             assert numbers_of(folder) == list(range(22))
             assert len(seen) >= len(changed)
@@ -277,14 +277,14 @@ def test_of_a_ledger_only_what_follows_the_snapshot_is_read_unless_it_was_change
 
 
 def test_a_snapshot_is_read_once_when_its_run_goes_on(tmp_path, monkeypatch):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, range(3))
         snap(journal, 1, 3)
     reads = []
     read = journal_recovery.read_snapshot
     for module in (journal_recovery, journal_module):
         monkeypatch.setattr(module, "read_snapshot", lambda path: (reads.append(path), read(path))[1])
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         assert numbers_in(journal) == [0, 1, 2]
         assert len(reads) == 1
         assert numbers_in(journal) == [0, 1, 2], "and may be asked for again"

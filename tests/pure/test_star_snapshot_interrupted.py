@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from star_folders import copied, found_in, never_waiting, numbers_in, write
 from star_snapshots import names_in, numbers_of, snap
 
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.errors import CheckpointError, PacelineError
 from paceline.testing import fault_injection
 
@@ -32,7 +32,7 @@ def refusal(call):
 
 def live(folder, tell, retry):
     """A hub's life: records, commits, snapshots. What is committed is told; what fails is tried once more."""
-    journal, count = Journal.open(folder, resume=True), 0
+    journal, count = HubJournal.open(folder, resume=True), 0
 
     def attempt(call):
         nonlocal journal
@@ -44,7 +44,7 @@ def live(folder, tell, retry):
         if why:
             assert "takes nothing more" in why
             journal.close()
-            journal = Journal.open(folder, resume=True)
+            journal = HubJournal.open(folder, resume=True)
             call(journal)
 
     attempt(lambda journal: journal.describe({"run": "a"}))
@@ -84,7 +84,7 @@ def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tm
         numbers = found_in(folder)
         assert numbers == list(range(len(numbers)))
         assert told <= len(numbers) <= told + 2
-        with Journal.open(folder, resume=True) as journal:
+        with HubJournal.open(folder, resume=True) as journal:
             write(journal, [len(numbers)])
             snap(journal, 20, len(numbers) + 1)
             write(journal, [len(numbers) + 1])
@@ -98,7 +98,7 @@ def test_a_hub_that_dies_between_any_two_operations_of_its_disk_loses_nothing(tm
 def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
     """It finds a damaged snapshot, a torn journal, a ledger that lags, and what another has left half written."""
     whole = tmp_path / "whole"
-    with Journal.open(whole, resume=False) as journal:
+    with HubJournal.open(whole, resume=False) as journal:
         for count in range(3):
             snap(journal, count + 1, 2 * count)
             write(journal, [2 * count, 2 * count + 1])
@@ -117,7 +117,7 @@ def test_a_hub_that_dies_while_it_recovers_loses_nothing(tmp_path):
         if pid == 0:
             try:
                 with FailingDisk(at, die):
-                    Journal.open(folder, resume=True).close()
+                    HubJournal.open(folder, resume=True).close()
                 os._exit(0)
             finally:
                 os._exit(1)
@@ -148,7 +148,7 @@ def test_a_disk_that_refuses_any_one_operation_is_told_and_loses_nothing(tmp_pat
 
 def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monkeypatch):
     """The disk failed after the new journal had its name, and before anybody knew whether it keeps it."""
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         with monkeypatch.context() as patch:
             patch.setattr("paceline.async_dp.wal.journal_file.write_whole", written_but_not_flushed)
@@ -156,13 +156,13 @@ def test_no_record_goes_into_a_journal_once_the_next_may_be_there(tmp_path, monk
                 snap(journal, 4, 1)
         with pytest.raises(CheckpointError, match=r"takes nothing more: journal-0+4\.log was begun"):
             write(journal, [1])
-    with Journal.open(tmp_path, resume=True) as journal:
+    with HubJournal.open(tmp_path, resume=True) as journal:
         write(journal, [1])
     assert found_in(tmp_path) == [0, 1]
 
 
 def test_a_snapshot_that_may_be_there_is_taken_as_it_is_found(tmp_path, monkeypatch):
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         snap(journal, 4, 1)
         write(journal, [1])
@@ -183,7 +183,7 @@ def written_but_not_flushed(path, write):
 
 def test_the_ledger_is_on_the_disk_before_the_records_are_of_no_more_use(tmp_path, monkeypatch):
     calls, replace = [], os.replace
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         write(journal, [0])
         monkeypatch.setattr(
             os, "fdatasync", lambda h: calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{h}")))
@@ -197,7 +197,7 @@ def test_the_ledger_is_on_the_disk_before_the_records_are_of_no_more_use(tmp_pat
 @pytest.mark.parametrize("seed", range(6))
 def test_a_disk_that_is_full_after_any_number_of_bytes(tmp_path, seed):
     chance = random.Random(seed)
-    with Journal.open(tmp_path, resume=False) as journal:
+    with HubJournal.open(tmp_path, resume=False) as journal:
         count, revision, refusals = 0, 0, 0
         for _ in range(40):
             fault_injection.disarm()
@@ -225,7 +225,7 @@ def test_any_life_comes_back_whichever_snapshot_is_damaged(tmp_path_factory, dat
     folder = tmp_path_factory.mktemp("hub")
     count = revision = snapshots = 0
     for _ in range(data.draw(st.integers(1, 3))):
-        with Journal.open(folder, resume=True) as journal:
+        with HubJournal.open(folder, resume=True) as journal:
             assert numbers_in(journal) == list(range(count))
             for step in data.draw(
                 st.lists(st.sampled_from(["append", "commit", "snapshot", "again"]), max_size=8)
@@ -244,7 +244,7 @@ def test_any_life_comes_back_whichever_snapshot_is_damaged(tmp_path_factory, dat
             newest.write_bytes(newest.read_bytes()[:-1])
             snapshots = 1
             assert numbers_of(folder) == list(range(count))
-            with Journal.open(folder, resume=True) as journal:
+            with HubJournal.open(folder, resume=True) as journal:
                 revision += 1
                 snap(journal, revision, count)
                 snapshots = 2

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from star_talk import LAYOUT, PACKING, RUN
 
-from paceline.async_dp.protocol.hub_messages import Message
-from paceline.async_dp.protocol.message_assembly import cut
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.protocol.hub_messages import HubMessage
+from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.thread_messages import Order
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.fragment_replica import Side, State
-from paceline.async_dp.worker.hub_session import Spoke
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.hub_session import HubSession
 from paceline.transport.transport_interface import HUB
 
 ME = 7
@@ -24,9 +24,9 @@ class Conversation:
     def __init__(self) -> None:
         net = torch.nn.Linear(4, 3)
         (fragment,) = LAYOUT.fragments
-        self.side = Side(fragment, dict(net.named_parameters()), Packing(fragment, "fp32"))
+        self.side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
         sessions = iter(range(1, 10**6))
-        self.spoke = Spoke(
+        self.spoke = HubSession(
             ME, "w", LAYOUT, {0: self.side}, Outbox(None, ME), facts={}, new_session=lambda: next(sessions)
         )
         self.spoke.beat_seconds = math.inf
@@ -34,7 +34,9 @@ class Conversation:
 
     def hear(self, kind: str, payload: Any = b"", round: int = 0, **told: Any) -> None:
         dtype = "fp32" if payload else ""
-        for envelope in cut(Message(kind, HUB, ME, round, 0, told, payload, dtype), RUN, self._sequence):
+        for envelope in split_message(
+            HubMessage(kind, HUB, ME, round, 0, told, payload, dtype), RUN, self._sequence
+        ):
             self.spoke.receive(envelope, self.now)
         self._sequence += 1
 

@@ -3,30 +3,33 @@
 import pytest
 import torch
 
-from paceline.async_dp.protocol.parameter_layout import Layout
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.async_worker import Worker
-from paceline.async_dp.worker.fragment_replica import Side
-from paceline.async_dp.worker.hub_session import Spoke
-from paceline.async_dp.worker.selection_policy import Policy
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.async_dp.worker.async_worker import AsyncWorker
+from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.async_dp.worker.hub_session import HubSession
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
 from paceline.tools.simulate.learning_tasks import LinearTask
 
 
 def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
-    layout = Layout.of(net, 4)
-    sides = [Side(each, dict(net.named_parameters()), Packing(each, "fp32")) for each in layout.fragments]
+    layout = ParameterLayout.of(net, 4)
+    sides = [
+        FragmentReplica(each, dict(net.named_parameters()), UpdateCodec(each, "fp32"))
+        for each in layout.fragments
+    ]
     spokes = [
-        Spoke(
+        HubSession(
             1, "w", layout, {index: sides[index], index + 2: sides[index + 2]}, Outbox(None, 1),
             facts={}, new_session=lambda: 1,
         )
         for index in range(2)
     ]  # fmt: skip
-    worker = Worker(sides, spokes, Cadence(8, 4, 1), Policy())
+    worker = AsyncWorker(sides, spokes, SyncSchedule(8, 4, 1), SelectionPolicy())
     for spoke, fragments in ((spokes[1], [1, 3]), (spokes[0], [0, 2])):
         spoke.terms.wanted = True
         worker.step(1.0, 0.1, 0.0, 1.0)
@@ -36,7 +39,9 @@ def test_each_of_several_hubs_is_given_its_own_fragments_when_it_asks() -> None:
     assert len(spokes[1].orders) == 2, "asked once, it is given all once"
 
 
-def run(steps: int, warmup: int, cadence: Cadence, workers: int = 1, latency: float = 1e-4) -> AsyncResult:
+def run(
+    steps: int, warmup: int, cadence: SyncSchedule, workers: int = 1, latency: float = 1e-4
+) -> AsyncResult:
     return simulate(
         AsyncPlan(
             [Machine(step_seconds=1.0)] * workers,
@@ -52,16 +57,16 @@ def run(steps: int, warmup: int, cadence: Cadence, workers: int = 1, latency: fl
 
 @pytest.mark.parametrize("warmup", [0, 10, 20, 40])
 @pytest.mark.parametrize(
-    "cadence", [Cadence(10, 1, 5), Cadence(10, 1, 0), Cadence(2, 1, 1), Cadence(1, 1, 0)]
+    "cadence", [SyncSchedule(10, 1, 5), SyncSchedule(10, 1, 0), SyncSchedule(2, 1, 1), SyncSchedule(1, 1, 0)]
 )
-def test_in_the_warm_up_every_other_step_sends(warmup: int, cadence: Cadence) -> None:
+def test_in_the_warm_up_every_other_step_sends(warmup: int, cadence: SyncSchedule) -> None:
     sent = run(60, warmup, cadence).counts[0]["sent"]
     often = warmup / min(2, cadence.every)
     assert sent == pytest.approx(often + (60 - warmup) / cadence.every, abs=1.0)
 
 
 def test_what_the_network_does_not_manage_is_skipped() -> None:
-    often, slow = (run(60, 40, Cadence(10, 1, 5), latency=latency).counts[0] for latency in (1e-4, 1.5))
+    often, slow = (run(60, 40, SyncSchedule(10, 1, 5), latency=latency).counts[0] for latency in (1e-4, 1.5))
     assert slow["skipped"] > 0
     assert often["skipped"] == 0
     assert 2 < slow["sent"] < often["sent"]
@@ -69,5 +74,5 @@ def test_what_the_network_does_not_manage_is_skipped() -> None:
 
 
 def test_a_warm_up_brings_workers_together_sooner() -> None:
-    with_it, without = (run(40, warmup, Cadence(20, 1, 5), workers=4).loss for warmup in (40, 0))
+    with_it, without = (run(40, warmup, SyncSchedule(20, 1, 5), workers=4).loss for warmup in (40, 0))
     assert with_it < without

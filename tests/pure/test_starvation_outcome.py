@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling.block_dispatch import deal
+from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
 from paceline.tools.bench.starvation.scene_outcome import (
     End,
@@ -165,7 +165,7 @@ def test_the_example_starves_one_rank():
     seed=st.integers(0, 9),
 )
 def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size, seed):
-    dealing = deal(samples, ranks, block=block, scheme=scheme, seed=seed)
+    dealing = dispatch_blocks(samples, ranks, block=block, scheme=scheme, seed=seed)
     balance = Balance(dealing, batch_size)
     if not balance.starving or not min(balance.batches):
         with pytest.raises(UsageError):
@@ -194,13 +194,13 @@ def test_the_next_epoch_has_other_batches():
     [
         (EXAMPLE, 0.5, "time-out of 0.5 s"),
         (EXAMPLE, float("inf"), "time-out of inf s"),
-        (Balance(deal(100, 1), 7), 10, "1 ranks: each is a process here"),
-        (Balance(deal(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
-        (Balance(deal(1000, 2), 7), 10, "all ranks have 72 batches, so nobody starves"),
-        (Balance(deal(3, 4), 7), 10, "rank 3 has no batch at all"),
-        (Balance(deal(1100, 2, block=100), 64, drop_last=True), 10, "the short last ones too"),
-        (Balance(deal(30_000_100, 2, block=100), 100_000), 10, "30000100 samples in 151 steps"),
-        (Balance(deal(5001, 2), 1), 10, "5001 samples in 2501 steps"),
+        (Balance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
+        (Balance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
+        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so nobody starves"),
+        (Balance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
+        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "the short last ones too"),
+        (Balance(dispatch_blocks(30_000_100, 2, block=100), 100_000), 10, "30000100 samples in 151 steps"),
+        (Balance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
     ],
 )
 def test_what_can_not_be_shown_is_refused(balance, timeout, said):

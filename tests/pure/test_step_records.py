@@ -9,9 +9,9 @@ import math
 import pytest
 
 from paceline.cost_model.profile import Profile
-from paceline.cost_model.step_costs import pick
-from paceline.cost_model.step_strategy import Way
-from paceline.cost_model.step_time import predict
+from paceline.cost_model.step_costs import pick_step_costs
+from paceline.cost_model.step_strategy import StepStrategy
+from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
 from paceline.tools.plan.step_measured import accuracy_of, beside, load_measured, ways_measured
 from step_profile import exchange, model, profile
@@ -107,8 +107,11 @@ def written(tmp_path, *rows, **changes):
 
 
 def test_measured_steps_stand_beside_predicted_ones(tmp_path):
-    costs = pick(PROFILE)
-    naive, bucketed = predict(costs, Way("naive")), predict(costs, Way("bucketed", 5))
+    costs = pick_step_costs(PROFILE)
+    naive, bucketed = (
+        predict_step(costs, StepStrategy("naive")),
+        predict_step(costs, StepStrategy("bucketed", 5)),
+    )
     path = written(
         tmp_path,
         row("no-sync", None, 1000.0),
@@ -120,9 +123,13 @@ def test_measured_steps_stand_beside_predicted_ones(tmp_path):
         row("naive", None, 1.0, ranks=3),
     )
     found = ways_measured(load_measured(path), "net", 2)
-    assert set(found) == {Way("naive"), Way("bucketed", 5), Way("bucketed", math.inf)}
+    assert set(found) == {
+        StepStrategy("naive"),
+        StepStrategy("bucketed", 5),
+        StepStrategy("bucketed", math.inf),
+    }
     pairs = beside([naive, bucketed], found)
-    assert [pair[1].way for pair in pairs] == [Way("naive"), Way("bucketed", 5)]
+    assert [pair[1].way for pair in pairs] == [StepStrategy("naive"), StepStrategy("bucketed", 5)]
     accuracy = accuracy_of(pairs, 2)
     assert accuracy.points == 2
     assert accuracy.maximum == pytest.approx(0.1)

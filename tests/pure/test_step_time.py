@@ -8,22 +8,22 @@ from dataclasses import replace
 import pytest
 
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import simulate
+from paceline.cost_model.bucket_layout import simulate_backward
 from paceline.cost_model.profile_entries import Parameter
-from paceline.cost_model.step_costs import pick
+from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_program import step_program
 from paceline.cost_model.step_simulator import Compute, Launch, Wait
-from paceline.cost_model.step_strategy import STRATEGIES, Way, usual_ways
-from paceline.cost_model.step_time import best_of, predict, predict_all, simulated_bucket
+from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy, usual_strategies
+from paceline.cost_model.step_time import best_step, predict_step, predict_steps, simulated_bucket
 from paceline.errors import UsageError
 from step_profile import CALL, MIB, OPS, RATE, contention, exchange, model, profile, seconds
 
-COSTS = pick(profile())
+COSTS = pick_step_costs(profile())
 BARE = 0.5 + 0.9 + 0.2
 
 
 def exposed(way, costs=COSTS):
-    return predict(costs, way).exposed
+    return predict_step(costs, way).exposed
 
 
 # ---------------------------------------------------------------- ways
@@ -35,14 +35,14 @@ def test_ways_have_the_names_of_the_engines_strategies():
 
     assert set(STRATEGIES) - {"ddp"} == set(ENGINES)
     for name in ("naive", "flat", "overlap", "bucketed", "sharded"):
-        assert Way(name).caps == Sync.of(name).bucket_nbytes
-        assert Way(name).overlaps == Sync.of(name).overlap
+        assert StepStrategy(name).caps == Sync.of(name).bucket_nbytes
+        assert StepStrategy(name).overlaps == Sync.of(name).overlap
 
 
 def test_torchs_default_starts_with_a_small_bucket():
-    assert Way("ddp").caps == (MIB, 25 * MIB)
-    assert Way("ddp").default_ddp
-    assert Way("ddp", 25).caps == 25 * MIB
+    assert StepStrategy("ddp").caps == (MIB, 25 * MIB)
+    assert StepStrategy("ddp").default_ddp
+    assert StepStrategy("ddp", 25).caps == 25 * MIB
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_torchs_default_starts_with_a_small_bucket():
 )
 def test_ways_that_make_no_sense_are_refused(arguments):
     with pytest.raises(UsageError):
-        Way(*arguments)
+        StepStrategy(*arguments)
 
 
 # ---------------------------------------------------------------- each way by hand
@@ -68,27 +68,29 @@ def test_ways_that_make_no_sense_are_refused(arguments):
 
 def test_naive_waits_for_every_parameter():
     each = seconds("all-reduce", MIB)
-    assert exposed(Way("naive")) == pytest.approx(0.1 + 10 * each)  # 0.1: gradients go into buckets
+    assert exposed(StepStrategy("naive")) == pytest.approx(0.1 + 10 * each)  # 0.1: gradients go into buckets
 
 
 def test_flat_waits_for_one_call():
-    assert exposed(Way("flat")) == pytest.approx(0.1 + seconds("all-reduce", 10 * MIB))
+    assert exposed(StepStrategy("flat")) == pytest.approx(0.1 + seconds("all-reduce", 10 * MIB))
 
 
 def test_overlap_shows_the_last_call_where_the_network_keeps_up():
     assert seconds("all-reduce", MIB) < 0.1
-    assert exposed(Way("overlap")) == pytest.approx(0.1 + seconds("all-reduce", MIB))
+    assert exposed(StepStrategy("overlap")) == pytest.approx(0.1 + seconds("all-reduce", MIB))
 
 
 def test_bucketed_is_the_formula_of_equal_buckets():
-    slow = pick(profile(call=0.15))
+    slow = pick_step_costs(profile(call=0.15))
     for size, count in ((1, 10), (2, 5), (5, 2)):
         job = EqualBuckets(10 * MIB, RATE, 0.15, 1.0)
-        assert exposed(Way("bucketed", size), slow) == pytest.approx(0.1 + job.overhead(count), rel=1e-6)
+        assert exposed(StepStrategy("bucketed", size), slow) == pytest.approx(
+            0.1 + job.overhead(count), rel=1e-6
+        )
 
 
 def test_the_steps_parts_add_up_to_it_for_every_way():
-    for time in predict_all(COSTS, usual_ways([1.0, 4.0, math.inf], compressions=["bf16", "int4"])):
+    for time in predict_steps(COSTS, usual_strategies([1.0, 4.0, math.inf], compressions=["bf16", "int4"])):
         parts = time.forward + time.backward + time.exposed + time.optimizer
         assert parts == pytest.approx(time.seconds)
         assert time.low <= time.seconds <= time.high
@@ -98,7 +100,7 @@ def test_the_steps_parts_add_up_to_it_for_every_way():
 
 
 def test_sharded_updates_part_by_part_and_gathers():
-    program = step_program(COSTS, Way("sharded", 2)).steps
+    program = step_program(COSTS, StepStrategy("sharded", 2)).steps
     kinds = [(type(step), step.phase) for step in program]
     updates = [step for step in program if isinstance(step, Compute) and step.phase == "optimizer"]
     assert len(updates) == 3  # parts of at least 4 MiB: two buckets of 2 MiB, and the rest
@@ -115,7 +117,7 @@ def test_sharded_updates_part_by_part_and_gathers():
 
 
 def test_sharded_by_hand():
-    found = predict(COSTS, Way("sharded", math.inf))
+    found = predict_step(COSTS, StepStrategy("sharded", math.inf))
     ledger, reduce, gather = (seconds("", n) for n in (80, 10 * MIB, 10 * MIB))
     update = 0.001 + 0.02 * 5
     # the fits' own gap: the reduce-scatter starts when the ledger's gather makes room
@@ -125,46 +127,51 @@ def test_sharded_by_hand():
 
 
 def test_full_shard_gathers_units_twice_and_the_root_once():
-    program = step_program(COSTS, Way("full-shard")).steps
+    program = step_program(COSTS, StepStrategy("full-shard")).steps
     ops = [step.nbytes for step in program if isinstance(step, Launch)]
     assert ops == [5 * MIB] * 5  # root and unit; unit again; both reduced
-    found = predict(COSTS, Way("full-shard"))
+    found = predict_step(COSTS, StepStrategy("full-shard"))
     assert found.optimizer == pytest.approx(0.1)
     assert found.exposed == pytest.approx(5 * seconds("", 5 * MIB))
 
 
 def test_torchs_last_bucket_does_not_wait_for_the_end_of_backward():
     early = tuple(Parameter(str(at), MIB, 0.05 * (at + 1)) for at in range(10))
-    costs = pick(profile(models=(model(parameters=early),)))
-    ours, theirs = (predict(costs, Way(name, math.inf)) for name in ("bucketed", "ddp"))
+    costs = pick_step_costs(profile(models=(model(parameters=early),)))
+    ours, theirs = (predict_step(costs, StepStrategy(name, math.inf)) for name in ("bucketed", "ddp"))
     call = seconds("all-reduce", 10 * MIB)
     assert ours.seconds == pytest.approx(0.5 + 1.0 + call + 0.2)
     assert theirs.seconds == pytest.approx(0.5 + max(1.0, 0.5 + call) + 0.2)
 
 
 def test_compressed_buckets_cost_their_bytes():
-    whole, half = (exposed(Way("bucketed", 100, name)) for name in ("none", "bf16"))
+    whole, half = (exposed(StepStrategy("bucketed", 100, name)) for name in ("none", "bf16"))
     assert whole == pytest.approx(0.1 + seconds("all-reduce", 10 * MIB))
     assert half == pytest.approx(0.1 + 2 * seconds("", 5 * MIB))
 
 
 def test_cores_that_are_shared_slow_both():
-    shared = pick(profile(computing=1.5, calls=1.3))
-    for way in (Way("overlap"), Way("bucketed", 2), Way("sharded", 2), Way("ddp", 2)):
-        assert predict(shared, way).seconds > predict(COSTS, way).seconds
-    for way in (Way("naive"), Way("flat")):  # nothing overlaps
-        assert predict(shared, way).seconds == pytest.approx(predict(COSTS, way).seconds)
+    shared = pick_step_costs(profile(computing=1.5, calls=1.3))
+    for way in (
+        StepStrategy("overlap"),
+        StepStrategy("bucketed", 2),
+        StepStrategy("sharded", 2),
+        StepStrategy("ddp", 2),
+    ):
+        assert predict_step(shared, way).seconds > predict_step(COSTS, way).seconds
+    for way in (StepStrategy("naive"), StepStrategy("flat")):  # nothing overlaps
+        assert predict_step(shared, way).seconds == pytest.approx(predict_step(COSTS, way).seconds)
 
 
 def test_launching_costs_the_rank():
-    busy = pick(profile(launch=0.002))
-    assert exposed(Way("naive"), busy) == pytest.approx(exposed(Way("naive")) + 10 * 0.002)
+    busy = pick_step_costs(profile(launch=0.002))
+    assert exposed(StepStrategy("naive"), busy) == pytest.approx(exposed(StepStrategy("naive")) + 10 * 0.002)
 
 
 def test_the_best_sends_gradients_whole():
-    times = predict_all(COSTS, usual_ways([1.0, 5.0], compressions=["int4"]))
-    assert best_of(times).way.compression == "none"
-    assert best_of(times).seconds == min(time.seconds for time in times if time.way.compression == "none")
+    times = predict_steps(COSTS, usual_strategies([1.0, 5.0], compressions=["int4"]))
+    assert best_step(times).way.compression == "none"
+    assert best_step(times).seconds == min(time.seconds for time in times if time.way.compression == "none")
 
 
 # ---------------------------------------------------------------- buckets
@@ -179,12 +186,12 @@ def test_the_closed_forms_values_are_those_of_the_prices():
 
 
 def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
-    slow = pick(profile(call=0.15))
+    slow = pick_step_costs(profile(call=0.15))
     best = simulated_bucket(slow)
     assert best.backward.end == min(backward.end for _, backward in best.tried)
     at = slow.equal_buckets().best().nbytes
     ready = [each.ready for each in slow.step.parameters]
-    formula = simulate(ready, at, slow.engine["all-reduce"].channel, backward_seconds=1.0)
+    formula = simulate_backward(ready, at, slow.engine["all-reduce"].channel, backward_seconds=1.0)
     assert best.backward.exposed <= formula.exposed
 
 
@@ -193,22 +200,22 @@ def test_the_simulated_bucket_is_at_least_as_good_as_all_that_were_tried():
 
 def test_what_is_not_clear_or_not_there_is_said():
     with pytest.raises(UsageError, match="knows no training step"):
-        pick(type(profile())())
+        pick_step_costs(type(profile())())
     with pytest.raises(UsageError, match="no step with model 'nett'"):
-        pick(profile(), "nett")
+        pick_step_costs(profile(), "nett")
     two = profile(models=(model(), model(name="other")))
     with pytest.raises(UsageError, match="differ in model: net, other"):
-        pick(two)
-    assert pick(two, "other").step.model == "other"
+        pick_step_costs(two)
+    assert pick_step_costs(two, "other").step.model == "other"
     with pytest.raises(UsageError, match="differ in batch: 4, 8"):
-        pick(profile(models=(model(), model(batch=8))))
+        pick_step_costs(profile(models=(model(), model(batch=8))))
     more = profile().with_entries(exchanges=[exchange("all-reduce", False, network="wifi")])
     with pytest.raises(UsageError, match="differ in network: lab, wifi"):
-        pick(more)
+        pick_step_costs(more)
     with pytest.raises(UsageError, match="lacks all-reduce"):
-        pick(more, network="wifi")
+        pick_step_costs(more, network="wifi")
     with pytest.raises(UsageError, match="1 ranks"):
-        pick(profile(), ranks=1)
+        pick_step_costs(profile(), ranks=1)
 
 
 def test_without_torchs_calls_only_its_ddp_is_missing():
@@ -218,20 +225,23 @@ def test_without_torchs_calls_only_its_ddp_is_missing():
         models=bare.models,
         contentions=bare.contentions,
     )
-    costs = pick(ours)
-    predict(costs, Way("sharded", 1))
+    costs = pick_step_costs(ours)
+    predict_step(costs, StepStrategy("sharded", 1))
     with pytest.raises(UsageError, match=r"no all-reduce of torch's"):
-        predict(costs, Way("ddp"))
+        predict_step(costs, StepStrategy("ddp"))
 
 
 def test_an_exchange_that_was_not_measured_is_named():
     made = profile()
     kept = tuple(each for each in made.exchanges if each.fit.op == "all-reduce")
-    costs = pick(type(made)(exchanges=kept, models=made.models, contentions=made.contentions))
-    assert predict(costs, Way("bucketed", 5)).seconds == predict(COSTS, Way("bucketed", 5)).seconds
-    for way in (Way("sharded", 5), Way("full-shard"), Way("bucketed", 5, "int8")):
+    costs = pick_step_costs(type(made)(exchanges=kept, models=made.models, contentions=made.contentions))
+    assert (
+        predict_step(costs, StepStrategy("bucketed", 5)).seconds
+        == predict_step(COSTS, StepStrategy("bucketed", 5)).seconds
+    )
+    for way in (StepStrategy("sharded", 5), StepStrategy("full-shard"), StepStrategy("bucketed", 5, "int8")):
         with pytest.raises(UsageError, match=r"the profile has no (reduce-scatter|all-gather)\n"):
-            predict(costs, way)
+            predict_step(costs, way)
 
 
 def test_torchs_calls_are_those_of_the_backend_that_torch_has_there():
@@ -243,7 +253,7 @@ def test_torchs_calls_are_those_of_the_backend_that_torch_has_there():
     on_nccl = replace(model(), device="H100", backend="nccl")
     both = profile().with_entries(exchanges=nccl, models=[on_nccl], contentions=contentions)
     for backend, call in (("gloo", CALL), ("nccl", 1e-6)):
-        costs = pick(both, backend=backend)
+        costs = pick_step_costs(both, backend=backend)
         assert costs.torchs.alone.backend == backend
         assert costs.torchs.seconds(MIB) == pytest.approx(seconds("all-reduce", MIB, call))
     ours = [exchange(op, queued, backend="paceline") for op in OPS for queued in (False, True)]
@@ -252,26 +262,26 @@ def test_torchs_calls_are_those_of_the_backend_that_torch_has_there():
         models=[replace(model(), backend="paceline")],
         contentions=[contention(op, backend="paceline") for op in OPS],
     )
-    assert pick(in_memory, backend="paceline").torchs.alone.backend == "gloo"
+    assert pick_step_costs(in_memory, backend="paceline").torchs.alone.backend == "gloo"
 
 
 def test_other_numbers_of_ranks_are_predicted_and_noted():
-    costs = pick(profile(), ranks=8)
-    found = predict(costs, Way("flat"))
-    assert found.seconds > predict(COSTS, Way("flat")).seconds  # a ring of 8 has more to send
+    costs = pick_step_costs(profile(), ranks=8)
+    found = predict_step(costs, StepStrategy("flat"))
+    assert found.seconds > predict_step(COSTS, StepStrategy("flat")).seconds  # a ring of 8 has more to send
     assert "computing was measured with 2 ranks" in found.beyond
     assert "all-reduce was measured with 2 ranks" in found.beyond
-    assert predict(COSTS, Way("naive")).beyond is None
+    assert predict_step(COSTS, StepStrategy("naive")).beyond is None
 
 
 def test_sizes_beyond_what_was_measured_are_noted():
     big = (Parameter("w", 1000 * MIB, 1.0),)
-    found = predict(pick(profile(models=(model(parameters=big),))), Way("flat"))
+    found = predict_step(pick_step_costs(profile(models=(model(parameters=big),))), StepStrategy("flat"))
     assert found.beyond == "all-reduce was measured up to 16 MiB"
 
 
 def test_the_nearest_number_of_ranks_computes():
     models = (model(), model(ranks=8))
     made = profile(models=models).with_entries(contentions=[contention("all-reduce", ranks=8)])
-    assert pick(made, ranks=6).step.ranks == 8
-    assert pick(made, ranks=3).step.ranks == 2
+    assert pick_step_costs(made, ranks=6).step.ranks == 8
+    assert pick_step_costs(made, ranks=3).step.ranks == 2

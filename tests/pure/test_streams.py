@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import paceline as pl
+import paceline
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import Bucket, Slot
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.bucket import Bucket, GradSlot
+from paceline.parallel.engine.comm import Comm
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Stream:
 
 @pytest.fixture
 def bucket():
-    slot = Slot(0, "weight", torch.nn.Parameter(torch.zeros(3)))
+    slot = GradSlot(0, "weight", torch.nn.Parameter(torch.zeros(3)))
     made = Bucket(
         0, [slot], torch.float32, torch.device("cpu"), allocate=lambda n, dtype, device: torch.empty(n)
     )
@@ -61,16 +61,16 @@ def test_a_graph_reads_parameters_where_they_were_so_they_may_not_move(sync):
         return net
 
     graphed = torch.nn.Sequential(torch.nn.Linear(2, 2), make_graphed_callables(torch.nn.Linear(2, 1)))
-    wire = Wire()
-    pl.DataParallel(graphed, sync, group=wire)
+    wire = Comm()
+    paceline.DataParallel(graphed, sync, group=wire)
     wire.size = 2
     with pytest.raises(UsageError, match="module '1' is a CUDA graph"):
-        pl.DataParallel(graphed, sync, group=wire)
+        paceline.DataParallel(graphed, sync, group=wire)
 
 
 def test_a_captured_backward_is_refused_among_ranks_and_only_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    model = pl.DataParallel(torch.nn.Linear(2, 1))
+    model = paceline.DataParallel(torch.nn.Linear(2, 1))
     monkeypatch.setattr(type(model.engine), "device", torch.device("cuda:0"))
     model.backward(model(torch.ones(1, 2)).sum(), samples=1)
     model.engine.wire.size = 2

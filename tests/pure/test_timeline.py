@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cost_model.step_simulator import Compute, Launch, Wait, run
+from paceline.cost_model.step_simulator import Compute, Launch, Wait, simulate_step
 from paceline.errors import UsageError
 
 SECONDS = st.floats(0.0, 10.0)
@@ -19,67 +19,67 @@ def times(timeline):
 
 
 def test_computing_hides_a_call():
-    found = run([Launch(0, 2.0), Compute(3.0), Wait(0)])
+    found = simulate_step([Launch(0, 2.0), Compute(3.0), Wait(0)])
     assert times(found) == [(0.0, 0.0, 2.0)]
     assert found.end == 3.0
     assert found.spans == ((0.0, 0.0), (0.0, 3.0), (3.0, 3.0))
 
 
 def test_one_lane_is_a_queue():
-    found = run([Launch(0, 2.0), Launch(1, 1.0), Wait(0), Wait(1)])
+    found = simulate_step([Launch(0, 2.0), Launch(1, 1.0), Wait(0), Wait(1)])
     assert times(found) == [(0.0, 0.0, 2.0), (0.0, 2.0, 3.0)]
 
 
 def test_two_lanes_run_two_calls_at_once_but_their_gaps_are_shared():
     calls = [Launch(key, 2.0, gap=0.5) for key in range(3)]
-    found = run([*calls, Wait(0), Wait(1), Wait(2)], lanes=2)
+    found = simulate_step([*calls, Wait(0), Wait(1), Wait(2)], lanes=2)
     assert times(found) == [(0.0, 0.0, 2.0), (0.0, 0.5, 2.5), (0.0, 2.0, 4.0)]
-    found = run([*calls, Wait(2)], lanes=math.inf)
+    found = simulate_step([*calls, Wait(2)], lanes=math.inf)
     assert [ended for _, _, ended in times(found)] == [2.0, 2.5, 3.0]
 
 
 def test_a_gap_longer_than_the_call_is_the_call():
-    found = run([Launch(0, 1.0, gap=5.0), Launch(1, 1.0), Wait(1)], lanes=9)
+    found = simulate_step([Launch(0, 1.0, gap=5.0), Launch(1, 1.0), Wait(1)], lanes=9)
     assert found.end == 2.0
 
 
 def test_computing_slows_while_a_call_is_under_way():
     # 1 s of the call's 2 s at full speed of computing / 2, then the rest of computing alone
-    found = run([Launch(0, 2.0), Compute(3.0), Wait(0)], computing_slows=2.0)
+    found = simulate_step([Launch(0, 2.0), Compute(3.0), Wait(0)], computing_slows=2.0)
     assert times(found) == [(0.0, 0.0, 2.0)]
     assert found.end == pytest.approx(4.0)  # 1 s of work done in the first 2 s, 2 s left
 
 
 def test_calls_slow_while_the_rank_computes():
-    found = run([Launch(0, 2.0), Compute(3.0), Wait(0)], calls_slow=2.0)
+    found = simulate_step([Launch(0, 2.0), Compute(3.0), Wait(0)], calls_slow=2.0)
     assert found.end == pytest.approx(3.5)  # 1.5 of 2 s done by 3 s
     assert times(found)[0][2] == pytest.approx(3.5)
 
 
 def test_both_slow_each_other():
-    found = run([Launch(0, 1.0), Compute(1.0), Wait(0)], computing_slows=2.0, calls_slow=2.0)
+    found = simulate_step([Launch(0, 1.0), Compute(1.0), Wait(0)], computing_slows=2.0, calls_slow=2.0)
     assert found.end == pytest.approx(2.0)
 
 
 def test_the_host_is_busy_with_launching():
-    found = run([Launch(0, 2.0, host=0.5), Launch(1, 2.0, host=0.5), Wait(1)])
+    found = simulate_step([Launch(0, 2.0, host=0.5), Launch(1, 2.0, host=0.5), Wait(1)])
     assert times(found) == [(0.5, 0.5, 2.5), (1.0, 2.5, 4.5)]
 
 
 def test_calls_that_nobody_waits_for_end_after_the_program():
-    found = run([Launch(0, 2.0), Launch(1, 2.0), Compute(1.0)])
+    found = simulate_step([Launch(0, 2.0), Launch(1, 2.0), Compute(1.0)])
     assert found.end == 1.0
     assert [ended for _, _, ended in times(found)] == [2.0, 4.0]
 
 
 def test_calls_may_take_no_time():
-    found = run([Launch(key, 0.0) for key in range(4)] + [Wait(key) for key in range(4)])
+    found = simulate_step([Launch(key, 0.0) for key in range(4)] + [Wait(key) for key in range(4)])
     assert found.end == 0.0
     assert len(found.calls) == 4
 
 
 def test_an_empty_program_ends_at_once():
-    assert run([]).end == 0.0
+    assert simulate_step([]).end == 0.0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_empty_program_ends_at_once():
 )
 def test_what_makes_no_sense_is_refused(program, options, said):
     with pytest.raises(UsageError, match=said):
-        run(program, **options)
+        simulate_step(program, **options)
 
 
 @settings(deadline=None)
@@ -109,7 +109,7 @@ def test_whatever_happens_time_is_kept(calls, lanes, slows):
     for key, (compute, seconds, gap) in enumerate(calls):
         program += [Compute(compute), Launch(key, seconds, gap)]
     program += [Wait(key) for key in range(len(calls))]
-    found = run(program, lanes=lanes, computing_slows=slows[0], calls_slow=slows[1])
+    found = simulate_step(program, lanes=lanes, computing_slows=slows[0], calls_slow=slows[1])
     computing, calling = sum(each[0] for each in calls), sum(each[1] for each in calls)
     assert found.end >= max(computing, max(each[1] for each in calls)) - 1e-9
     assert found.end <= slows[0] * computing + slows[1] * calling + 1e-9
@@ -120,6 +120,6 @@ def test_whatever_happens_time_is_kept(calls, lanes, slows):
         assert call.ended - call.started >= seconds - 1e-9
     starts = [call.started for call in found.calls]
     assert starts == sorted(starts)
-    fewer = run(program, lanes=1, computing_slows=slows[0], calls_slow=slows[1])
+    fewer = simulate_step(program, lanes=1, computing_slows=slows[0], calls_slow=slows[1])
     if slows == (1.0, 1.0):
         assert found.end <= fewer.end + 1e-9

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from paceline.errors import UsageError
 from paceline.health.straggler import Straggler
-from paceline.profiling.step_metrics import Scalars
+from paceline.profiling.step_metrics import StepMetrics
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.sent_bytes import Traffic, interface_nbytes, would_be_nbytes
@@ -37,7 +37,7 @@ def run_in(path, step=3):
     folder = RunFolder(path)
     folder.prepare("refuse")
     folder.add_facts(command="x")
-    Scalars(folder.path, tensorboard=False).add(step, {"loss": 1.0})
+    StepMetrics(folder.path, tensorboard=False).add(step, {"loss": 1.0})
     return folder
 
 
@@ -90,12 +90,12 @@ def test_folder_that_is_a_file(tmp_path, existing):
 
 def test_steps_that_are_done_again_are_forgotten(tmp_path):
     folder = run_in(tmp_path / "run", step=1)
-    before = Scalars(folder.path, tensorboard=False)
+    before = StepMetrics(folder.path, tensorboard=False)
     for step in (2, 3, 4, 5):
         before.add(step, {"loss": 1.0})
     with folder.steps.open("a") as file:
         file.write('{"step": 6, "lo')
-    again = Scalars(folder.path, tensorboard=False)
+    again = StepMetrics(folder.path, tensorboard=False)
     for step in (3, 4):
         again.add(step, {"loss": 2.0})
     lines = [json.loads(line) for line in folder.steps.read_text().splitlines()]

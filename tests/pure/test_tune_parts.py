@@ -8,27 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cost_model.bucket_layout import Ready
+from paceline.cost_model.bucket_layout import ReadyGradient
 from paceline.parallel.strategy import STRATEGIES, Sync
-from paceline.parallel.tuning.candidates import CallPrice, candidates
-from paceline.parallel.tuning.tuning_cache import Tuned, cache_folder, file_of, load, save
+from paceline.parallel.tuning.candidates import CallCost, candidates
+from paceline.parallel.tuning.tuning_cache import TuningResult, cache_folder, file_of, load, save
 
 MIB = 1 << 20
-LAYERS = [Ready(4 * MIB, 0.02 * place) for place in range(1, 31)]
+LAYERS = [ReadyGradient(4 * MIB, 0.02 * place) for place in range(1, 31)]
 KEY = {"model": "0123", "hosts": ["a", "b"]}
 ROWS = (
     {"plan": "bucketed, 25 MiB", "seconds": [1.0, 1.1], "ratio": 1.0},
     {"plan": "sharded, 5 MiB", "seconds": [0.8, 0.9], "ratio": 0.81},
     {"plan": "flat", "seconds": [1.2, None], "ratio": 1.2},
 )
-TUNED = Tuned(Sync(5.0, shard="optimizer"), 0.85, 1.05, 0.81, "2026-01-02T03:04:05+00:00", ROWS)
+TUNED = TuningResult(Sync(5.0, shard="optimizer"), 0.85, 1.05, 0.81, "2026-01-02T03:04:05+00:00", ROWS)
 
 
 # ---------------------------------------------------------------------- candidates
 
 
 def test_the_default_comes_first_and_flat_last():
-    plans = candidates(LAYERS, CallPrice(1e-3, 1e-9), may_shard=False)
+    plans = candidates(LAYERS, CallCost(1e-3, 1e-9), may_shard=False)
     assert plans[0] == Sync()
     assert plans[-1] == STRATEGIES["flat"]
     assert len(plans) == 5
@@ -36,13 +36,13 @@ def test_the_default_comes_first_and_flat_last():
 
 
 def test_sharding_is_tried_at_two_sizes_where_it_may_be():
-    plans = candidates(LAYERS, CallPrice(1e-3, 1e-9), may_shard=True)
+    plans = candidates(LAYERS, CallCost(1e-3, 1e-9), may_shard=True)
     assert [plan.shard for plan in plans].count("optimizer") == 2
 
 
 def test_dear_calls_ask_for_large_buckets_and_cheap_ones_for_small():
     def sizes(call):
-        return [plan.bucket_mib for plan in candidates(LAYERS, CallPrice(call, 5e-9), may_shard=False)[1:-1]]
+        return [plan.bucket_mib for plan in candidates(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]]
 
     assert max(sizes(0.3)) > 25
     assert min(sizes(1e-6)) < min(sizes(0.3))
@@ -60,8 +60,8 @@ def test_candidates_are_few_and_differ(sizes, call, byte, may_shard, most):
     at, ready = 0.0, []
     for nbytes, later in sizes:
         at += later
-        ready.append(Ready(nbytes, at))
-    plans = candidates(ready, CallPrice(call, byte), may_shard=may_shard, most=most)
+        ready.append(ReadyGradient(nbytes, at))
+    plans = candidates(ready, CallCost(call, byte), may_shard=may_shard, most=most)
     assert 2 <= len(plans) <= most
     assert len(set(plans)) == len(plans)
     assert plans[0] == Sync()
@@ -69,7 +69,7 @@ def test_candidates_are_few_and_differ(sizes, call, byte, may_shard, most):
 
 
 def test_a_reduce_scatter_passes_the_bytes_once():
-    price = CallPrice(0.1, 1.0)
+    price = CallCost(0.1, 1.0)
     assert price.all_reduce(10) == pytest.approx(10.1)
     assert price.reduce_scatter(10) == pytest.approx(5.1)
 
@@ -85,7 +85,7 @@ def test_what_is_kept_comes_back(tmp_path):
 
 
 def test_one_bucket_for_all_can_be_kept(tmp_path):
-    flat = Tuned(STRATEGIES["flat"], 1.0, 1.1, 0.9, "2026", ROWS)
+    flat = TuningResult(STRATEGIES["flat"], 1.0, 1.1, 0.9, "2026", ROWS)
     save(tmp_path, KEY, flat)
     found = load(tmp_path, KEY)
     assert found is not None
@@ -144,7 +144,7 @@ def test_the_sentence_names_the_choice_the_gain_and_the_evidence():
 
 
 def test_a_default_that_stays_says_so():
-    stays = Tuned(Sync(), 1.0, 1.0, 1.0, "2026", ROWS)
+    stays = TuningResult(Sync(), 1.0, 1.0, 1.0, "2026", ROWS)
     assert stays.sentence.startswith("bucketed, 25 MiB, the default, stays: no other plan is faster")
 
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import paceline as pl
+import paceline
 from paceline.errors import BackwardFailed, MismatchError, PeerFailed, PeerLost, SyncError, UsageError
 from paceline.health import abort_collectives, stack_probe
-from paceline.health.attribution import Seen, Verdict
+from paceline.health.attribution import Attribution, RankObservation
 from paceline.health.failure_text import error_of
-from paceline.health.heartbeat import Notice, Row
-from paceline.health.peer_mesh import LOOPBACK, Card, own_address
-from paceline.health.process_probe import Process, host_key, start_of
-from paceline.health.straggler import Paces, slowest_of
+from paceline.health.heartbeat import FailureNotice, Heartbeat
+from paceline.health.peer_mesh import LOOPBACK, MeshCard, own_address
+from paceline.health.process_probe import ProbedProcess, host_key, start_of
+from paceline.health.straggler import StepPaces, slowest_of
 from paceline.health.symptoms import is_symptom
 
 
@@ -41,7 +41,7 @@ def until(condition, seconds=20.0):
 
 def test_a_process_runs_is_stopped_and_gone():
     child = subprocess.Popen(["sleep", "1000"])
-    process = Process(child.pid, start_of(child.pid))
+    process = ProbedProcess(child.pid, start_of(child.pid))
     assert process.state() == "runs"
     child.send_signal(signal.SIGSTOP)
     until(lambda: process.state() == "stopped")
@@ -57,10 +57,10 @@ def test_a_process_runs_is_stopped_and_gone():
 
 def test_without_a_descriptor_the_start_tells_a_process_from_another_of_its_number():
     child = subprocess.Popen(["sleep", "1000"])
-    process = Process(child.pid, start_of(child.pid) - 1)
+    process = ProbedProcess(child.pid, start_of(child.pid) - 1)
     process.close()
     assert process.state() == "gone"
-    mine = Process(os.getpid(), start_of(os.getpid()))
+    mine = ProbedProcess(os.getpid(), start_of(os.getpid()))
     mine.close()
     assert mine.state() == "runs"
     child.kill()
@@ -203,7 +203,7 @@ def test_an_error_that_is_its_own_cause_ends_the_search():
 
 
 def test_the_slowest_rank_is_told_by_the_median_of_its_steps():
-    paces = Paces()
+    paces = StepPaces()
     for step in range(1, 20):
         for rank, seconds in enumerate((0.1, 0.13, 0.1)):
             outlier = 50.0 if step >= 10 and rank == 0 else 0.0  # one step with a checkpoint
@@ -213,7 +213,7 @@ def test_the_slowest_rank_is_told_by_the_median_of_its_steps():
 
 
 def test_steps_that_a_look_missed_count_by_their_mean():
-    paces = Paces()
+    paces = StepPaces()
     for step in (1, 5, 9, 13, 17):
         paces.note(0, step, step * 0.2)
         paces.note(0, step, step * 0.2)  # the same row again
@@ -234,57 +234,63 @@ def test_the_slowest_is_at_least_as_slow_as_the_others(seconds):
 
 # ------------------------------------------------------------------ words
 
-CARDS = [Card(rank, f"pc{rank // 2}", f"key{rank // 2}", 100 + rank, 0, 0, "", 0, "") for rank in range(4)]
-AT = Row(1, 1, 20, "backward", "", 3)
+CARDS = [
+    MeshCard(rank, f"pc{rank // 2}", f"key{rank // 2}", 100 + rank, 0, 0, "", 0, "") for rank in range(4)
+]
+AT = Heartbeat(1, 1, 20, "backward", "", 3)
 
 
 @pytest.mark.parametrize(
     ("verdict", "notices", "text"),
     [
         (
-            Verdict("raised", 1),
-            [Notice("raised", 1, 1, name="ValueError: no", text="a\nb", step=20, phase="forward")],
+            Attribution("raised", 1),
+            [FailureNotice("raised", 1, 1, name="ValueError: no", text="a\nb", step=20, phase="forward")],
             "[rank 1, step 20] rank 1 on host pc0 (process 101, in forward) raised ValueError: no\n  | a\n  | b",
         ),
         (
-            Verdict("gone", 1, others=(2, 3)),
-            [Notice("gone", 1, 0, code=-9)],
+            Attribution("gone", 1, others=(2, 3)),
+            [FailureNotice("gone", 1, 0, code=-9)],
             "(process 101, in backward, bucket 3) was ended by SIGKILL (the kernel does so where memory runs out); "
             "so with ranks 2–3",
         ),
-        (Verdict("gone", 1), [Notice("gone", 1, 0, code=3)], "ended with exit code 3"),
-        (Verdict("gone", 1), [], "ended; nobody can tell how"),
-        (Verdict("stopped", 1, 3.0, waiting=0), [], "has been stopped for 3 s, while rank 0 waits for it"),
+        (Attribution("gone", 1), [FailureNotice("gone", 1, 0, code=3)], "ended with exit code 3"),
+        (Attribution("gone", 1), [], "ended; nobody can tell how"),
         (
-            Verdict("unreachable", 1, 12.3),
+            Attribution("stopped", 1, 3.0, waiting=0),
+            [],
+            "has been stopped for 3 s, while rank 0 waits for it",
+        ),
+        (
+            Attribution("unreachable", 1, 12.3),
             [],
             "has been out of reach for 12.3 s: its host is down or cut off",
         ),
         (
-            Verdict("held", 1, 90),
-            [Notice("stack", 1, 1, text="old"), Notice("stack", 1, 1, text="new")],
+            Attribution("held", 1, 90),
+            [FailureNotice("stack", 1, 1, text="old"), FailureNotice("stack", 1, 1, text="new")],
             "| new",
         ),
-        (Verdict("stalled", 1, 61), [], "has stood still for 1 min 1 s, while others waits for it"),
+        (Attribution("stalled", 1, 61), [], "has stood still for 1 min 1 s, while others waits for it"),
         (
-            Verdict("finished", 1, 61, waiting=2),
-            [Notice("done", 1, 1, step=9, phase="outside")],
+            Attribution("finished", 1, 61, waiting=2),
+            [FailureNotice("done", 1, 1, step=9, phase="outside")],
             "[rank 1, step 9] rank 1 on host pc0 (process 101, in its own code) has left its loop, and rank 2 has",
         ),
         (
-            Verdict("elsewhere", 1, 61, waiting=2),
+            Attribution("elsewhere", 1, 61, waiting=2),
             [],
             "has waited for something else than rank 2 for 1 min 1 s",
         ),
         (
-            Verdict("cut off", None, 12.0, (0, 1)),
+            Attribution("cut off", None, 12.0, (0, 1)),
             [],
             "this host (pc0) has heard from none of the 1 others for 12 s",
         ),
     ],
 )
 def test_what_a_verdict_says(verdict, notices, text):
-    seen = [Seen(card.rank, card.host, AT if card.rank == 1 else None) for card in CARDS]
+    seen = [RankObservation(card.rank, card.host, AT if card.rank == 1 else None) for card in CARDS]
     error = error_of(verdict, CARDS, seen, notices)
     assert text in str(error)
     assert error.kind == verdict.kind
@@ -293,9 +299,9 @@ def test_what_a_verdict_says(verdict, notices, text):
 
 
 def test_a_step_that_others_have_reached_was_reached_by_the_rank_too():
-    rows = [Row(0, 1, 22, "exchange", "", 0, True), AT]
-    seen = [Seen(0, "pc0", rows[0]), Seen(1, "pc0", rows[1])]
-    error = error_of(Verdict("gone", 1), CARDS[:2], seen, [])
+    rows = [Heartbeat(0, 1, 22, "exchange", "", 0, True), AT]
+    seen = [RankObservation(0, "pc0", rows[0]), RankObservation(1, "pc0", rows[1])]
+    error = error_of(Attribution("gone", 1), CARDS[:2], seen, [])
     assert (error.step, error.phase, error.bucket) == (22, "", -1)
 
 
@@ -365,12 +371,12 @@ def test_connections_that_an_epoll_looks_after_are_found_but_for_own_ones_and_th
 )
 def test_values_that_make_no_sense_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
-        pl.Watch(**options)
+        paceline.Watchdog(**options)
 
 
 def test_in_a_world_of_one_nothing_is_watched():
     threads, hooks = threading.active_count(), (sys.excepthook, threading.excepthook)
-    watch = pl.Watch()
+    watch = paceline.Watchdog()
     assert watch.slowest() is None
     assert (threading.active_count(), sys.excepthook, threading.excepthook) == (threads, *hooks)
     with pytest.raises(ZeroDivisionError), watch:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from paceline._core import graceful_shutdown
 from paceline.health import abort_collectives, stack_probe
-from paceline.health.attribution import Limits
-from paceline.health.heartbeat import Notice, pack
-from paceline.health.monitor_thread import Watcher
-from paceline.health.peer_mesh import FULL_MESH, LOOPBACK, Card, Mesh, listen, neighbours
+from paceline.health.attribution import StallLimits
+from paceline.health.heartbeat import FailureNotice, pack
+from paceline.health.monitor_thread import MonitorThread
+from paceline.health.peer_mesh import FULL_MESH, LOOPBACK, MeshCard, PeerMesh, listen, mesh_peers
 from paceline.health.process_probe import start_of
 
 
@@ -35,7 +35,7 @@ def until(condition, seconds=20.0):
 
 @given(st.integers(2, 400))
 def test_being_neighbours_is_mutual_and_reaches_everybody_soon(ranks):
-    near = [neighbours(rank, ranks) for rank in range(ranks)]
+    near = [mesh_peers(rank, ranks) for rank in range(ranks)]
     assert all(rank in near[other] for rank in range(ranks) for other in near[rank])
     assert all(rank not in near[rank] for rank in range(ranks))
     reached, steps = {0}, 0
@@ -54,17 +54,17 @@ def meshes():
         listeners = [listen(LOOPBACK) for _ in range(ranks)]
         pid, ident = os.getpid(), threading.get_ident()
         cards = [
-            Card(
+            MeshCard(
                 rank, f"pc{rank}", "same", pid, start_of(pid), ident, *each.getsockname()[:2], f"token {rank}"
             )
             for rank, each in enumerate(listeners)
         ]
-        made.extend(Mesh(card, cards, each, lost) for card, each in zip(cards, listeners, strict=True))
+        made.extend(PeerMesh(card, cards, each, lost) for card, each in zip(cards, listeners, strict=True))
         for mesh in made:
             assert mesh.dial() == []
         until(
             lambda: all(
-                list(mesh.receive()) == [] and len(mesh.links) == len(neighbours(mesh.me.rank, ranks))
+                list(mesh.receive()) == [] and len(mesh.links) == len(mesh_peers(mesh.me.rank, ranks))
                 for mesh in made
             )
         )
@@ -92,8 +92,8 @@ def test_messages_go_to_all_or_to_one(meshes):
 
 def test_what_comes_with_the_greeting_is_not_lost():
     listener = listen(LOOPBACK)
-    card = Card(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
-    mesh = Mesh(card, [card, card], listener, 5.0)
+    card = MeshCard(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
+    mesh = PeerMesh(card, [card, card], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(pack({"hello": [1, "secret", "beats"]}) + pack({"ack": [7]}))
         assert heard(mesh) == [(1, {"ack": [7]})]
@@ -122,8 +122,8 @@ NO_TEXT = rb'{"hello":[1,"\ud800","beats"]}'  # JSON that no encoding has
 )
 def test_callers_who_do_not_know_the_token_are_sent_away(greeting):
     listener = listen(LOOPBACK)
-    card = Card(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
-    mesh = Mesh(card, [card, card], listener, 5.0)
+    card = MeshCard(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
+    mesh = PeerMesh(card, [card, card], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(greeting)
         caller.settimeout(0.01)
@@ -162,7 +162,7 @@ def test_who_tells_nonsense_is_heard_no_more_but_did_not_end(meshes):
 
 def test_a_peer_that_takes_nothing_costs_bounded_memory(meshes):
     a, _ = meshes(2)
-    note = Notice("raised", 0, 0, text="x" * 16_000).message()
+    note = FailureNotice("raised", 0, 0, text="x" * 16_000).message()
     for _ in range(1000):
         a.send(note)
         a.send(note, vital=False)
@@ -209,10 +209,10 @@ def crowd(meshes, monkeypatch):
                 "leaves_stalls": True,
                 "warn": 100.0,
                 "grace": 100.0,
-                "launcher": graceful_shutdown.Listener(),
+                "launcher": graceful_shutdown.ShutdownListener(),
             }
             settings |= options
-            watchers.append(Watcher(mesh, Limits(50.0, 50.0), **settings))
+            watchers.append(MonitorThread(mesh, StallLimits(50.0, 50.0), **settings))
         made.extend(watchers)
         return watchers
 
@@ -254,7 +254,7 @@ def asking(crowd, tmp_path, monkeypatch):
     launchers = []
     for file in files:
         monkeypatch.setenv(graceful_shutdown.VARIABLE, str(file))
-        launchers.append(graceful_shutdown.Listener())
+        launchers.append(graceful_shutdown.ShutdownListener())
     watchers = crowd(3)
     for each, launcher in zip(watchers, launchers, strict=True):
         each._launcher = launcher
@@ -264,9 +264,9 @@ def asking(crowd, tmp_path, monkeypatch):
 
 def test_who_is_asked_to_leave_for_a_newcomer_is_missed_by_nobody(asking):
     watchers, files = asking
-    graceful_shutdown.ask(files[1], "changed")
+    graceful_shutdown.request_shutdown(files[1], "changed")
     turn(watchers, 3)
-    assert [graceful_shutdown.listens(file) for file in files] == [True, False, True]
+    assert [graceful_shutdown.is_listening(file) for file in files] == [True, False, True]
     watchers[1].mesh.close()
     turn([watchers[0], watchers[2]], 20)
     assert not any(each.decided.is_set() for each in watchers)
@@ -279,44 +279,44 @@ def test_who_is_asked_to_leave_after_a_failure_names_it(asking):
     watchers[1]._heard[2] -= 5.0  # of 50 that it may be silent
     turn([watchers[1]])
     assert watchers[1]._pending is None
-    graceful_shutdown.ask(files[1], "failed")
+    graceful_shutdown.request_shutdown(files[1], "failed")
     until(lambda: turn([watchers[0], watchers[1]]) or watchers[1].decided.is_set())
     assert watchers[1].error.rank == 2
     watchers[1].close()
-    assert graceful_shutdown.listens(files[1]), "the launcher waits for its end"
+    assert graceful_shutdown.is_listening(files[1]), "the launcher waits for its end"
 
 
 def test_who_is_asked_to_leave_and_knows_nothing_goes(asking, monkeypatch):
     monkeypatch.setattr("paceline.health.monitor_thread._ASKED_SECONDS", 0.05)
     watchers, files = asking
-    graceful_shutdown.ask(files[1], "failed")
-    until(lambda: turn(watchers) or not graceful_shutdown.listens(files[1]))
+    graceful_shutdown.request_shutdown(files[1], "failed")
+    until(lambda: turn(watchers) or not graceful_shutdown.is_listening(files[1]))
     assert not any(each.decided.is_set() for each in watchers)
 
 
 def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
     file = tmp_path / "leave0"
-    graceful_shutdown.ask(file, "failed")
-    assert not graceful_shutdown.listens(file)
+    graceful_shutdown.request_shutdown(file, "failed")
+    assert not graceful_shutdown.is_listening(file)
     monkeypatch.setenv(graceful_shutdown.VARIABLE, str(file))
-    listener = graceful_shutdown.Listener()
-    assert graceful_shutdown.listens(file)
+    listener = graceful_shutdown.ShutdownListener()
+    assert graceful_shutdown.is_listening(file)
     assert listener.asked() is None
-    graceful_shutdown.ask(file, "failed")
+    graceful_shutdown.request_shutdown(file, "failed")
     assert listener.asked() == "failed"
     listener.done()
     listener.done()
-    assert not graceful_shutdown.listens(file)
+    assert not graceful_shutdown.is_listening(file)
     monkeypatch.setenv(graceful_shutdown.VARIABLE, str(tmp_path / "gone" / "leave0"))
-    assert graceful_shutdown.Listener().asked() is None
+    assert graceful_shutdown.ShutdownListener().asked() is None
     monkeypatch.delenv(graceful_shutdown.VARIABLE)
-    graceful_shutdown.Listener().done()
+    graceful_shutdown.ShutdownListener().done()
     assert os.path.exists(os.devnull)
 
 
 def test_a_launcher_that_can_not_write_goes_on(tmp_path):
-    graceful_shutdown.ask(tmp_path, "failed")  # a folder: there, but nothing to write to
-    assert graceful_shutdown.listens(tmp_path)
+    graceful_shutdown.request_shutdown(tmp_path, "failed")  # a folder: there, but nothing to write to
+    assert graceful_shutdown.is_listening(tmp_path)
 
 
 def test_who_leaves_in_order_is_not_missed(crowd):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline._core.step_state import PHASES, Whereabouts
+from paceline._core.step_state import PHASES, StepState
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def clock(monkeypatch):
 
 
 def test_a_step_goes_through_its_phases(clock):
-    here = Whereabouts()
+    here = StepState()
     assert (here.step, here.phase, here.task, here.bucket, here.waiting) == (0, "outside", "", -1, False)
     for at, phase in enumerate(PHASES):
         clock[0] = 100.0 + at
@@ -26,7 +26,7 @@ def test_a_step_goes_through_its_phases(clock):
 
 
 def test_waiting_names_the_bucket_and_ends(clock):
-    here = Whereabouts()
+    here = StepState()
     here.wait(3)
     assert (here.waiting, here.bucket, here.since) == (True, 3, 100.0)
     clock[0] += 2
@@ -35,7 +35,7 @@ def test_waiting_names_the_bucket_and_ends(clock):
 
 
 def test_what_raises_while_it_waits_stays_marked_until_the_next_phase():
-    here = Whereabouts()
+    here = StepState()
     with pytest.raises(RuntimeError), here.awaited(2):
         raise RuntimeError
     assert (here.waiting, here.bucket) == (True, 2)
@@ -44,7 +44,7 @@ def test_what_raises_while_it_waits_stays_marked_until_the_next_phase():
 
 
 def test_busy_seconds_are_those_of_a_round_without_the_waits(clock):
-    here = Whereabouts()
+    here = StepState()
     here.end_round()
     assert (here.rounds, here.busy_seconds) == (0, 0.0)
     for computed, waited in ((2.0, 1.0), (3.0, 0.5)):
@@ -59,13 +59,13 @@ def test_busy_seconds_are_those_of_a_round_without_the_waits(clock):
 
 
 def test_a_round_says_whether_it_sees_waiting():
-    here = Whereabouts()
+    here = StepState()
     here.end_round(sees_waiting=False)
     assert not here.sees_waiting
 
 
 def test_a_task_covers_the_phases_in_it_and_ends_also_where_it_raises():
-    here = Whereabouts()
+    here = StepState()
     with here.during("eval"):
         here.begin(1, "forward")
         with here.during("checkpoint"):
@@ -78,4 +78,4 @@ def test_a_task_covers_the_phases_in_it_and_ends_also_where_it_raises():
 
 def test_only_what_is_known_can_be_written():
     with pytest.raises(AttributeError):
-        Whereabouts().stage = "forward"
+        StepState().stage = "forward"

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import MissingRanks, UsageError, WorldError
-from paceline.world import Place, World, init, read_environment, shutdown
+from paceline.world import ProcessPlace as Place
+from paceline.world import World, init, read_environment, shutdown
 from paceline.world.device import choose_device
-from paceline.world.rendezvous import Claim, Refusal, Roster, ranges
+from paceline.world.rendezvous import RankClaim, RankRoster, Refusal, format_ranks
 from paceline.world.rendezvous_store import first_host, path_of, split_tcp
 from paceline.world.session import _local_place
 
@@ -251,13 +252,13 @@ def test_addresses_are_taken_apart():
 
 @given(st.sets(st.integers(0, 40), min_size=1).map(sorted))
 def test_ranks_in_short_form_lose_none(ranks):
-    spans = [part.split("–") for part in ranges(ranks).split(", ")]
+    spans = [part.split("–") for part in format_ranks(ranks).split(", ")]
     assert [rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)] == ranks
 
 
 def test_only_claims_that_surely_are_of_the_past_are_replaced():
-    mine = Claim.of_this_process(1, 2)
-    assert mine.may_replace(Claim.of_this_process(1, 2))
+    mine = RankClaim.of_this_process(1, 2)
+    assert mine.may_replace(RankClaim.of_this_process(1, 2))
     assert not mine.may_replace(replace(mine, pid=1))
     assert mine.may_replace(replace(mine, pid=2**22 + 1))
     assert not mine.may_replace(replace(mine, pid=2**22 + 1, host="elsewhere"))
@@ -265,10 +266,10 @@ def test_only_claims_that_surely_are_of_the_past_are_replaced():
 
 
 def test_a_roster_holds_only_the_very_claims_on_it():
-    claims = [Claim.of_this_process(rank, 2) for rank in range(2)]
-    roster = Roster("one", tuple(claims))
+    claims = [RankClaim.of_this_process(rank, 2) for rank in range(2)]
+    roster = RankRoster("one", tuple(claims))
     assert all(roster.holds(claim) for claim in claims)
-    assert not roster.holds(Claim.of_this_process(1, 2))
+    assert not roster.holds(RankClaim.of_this_process(1, 2))
     assert not roster.holds(replace(claims[1], size=3))
 
 
@@ -279,7 +280,7 @@ def test_a_refusal_is_missing_ranks_or_a_world_error():
 
 
 def test_local_places_are_found_from_the_hosts_and_told_ones_are_kept():
-    claims = [Claim(rank, 4, host, "", rank, "") for rank, host in enumerate(["a", "b", "a", "b"])]
+    claims = [RankClaim(rank, 4, host, "", rank, "") for rank, host in enumerate(["a", "b", "a", "b"])]
     place = Place(2, 4, None, None, None, None, "tcp://a:1", "arguments")
     local = _local_place(place, claims)
     assert (local.local_rank, local.local_size, local.node, local.nodes) == (1, 2, 0, 2)

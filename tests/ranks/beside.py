@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import zoo
 
-import paceline as pl
+import paceline
 
 __all__ = ["SGD", "linear", "one_process", "over_paceline", "pair", "same"]
 
@@ -21,8 +21,8 @@ def pair(sync, make, kind=torch.optim.SGD, **options):
         torch.manual_seed(3)
         made.append(make().double())
     options = options or SGD
-    model = pl.DataParallel(made[0], sync=sync)
-    optim = pl.ShardedOptimizer(model, kind, **options)
+    model = paceline.DataParallel(made[0], sync=sync)
+    optim = paceline.ShardedOptimizer(model, kind, **options)
     return model, optim, made[1], kind(made[1].parameters(), **options)
 
 

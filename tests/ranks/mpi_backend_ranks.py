@@ -14,7 +14,7 @@ from test_backend_random import SUBGROUPS, messages, near, stream
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import paceline as pl
+import paceline
 
 STREAM, ROUNDS = 70, 10
 
@@ -159,13 +159,13 @@ def unmatched(world):
 
 def main():
     case = sys.argv[1]
-    world = pl.init("mpi4py", timeout=1.5 if case == "late" else 60)
+    world = paceline.init("mpi4py", timeout=1.5 if case == "late" else 60)
     if case in ("late", "raising"):
         tell(world.rank, os.getpid())
     result = globals()[case](world)
     if case == "collectives":
         tell(world.rank, result)
-    pl.shutdown()
+    paceline.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 
 __all__ = [
     "BATCH",
@@ -43,7 +43,7 @@ def batch_of(rank, step, dtype=torch.float64, size=BATCH):
 def take_step(model, optim, rank, step, size=BATCH, dtype=torch.float64):
     inputs, targets = batch_of(rank, step, dtype, size)
     loss = functional.mse_loss(model(inputs), targets)
-    if isinstance(model, pl.DataParallel):
+    if isinstance(model, paceline.DataParallel):
         model.backward(loss, samples=size)
     else:
         loss.backward()
@@ -88,9 +88,9 @@ def transcript(ranks, steps, every, outer_lr, momentum, optimizer, sizes=None, d
 def run(rank, size, kind, steps, options, optimizer=adamw, sizes=None, wrap=True, dtype=torch.float64):
     """Return the parameters of this rank after `steps` local steps."""
     model = network(dtype, seed=1 if wrap else rank)
-    model = pl.DataParallel(model, sync="bucketed") if wrap else model
+    model = paceline.DataParallel(model, sync="bucketed") if wrap else model
     optim = optimizer(model)
-    with getattr(pl, kind)(model, optim, **options):
+    with getattr(paceline, kind)(model, optim, **options):
         for step in range(1, steps + 1):
             take_step(model, optim, rank, step, sizes[rank] if sizes else BATCH, dtype)
     return flat(model)

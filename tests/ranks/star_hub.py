@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.hub_server import Server
+from paceline.async_dp.hub.hub_server import HubServer
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.transport.zmq import HubExchange
 
@@ -36,7 +36,7 @@ class Running:
 
     def _serve(self) -> None:
         try:
-            Server(self.hub, self.exchange).run(self._stop.is_set)
+            HubServer(self.hub, self.exchange).run(self._stop.is_set)
         except BaseException as error:  # noqa: BLE001 - raised by stop()
             self.error = error
 

@@ -10,7 +10,7 @@ import os
 import random
 import sys
 
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.worker_outbox import Outbox
 
 __all__ = ["payload_of"]
@@ -30,7 +30,7 @@ def keep_journal(folder, chance, *, snapshots):
     """Append and commit without end, from where the journal is."""
     if snapshots:
         import torch
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         found = journal.recovered()
         k = found.facts.get("seen", 0) + sum(1 for _ in found.records)
         revision = found.revision

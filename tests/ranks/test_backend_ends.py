@@ -17,7 +17,7 @@ from scenes import enter, fails, ranks_of
 
 from paceline.backends.block_reduction import BLOCK_NBYTES
 from paceline.backends.shm.shared_arena import arena
-from paceline.backends.shm.shm_collectives import HostGroup
+from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.errors import CollectiveError, PeerLost
 
 
@@ -25,15 +25,15 @@ def late_in_the_middle(tell, rank, size, folder):
     """Rank 1 is slow within a call; when it goes on, rank 0 has long used the memory for something else."""
     group = enter(folder, rank, size, timeout=0.5)
     tensor = group.allocate_tensor(16 * BLOCK_NBYTES // 4).fill_(1)
-    place, look = tensor.data_ptr(), HostGroup._look_if_broken
+    place, look = tensor.data_ptr(), ShmCollectives._look_if_broken
 
     def slowly(self):
         if rank == 1:
-            HostGroup._look_if_broken = look
+            ShmCollectives._look_if_broken = look
             time.sleep(2.0)
         look(self)
 
-    HostGroup._look_if_broken = slowly
+    ShmCollectives._look_if_broken = slowly
     held = [dist.all_reduce(tensor, async_op=True)]
     kind, text = fails(lambda: held[0])
     held.clear()
@@ -81,14 +81,14 @@ def test_a_rank_that_comes_too_late_is_told_so(nursery):
 def failing_inside(tell, rank, size, folder):
     group = enter(folder, rank, size)
     group.note_step(4)
-    tensor, look = group.allocate_tensor(1_000_000).fill_(1), HostGroup._look_if_broken
+    tensor, look = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._look_if_broken
 
     def breaking(self):
         look(self)
         if rank == 2:
             raise MemoryError("no room for the scratch")
 
-    HostGroup._look_if_broken = breaking
+    ShmCollectives._look_if_broken = breaking
     tell(fails(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pool import spawn
 
-import paceline as pl
+import paceline
 from paceline.errors import CollectiveTimeout, PeerLost
 
 SIZES = (0, 1, 7, 8192, 100_003, 1_500_001)
@@ -33,7 +33,7 @@ def as_hosts(nodes):
 
 
 def enter(path, timeout=60.0):
-    pl.init("paceline", init_method=f"file://{path}/world", timeout=timeout)
+    paceline.init("paceline", init_method=f"file://{path}/world", timeout=timeout)
     return dist.group.WORLD
 
 
@@ -53,7 +53,7 @@ def in_order(rank_values, nodes):
 
 def collectives(rank, size, path, nodes):
     group = enter(path)
-    assert pl.init().nodes == len(set(nodes))
+    assert paceline.init().nodes == len(set(nodes))
     even = len({nodes.count(node) for node in nodes}) == 1
     for numel in SIZES:
         every = [values(each, numel) for each in range(size)]
@@ -100,7 +100,7 @@ def collectives(rank, size, path, nodes):
     for work in works:
         work.wait()
     assert whole.tolist() == [before] * 9
-    pl.shutdown()
+    paceline.shutdown()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -120,7 +120,7 @@ def cuts(rank, size, path):
         for work in works:
             work.wait()
         assert torch.equal(parts, whole), numel
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def test_a_sum_is_the_same_to_the_bit_however_it_is_cut(tmp_path):

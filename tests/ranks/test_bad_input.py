@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import sys, torch, paceline as pl
+import sys, torch, paceline
 from torch import nn
 mistake, strategy = sys.argv[1:]
-world = pl.init(timeout=60)
+world = paceline.init(timeout=60)
 wide = 9 if mistake == "model" and world.rank == 1 else 8
 net = nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 1))
-model = pl.DataParallel(net, sync=strategy)
-optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+model = paceline.DataParallel(net, sync=strategy)
+optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
 for step in range(4):
     batch = torch.randn(6, 5 if mistake == "batch" and (world.rank, step) == (1, 2) else 4)
     model.backward(model(batch).square().mean(), samples=len(batch))
     optim.step()
     optim.zero_grad()
-pl.shutdown()
+paceline.shutdown()
 print("ended well", flush=True)
 """
 

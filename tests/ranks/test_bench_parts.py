@@ -11,19 +11,19 @@ import sys
 import pytest
 
 from paceline.cost_model.bucket_layout import plan_buckets
-from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Source
-from paceline.cost_model.step_costs import pick
-from paceline.cost_model.step_strategy import Way, usual_ways
-from paceline.cost_model.step_time import predict
+from paceline.cost_model.step_costs import pick_step_costs
+from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
+from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.exchange_times import OPS, priced, sizes_up_to
 from paceline.tools.models.gpt_sizes import size_of
 
 SIZE = size_of("tiny")
 SOURCE = Source("test", "2026-01-02T03:04:05+00:00")
-WAYS = usual_ways([0.25, 1.0, math.inf], compressions=["bf16"])
+WAYS = usual_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
 
 
 def measure(rank, size, backend):
@@ -89,30 +89,30 @@ def names_of_tiny():
 
 def test_every_way_is_predicted(measured):
     profile, backend = measured
-    costs = pick(profile, "tiny", ranks=2, backend=backend)
+    costs = pick_step_costs(profile, "tiny", ranks=2, backend=backend)
     for way in WAYS:
-        time = predict(costs, way)
+        time = predict_step(costs, way)
         assert 0 < time.low <= time.seconds <= time.high < math.inf
         assert time.beyond is None
 
 
 def test_predicted_are_the_engines_own_buckets_and_calls(measured, pool):
     profile, backend = measured
-    costs = pick(profile, "tiny", backend=backend)
+    costs = pick_step_costs(profile, "tiny", backend=backend)
     ways = [
-        Way("naive"),
-        Way("flat"),
-        Way("overlap"),
-        Way("bucketed", 0.25),
-        Way("bucketed", 1),
-        Way("sharded", 0.25),
+        StepStrategy("naive"),
+        StepStrategy("flat"),
+        StepStrategy("overlap"),
+        StepStrategy("bucketed", 0.25),
+        StepStrategy("bucketed", 1),
+        StepStrategy("sharded", 0.25),
     ]
     found = pool(2, backend).run(engines, [(way.strategy, way.bucket_mib) for way in ways], timeout=120)[0]
     names, sizes, kinds = zip(*((p.name, p.nbytes, p.kind) for p in costs.step.parameters), strict=True)
     for way, (plan, calls) in zip(ways, found, strict=True):
         grouped = plan_buckets(range(len(names)), sizes, kinds, way.caps)
         assert [[names[index] for index in members] for members in grouped] == plan
-        assert predict(costs, way).calls == calls
+        assert predict_step(costs, way).calls == calls
 
 
 def test_the_command_measures_and_the_plan_predicts(tmp_path):
@@ -158,7 +158,7 @@ def test_sizes_end_with_the_model():
 
 def test_other_numbers_of_ranks_join_the_fit():
     def points(ranks):
-        return [Point(1024 * 4**at, ranks, 1e-4 * ranks + 1e-9 * 4**at) for at in range(6)]
+        return [MeasuredPoint(1024 * 4**at, ranks, 1e-4 * ranks + 1e-9 * 4**at) for at in range(6)]
 
     two = priced(("paceline", "all-reduce", False), "gloo", "lab", points(2), [], SOURCE)
     both = priced(("paceline", "all-reduce", False), "gloo", "lab", points(4), [two], SOURCE)

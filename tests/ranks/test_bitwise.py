@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-import paceline as pl
+import paceline
 from paceline.tools.models.gpt import GPT, loss
 from paceline.tools.models.gpt_sizes import Size
 
 SMALL = Size("bits", d_model=96, d_ff=384, layers=2, heads=4, vocabulary=256, context=32)
 PLANS = {
-    "0.1 MiB": pl.Sync(0.1),
-    "1 MiB": pl.Sync(1),
-    "25 MiB": pl.Sync(25),
-    "flat": pl.Sync(math.inf, overlap=False),
-    "naive": pl.Sync(0, overlap=False),
-    "sharded, 0.1 MiB": pl.Sync(0.1, shard="optimizer"),
-    "sharded, 1 MiB": pl.Sync(1, shard="optimizer"),
+    "0.1 MiB": paceline.Sync(0.1),
+    "1 MiB": paceline.Sync(1),
+    "25 MiB": paceline.Sync(25),
+    "flat": paceline.Sync(math.inf, overlap=False),
+    "naive": paceline.Sync(0, overlap=False),
+    "sharded, 0.1 MiB": paceline.Sync(0.1, shard="optimizer"),
+    "sharded, 1 MiB": paceline.Sync(1, shard="optimizer"),
 }
 
 
@@ -28,8 +28,8 @@ def train(rank, size, plans, dtype, weighted):
     results = []
     for plan in plans:
         torch.manual_seed(5)
-        model = pl.DataParallel(GPT(SMALL).to(dtype), sync=plan)
-        optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        model = paceline.DataParallel(GPT(SMALL).to(dtype), sync=plan)
+        optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
         drawn = torch.Generator().manual_seed(rank)
         for _ in range(6):
             windows = 2 + rank if weighted else 2
@@ -57,5 +57,5 @@ def test_the_same_bits_with_every_plan(pool, ranks, weighted, dtype):
 
 
 def test_the_same_bits_in_every_run(pool):
-    once, again = (pool(2, "paceline").run(train, [pl.Sync(1)], torch.float32, True) for _ in range(2))
+    once, again = (pool(2, "paceline").run(train, [paceline.Sync(1)], torch.float32, True) for _ in range(2))
     assert once == again

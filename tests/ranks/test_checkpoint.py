@@ -13,7 +13,7 @@ from pool import RankError
 from safetensors.torch import load_file
 from torch import nn
 
-import paceline as pl
+import paceline
 from paceline.errors import CheckpointError, UsageError
 from paceline.testing import fault_injection
 
@@ -42,12 +42,12 @@ class Set:
 
     def __init__(self, folder, sync="sharded", *, net=Net, batch=4, optimizer=torch.optim.AdamW, **options):
         torch.manual_seed(0)
-        self.model = pl.DataParallel(net().double(), sync=sync)
-        self.optim = pl.ShardedOptimizer(self.model, optimizer, lr=1e-2)
+        self.model = paceline.DataParallel(net().double(), sync=sync)
+        self.optim = paceline.ShardedOptimizer(self.model, optimizer, lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optim, [4, 9], gamma=0.5)
-        self.loader = pl.Loader(data(), batch)
+        self.loader = paceline.Loader(data(), batch)
         objects = self.model, self.optim, self.schedule, self.loader
-        self.keep = pl.Checkpoint(folder, *objects, **options)
+        self.keep = paceline.Checkpoint(folder, *objects, **options)
         self.losses: list[float] = []
 
     def run(self, *, epochs=2, stop=None, before=None):
@@ -77,7 +77,7 @@ class Set:
 
 
 def train(rank, size, folder, sync, stop=None, every=5, batch=4):
-    pl.init()
+    paceline.init()
     return Set(folder, sync, every=every, batch=batch).run(stop=stop).told()
 
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, sync):
 
 
 def steps_of(rank, size, folder, sync, batch, stop):
-    pl.init()
+    paceline.init()
     each = Set(folder, sync, every=3, batch=batch, net=Steady).run(stop=stop)
     return each.losses, each.told()[1]
 
@@ -139,12 +139,12 @@ def test_2_then_4_then_1_then_3_ranks_do_what_one_does(pool, tmp_path, syncs):
 
 def by_hand(rank, size, folder):
     """Epochs in the program's own loop, a plain torch optimizer, two models, saves where the program wants them."""
-    pl.init()
+    paceline.init()
     torch.manual_seed(0)
-    one, two = (pl.DataParallel(Steady().double()) for _ in range(2))
+    one, two = (paceline.DataParallel(Steady().double()) for _ in range(2))
     optim = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=1e-2)
-    loader = pl.Loader(data()[:60], 10, uneven="drop")
-    keep = pl.Checkpoint(folder, optim, loader, one=one, two=two, facts={"note": "α"}, keep=1)
+    loader = paceline.Loader(data()[:60], 10, uneven="drop")
+    keep = paceline.Checkpoint(folder, optim, loader, one=one, two=two, facts={"note": "α"}, keep=1)
     found = keep.load()
     served = []
     for _ in range(keep.epoch, 3):
@@ -177,7 +177,7 @@ def everything_alone(rank, size, folder):
     net = Net()
     optim = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu")
-    keep = pl.Checkpoint(folder, net, optim, scaler, every="10min")
+    keep = paceline.Checkpoint(folder, net, optim, scaler, every="10min")
     net(torch.randn(8, WIDTH)).sum().backward()
     optim.step()
     keep.save(wait=True)
@@ -204,7 +204,7 @@ class Wider(Net):
 
 
 def refused(rank, size, folder, other):
-    pl.init()
+    paceline.init()
     made = Set(folder, every=5, **other)
     before = [param.clone() for param in made.model.parameters()]
     try:
@@ -240,7 +240,7 @@ def bad_arguments(rank, size, folder):
         ((net, torch.optim.SGD(Net().parameters())), {}),
     ):
         try:
-            keep = pl.Checkpoint(folder, *arguments, **options)
+            keep = paceline.Checkpoint(folder, *arguments, **options)
             keep.save()
         except UsageError as error:
             told.append(str(error))
@@ -263,10 +263,10 @@ def test_bad_arguments(pool, tmp_path):
 
 def elsewhere(rank, size, folder):
     """Rank 1 sees another disk."""
-    pl.init()
+    paceline.init()
     os.chdir(folder / str(rank))
     try:
-        pl.Checkpoint("run", Net())
+        paceline.Checkpoint("run", Net())
     except UsageError as error:
         return str(error)
     finally:
@@ -294,7 +294,7 @@ def full_disk(rank, size, folder):
     """The disk of rank 1 is full at step 4 and 8, and has room again before step 12."""
     import logging
 
-    pl.init()
+    paceline.init()
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -332,7 +332,7 @@ def test_a_full_disk_is_told_and_training_goes_on(pool, tmp_path):
 
 
 def save_and_wait(rank, size, folder):
-    pl.init()
+    paceline.init()
     made = Set(folder)
     made.keep.save(wait=True)
     made.keep.step = 7
@@ -379,12 +379,12 @@ def killed(fork, folder, where, moments):
 
 def life(tell, rank, where, meeting):
     """One life of a run that saves at every step."""
-    pl.init("paceline", init_method=f"file://{meeting}", rank=rank, size=2, timeout=30)
+    paceline.init("paceline", init_method=f"file://{meeting}", rank=rank, size=2, timeout=30)
     made = Set(where, every=1)
     tell("going")
     made.run(before=lambda _: time.sleep(0.01))
     tell((made.keep.resumed and made.keep.resumed.step, *made.told()))
-    pl.shutdown()
+    paceline.shutdown()
 
 
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(nursery, pool, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import paceline as pl
+import paceline
 
 
 def step(net, optimizer, x):
@@ -30,12 +30,12 @@ def test_state_that_is_no_number_per_element_comes_back(tmp_path, kind):
 
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     net, optimizer = made()
-    with pl.Checkpoint(tmp_path, net, optimizer) as keep:
+    with paceline.Checkpoint(tmp_path, net, optimizer) as keep:
         step(net, optimizer, x)
         keep.save(wait=True)
     step(net, optimizer, x)
     again, other = made()
-    with pl.Checkpoint(tmp_path, again, other) as keep:
+    with paceline.Checkpoint(tmp_path, again, other) as keep:
         assert keep.load().step == 1
     step(again, other, x)
     for ours, theirs in zip(again.parameters(), net.parameters(), strict=True):
@@ -56,12 +56,12 @@ class Waves(nn.Module):
 
 def one_step_more(rank, size, folder, sync, saves):
     """Take a step, the first with a save after it, or go on from there; return the weights."""
-    pl.init()
+    paceline.init()
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
-    model = pl.DataParallel(Waves(), sync=sync)
-    optimizer = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    keep = pl.Checkpoint(folder, model, optimizer)
+    model = paceline.DataParallel(Waves(), sync=sync)
+    optimizer = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    keep = paceline.Checkpoint(folder, model, optimizer)
     keep.load()
     for _ in range(1 + saves):
         model.backward(model(x))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pool import RankError
 
 from paceline.collectives.catalogue import ALGORITHMS, schedule
-from paceline.collectives.run_schedule import run
+from paceline.collectives.run_schedule import run_schedule
 from paceline.collectives.schedule import Schedule, Send, pipelined
 from paceline.collectives.transfers import Streaming
 from paceline.errors import CollectiveError, MismatchError, UsageError
@@ -73,7 +73,7 @@ def compare(rank, size, seed, rounds):
         tensor = values(numel, dtype, 1000 * number + rank)
         expected = by_torch(op, tensor, rank, size, root)
         output = torch.full_like(tensor, 99) if op in ("all-to-all", "send-recv") else None
-        outcome = run(
+        outcome = run_schedule(
             made,
             tensor,
             output,
@@ -105,7 +105,7 @@ def every_algorithm(rank, size, numel):
             tensor = values(numel, torch.float32, rank)
             expected = by_torch(op, tensor, rank, size, 0)
             output = torch.empty_like(tensor) if op in ("all-to-all", "send-recv") else None
-            result = run(schedule(op, name, size), tensor, output, segment_nbytes=4096).result
+            result = run_schedule(schedule(op, name, size), tensor, output, segment_nbytes=4096).result
             assert expected is None or torch.equal(result, expected), (op, name)
 
 
@@ -120,9 +120,11 @@ def sums_of_floats(rank, size):
     dist.all_reduce(expected)
     results = []
     for name in ALGORITHMS["all-reduce"]:
-        mine = run(schedule("all-reduce", name, size), tensor.clone(), segment_nbytes=1000).result
+        mine = run_schedule(schedule("all-reduce", name, size), tensor.clone(), segment_nbytes=1000).result
         torch.testing.assert_close(mine, expected.float(), rtol=1e-5, atol=1e-5)
-        again = run(schedule("all-reduce", name, size), tensor.clone(), segment_nbytes=1 << 20).result
+        again = run_schedule(
+            schedule("all-reduce", name, size), tensor.clone(), segment_nbytes=1 << 20
+        ).result
         assert torch.equal(mine, again), "the order of additions does not depend on pieces"
         results.append(mine)
     return results
@@ -138,7 +140,9 @@ def in_a_subgroup(rank, size):
     group = dist.new_group([1, 3])
     if rank in (1, 3):
         tensor = torch.full((1000,), float(rank))
-        receipts = run(schedule("all-reduce", "ring", 2), tensor, group=group, receipts=True).receipts
+        receipts = run_schedule(
+            schedule("all-reduce", "ring", 2), tensor, group=group, receipts=True
+        ).receipts
         return tensor.unique().tolist(), None if receipts is None else [one.rank for one in receipts]
     return None
 
@@ -150,7 +154,7 @@ def test_runs_in_a_subgroup(pool):
 def with_receipts(rank, size, op, name):
     tensor = torch.arange(8_000 - 8_000 % size, dtype=torch.float32) + rank
     output = torch.empty_like(tensor) if op in ("all-to-all", "send-recv") else None
-    return run(schedule(op, name, size), tensor, output, segment_nbytes=4096, receipts=True).receipts
+    return run_schedule(schedule(op, name, size), tensor, output, segment_nbytes=4096, receipts=True).receipts
 
 
 def test_receipts_tell_what_reached_every_rank(pool):
@@ -194,7 +198,7 @@ def spoilt(rank, size, how, name, seconds):
     dist.barrier(group)  # connected, so that the time-out is that of a message
     tensor = torch.arange(400, dtype=torch.float32) + rank
     try:
-        run(schedule("all-reduce", name, size), tensor, group=group, receipts=True, timeout=30)
+        run_schedule(schedule("all-reduce", name, size), tensor, group=group, receipts=True, timeout=30)
     except CollectiveError as error:
         return str(error)
     except RuntimeError:
@@ -231,15 +235,15 @@ def test_a_missing_message_is_named(pool):
 
 
 def sizes_differ(rank, size):
-    run(schedule("all-reduce", "ring", size), torch.ones(100 + (rank == 1)))
+    run_schedule(schedule("all-reduce", "ring", size), torch.ones(100 + (rank == 1)))
 
 
 def schedules_differ(rank, size):
-    run(schedule("all-reduce", "ring" if rank else "tree", size), torch.ones(100))
+    run_schedule(schedule("all-reduce", "ring" if rank else "tree", size), torch.ones(100))
 
 
 def pieces_differ(rank, size):
-    run(schedule("all-reduce", "ring", size), torch.ones(100), segment_nbytes=64 + 64 * rank)
+    run_schedule(schedule("all-reduce", "ring", size), torch.ones(100), segment_nbytes=64 + 64 * rank)
 
 
 @pytest.mark.parametrize(
@@ -260,14 +264,14 @@ def test_ranks_that_disagree_are_told(pool, case, said):
 def refused(rank, size, kind):
     tensor = torch.ones(10)
     calls = {
-        "size": lambda: run(schedule("all-reduce", "ring", size + 1), tensor),
-        "wrong": lambda: run(Schedule("all-reduce", "mine", size, 1, ((Send(0, 1, 0),),)), tensor),
-        "output": lambda: run(schedule("all-to-all", "direct", size), tensor),
-        "no output": lambda: run(schedule("all-reduce", "ring", size), tensor, torch.ones(10)),
-        "parts": lambda: run(schedule("all-to-all", "direct", size), torch.ones(9), torch.ones(9)),
-        "stride": lambda: run(schedule("all-reduce", "ring", size), torch.ones(5, 4).t()),
-        "bool": lambda: run(schedule("all-reduce", "ring", size), tensor > 0),
-        "segment": lambda: run(schedule("all-reduce", "ring", size), tensor, segment_nbytes=0),
+        "size": lambda: run_schedule(schedule("all-reduce", "ring", size + 1), tensor),
+        "wrong": lambda: run_schedule(Schedule("all-reduce", "mine", size, 1, ((Send(0, 1, 0),),)), tensor),
+        "output": lambda: run_schedule(schedule("all-to-all", "direct", size), tensor),
+        "no output": lambda: run_schedule(schedule("all-reduce", "ring", size), tensor, torch.ones(10)),
+        "parts": lambda: run_schedule(schedule("all-to-all", "direct", size), torch.ones(9), torch.ones(9)),
+        "stride": lambda: run_schedule(schedule("all-reduce", "ring", size), torch.ones(5, 4).t()),
+        "bool": lambda: run_schedule(schedule("all-reduce", "ring", size), tensor > 0),
+        "segment": lambda: run_schedule(schedule("all-reduce", "ring", size), tensor, segment_nbytes=0),
     }
     with pytest.raises(UsageError) as caught:
         calls[kind]()
@@ -293,8 +297,8 @@ def test_wrong_input_is_named_before_anything_is_sent(pool, kind, said):
 
 def test_without_a_group_there_is_one_rank():
     tensor = torch.ones(5)
-    outcome = run(schedule("all-reduce", "ring", 1), tensor, receipts=True)
+    outcome = run_schedule(schedule("all-reduce", "ring", 1), tensor, receipts=True)
     assert outcome.result.tolist() == [1.0] * 5
     assert outcome.receipts is not None
     with pytest.raises(UsageError, match="no process group"):
-        run(schedule("all-reduce", "ring", 2), tensor)
+        run_schedule(schedule("all-reduce", "ring", 2), tensor)

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 from paceline.errors import BackwardFailed, MismatchError, UsageError
-from paceline.parallel.compression.powersgd import LowRank
+from paceline.parallel.compression.powersgd import PowerSGD
 
 NAMES = ["bf16", "fp16", "int8", "int4"]
 BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
 ERRORS = {"bf16": 0.005, "fp16": 0.001, "int8": 0.01, "int4": 0.2}
-SPARSE = pl.Compression("topk", keep=0.1)
-DEEP = pl.Compression("topk", keep=0.02, momentum=0.9, warmup=6)
-THIN = pl.Compression("powersgd", rank=4, warmup=2)
+SPARSE = paceline.Compression("topk", keep=0.1)
+DEEP = paceline.Compression("topk", keep=0.02, momentum=0.9, warmup=6)
+THIN = paceline.Compression("powersgd", rank=4, warmup=2)
 
 
 def network(dtype=torch.float32):
@@ -53,9 +53,9 @@ def grads(model):
 
 def train(rank, size, compression, shard, bucket_mib, steps, dtype=torch.float32):
     """Train with unequal batches and accumulation; return parameters, the last loss, and what compression says."""
-    plan = pl.Sync(bucket_mib=bucket_mib, shard=shard, compression=compression)
-    model = pl.DataParallel(network(dtype), sync=plan)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-3)
+    plan = paceline.Sync(bucket_mib=bucket_mib, shard=shard, compression=compression)
+    model = paceline.DataParallel(network(dtype), sync=plan)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-3)
     for step in range(steps):
         samples = 4 + (3 * rank + step) % 5
         if step % 3 == 2:
@@ -107,16 +107,16 @@ def test_what_sends_a_part_only_is_the_same_on_all_ranks_and_learns(pool, backen
 
 def slow_courier(rank, size, shard):
     """Train with other samples in every step, while the second half of each sum takes its time."""
-    orthogonalise = LowRank.orthogonalise
+    orthogonalise = PowerSGD.orthogonalise
 
     def slowly(low):
         time.sleep(0.05)
         orthogonalise(low)
 
-    plan = pl.Sync(bucket_mib=0.05, shard=shard, compression=pl.Compression("powersgd"))
-    model = pl.DataParallel(network(), sync=plan)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-    with mock.patch.object(LowRank, "orthogonalise", slowly):
+    plan = paceline.Sync(bucket_mib=0.05, shard=shard, compression=paceline.Compression("powersgd"))
+    model = paceline.DataParallel(network(), sync=plan)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    with mock.patch.object(PowerSGD, "orthogonalise", slowly):
         for step in range(4):
             model.backward(loss_of(model, rank, step, 4 + 3 * step), samples=4 + 3 * step)
             optim.step()
@@ -139,8 +139,8 @@ def test_low_precision_parameters_are_compressed_too(pool, compression):
 
 def accumulated(rank, size, compression, uneven, call):
     """Return the sum of all results, of all exact results, and of what this rank has left out, by parameter."""
-    squeezed = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
-    exact = pl.DataParallel(network(), sync="bucketed")
+    squeezed = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
+    exact = paceline.DataParallel(network(), sync="bucketed")
     totals = []
     for step in range(12):
         for model, total in ((squeezed, 0), (exact, 1)):
@@ -162,7 +162,7 @@ def accumulated(rank, size, compression, uneven, call):
 
 @pytest.mark.parametrize("call", ["samples", "share", "plain"])
 @pytest.mark.parametrize(
-    "compression", ["int8", "int4", pl.Compression("bf16", feedback=True), SPARSE, THIN], ids=str
+    "compression", ["int8", "int4", paceline.Compression("bf16", feedback=True), SPARSE, THIN], ids=str
 )
 def test_what_was_sent_and_what_is_left_out_make_up_what_was_given(pool, compression, call):
     """Also where ranks have other samples in every step, and results are scaled after the sum."""
@@ -183,9 +183,9 @@ def test_what_was_sent_and_what_is_left_out_make_up_what_was_given(pool, compres
 
 def poisoned(rank, size, compression):
     """One gradient of rank 1 is not a number, and one backward of rank 0 fails; training goes on."""
-    model = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
+    model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    finite = pl.Finite(model, optim, "skip")
+    finite = paceline.NonFiniteGuard(model, optim, "skip")
     failed = []
     for step in range(8):
         loss = loss_of(model, rank, step)
@@ -223,9 +223,9 @@ def test_a_gradient_that_is_not_finite_is_found_and_leaves_nothing_behind(pool, 
 def resumed(rank, size, folder, compression, steps, total):
     """Train up to step `steps` from wherever the checkpoint is; return parameters and what is still owed."""
     torch.manual_seed(rank)
-    model = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
+    model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keep = pl.Checkpoint(folder, model, optim)
+    keep = paceline.Checkpoint(folder, model, optim)
     keep.load()
     while keep.step < steps:
         model.backward(loss_of(model, rank, keep.step), samples=8)
@@ -241,7 +241,7 @@ def resumed(rank, size, folder, compression, steps, total):
 
 @pytest.mark.parametrize(
     "compression",
-    ["int8", pl.Compression("int4", rounding="stochastic"), DEEP, pl.Compression("powersgd")],
+    ["int8", paceline.Compression("int4", rounding="stochastic"), DEEP, paceline.Compression("powersgd")],
     ids=str,
 )
 def test_what_is_left_out_is_saved_so_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, compression):
@@ -262,9 +262,9 @@ def test_other_ranks_owe_what_the_old_ones_had_left_out(pool, tmp_path, ranks):
 
 
 def owed_after_loading(rank, size, folder, compression):
-    model = pl.DataParallel(network(), sync=pl.Sync(bucket_mib=0.05, compression=compression))
+    model = paceline.DataParallel(network(), sync=paceline.Sync(bucket_mib=0.05, compression=compression))
     optim = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    keep = pl.Checkpoint(folder, model, optim)
+    keep = paceline.Checkpoint(folder, model, optim)
     keep.load()
     keep.close()
     owed = [state["parts"] for state in model.engine.leftovers._kept]
@@ -304,32 +304,33 @@ class Zeros(dict):
 )
 def test_a_compression_that_makes_no_sense_is_refused(options, said):
     with pytest.raises(UsageError) as refused:
-        pl.Compression(**options)
+        paceline.Compression(**options)
     assert said in str(refused.value)
 
 
 def test_what_names_no_compression_is_refused():
     with pytest.raises(UsageError, match="unknown compression 8"):
-        pl.Sync(compression=8)
+        paceline.Sync(compression=8)
 
 
 def test_what_compression_is_unfit_for_is_named():
     with pytest.raises(UsageError, match=r"int8 is unfit for parameter '0\.weight' of float64"):
-        pl.DataParallel(network(torch.float64), sync=pl.Sync(compression="int8"))
+        paceline.DataParallel(network(torch.float64), sync=paceline.Sync(compression="int8"))
     with pytest.raises(UsageError, match=r"bf16 is unfit for parameter '0\.weight' of bfloat16"):
-        pl.DataParallel(network(torch.bfloat16), sync=pl.Sync(compression="bf16"))
+        paceline.DataParallel(network(torch.bfloat16), sync=paceline.Sync(compression="bf16"))
     with pytest.raises(UsageError, match="PyTorch's FSDP2 reduces gradients itself"):
-        pl.Sync(shard="parameters", compression="int8")
-    spared = pl.Compression("int8", exempt=("*",))
+        paceline.Sync(shard="parameters", compression="int8")
+    spared = paceline.Compression("int8", exempt=("*",))
     assert (
-        pl.DataParallel(network(torch.float64), sync=pl.Sync(compression=spared)).plan.compression == spared
+        paceline.DataParallel(network(torch.float64), sync=paceline.Sync(compression=spared)).plan.compression
+        == spared
     )
 
 
 def differing(rank, size):
-    compression = pl.Compression("int8", block=256 if rank == 0 else 128)
+    compression = paceline.Compression("int8", block=256 if rank == 0 else 128)
     try:
-        pl.DataParallel(network(), sync=pl.Sync(compression=compression))
+        paceline.DataParallel(network(), sync=paceline.Sync(compression=compression))
     except MismatchError as error:
         return str(error)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import zoo
 
-import paceline as pl
-from paceline.errors import Drifted, MismatchError
+import paceline
+from paceline.errors import MismatchError, ReplicasDiverged
 
 EVERY = 2
 
@@ -22,9 +22,9 @@ def flip(model, name, bit=20):
 
 
 def wrapped(sync="bucketed", optimizer=torch.optim.AdamW, **options):
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = pl.ShardedOptimizer(model, optimizer, lr=0.01)
-    return model, optim, pl.Drift(model, optim, every=EVERY, **options)
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, optimizer, lr=0.01)
+    return model, optim, paceline.ReplicaCheck(model, optim, every=EVERY, **options)
 
 
 def step(model, optim, rank):
@@ -48,7 +48,7 @@ def flips(rank, size, sync, victims):
     for number in range(5, 9):
         try:
             step(model, optim, rank)
-        except Drifted as error:
+        except ReplicasDiverged as error:
             told = number, str(error), error.rank
             break
     return well, told, names[1], drift.compared, len(names)
@@ -81,7 +81,7 @@ def checks(rank, size, sync):
     name = "scale" if sync == "full-shard" else "layers.0.weight"
     if rank == 1:
         flip(model, name)
-    with pytest.raises(Drifted, match=f"parameter '{name}'"):
+    with pytest.raises(ReplicasDiverged, match=f"parameter '{name}'"):
         drift.check()
     return drift.compared, drift.comparisons
 
@@ -107,7 +107,7 @@ def repairs(rank, size, optimizer, source):
             flip(model, "layers.0.weight")
     try:
         drift.check()
-    except Drifted as error:
+    except ReplicasDiverged as error:
         refused = str(error)
     logging.getLogger("paceline.checkpoint").removeHandler(handler)
     return drift.repairs, model.whole_parameters(), records, refused
@@ -132,7 +132,7 @@ def repairs_from_the_one_that_differs(rank, size):
     step(model, optim, rank)
     if rank == 1:
         flip(model, "layers.0.weight")
-    with pytest.raises(Drifted, match="than the majority, and rank 1 was to repair it"):
+    with pytest.raises(ReplicasDiverged, match="than the majority, and rank 1 was to repair it"):
         drift.check()
 
 
@@ -142,9 +142,9 @@ def test_nothing_is_copied_from_a_rank_that_differs_from_the_majority(pool):
 
 def other_settings(rank, size):
     net = torch.nn.Linear(2, 1)
-    model = pl.DataParallel(net)
+    model = paceline.DataParallel(net)
     with pytest.raises(MismatchError, match="every=1"):
-        pl.Drift(model, torch.optim.SGD(net.parameters(), lr=0.1), every=1 + rank)
+        paceline.ReplicaCheck(model, torch.optim.SGD(net.parameters(), lr=0.1), every=1 + rank)
 
 
 def test_ranks_that_would_compare_at_different_steps_are_refused(pool):

@@ -17,19 +17,19 @@ import pytest
 import paceline
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.agent.elastic_run import run_elastic, run_job
-from paceline.launch.agent.job_spec import Job, Patience
-from paceline.launch.agent.rendezvous_address import Address
-from paceline.launch.process.rank_process import Logs
+from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
+from paceline.launch.agent.rendezvous_address import RendezvousAddress
+from paceline.launch.process.rank_process import RankLogs
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 
 WORLDS = """
 import os, signal, sys, torch
 import torch.distributed as dist
-import paceline as pl
+import paceline
 
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-world = pl.init(timeout=60.0)
+world = paceline.init(timeout=60.0)
 total = torch.tensor([world.rank + 1.0])
 dist.all_reduce(total)
 print(life, world.rank, world.size, world.local_size, int(total), flush=True)
@@ -39,7 +39,7 @@ if world.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if world.size > 1:
     dist.all_reduce(total)
-pl.shutdown()
+paceline.shutdown()
 """
 
 # Without torch: ranks that only start and end take a moment.
@@ -159,8 +159,8 @@ def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
 
 
 def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
-    patience = Patience(end=0.2)
-    job = Job(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, patience=patience)
+    patience = JobTimeouts(end=0.2)
+    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, patience=patience)
     with pytest.raises(RankFailed, match=r"\[rank 1\] ended with exit code 5 after") as caught:
         run_job(job)
     assert (caught.value.rank, caught.value.exit_code) == (1, 5)
@@ -175,8 +175,10 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
 
 
 def test_what_followed_the_first_failure_is_told_after_it(home):
-    patience = Patience(follow=60.0)
-    job = Job(script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", patience=patience)
+    patience = JobTimeouts(follow=60.0)
+    job = JobSpec(
+        script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", patience=patience
+    )
     with pytest.raises(RankFailed) as caught:
         run_job(job)
     message = str(caught.value)
@@ -219,7 +221,7 @@ def test_a_signal_ends_all(home, nursery, number, code):
 class Told:
     """A place whose store answers from a list."""
 
-    address = Address("pc1", 29400)
+    address = RendezvousAddress("pc1", 29400)
 
     def __init__(self, *answers):
         self._answers = list(answers)
@@ -239,9 +241,9 @@ def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
     with pytest.raises(
         WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
     ) as caught:
-        check_place(told, Patience())
+        check_place(told, JobTimeouts())
     assert "NTP" in caught.value.remedy
-    check_place(Told(b"1", b"0", b"0", repr(time.time()).encode()), Patience())
+    check_place(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
 
 def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
@@ -251,22 +253,24 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        place = elastic_rendezvous.Place(Address("127.0.0.1", foreign.getsockname()[1]), None)
+        place = elastic_rendezvous.RendezvousPlace(
+            RendezvousAddress("127.0.0.1", foreign.getsockname()[1]), None
+        )
         with pytest.raises(WorldError, match="is no rendezvous of paceline"):
-            elastic_rendezvous.check_place(place, Patience())
+            elastic_rendezvous.check_place(place, JobTimeouts())
     assert capfd.readouterr().err == ""
 
 
 def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
     from paceline.launch.agent import elastic_run
-    from paceline.launch.agent.elastic_agent import Agent, RunOver
-    from paceline.launch.agent.job_outcome import Over
+    from paceline.launch.agent.elastic_agent import ElasticAgent, RunOver
+    from paceline.launch.agent.job_outcome import JobOutcome
 
     def over(self):
-        raise RunOver(Over(0))
+        raise RunOver(JobOutcome(0))
 
-    monkeypatch.setattr(Agent, "run", over)
-    elastic_run.take_part(Job(["train.py"], 1, 1), Logs(None))
+    monkeypatch.setattr(ElasticAgent, "run", over)
+    elastic_run.take_part(JobSpec(["train.py"], 1, 1), RankLogs(None))
     said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
     assert "paceline: the run ended well while this host waited to be let in" in said
 
@@ -278,4 +282,4 @@ def test_two_servers_at_one_port_are_refused_without_a_traceback():
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         with pytest.raises(UsageError, match="the port is taken"):
-            serve(Address("127.0.0.1", taken.getsockname()[1]))
+            serve(RendezvousAddress("127.0.0.1", taken.getsockname()[1]))

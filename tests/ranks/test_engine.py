@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wrapping import ALL, REPLICATED, data, loss_on, same_on_all_ranks, wrapped
 from zoo import apart
 
-import paceline as pl
+import paceline
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
 
 # ------------------------------------------------------------------ plain loss.backward()
@@ -122,8 +122,8 @@ def test_forward_inside_no_sync_and_backward_outside_synchronises(pool):
 
 
 def thawed(rank, size, sync):
-    model = pl.DataParallel(zoo.build("Frozen"), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, [*model.parameters()], lr=0.1)
+    model = paceline.DataParallel(zoo.build("Frozen"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, [*model.parameters()], lr=0.1)
     model.module.scale.requires_grad_(True)
     loss_on(model, rank).backward()
     with pytest.raises(UnsyncedGradients, match=r"'scale' was frozen"):
@@ -136,7 +136,7 @@ def test_a_parameter_unfrozen_after_wrapping_is_named(pool, sync):
 
 
 def wrong_optimizer(rank, size):
-    model = pl.DataParallel(zoo.build("Plain"), sync="sharded")
+    model = paceline.DataParallel(zoo.build("Plain"), sync="sharded")
     optim = torch.optim.AdamW(model.parameters())
     loss_on(model, rank).backward()
     with pytest.raises(UsageError, match=r"ShardedOptimizer\(model, torch.optim.AdamW"):

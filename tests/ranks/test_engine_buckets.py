@@ -11,7 +11,7 @@ import zoo
 from wrapping import loss_on, wrapped
 from zoo import apart
 
-import paceline as pl
+import paceline
 
 
 def gradients_are_views(rank, size, sync):
@@ -80,7 +80,7 @@ def ready_order(rank, size):
                 x = layer(x)
             return x
 
-    model = pl.DataParallel(Backwards(), sync="overlap")
+    model = paceline.DataParallel(Backwards(), sync="overlap")
     model(torch.ones(2, 4)).sum().backward()
     return [names for _, names in model.bucket_plan()]
 
@@ -111,10 +111,10 @@ def late_gradient(rank, size, sync):
             return x.sum(1, keepdim=True)
 
     torch.manual_seed(0)
-    model, reference = pl.DataParallel(Sometimes().double(), sync=sync), None
+    model, reference = paceline.DataParallel(Sometimes().double(), sync=sync), None
     torch.manual_seed(0)
     reference = Sometimes().double()
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     other = torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(5):
         model.module.times = reference.times = 1 + step + (rank if step == 3 else 0)
@@ -139,8 +139,8 @@ def test_gradients_that_come_after_their_bucket_left_are_not_lost(pool, sync):
 def low_precision(rank, size, sync, reduce_dtype):
     torch.manual_seed(0)
     net = torch.nn.Linear(64, 8, bias=False).bfloat16()
-    model = pl.DataParallel(net, sync=sync, reduce_dtype=reduce_dtype)
-    pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+    model = paceline.DataParallel(net, sync=sync, reduce_dtype=reduce_dtype)
+    paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
     for micro in range(32):
         torch.manual_seed(1000 * rank + micro)
         x = torch.randn(4, 64).bfloat16()

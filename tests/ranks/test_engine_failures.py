@@ -13,14 +13,14 @@ from pool import RankError, spawn
 from wrapping import data, loss_on, wrapped
 from zoo import apart
 
-import paceline as pl
+import paceline
 from paceline.errors import BackwardFailed, SyncError, UnsyncedGradients
 
 
 def fails_on(rank, size, sync, bad, plain):
     torch.manual_seed(3)
-    model = pl.DataParallel(zoo.Exploding().double(), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = paceline.DataParallel(zoo.Exploding().double(), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     for step in range(4):
         x, y = data(rank, step)
         model.module.broken = broken = step == 2 and rank in bad
@@ -46,8 +46,10 @@ def fails_on(rank, size, sync, bad, plain):
 
 
 def counts_a_filler(rank, size, sync, plain):
-    loader = pl.Loader(list(range(20)), batch_size=4, shares=[0.8, 0.2])  # rank 1 runs dry after one step
-    model = pl.DataParallel(torch.nn.Linear(1, 1), sync=sync)
+    loader = paceline.Loader(
+        list(range(20)), batch_size=4, shares=[0.8, 0.2]
+    )  # rank 1 runs dry after one step
+    model = paceline.DataParallel(torch.nn.Linear(1, 1), sync=sync)
     outcomes = []
     for batch in loader:
         loss = model(batch.float()[:, None]).mean()
@@ -93,7 +95,7 @@ def test_an_exception_in_backward_is_named_and_training_goes_on(pool, sync, bad,
 
 def rounds_told(rank, size, sync):
     """Return the rounds that this rank was told of; backward raises on rank 1 in the second one."""
-    model, told = pl.DataParallel(zoo.Exploding().double(), sync=sync), []
+    model, told = paceline.DataParallel(zoo.Exploding().double(), sync=sync), []
     model.engine.round_ended = told.append
     for step in range(3):
         model.module.broken = step == 1 and rank == 1
@@ -111,7 +113,7 @@ def test_all_ranks_are_told_of_the_same_rounds(pool, sync):
 
 
 def peer_gone(rank, size, folder, sync, while_clipping):
-    pl.init("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, size=size)
+    paceline.init("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, size=size)
     model, optim = wrapped(sync)
     model.backward(loss_on(model, rank), samples=6)
     optim.step()

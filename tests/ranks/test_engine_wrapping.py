@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from wrapping import ALL, loss_on, same_on_all_ranks
 from zoo import apart
 
-import paceline as pl
+import paceline
 from paceline.errors import MismatchError, SyncError, UsageError
 
 
@@ -28,7 +28,7 @@ def different_models(rank, size, what):
         net.half()
     if what == "frozen" and rank == 2:
         net[0].weight.requires_grad_(False)
-    pl.DataParallel(net, sync="flat" if what == "plan" and rank == 1 else "bucketed")
+    paceline.DataParallel(net, sync="flat" if what == "plan" and rank == 1 else "bucketed")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def values_after_wrapping(rank, size, sync):
         torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1, dtype=torch.bfloat16)
     )
     net[1].running_mean.fill_(rank + 1)
-    model = pl.DataParallel(net, sync=sync)
+    model = paceline.DataParallel(net, sync=sync)
     whole = model.whole_parameters()
     return same_on_all_ranks(whole), same_on_all_ranks(list(net.buffers())), net[1].running_mean[0].item()
 
@@ -76,29 +76,29 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
 )
 def test_options_that_make_no_sense_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
-        pl.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
+        paceline.DataParallel(torch.nn.Linear(2, 2).bfloat16(), **options)
 
 
-@pytest.mark.parametrize("wrap", [pl.DataParallel, list], ids=["twice", "a list"])
+@pytest.mark.parametrize("wrap", [paceline.DataParallel, list], ids=["twice", "a list"])
 def test_what_is_no_bare_module_is_refused(wrap):
     with pytest.raises(UsageError, match=r"pass the bare torch\.nn\.Module"):
-        pl.DataParallel(wrap(torch.nn.Sequential(torch.nn.Linear(1, 1))))
+        paceline.DataParallel(wrap(torch.nn.Sequential(torch.nn.Linear(1, 1))))
 
 
 def test_a_loss_that_is_no_tensor_is_refused():
     with pytest.raises(UsageError, match="the loss is a float, not a tensor"):
-        pl.DataParallel(torch.nn.Linear(1, 1)).backward(0.5, samples=1)
+        paceline.DataParallel(torch.nn.Linear(1, 1)).backward(0.5, samples=1)
 
 
 def test_overlap_is_yes_or_no():
     with pytest.raises(UsageError, match="overlap='no'"):
-        pl.Sync(overlap="no")
+        paceline.Sync(overlap="no")
 
 
 def test_sparse_embeddings_are_refused_by_name():
     net = torch.nn.ModuleDict({"words": torch.nn.Embedding(5, 2, sparse=True)})
     with pytest.raises(UsageError, match=r"'words.weight' has sparse gradients"):
-        pl.DataParallel(net)
+        paceline.DataParallel(net)
 
 
 def functional_sparse(rank, size):
@@ -110,7 +110,7 @@ def functional_sparse(rank, size):
         def forward(self, index):
             return torch.nn.functional.embedding(index, self.table, sparse=True)
 
-    model = pl.DataParallel(Words())
+    model = paceline.DataParallel(Words())
     with pytest.raises(SyncError, match="'table' has a sparse gradient"):
         model(torch.tensor([1, 2])).sum().backward()
 
@@ -121,8 +121,8 @@ def test_sparse_gradients_are_refused_by_name(pool):
 
 def in_two_groups(rank, size):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = pl.DataParallel(zoo.build("Plain", seed=rank // 2), sync="sharded", group=groups[rank // 2])
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model = paceline.DataParallel(zoo.build("Plain", seed=rank // 2), sync="sharded", group=groups[rank // 2])
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     model.backward(loss_on(model, rank), samples=6)
     optim.step()
     reference = zoo.build("Plain", seed=rank // 2)
@@ -140,8 +140,8 @@ def outside_the_group(rank, size):
     group = dist.new_group([0])
     if rank == 1:
         for wrap in (
-            lambda net: pl.DataParallel(net, group=group),
-            lambda net: pl.DataParallel(net, group=[0]),
+            lambda net: paceline.DataParallel(net, group=group),
+            lambda net: paceline.DataParallel(net, group=[0]),
         ):
             with pytest.raises(UsageError, match="is no process group that this process is in"):
                 wrap(zoo.build("Plain"))
@@ -153,7 +153,7 @@ def test_a_rank_outside_the_group_is_refused(pool):
 
 def along_a_mesh_axis(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
-    model = pl.DataParallel(zoo.build("Plain"), group=mesh["data"])
+    model = paceline.DataParallel(zoo.build("Plain"), group=mesh["data"])
     model.backward(loss_on(model, rank), samples=6)
     return model.wire.size, model.samples
 
@@ -164,7 +164,7 @@ def test_the_data_axis_of_a_device_mesh_is_a_group(pool):
 
 def foreign_unit(rank, size):
     with pytest.raises(UsageError, match="unit Linear is no submodule"):
-        pl.DataParallel(zoo.build("Plain"), sync="full-shard", units=[torch.nn.Linear(2, 2)])
+        paceline.DataParallel(zoo.build("Plain"), sync="full-shard", units=[torch.nn.Linear(2, 2)])
 
 
 def test_units_must_be_submodules(pool):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 
-import paceline as pl
+import paceline
 
 STEPS = 3
 TOLERANCE = 1e-11
@@ -64,9 +64,9 @@ def one_process(name, kind, data, clip):
 
 def many_ranks(rank, name, sync, kind, data, clip):
     """Train on this rank's part of each batch; return the parameters, whole."""
-    model = pl.DataParallel(zoo.build(name), sync=sync)
+    model = paceline.DataParallel(zoo.build(name), sync=sync)
     cls, options = OPTIONS[kind]
-    optim = pl.ShardedOptimizer(model, cls, **options)
+    optim = paceline.ShardedOptimizer(model, cls, **options)
     for step in data:
         for index, micro in enumerate(step):
             x, y = micro[rank]
@@ -124,7 +124,7 @@ def test_equal_to_one_process(pool, backend, ranks, sync):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("sync", [pl.Sync(2**-11), pl.Sync(2**-11, shard="optimizer")], ids=str)
+@pytest.mark.parametrize("sync", [paceline.Sync(2**-11), paceline.Sync(2**-11, shard="optimizer")], ids=str)
 def test_many_buckets_of_several_parameters(pool, ranks, sync):
     models = ("Plain", "Branches", "Tied", "CheckpointedReentrant", "Strided")
     cases = [
@@ -146,8 +146,8 @@ def large_units(rank, size):
         torch.manual_seed(0)
         return torch.nn.Sequential(torch.nn.Linear(zoo.WIDTH, 600), Wide(), torch.nn.Linear(600, 1)).double()
 
-    model = pl.DataParallel(build(), sync="full-shard")
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    model = paceline.DataParallel(build(), sync="full-shard")
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
     reference = build()
     other = torch.optim.AdamW(reference.parameters(), lr=0.01)
     for step in batches([3, 5], 1):

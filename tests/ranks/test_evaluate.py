@@ -1,4 +1,4 @@
-"""pl.evaluate: the exact mean over all samples, on any number of ranks, under every strategy."""
+"""paceline.evaluate: the exact mean over all samples, on any number of ranks, under every strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import zoo
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-import paceline as pl
+import paceline
 from paceline.errors import BackwardFailed, PeerLost, SyncError, UsageError
 
 SAMPLES = 47
@@ -37,9 +37,9 @@ def one_process():
 
 
 def means(rank, size, sync, uneven):
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    loader = pl.Loader(data(), 8, shuffle=False, uneven=uneven, shares=SHARES[size])
-    found = [pl.evaluate(model, loader, loss) for _ in range(2)]
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    loader = paceline.Loader(data(), 8, shuffle=False, uneven=uneven, shares=SHARES[size])
+    found = [paceline.evaluate(model, loader, loss) for _ in range(2)]
     assert model.training
     return found
 
@@ -60,11 +60,11 @@ def training_meanwhile(rank, size, sync):
         def __iter__(self):
             return (data()[number] for number in range(rank, SAMPLES, size))
 
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
-    validation, found = pl.Loader(data(), 8, shares=SHARES[size]), []
-    for batch in pl.Loader(Rows(), 3):
-        found.append(pl.evaluate(model, validation, loss))
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+    validation, found = paceline.Loader(data(), 8, shares=SHARES[size]), []
+    for batch in paceline.Loader(Rows(), 3):
+        found.append(paceline.evaluate(model, validation, loss))
         model.backward(loss(model, batch), samples=batch.samples)
         optim.step()
         optim.zero_grad()
@@ -87,8 +87,10 @@ def many_means(rank, size, cases):
         )
         weights = torch.arange(1.0, len(numbers) + 1)
         rows = TensorDataset(numbers, weights)
-        loader = pl.Loader(rows, **{name: value for name, value in options.items() if name != "samples"})
-        found = pl.evaluate(torch.nn.Identity(), loader, weighted)
+        loader = paceline.Loader(
+            rows, **{name: value for name, value in options.items() if name != "samples"}
+        )
+        found = paceline.evaluate(torch.nn.Identity(), loader, weighted)
         exact = {"plain": numbers.mean(), "weighted": (numbers * weights).sum() / weights.sum()}
         worst = max(worst, *(abs(found[name] - exact[name].item()) for name in exact))
     return worst
@@ -120,10 +122,10 @@ def test_fillers_are_not_counted_and_weights_are(pool, size):
 
 
 def kinds(rank, size):
-    loader = pl.Loader(torch.arange(10.0), 4, shuffle=False)
+    loader = paceline.Loader(torch.arange(10.0), 4, shuffle=False)
     identity = torch.nn.Identity()
     return [
-        pl.evaluate(identity, loader, measure)
+        paceline.evaluate(identity, loader, measure)
         for measure in (
             lambda model, batch: model(batch).mean(),
             lambda model, batch: model(batch).mean().item(),
@@ -148,13 +150,13 @@ def test_what_may_be_measured(pool):
 
 def other_order(rank, size):
     """Ranks name the same in another order."""
-    loader = pl.Loader(torch.arange(10.0), 4)
+    loader = paceline.Loader(torch.arange(10.0), 4)
 
     def measure(model, batch):
         found = {"a": batch.mean(), "b": -batch.mean()}
         return dict(reversed(found.items())) if rank else found
 
-    return pl.evaluate(torch.nn.Identity(), loader, measure)
+    return paceline.evaluate(torch.nn.Identity(), loader, measure)
 
 
 def test_names_may_come_in_any_order(pool):
@@ -163,8 +165,8 @@ def test_names_may_come_in_any_order(pool):
 
 def tokens(rank, size):
     """A batch with a number of its own is weighted by that."""
-    loader = pl.Loader(torch.arange(10.0), 4, collate_fn=Tokens)
-    return pl.evaluate(torch.nn.Identity(), loader, lambda model, batch: batch.mean)
+    loader = paceline.Loader(torch.arange(10.0), 4, collate_fn=Tokens)
+    return paceline.evaluate(torch.nn.Identity(), loader, lambda model, batch: batch.mean)
 
 
 class Tokens:
@@ -182,11 +184,11 @@ def test_a_number_of_the_batches_own_is_the_weight(pool):
 
 def filler_meanwhile(rank, size):
     """Evaluate in every step: a batch without samples is not counted as a full one afterwards either."""
-    model = pl.DataParallel(torch.nn.Linear(1, 1))
-    validation, outcomes = pl.Loader(torch.arange(4.0), 4), []
-    for batch in pl.Loader(torch.arange(20.0), 4, shares=[0.8, 0.2]):
+    model = paceline.DataParallel(torch.nn.Linear(1, 1))
+    validation, outcomes = paceline.Loader(torch.arange(4.0), 4), []
+    for batch in paceline.Loader(torch.arange(20.0), 4, shares=[0.8, 0.2]):
         loss = model(batch[:, None]).mean()
-        pl.evaluate(model, validation, lambda model, batch: model(batch[:, None]).mean())
+        paceline.evaluate(model, validation, lambda model, batch: model(batch[:, None]).mean())
         try:
             model.backward(loss)
             outcomes.append(None)
@@ -228,7 +230,7 @@ def modes(rank, size, fails):
         return found
 
     try:
-        pl.evaluate(model, pl.Loader(torch.arange(8.0), 4), measure)
+        paceline.evaluate(model, paceline.Loader(torch.arange(8.0), 4), measure)
     except KeyError:
         assert fails
     assert torch.is_grad_enabled()
@@ -247,9 +249,9 @@ def refused(rank, size, measures, uneven="join"):
     """Return what each measure leads to on this rank."""
     said = []
     for measure in measures:
-        loader = pl.Loader(torch.arange(20.0), 4, uneven=uneven)
+        loader = paceline.Loader(torch.arange(20.0), 4, uneven=uneven)
         try:
-            said.append(("ok", pl.evaluate(torch.nn.Identity(), loader, MEASURES[measure](rank))))
+            said.append(("ok", paceline.evaluate(torch.nn.Identity(), loader, MEASURES[measure](rank))))
         except UsageError as error:
             said.append((type(error).__name__, str(error)))
     return said
@@ -318,7 +320,7 @@ def test_policies_that_are_not_exact_are_refused(pool, uneven):
 
 def test_what_is_no_loader_is_refused():
     with pytest.raises(UsageError, match=r"evaluate\(model, DataLoader, ...\)"):
-        pl.evaluate(torch.nn.Identity(), DataLoader([1.0]), lambda model, batch: batch.mean())
+        paceline.evaluate(torch.nn.Identity(), DataLoader([1.0]), lambda model, batch: batch.mean())
 
 
 def empty_stream(rank, size):
@@ -327,7 +329,7 @@ def empty_stream(rank, size):
             return iter(())
 
     with pytest.raises(UsageError, match="nothing was measured: there was no batch"):
-        pl.evaluate(torch.nn.Identity(), pl.Loader(Nothing()), lambda model, batch: 0.0)
+        paceline.evaluate(torch.nn.Identity(), paceline.Loader(Nothing()), lambda model, batch: 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -337,7 +339,7 @@ def test_a_stream_without_a_sample_has_no_mean(pool, size):
 
 def raises_on_one(rank, size, place):
     """Who raises in measure leaves; who waits for it learns so."""
-    pl.init("paceline", init_method=f"file://{place}", rank=rank, size=size)
+    paceline.init("paceline", init_method=f"file://{place}", rank=rank, size=size)
 
     def measure(model, batch):
         if rank == 1:
@@ -345,9 +347,9 @@ def raises_on_one(rank, size, place):
         return batch.mean()
 
     try:
-        pl.evaluate(torch.nn.Identity(), pl.Loader(torch.arange(20.0), 4), measure)
+        paceline.evaluate(torch.nn.Identity(), paceline.Loader(torch.arange(20.0), 4), measure)
     except (FloatingPointError, PeerLost) as error:
-        pl.shutdown()
+        paceline.shutdown()
         return type(error).__name__
     return "ok"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import zoo
 
-import paceline as pl
-from paceline.errors import NotFinite
+import paceline
+from paceline.errors import NonFiniteGradient
 
 STRATEGIES = [
     "naive",
@@ -17,15 +17,15 @@ STRATEGIES = [
     "bucketed",
     "sharded",
     "full-shard",
-    pl.Sync(2**-11),
-    pl.Sync(2**-11, shard="optimizer"),
+    paceline.Sync(2**-11),
+    paceline.Sync(2**-11, shard="optimizer"),
 ]
 
 
 def wrapped(sync, action, **options):
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.05)
-    return model, optim, pl.Finite(model, optim, action, **options)
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.05)
+    return model, optim, paceline.NonFiniteGuard(model, optim, action, **options)
 
 
 def data(rank, step, samples=4):
@@ -102,7 +102,7 @@ def accumulates(rank, size, sync):
         backward(model, rank, step, math.nan, samples=4 if rank == 1 else 0)
         try:
             optim.step()
-        except NotFinite as error:
+        except NonFiniteGradient as error:
             seen.append(str(error))
         optim.zero_grad()
     backward(model, rank, 11)
@@ -137,7 +137,7 @@ def stops(rank, size, sync):
     model.backward(zoo.loss_of(model, "Plain", x, y), samples=4)
     if rank == 1:
         handle.remove()
-    with pytest.raises(NotFinite) as caught:
+    with pytest.raises(NonFiniteGradient) as caught:
         optim.step()
     optim.zero_grad()
     same = zoo.apart(model.whole_parameters(), before)
@@ -185,9 +185,9 @@ def test_without_measuring_the_first_source_may_be_unknown_and_the_next_is_not(p
 
 def overflows(rank, size, sync):
     """Every rank's gradient is finite, and their sum is not."""
-    model = pl.DataParallel(torch.nn.Linear(2, 1, bias=False), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=1e-38)
-    finite = pl.Finite(model, optim)
+    model = paceline.DataParallel(torch.nn.Linear(2, 1, bias=False), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=1e-38)
+    finite = paceline.NonFiniteGuard(model, optim)
     before = model.whole_parameters()
     for factor in (2e38, 1e38, 1.0):  # 4 samples where 2 were expected: the sum is twice the mean
         model.backward(model(torch.ones(2, 2)).mean() * factor, samples=2)

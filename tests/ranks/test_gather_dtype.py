@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import paceline as pl
+import paceline
 from paceline.errors import UsageError
 
 
@@ -29,7 +29,7 @@ def network():
 
 def gradients(rank, size, gather_dtype):
     """Return the whole gradient of one step on this rank's rows, and the types that were seen."""
-    model = pl.DataParallel(network(), sync="full-shard", gather_dtype=gather_dtype)
+    model = paceline.DataParallel(network(), sync="full-shard", gather_dtype=gather_dtype)
     seen = []
     model.module.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     rows = torch.randn(4 * size, 320, generator=torch.Generator().manual_seed(1))[4 * rank : 4 * rank + 4]
@@ -52,4 +52,4 @@ def test_gradients_are_those_of_float32_up_to_rounding(pool):
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
 def test_it_is_refused_where_nothing_is_gathered(sync):
     with pytest.raises(UsageError, match="gathers no parameters"):
-        pl.DataParallel(nn.Linear(2, 2), sync=sync, gather_dtype=torch.bfloat16)
+        paceline.DataParallel(nn.Linear(2, 2), sync=sync, gather_dtype=torch.bfloat16)

@@ -14,8 +14,8 @@ import zoo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import TensorDataset
 
-import paceline as pl
-from paceline.data.loader_position import Position
+import paceline
+from paceline.data.loader_position import LoaderPosition
 from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import UsageError
 from paceline.world.object_collectives import gather_rows
@@ -54,7 +54,7 @@ def serve(rank, size, cases):
 
 def served(samples, **options):
     try:
-        loader = pl.Loader(list(range(samples)), **options)
+        loader = paceline.Loader(list(range(samples)), **options)
         for epoch in range(2):
             loader.set_epoch(epoch)
             yield loader.state_dict(), [(batch.tolist(), batch.samples) for batch in loader]
@@ -73,7 +73,7 @@ def check(case, results):
         places, batches_of_rank = zip(*epoch, strict=True)
         assert all(place == places[0] for place in places)
         check_epoch(case, batches_of_rank)
-        check_sizes(Position.of(places[0]).epoch.portions, batches_of_rank)
+        check_sizes(LoaderPosition.of(places[0]).epoch.portions, batches_of_rank)
         done = 1
     return done
 
@@ -143,10 +143,10 @@ def in_groups(rank, size):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
     with pytest.raises(UsageError, match="this process is not in the group"):
-        pl.Loader([1, 2], group=groups[1 - rank // 2])
+        paceline.Loader([1, 2], group=groups[1 - rank // 2])
     found = []
     for group in (groups[rank // 2], mesh["data"]):
-        loader = pl.Loader(list(range(25)), 4, group=group, shares=[0.2, 0.8], seed=rank // 2)
+        loader = paceline.Loader(list(range(25)), 4, group=group, shares=[0.2, 0.8], seed=rank // 2)
         found.append([sample for batch in loader if batch.samples for sample in batch.tolist()])
     return found
 
@@ -196,9 +196,11 @@ def gradient_errors(rank, size, cases):
 def gradient_error(size, sync, uneven, samples=83, accumulate=1, **options):
     """Train an epoch with steps of length 1, so that what changes is the gradient."""
     dataset = data(samples)
-    loader = pl.Loader(dataset, 8, uneven=uneven, **{"shares": QUARTERS if size == 4 else None, **options})
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
+    loader = paceline.Loader(
+        dataset, 8, uneven=uneven, **{"shares": QUARTERS if size == 4 else None, **options}
+    )
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
     worst, numbers, seen, counts = 0.0, [], [], []
     for step, batch in enumerate(loader, 1):
         x, y, which = batch
@@ -261,9 +263,9 @@ def batches_through(rank, size, sync):
     rows = [{"x": x, "y": y} for x, y, _ in data(40)]
     trained = []
     for kind in (lambda batch: batch, dict):
-        model = pl.DataParallel(Through(), sync=sync)
-        optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-        for batch in pl.Loader(rows, 8, shares=[0.3, 0.7]):
+        model = paceline.DataParallel(Through(), sync=sync)
+        optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for batch in paceline.Loader(rows, 8, shares=[0.3, 0.7]):
             out = model(kind(batch))
             model.backward((out["out"] - out["y"]).square().mean(), samples=batch.samples)
             optim.step()
@@ -286,7 +288,7 @@ def go_on(rank, size, cases):
 
 
 def gone_on(rank, size, samples, place, steps, options, shares):
-    loader = pl.Loader(list(range(samples)), shares=shares, **options)
+    loader = paceline.Loader(list(range(samples)), shares=shares, **options)
     if place is not None:
         loader.load_state_dict(json.loads(place))
     found = [sample for batch in islice(loader, steps) if batch.samples for sample in batch.tolist()]

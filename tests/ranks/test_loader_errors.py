@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-import paceline as pl
+import paceline
 from paceline.errors import DataError, MismatchError, PeerLost, SyncError, UsageError
 from paceline.world.object_collectives import gather_rows, gather_rows_ahead, sum_over_ranks
 
@@ -44,7 +44,7 @@ def mismatched(rank, size, cases):
     said = []
     for common, special in cases:
         options = {"dataset": list(range(20)), "batch_size": 4, **common, **(special if rank == 1 else {})}
-        loader = pl.Loader(**options)
+        loader = paceline.Loader(**options)
         with pytest.raises(MismatchError) as caught:
             iter(loader)
         assert caught.value.rank == 1
@@ -75,11 +75,11 @@ def test_what_differs_between_ranks_is_named_on_all_of_them(pool):
 def on_one_rank(rank, size):
     """Place, epoch and dataset differ."""
     said = []
-    place = pl.Loader(list(range(20)), 2)
+    place = paceline.Loader(list(range(20)), 2)
     next(iter(place))
     grown = list(range(20))
     for change in ("load", "epoch", "grow", "length"):
-        loader = pl.Loader(grown if change == "grow" else list(range(20)), 2)
+        loader = paceline.Loader(grown if change == "grow" else list(range(20)), 2)
         if rank == 1 and change == "load":
             loader.load_state_dict(place.state_dict())
         if rank == 1 and change == "epoch":
@@ -114,7 +114,7 @@ def map_and_stream(rank, size):
     with pytest.raises(
         MismatchError, match=r"the loader differs between ranks: rank 0 has 10 samples; rank 1 has Stream"
     ):
-        iter(pl.Loader(Stream() if rank else list(range(10)), 2))
+        iter(paceline.Loader(Stream() if rank else list(range(10)), 2))
 
 
 def test_one_rank_with_another_kind_of_dataset_is_named(pool):
@@ -139,7 +139,7 @@ def refused(rank, size):
         {"uneven": "joint"},
     ):
         with pytest.raises(UsageError) as caught:
-            pl.Loader(**{"dataset": list(range(10)), "batch_size": 2, **options})
+            paceline.Loader(**{"dataset": list(range(10)), "batch_size": 2, **options})
         said.append(str(caught.value))
     return said
 
@@ -170,13 +170,13 @@ def test_what_cannot_be_dealt_is_refused_alike_on_all_ranks(pool):
 
 
 def made_too_early(rank, size, place):
-    loader = pl.Loader(list(range(10)), 2)
+    loader = paceline.Loader(list(range(10)), 2)
     early = list(loader)
-    pl.init("gloo", init_method=f"file://{place}", rank=rank, size=size)
+    paceline.init("gloo", init_method=f"file://{place}", rank=rank, size=size)
     with pytest.raises(UsageError, match=rf"made for rank 0 of 1; this process is now rank {rank} of 2"):
         iter(loader)
-    served = sum(batch.samples for batch in pl.Loader(list(range(10)), 2))
-    pl.shutdown()
+    served = sum(batch.samples for batch in paceline.Loader(list(range(10)), 2))
+    paceline.shutdown()
     return len(early), served
 
 
@@ -189,10 +189,10 @@ def test_a_loader_made_before_init_is_refused(pool, tmp_path):
 
 def leaves_when_it_fails(rank, size, place, way, workers):
     """Train; who gets an error leaves, and the others learn of it."""
-    pl.init("paceline", init_method=f"file://{place}", rank=rank, size=size, timeout=30.0)
-    model = pl.DataParallel(torch.nn.Linear(1, 1))
+    paceline.init("paceline", init_method=f"file://{place}", rank=rank, size=size, timeout=30.0)
+    model = paceline.DataParallel(torch.nn.Linear(1, 1))
     dataset = Broken(way if rank == 1 else "")
-    loader = pl.Loader(dataset, 3, shuffle=False, num_workers=workers)
+    loader = paceline.Loader(dataset, 3, shuffle=False, num_workers=workers)
     steps = 0
     try:
         for batch in loader:
@@ -202,7 +202,7 @@ def leaves_when_it_fails(rank, size, place, way, workers):
             if steps == 2:
                 dataset.may.set()
     except (DataError, PeerLost, SyncError) as error:
-        pl.shutdown()
+        paceline.shutdown()
         return type(error), str(error), steps
     return None, "", steps
 
@@ -245,11 +245,11 @@ def test_what_is_exchanged_is_held_until_no_thread_of_gloo_needs_it(pool):
 
 def leave_after_exchanges(rank, size, place):
     """Return how many connections are open in the world, and after leaving it."""
-    pl.init("gloo", init_method=f"file://{place}", rank=rank, size=size, timeout=30.0)
+    paceline.init("gloo", init_method=f"file://{place}", rank=rank, size=size, timeout=30.0)
     before = open_sockets()
     for _ in range(3):
         gather_rows(sum_over_ranks(torch.tensor([rank])))
-    pl.shutdown()
+    paceline.shutdown()
     deadline = time.monotonic() + 20
     while open_sockets() >= before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -271,7 +271,7 @@ def test_what_is_held_does_not_keep_connections_open(pool, tmp_path):
 
 def many_workers(rank, size):
     """Begin many epochs, each of which forks workers right after the ranks' exchange."""
-    loader = pl.Loader(list(range(12)), 2, num_workers=2)
+    loader = paceline.Loader(list(range(12)), 2, num_workers=2)
     return [sum(batch.samples for batch in islice(loader, 1 + epoch % 2)) for epoch in range(6)]
 
 

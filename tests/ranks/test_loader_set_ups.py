@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-import paceline as pl
+import paceline
 from paceline.errors import CollectiveTimeout
 
 STRATEGIES = ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"]
@@ -118,9 +118,9 @@ def loader_of(setup, rank, ranks, group):
     if faulty and setup.fault == "batch size":
         batch_size += 1
     if setup.own is not None:
-        return pl.Loader(Stream(100 * rank, setup.own[rank], broken), batch_size, **options)
+        return paceline.Loader(Stream(100 * rank, setup.own[rank], broken), batch_size, **options)
     options |= {"dispatch": setup.scheme, "block": setup.block, "shares": setup.shares}
-    loader = pl.Loader(
+    loader = paceline.Loader(
         Numbers(setup.samples + (faulty and setup.fault == "length"), broken), batch_size, **options
     )
     if setup.fault == "state" and not faulty:
@@ -149,8 +149,8 @@ def train(setup, rank, ranks, group):
     loader = loader_of(setup, rank, ranks, group)
     broken = setup.at if setup.fault == "forward" and rank == ranks - 1 else None
     net = Net(broken)
-    model = pl.DataParallel(net, sync=setup.strategy, group=group, units=[])
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=1e-3)
+    model = paceline.DataParallel(net, sync=setup.strategy, group=group, units=[])
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=1e-3)
     stops = [setup.stop, None] if setup.stop is not None else [None]
     for stop in stops:
         used, steps = [], 0
@@ -178,7 +178,7 @@ def all_set_ups(rank, ranks, numbers):
         group = dist.new_group(backend="paceline", timeout=timedelta(seconds=30))
         try:
             outcome = ("ended", train(setup, rank, ranks, group))
-        except (pl.PacelineError, LookupError, ArithmeticError) as error:
+        except (paceline.PacelineError, LookupError, ArithmeticError) as error:
             outcome = ("refused", (type(error).__name__, isinstance(error, CollectiveTimeout), str(error)))
         if setup.strategy == "full-shard":
             gc.collect()  # FSDP2's cycles hold the group

@@ -12,7 +12,7 @@ import torch
 import zoo
 from test_loader import data, gathered, one_process
 
-import paceline as pl
+import paceline
 
 SAMPLES = 640
 SECONDS_PER_SAMPLE = (0.0005, 0.0015)
@@ -21,8 +21,8 @@ SECONDS_PER_SAMPLE = (0.0005, 0.0015)
 def train(loader, sync="bucketed", seconds=0.0, epochs=2):
     """Train, sleeping for every sample; return the worst gradient, the samples and the shares of each epoch."""
     dataset, sizes, served, shares, worst = data(SAMPLES), [], [], [], 0.0
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
     for _ in range(epochs):
         steps, parameters = [], [whole(model)]
         for batch in loader:
@@ -49,7 +49,7 @@ def whole(model):
 
 
 def one_rank_is_slower(rank, size, sync, every):
-    loader = pl.Loader(data(SAMPLES), 16, shares="measured", redeal_every=every)
+    loader = paceline.Loader(data(SAMPLES), 16, shares="measured", redeal_every=every)
     assert loader.state_dict()["speeds"] is None
     return *train(loader, sync, SECONDS_PER_SAMPLE[rank]), loader.state_dict()
 
@@ -73,7 +73,7 @@ def test_the_faster_rank_gets_more_and_everything_stays_exact(pool, sync, every)
 
 
 def go_on(rank, size, state, epochs):
-    loader = pl.Loader(data(SAMPLES), 16, shares="measured")
+    loader = paceline.Loader(data(SAMPLES), 16, shares="measured")
     loader.load_state_dict(json.loads(json.dumps(state)))
     shares = loader.state_dict()["dealt"]["parts"]
     seen = gathered_all(loader)
@@ -104,7 +104,7 @@ def without_waiting(rank, size, sync, every):
     log = logging.getLogger("paceline.data")
     log.addHandler(handler)
     try:
-        loader = pl.Loader(data(SAMPLES), 64, shares="measured", redeal_every=every)
+        loader = paceline.Loader(data(SAMPLES), 64, shares="measured", redeal_every=every)
         if sync is None:
             for _ in range(2):
                 list(loader)
@@ -126,7 +126,7 @@ def test_where_waiting_is_not_known_shares_stay_and_it_is_said_once(pool, sync, 
 
 
 def alone(rank, size):
-    loader = pl.Loader(data(SAMPLES), 16, shares="measured", redeal_every=3)
+    loader = paceline.Loader(data(SAMPLES), 16, shares="measured", redeal_every=3)
     return train(loader, epochs=1)[:3]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from streams import Stream, drawn_shares, own, shown, used
 from torch.utils.data import IterableDataset
 
-import paceline as pl
+import paceline
 from paceline.errors import DataError, MismatchError, UnevenData, UsageError
 
 # ------------------------------------------------------------------ ranks without any sample
@@ -24,7 +24,7 @@ from paceline.errors import DataError, MismatchError, UnevenData, UsageError
 def fillers(rank, size, kind):
     """Return what a rank without a sample is given, the type and what is in it."""
     collate = {"tensor": None, "pair": make_pair, "dict": make_dict, "own": Own}[kind]
-    found = list(pl.Loader(Stream(1000 * rank, 0 if rank == 1 else 6), 4, collate_fn=collate))
+    found = list(paceline.Loader(Stream(1000 * rank, 0 if rank == 1 else 6), 4, collate_fn=collate))
     return [(type(batch).__name__, batch.samples, str(batch)) for batch in found]
 
 
@@ -60,8 +60,8 @@ def test_a_rank_without_samples_gets_a_batch_of_another_rank(pool, kind):
 def fillers_in_groups(rank, size):
     """Two groups of ranks, in each of which the second one has no sample."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    loader = pl.Loader(own(rank, [6, 0, 4, 0]), 4, group=groups[rank // 2])
-    mean = pl.evaluate(torch.nn.Identity(), loader, lambda _, batch: batch.double().mean())
+    loader = paceline.Loader(own(rank, [6, 0, 4, 0]), 4, group=groups[rank // 2])
+    mean = paceline.evaluate(torch.nn.Identity(), loader, lambda _, batch: batch.double().mean())
     return shown(loader), mean
 
 
@@ -84,7 +84,7 @@ class Secret(Own):
 
 def secret_filler(rank, size):
     try:
-        return shown(pl.Loader(Stream(0, 0 if rank == 0 else 6), 4, collate_fn=Secret))
+        return shown(paceline.Loader(Stream(0, 0 if rank == 0 else 6), 4, collate_fn=Secret))
     except DataError as error:
         return error.rank, str(error)
 
@@ -98,7 +98,7 @@ def test_a_filler_that_cannot_be_sent_is_an_error_on_all_ranks(pool):
 
 def kept_in_a_list(rank, size):
     """A batch that was handed out stays what it was when another one fills a place later."""
-    loaders = [pl.Loader(own(rank, [3, 20]), 4, collate_fn=collate) for collate in (None, Own)]
+    loaders = [paceline.Loader(own(rank, [3, 20]), 4, collate_fn=collate) for collate in (None, Own)]
     return [[batch.samples for batch in list(loader)] for loader in loaders]
 
 
@@ -109,7 +109,7 @@ def test_batches_that_were_handed_out_keep_their_number(pool):
 
 
 def all_empty(rank, size):
-    return [shown(pl.Loader(Stream(0, 0), 4, stream=stream)) for stream in ("own", "whole")]
+    return [shown(paceline.Loader(Stream(0, 0), 4, stream=stream)) for stream in ("own", "whole")]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -130,7 +130,7 @@ def warnings_of(rank, size, firsts, stream, kind, samples=9):
     log.setLevel(logging.INFO)
     try:
         dataset = Stream(firsts[rank], samples)
-        list(pl.Loader(Shown(dataset, kind), 4, stream=stream, collate_fn=len_of))
+        list(paceline.Loader(Shown(dataset, kind), 4, stream=stream, collate_fn=len_of))
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -193,7 +193,7 @@ def failing(rank, size, bad, workers, uneven, times):
     """Return what is served until the error, and the error."""
     sizes = [20, 20, 4]
     dataset = Stream(1000 * rank, sizes[rank], 1000 * rank + bad if rank == 2 else None, times)
-    found, loader = [], pl.Loader(dataset, 3, num_workers=workers, uneven=uneven)
+    found, loader = [], paceline.Loader(dataset, 3, num_workers=workers, uneven=uneven)
     try:
         found.extend(batch.samples for batch in loader)
     except DataError as error:
@@ -223,7 +223,7 @@ def test_a_stream_that_raises_on_one_rank_is_an_error_on_all(pool, bad, workers,
 def twice(rank, size):
     """After an error that all ranks saw, all can go on with the next epoch."""
     dataset = Stream(1000 * rank, 8, 1004 if rank == 1 else None)
-    loader = pl.Loader(dataset, 3)
+    loader = paceline.Loader(dataset, 3)
     with pytest.raises(DataError):
         list(loader)
     dataset.bad = None
@@ -245,7 +245,7 @@ def go_on(rank, size, cases):
 
 def gone_on(rank, samples, place, steps, options, shares=None):
     dataset = own(rank, samples) if isinstance(samples, list) else Stream(0, samples)
-    loader = pl.Loader(dataset, shares=shares, **options)
+    loader = paceline.Loader(dataset, shares=shares, **options)
     if place is not None:
         loader.load_state_dict(json.loads(place))
     found = [real for batch in islice(loader, steps) if batch.samples for real in batch.tolist()]
@@ -293,7 +293,7 @@ def test_streams_of_their_own_are_gone_on_from_by_as_many_ranks(pool):
 
 def more_ranks(rank, size, place):
     with pytest.raises(UsageError, match="the state is of 2 ranks that each had a stream; now there are 3"):
-        pl.Loader(Stream(0, 9), 4).load_state_dict(json.loads(place))
+        paceline.Loader(Stream(0, 9), 4).load_state_dict(json.loads(place))
 
 
 def test_streams_of_their_own_are_not_gone_on_from_by_more_ranks(pool):
@@ -304,13 +304,13 @@ def test_streams_of_their_own_are_not_gone_on_from_by_more_ranks(pool):
 
 def differ(rank, size):
     """Ranks stand at different places, or cut their streams differently."""
-    place = pl.Loader(own(rank, [9, 9]), 2).state_dict()
+    place = paceline.Loader(own(rank, [9, 9]), 2).state_dict()
     later = {**place, "step": 3, "layers": [{**place["layers"][0], "taken": [[[0, 6]], [[0, 6]]]}]}
-    loader = pl.Loader(own(rank, [9, 9]), 2)
+    loader = paceline.Loader(own(rank, [9, 9]), 2)
     loader.load_state_dict(later if rank == 1 else place)
     with pytest.raises(MismatchError, match="rank 0 has epoch 0, step 0; rank 1 has epoch 0, step 3"):
         iter(loader)
-    loader = pl.Loader(own(rank, [9, 9]), 2 + rank)
+    loader = paceline.Loader(own(rank, [9, 9]), 2 + rank)
     with pytest.raises(MismatchError, match=r"batch_size=2.*rank 1 has .*batch_size=3"):
         iter(loader)
 
@@ -320,7 +320,7 @@ def test_what_differs_between_ranks_is_named(pool):
 
 
 def uneven_is_refused(rank, size):
-    loader = pl.Loader(own(rank, [9, 5]), 2, uneven="error")
+    loader = paceline.Loader(own(rank, [9, 5]), 2, uneven="error")
     with pytest.raises(UnevenData, match="after 3 steps of epoch 0 rank 1 has no batch, and others have"):
         list(loader)
 

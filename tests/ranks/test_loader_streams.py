@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from streams import Stream, drawn_shares, one_length, own, shown, used
 
-import paceline as pl
+import paceline
 from paceline.errors import UsageError
 
 POLICIES = ["join", "truncate", "drop", "pad", "error"]
@@ -24,7 +24,7 @@ def serve_own(rank, size, cases):
 
 def served(dataset, options):
     try:
-        loader = pl.Loader(dataset, **options)
+        loader = paceline.Loader(dataset, **options)
         for _ in range(2):
             yield shown(loader)
     except UsageError as error:
@@ -183,7 +183,7 @@ def no_share(rank, size):
         with pytest.raises(
             UsageError, match=rf"the share of rank 1 is 0, and uneven='{uneven}' asks for samples"
         ):
-            pl.Loader(Stream(0, 9), 2, stream="whole", shares=[1.0, 0.0], uneven=uneven)
+            paceline.Loader(Stream(0, 9), 2, stream="whole", shares=[1.0, 0.0], uneven=uneven)
 
 
 def test_a_share_of_0_of_a_stream_goes_with_exact_policies_only(pool):

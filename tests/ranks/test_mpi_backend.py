@@ -73,8 +73,8 @@ def test_messages_that_nobody_matches_are_errors_and_no_hang(world):
 
 def test_ranks_that_mpiexec_did_not_start_are_told_how_to(tmp_path):
     program = (
-        "import sys, paceline as pl\n"
-        f"pl.init('mpi4py', init_method='{tmp_path.as_uri()}/meet', rank=int(sys.argv[1]), size=2, timeout=60)"
+        "import sys, paceline\n"
+        f"paceline.init('mpi4py', init_method='{tmp_path.as_uri()}/meet', rank=int(sys.argv[1]), size=2, timeout=60)"
     )
     command = [sys.executable, "-c", program]
     both = [

@@ -15,10 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from wrapping import ALL, REPLICATED, data, loss_on
 from zoo import apart
 
-import paceline as pl
+import paceline
 from paceline.parallel.engine.module_sync import broadcast_tensors
 
-SMALL_BUCKETS = [pl.Sync(2**-11), pl.Sync(2**-11, overlap=False), pl.Sync(2**-11, shard="optimizer")]
+SMALL_BUCKETS = [
+    paceline.Sync(2**-11),
+    paceline.Sync(2**-11, overlap=False),
+    paceline.Sync(2**-11, shard="optimizer"),
+]
 
 pool = pytest.fixture(over_paceline)
 
@@ -66,7 +70,7 @@ def test_a_loss_with_no_samples_counts_for_nothing(pool, sync):
 
 def many_samples(rank, size, sync):
     torch.manual_seed(0)
-    model = pl.DataParallel(torch.nn.Linear(4, 1), sync=sync)
+    model = paceline.DataParallel(torch.nn.Linear(4, 1), sync=sync)
     model.backward(model(torch.ones(2, 4)).mean(), samples=2**24 + 1)  # not a float32
     return model.samples
 
@@ -78,7 +82,7 @@ def test_samples_are_counted_exactly_beyond_float32(pool, sync):
 
 def low_precision_loss(rank, size):
     torch.manual_seed(0)
-    model = pl.DataParallel(torch.nn.Linear(zoo.WIDTH, 1).bfloat16(), reduce_dtype=torch.float32)
+    model = paceline.DataParallel(torch.nn.Linear(zoo.WIDTH, 1).bfloat16(), reduce_dtype=torch.float32)
     x, y = data(rank, n=(3, 7)[rank])
     model.backward(zoo.loss_of(model, "", x.bfloat16(), y.bfloat16()), samples=len(x))
     return model.samples
@@ -92,7 +96,7 @@ def test_samples_of_a_loss_in_bf16_are_what_its_rounded_weight_means(pool):
 def low_precision_steps(rank, size, through_model):
     """Train alone; return the largest distance from a float32 gradient, rounded, of each step."""
     torch.manual_seed(0)
-    model = pl.DataParallel(torch.nn.Linear(zoo.WIDTH, 3).bfloat16(), reduce_dtype=torch.float32)
+    model = paceline.DataParallel(torch.nn.Linear(zoo.WIDTH, 3).bfloat16(), reduce_dtype=torch.float32)
     reference = torch.nn.Linear(zoo.WIDTH, 3).bfloat16()
     reference.load_state_dict(model.module.state_dict())
     optim, gaps = torch.optim.SGD(model.parameters(), lr=0.0), []
@@ -148,7 +152,9 @@ def large_model(rank, size, sync):
     return apart(model.whole_parameters(), reference.parameters())
 
 
-@pytest.mark.parametrize("sync", ["flat", pl.Sync(2), "sharded", pl.Sync(2, shard="optimizer")], ids=str)
+@pytest.mark.parametrize(
+    "sync", ["flat", paceline.Sync(2), "sharded", paceline.Sync(2, shard="optimizer")], ids=str
+)
 def test_a_model_of_many_megabytes(pool, sync):
     same(pool(2).run(large_model, sync), 1e-11)
 
@@ -156,7 +162,7 @@ def test_a_model_of_many_megabytes(pool, sync):
 def broadcast_in_batches(rank, size):
     torch.manual_seed(rank)
     net = zoo.Plain().double()
-    broadcast_tensors(pl.DataParallel(linear()).wire, list(net.parameters()), cap_nbytes=64)
+    broadcast_tensors(paceline.DataParallel(linear()).wire, list(net.parameters()), cap_nbytes=64)
     torch.manual_seed(0)
     return apart(net.parameters(), zoo.Plain().double().parameters())
 

@@ -10,7 +10,7 @@ from test_shard import Stumbling
 from wrapping import ALL, REPLICATED, loss_on
 from zoo import apart
 
-import paceline as pl
+import paceline
 from paceline.errors import BackwardFailed, UnsyncedGradients
 
 pool = pytest.fixture(over_paceline)
@@ -159,7 +159,7 @@ def test_a_sharded_step_uses_the_gradients_up(pool):
 
 
 def parameters_of_a_second_model(rank, size):
-    first, second = (pl.DataParallel(linear().double()) for _ in range(2))
+    first, second = (paceline.DataParallel(linear().double()) for _ in range(2))
     optim = torch.optim.SGD(first.parameters(), lr=0.1)
     loss_on(first, rank).backward()
     optim.step()
@@ -188,7 +188,7 @@ class Normed(torch.nn.Module):
 
 
 def buffers_without_data(rank, size):
-    model = pl.DataParallel(Normed().double(), sync="full-shard")
+    model = paceline.DataParallel(Normed().double(), sync="full-shard")
     model.backward(loss_on(model, rank), samples=6)
     before = [buffer.clone() for buffer in model.module.buffers()]
     model.backward(loss_on(model, rank, 1) if rank == 0 else None, samples=6 if rank == 0 else 0)

@@ -8,7 +8,7 @@ from periodic import adamw, flat, network, run, same, sgd, take_step, transcript
 from torch import nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 
 # ---------------------------------------------------------------------- the formulas, in one process
 
@@ -144,7 +144,7 @@ def large(rank, size, compression, fragments, delay):
     )
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"every": 4, "fragments": fragments, "delay": delay, "compression": compression}
-    with pl.DiLoCo(model, optim, **options, piece_mib=0.05) as loop:
+    with paceline.DiLoCo(model, optim, **options, piece_mib=0.05) as loop:
         for step in range(1, 11):
             generator = torch.Generator().manual_seed(100 * rank + step)
             inputs = torch.randn(16, 300, generator=generator)

@@ -8,17 +8,17 @@ from periodic import WIDTH, adamw, batch_of, flat, network, same, sgd, take_step
 from torch import nn
 from torch.nn import functional
 
-import paceline as pl
+import paceline
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.engine.comm import Wire
-from paceline.parallel.local_sgd.state_averaging import level
+from paceline.parallel.engine.comm import Comm
+from paceline.parallel.local_sgd.state_averaging import average_state
 
 
 def uneven(rank, size, steps, options):
     """Return parameters and counts of a rank that makes `steps[rank]` local steps."""
-    model = pl.DataParallel(network(), sync="bucketed")
+    model = paceline.DataParallel(network(), sync="bucketed")
     optim = adamw(model)
-    with pl.DiLoCo(model, optim, **options) as loop:
+    with paceline.DiLoCo(model, optim, **options) as loop:
         for step in range(1, steps[rank] + 1):
             take_step(model, optim, rank, step)
     take_step(model, optim, rank, 99)  # gradients are synchronised again
@@ -50,7 +50,7 @@ def test_what_a_finished_rank_had_not_sent_still_counts(pool):
 def uneven_plain(rank, size, steps, options):
     model = network()
     optim = sgd(model)
-    with pl.DiLoCo(model, optim, **options):
+    with paceline.DiLoCo(model, optim, **options):
         for step in range(1, steps[rank] + 1):
             take_step(model, optim, rank, step)
     return flat(model)
@@ -65,7 +65,7 @@ def levelled(rank, size):
             param.grad = torch.full_like(param, 3.0 - 2.0 * rank)
         optim.step()
     before = [optim.state[param]["exp_avg"].clone() for param in params]
-    level(optim, Wire())
+    average_state(optim, Comm())
     return (
         before,
         [optim.state[param]["exp_avg"] for param in params],
@@ -83,9 +83,9 @@ def test_states_become_the_mean_over_ranks_and_steps_the_most_of_them(pool):
 
 
 def poisoned(rank, size, victim):
-    model = pl.DataParallel(network(), sync="bucketed")
+    model = paceline.DataParallel(network(), sync="bucketed")
     optim = adamw(model)
-    with pl.DiLoCo(model, optim, every=4, compression=None) as loop:
+    with paceline.DiLoCo(model, optim, every=4, compression=None) as loop:
         for step in range(1, 13):
             take_step(model, optim, rank, step)
             if rank == victim and step == 6:
@@ -103,9 +103,9 @@ def test_a_pseudo_gradient_that_is_not_finite_is_left_out_and_its_rank_named(poo
 def poisoned_host(rank, size, sync):
     """Hosts of two ranks, whose optimizer may be sharded; the first host's parameters become NaN."""
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    model = pl.DataParallel(network(), sync=sync, group=groups[rank // 2])
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
-    with pl.DiLoCo(model, optim, every=3, compression=None, group=groups[2 + rank % 2]) as loop:
+    model = paceline.DataParallel(network(), sync=sync, group=groups[rank // 2])
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+    with paceline.DiLoCo(model, optim, every=3, compression=None, group=groups[2 + rank % 2]) as loop:
         for step in range(1, 10):
             take_step(model, optim, rank, step)
             if rank < 2 and step == 4:
@@ -125,9 +125,9 @@ def grouped(rank, size):
     """Two hosts of two ranks: gradients inside a host every step, parameters between hosts every 3 steps."""
     inner = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])][rank // 2]
     outer = [torch.distributed.new_group([0, 2]), torch.distributed.new_group([1, 3])][rank % 2]
-    model = pl.DataParallel(network(), sync="sharded", group=inner)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02, weight_decay=0.1)
-    with pl.DiLoCo(model, optim, every=3, compression=None, group=outer):
+    model = paceline.DataParallel(network(), sync="sharded", group=inner)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02, weight_decay=0.1)
+    with paceline.DiLoCo(model, optim, every=3, compression=None, group=outer):
         for step in range(1, 10):
             take_step(model, optim, rank, step)
     return flat(model)
@@ -163,12 +163,12 @@ def begun_apart(rank, size, kind):
     torch.manual_seed(rank)  # other parameters on each rank
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     if kind == "synchronised":
-        model = pl.DataParallel(model, sync="bucketed")
+        model = paceline.DataParallel(model, sync="bucketed")
     elif kind == "in groups of one":
         groups = [torch.distributed.new_group([each]) for each in range(size)]
-        model = pl.DataParallel(model, sync="bucketed", group=groups[rank])
+        model = paceline.DataParallel(model, sync="bucketed", group=groups[rank])
     optim = sgd(model)
-    loop = pl.LocalSGD(model, optim, every=3, compression=None)
+    loop = paceline.LocalSGD(model, optim, every=3, compression=None)
     for step in range(rank + 1 if kind == "bare" else 2):
         take_step(model, optim, rank, step)
     with loop:
@@ -186,10 +186,10 @@ def test_ranks_that_differ_when_the_block_begins_are_made_equal(pool, kind):
 
 def broken_off(rank, size):
     """An exception in the block is not followed by a synchronisation; parameters differ then, and that is known."""
-    model = pl.DataParallel(network(), sync="bucketed")
+    model = paceline.DataParallel(network(), sync="bucketed")
     optim = adamw(model)
     try:
-        with pl.LocalSGD(model, optim, every=2, compression=None) as loop:
+        with paceline.LocalSGD(model, optim, every=2, compression=None) as loop:
             take_step(model, optim, rank, 1)
             take_step(model, optim, rank, 2)
             take_step(model, optim, rank, 3)
@@ -201,7 +201,9 @@ def broken_off(rank, size):
             attempt()
         except (SyncError, UsageError) as error:
             said.append(str(error))
-    with pl.LocalSGD(model, optim, every=2, compression=None):  # a new one begins from rank 0's parameters
+    with paceline.LocalSGD(
+        model, optim, every=2, compression=None
+    ):  # a new one begins from rank 0's parameters
         take_step(model, optim, rank, 4)
     take_step(model, optim, rank, 5)
     return said, flat(model)

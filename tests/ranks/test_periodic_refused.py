@@ -7,16 +7,16 @@ import torch
 from periodic import WIDTH, adamw, flat, network, same, take_step, transcript
 from torch import nn
 
-import paceline as pl
+import paceline
 from paceline.errors import MismatchError, UsageError
 
 
 def refused(rank, size, kind, options):
     options = options(rank) if callable(options) else options
-    model = pl.DataParallel(network(torch.float32), sync=options.pop("sync", "bucketed"))
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+    model = paceline.DataParallel(network(torch.float32), sync=options.pop("sync", "bucketed"))
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
     try:
-        getattr(pl, kind)(model, optim, **options)
+        getattr(paceline, kind)(model, optim, **options)
     except (UsageError, MismatchError) as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -57,16 +57,16 @@ def test_numbers_that_compression_is_unfit_for_are_named():
     model = network(torch.float64)
     model[0] = nn.Linear(WIDTH, 256).double()
     with pytest.raises(UsageError, match=r"int4 is unfit for parameter '0\.weight' of float64"):
-        pl.DiLoCo(model, adamw(model), every=4)
+        paceline.DiLoCo(model, adamw(model), every=4)
     wrapped = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="holds no parameter of this model"):
-        pl.LocalSGD(wrapped, adamw(network()), every=4)
+        paceline.LocalSGD(wrapped, adamw(network()), every=4)
 
 
 def test_a_world_of_one_takes_outer_steps_alone():
     model = network()
     optim = adamw(model)
-    with pl.DiLoCo(model, optim, every=5, compression=None):
+    with paceline.DiLoCo(model, optim, every=5, compression=None):
         for step in range(1, 11):
             take_step(model, optim, 0, step)
     assert torch.allclose(flat(model), transcript(1, 10, 5, 0.7, 0.9, adamw), rtol=0, atol=1e-10)
@@ -76,7 +76,7 @@ def other_rates(rank, size):
     """SlowMo divides by the inner learning rate: where ranks have other ones, all take the same mean of them."""
     model = network()
     optim = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
-    with pl.SlowMo(model, optim, every=2, compression=None):
+    with paceline.SlowMo(model, optim, every=2, compression=None):
         for step in range(1, 9):
             take_step(model, optim, rank, step)
     return flat(model)
@@ -96,5 +96,5 @@ def test_models_whose_parameters_cannot_be_averaged_are_refused(spoil, said):
     else:
         model.requires_grad_(False)
     with pytest.raises(UsageError) as refused:
-        pl.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+        paceline.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     assert said in str(refused.value)

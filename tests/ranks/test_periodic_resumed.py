@@ -6,15 +6,15 @@ import pytest
 import torch
 from periodic import adamw, flat, network, same, take_step
 
-import paceline as pl
+import paceline
 
 
 def trained(rank, size, folder, total, options, broken_at):
     """Train to step `total`, or up to `broken_at`; go on from the folder's checkpoint where there is one."""
-    model = pl.DataParallel(network(torch.float32), sync="bucketed")
+    model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
-    loop = pl.DiLoCo(model, optim, **options)
-    keep = pl.Checkpoint(folder, model, optim, loop)
+    loop = paceline.DiLoCo(model, optim, **options)
+    keep = paceline.Checkpoint(folder, model, optim, loop)
     keep.load()
     with loop:
         while keep.step < (broken_at or total):
@@ -30,7 +30,7 @@ def trained(rank, size, folder, total, options, broken_at):
 
 @pytest.mark.parametrize("options", [{"every": 4}, {"every": 6, "fragments": 3, "delay": 2}])
 @pytest.mark.parametrize(
-    "compression", [None, "int4", pl.Compression("int8", rounding="stochastic")], ids=str
+    "compression", [None, "int4", paceline.Compression("int8", rounding="stochastic")], ids=str
 )
 def test_a_run_that_is_resumed_between_synchronisations_is_the_same_to_the_bit(
     pool, tmp_path, options, compression
@@ -55,10 +55,10 @@ def test_with_other_ranks_all_begin_from_what_was_shared(pool, tmp_path):
 
 
 def resumed(rank, size, folder, options):
-    model = pl.DataParallel(network(torch.float32), sync="bucketed")
+    model = paceline.DataParallel(network(torch.float32), sync="bucketed")
     optim = adamw(model)
-    loop = pl.DiLoCo(model, optim, **options)
-    keep = pl.Checkpoint(folder, model, optim, loop)
+    loop = paceline.DiLoCo(model, optim, **options)
+    keep = paceline.Checkpoint(folder, model, optim, loop)
     found = keep.load()
     start = {name: param.detach().clone() for name, param in model.module.named_parameters()}
     with loop:

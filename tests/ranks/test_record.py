@@ -10,23 +10,30 @@ import pytest
 import torch
 import zoo
 
-import paceline as pl
-from paceline._core.step_state import here
+import paceline
+from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling.clock_sync import compare_clocks
-from paceline.profiling.step_metrics import Scalars
+from paceline.profiling.step_metrics import StepMetrics
 from paceline.tools.report.run.rank_arrivals import arrivals_of
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import parts_of
 from paceline.tools.report.run.trace_reader import read_steps
 
-PLANS = ["naive", "bucketed", "sharded", "full-shard", pl.Sync(2**-11), pl.Sync(2**-11, compression="int8")]
+PLANS = [
+    "naive",
+    "bucketed",
+    "sharded",
+    "full-shard",
+    paceline.Sync(2**-11),
+    paceline.Sync(2**-11, compression="int8"),
+]
 
 
 def train(rank, size, folder, sync, steps, record=True, micros=1):
     """Train a small model, and return its parameters."""
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.05)
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.05)
 
     def step(number, log):
         for micro in range(micros):
@@ -43,13 +50,13 @@ def train(rank, size, folder, sync, steps, record=True, micros=1):
         optim.zero_grad()
 
     if record:
-        with pl.Record(folder, model, every=2, tensorboard=False) as kept:
+        with paceline.Profiler(folder, model, every=2, tensorboard=False) as kept:
             for number in range(steps):
                 step(number, kept.log)
     else:
         for number in range(steps):
             step(number, lambda **_: None)
-    assert here.recorder is None
+    assert step_state.recorder is None
     return [param.clone() for param in model.whole_parameters()]
 
 
@@ -84,7 +91,7 @@ def test_recording_changes_no_bit_and_every_step_adds_up(pool, tmp_path, sync, b
 
 def test_the_end_of_a_call_is_known_where_the_backend_tells(pool, tmp_path):
     for backend in ("gloo", "paceline"):
-        pool(2, backend).run(train, tmp_path / backend, pl.Sync(2**-11), 4)
+        pool(2, backend).run(train, tmp_path / backend, paceline.Sync(2**-11), 4)
         calls = [call for line in timelines(tmp_path / backend)[0].steps for call in line.calls]
         assert any(call.done is not None for call in calls), backend
 
@@ -104,8 +111,8 @@ def test_numbers_are_means_over_ranks_by_samples(pool, tmp_path):
 
 
 def logs_nan_without_samples(rank, size, folder):
-    model = pl.DataParallel(zoo.build("Plain"), sync=pl.Sync(compression="int8"))
-    with pl.Record(folder, model, every=1, tensorboard=False) as record:
+    model = paceline.DataParallel(zoo.build("Plain"), sync=paceline.Sync(compression="int8"))
+    with paceline.Profiler(folder, model, every=1, tensorboard=False) as record:
         x = torch.ones(4, zoo.WIDTH, dtype=torch.float64)
         model.backward(zoo.loss_of(model, "Plain", x, x[:, :1]), samples=4 * rank)
         record.log(loss=math.nan if rank == 0 else 2.0, samples=4 * rank)
@@ -119,7 +126,7 @@ def test_what_a_rank_without_samples_logs_does_not_count(pool, tmp_path):
 
 def test_scalars_for_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    scalars = Scalars(tmp_path)
+    scalars = StepMetrics(tmp_path)
     for step in (1, 10):
         scalars.add(step, {"loss": 5.0 / step, "told": "words", "grad_norm": None, "bad": math.inf})
     scalars.close()
@@ -146,10 +153,10 @@ def test_a_folder_is_gone_on_with_and_steps_done_again_count_once(pool, tmp_path
 
 
 def trains_two(rank, size, folder):
-    models = [pl.DataParallel(zoo.build("Plain"), sync=pl.Sync(2**-11)) for _ in range(2)]
+    models = [paceline.DataParallel(zoo.build("Plain"), sync=paceline.Sync(2**-11)) for _ in range(2)]
     optims = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
     x = torch.ones(4, zoo.WIDTH, dtype=torch.float64)
-    with pl.Record(folder, models[1], tensorboard=False) as record:
+    with paceline.Profiler(folder, models[1], tensorboard=False) as record:
         for _ in range(4):
             for model, optim in zip(models, optims, strict=True):
                 loss = zoo.loss_of(model, "Plain", x, x[:, :1])
@@ -158,7 +165,7 @@ def trains_two(rank, size, folder):
                 optim.zero_grad()
             record.log(loss=loss, samples=4)
         with pytest.raises(UsageError, match="a second timeline in one process"):
-            pl.Record(folder, models[0], tensorboard=False)
+            paceline.Profiler(folder, models[0], tensorboard=False)
 
 
 def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_path):
@@ -174,9 +181,9 @@ def test_of_two_models_the_steps_are_those_of_the_one_that_was_named(pool, tmp_p
 
 
 def drags(rank, size, folder):
-    model = pl.DataParallel(zoo.build("Plain"))
+    model = paceline.DataParallel(zoo.build("Plain"))
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
-    with pl.Record(folder, model, tensorboard=False):
+    with paceline.Profiler(folder, model, tensorboard=False):
         for _ in range(8):
             x = torch.ones(4, zoo.WIDTH, dtype=torch.float64)
             if rank == 1:
@@ -196,25 +203,25 @@ def test_a_slow_rank_is_found_by_when_it_arrives(pool, tmp_path):
 
 
 def refuses(rank, size, folder):
-    model = pl.DataParallel(zoo.build("Plain"))
+    model = paceline.DataParallel(zoo.build("Plain"))
     with pytest.raises(UsageError, match="rank 1"):
-        pl.Record(folder / "file" if rank == 1 else folder / "fine", model)
+        paceline.Profiler(folder / "file" if rank == 1 else folder / "fine", model)
     with pytest.raises(UsageError, match="Record of a Plain"):
-        pl.Record(folder, model.module)
+        paceline.Profiler(folder, model.module)
     for every in (0, "10min"):
         with pytest.raises(UsageError, match=f"every={every!r}"):
-            pl.Record(folder, model, every=every)
+            paceline.Profiler(folder, model, every=every)
     with (
-        pl.Record(folder, model, tensorboard=False) as record,
+        paceline.Profiler(folder, model, tensorboard=False) as record,
         pytest.raises(UsageError, match="samples_per_second"),
     ):
         record.log(samples_per_second=3)
     with (
-        pl.Record(folder, model, tensorboard=False) as record,
+        paceline.Profiler(folder, model, tensorboard=False) as record,
         pytest.raises(UsageError, match="None with samples=4"),
     ):
         record.log(loss=None, samples=4)
-    with pl.Record(folder, model, tensorboard=False) as record:
+    with paceline.Profiler(folder, model, tensorboard=False) as record:
         for values, said in (
             ({"loss": torch.ones(2)}, r"loss is a tensor of shape \[2\]"),
             ({"loss": "x"}, "a str"),

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import zoo
 from zoo import apart
 
-import paceline as pl
+import paceline
 from paceline.errors import UsageError
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 
@@ -31,8 +31,8 @@ def train(model, optim, rank, steps):
 
 
 def build(kind, group=None, sync="sharded", **options):
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync, group=group)
-    return model, pl.ShardedOptimizer(model, kind, **options)
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync, group=group)
+    return model, paceline.ShardedOptimizer(model, kind, **options)
 
 
 def state_numel(rank, size):
@@ -76,7 +76,7 @@ def regroup(rank, size, first, second):
             merged["shards"].setdefault(name, []).extend(parts)
     optim.load_state_dict(merged)
     train(model, optim, rank, range(3, 6))
-    reference = pl.DataParallel(zoo.build("Plain"), group=groups[second], sync="naive")
+    reference = paceline.DataParallel(zoo.build("Plain"), group=groups[second], sync="naive")
     other = torch.optim.AdamW(reference.parameters(), **ADAMW)
     train(reference, other, rank, range(6))
     return apart(model.parameters(), reference.parameters())
@@ -130,9 +130,9 @@ def another_layout(rank, size, name, first, second):
     """Train on as one optimizer and as another one that loaded its state; return whether they agree to the bit."""
 
     def made(sync):
-        model = pl.DataParallel(zoo.build(name).to(torch.float64), sync=sync)
+        model = paceline.DataParallel(zoo.build(name).to(torch.float64), sync=sync)
         groups = [{"params": [param]} for param in model.parameters() if param.requires_grad]
-        return model, pl.ShardedOptimizer(model, torch.optim.AdamW, groups, **ADAMW)
+        return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, groups, **ADAMW)
 
     def step(model, optim, number):
         generator = torch.Generator().manual_seed(100 * number + rank)
@@ -219,10 +219,12 @@ def groups_and_schedule(rank, size, sync):
         ]
         return make(groups)
 
-    model = pl.DataParallel(zoo.build("Plain"), sync=sync)
-    optim = optimizer(model, lambda groups: pl.ShardedOptimizer(model, torch.optim.AdamW, groups, lr=0.02))
+    model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
+    optim = optimizer(
+        model, lambda groups: paceline.ShardedOptimizer(model, torch.optim.AdamW, groups, lr=0.02)
+    )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
-    reference = pl.DataParallel(zoo.build("Plain"), sync="naive")
+    reference = paceline.DataParallel(zoo.build("Plain"), sync="naive")
     other = optimizer(reference, lambda groups: torch.optim.AdamW(groups, lr=0.02))
     theirs = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
     for step in range(4):
@@ -258,7 +260,7 @@ def every_elementwise(rank, size):
         kind = getattr(torch.optim, name)
         model, optim = build(kind, lr=0.01)
         train(model, optim, rank, range(3))
-        reference = pl.DataParallel(zoo.build("Plain"), sync="naive")
+        reference = paceline.DataParallel(zoo.build("Plain"), sync="naive")
         train(reference, kind(reference.parameters(), lr=0.01), rank, range(3))
         gaps[name] = apart(model.parameters(), reference.parameters())
     return gaps
@@ -279,14 +281,14 @@ def refused(rank, size):
     with pytest.raises(UsageError, match="rejects its options"):
         build(torch.optim.AdamW, learning_rate=0.1)
     with pytest.raises(UsageError, match="wrap the model"):
-        pl.ShardedOptimizer(zoo.build("Plain"), torch.optim.AdamW)
-    model = pl.DataParallel(zoo.build("Plain"), sync="sharded")
+        paceline.ShardedOptimizer(zoo.build("Plain"), torch.optim.AdamW)
+    model = paceline.DataParallel(zoo.build("Plain"), sync="sharded")
     with pytest.raises(
         UsageError, match=r"ShardedOptimizer\(model, SGD, ...\): that is no optimizer's class"
     ):
-        pl.ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        paceline.ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="not one of the model's"):
-        pl.ShardedOptimizer(model, torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(3))])
+        paceline.ShardedOptimizer(model, torch.optim.AdamW, [torch.nn.Parameter(torch.zeros(3))])
 
 
 def test_what_can_not_be_sharded_is_refused(pool):
@@ -317,7 +319,7 @@ def by_collectives(rank, size):
     """Train with gloo's own reduce-scatter and all-gather, as it must where gradients are on a GPU."""
     reference, other = build(torch.optim.AdamW, **ADAMW)
     train(reference, other, rank, range(3))
-    with mock.patch.object(Wire, "_takes_parts", return_value=True):
+    with mock.patch.object(Comm, "_takes_parts", return_value=True):
         model, optim = build(torch.optim.AdamW, **ADAMW)
         train(model, optim, rank, range(3))
     return apart(model.parameters(), reference.parameters())

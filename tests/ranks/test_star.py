@@ -1,4 +1,4 @@
-"""pl.Star over a real network: workers in threads or processes of one machine, and a hub."""
+"""paceline.AsyncDataParallel over a real network: workers in threads or processes of one machine, and a hub."""
 
 import logging
 import threading
@@ -12,10 +12,10 @@ import torch
 from star_hub import HubProcess, Running, running, until
 from torch import nn
 
-import paceline as pl
-from paceline.async_dp.hub.hub_rules import HubRules, Shard
+import paceline
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard
 from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreenRules
+from paceline.async_dp.hub.update_screening import ScreeningRules
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.errors import UsageError
 from paceline.transport.zmq.curve_keys import make_keys
@@ -72,7 +72,9 @@ def test_workers_of_different_speeds_learn_together_and_end_with_the_same_parame
         tasks = [Task(seed) for seed in range(3)]
 
         def train(index: int) -> None:
-            with pl.Star(tasks[index].net, tasks[index].optim, hub.address, 5, 2, name=f"w{index}") as star:
+            with paceline.AsyncDataParallel(
+                tasks[index].net, tasks[index].optim, hub.address, 5, 2, name=f"w{index}"
+            ) as star:
                 tasks[index].steps(150 * (index + 1), 0.002 / (index + 1))
                 counts[index] = star.counts
 
@@ -88,7 +90,7 @@ def test_one_worker_alone_learns_as_without_a_hub() -> None:
     """The delta rule and averaging by one worker: nothing is lost and nothing counted twice."""
     alone, task = Task(), Task()
     with running(HubRules(down="fp32")) as hub:
-        with pl.Star(task.net, task.optim, hub.address, 3, 2, compression=None) as star:
+        with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 3, 2, compression=None) as star:
             until(lambda: star.counts.taken > 5 or _step(task))
         alone.steps(star.counts.steps, 0.0)
         torch.testing.assert_close(task.net.weight, alone.net.weight, rtol=1e-4, atol=1e-5)
@@ -102,7 +104,10 @@ def _step(task: Task) -> bool:
 def test_without_a_hub_training_goes_on_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     alone, task = Task(), Task()
     alone.steps(40, 0.0)
-    with caplog.at_level(logging.WARNING), pl.Star(task.net, task.optim, "tcp://127.0.0.1:9", 5, 2):
+    with (
+        caplog.at_level(logging.WARNING),
+        paceline.AsyncDataParallel(task.net, task.optim, "tcp://127.0.0.1:9", 5, 2),
+    ):
         task.steps(40, 0.01)
     assert torch.equal(task.net.weight, alone.net.weight)
     assert "no hub answers at tcp://127.0.0.1:9" in caplog.text
@@ -115,7 +120,7 @@ def test_a_hub_that_comes_late_is_found() -> None:
     address = first.address
     first.stop()
     task = Task()
-    with ExitStack() as late, pl.Star(task.net, task.optim, address, 5, 2) as star:
+    with ExitStack() as late, paceline.AsyncDataParallel(task.net, task.optim, address, 5, 2) as star:
         task.steps(20, 0.005)
         assert star.counts.taken == 0
         hub = late.enter_context(running(address=address))  # and is there until the star has left
@@ -129,7 +134,9 @@ def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_upda
     hub = HubProcess(tmp_path / "hub", "--snapshot-every", "20")
     task, acknowledged = Task(), set[int]()
     try:
-        with pl.Star(task.net, task.optim, hub.address, 4, 2, folder=tmp_path / "outbox") as star:
+        with paceline.AsyncDataParallel(
+            task.net, task.optim, hub.address, 4, 2, folder=tmp_path / "outbox"
+        ) as star:
             spoke = star._talks[0].spoke
             take = spoke._outbox.acknowledge
 
@@ -161,11 +168,11 @@ def test_another_model_is_turned_away_with_the_first_tensor_that_differs() -> No
         first, other = Task(), Task()
         other.net = nn.Linear(12, 4)
         other.optim = torch.optim.SGD(other.net.parameters(), 0.01)
-        with pl.Star(first.net, first.optim, hub.address, 5, 2):
+        with paceline.AsyncDataParallel(first.net, first.optim, hub.address, 5, 2):
             until(lambda: hub.hub.phase == "together" or _step(first))
 
             def train() -> None:
-                with pl.Star(other.net, other.optim, hub.address, 5, 2):
+                with paceline.AsyncDataParallel(other.net, other.optim, hub.address, 5, 2):
                     for _ in range(2000):
                         other.net(INPUTS[:4]).sum().backward()
                         other.optim.step()
@@ -180,7 +187,7 @@ def test_another_run_is_refused() -> None:
         task = Task()
         with (
             pytest.raises(UsageError, match="this hub serves run 'first', the worker asks for run 'second'"),
-            pl.Star(task.net, task.optim, hub.address, 5, 2, run="second"),
+            paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, run="second"),
         ):
             task.steps(2000, 0.005)
 
@@ -195,12 +202,12 @@ def test_a_worker_without_the_right_key_gets_nowhere(
     with running(keys=HubKeys.read(tmp_path / "keys")) as hub:
         right, wrong, none = Task(), Task(), Task()
         with caplog.at_level(logging.WARNING):
-            with pl.Star(
+            with paceline.AsyncDataParallel(
                 right.net, right.optim, hub.address, 5, 2, key=tmp_path / "keys" / "worker.key"
             ) as star:
                 until(lambda: star.counts.taken > 1 or _step(right))
             for task, key in ((wrong, tmp_path / "others" / "worker.key"), (none, None)):
-                with pl.Star(task.net, task.optim, hub.address, 5, 2, key=key) as star:
+                with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, key=key) as star:
                     task.steps(150, 0.01)
                     assert star.counts.taken == 0
         assert len(list(hub.hub.members)) == 1
@@ -208,11 +215,11 @@ def test_a_worker_without_the_right_key_gets_nowhere(
 
 
 def test_a_worker_whose_parameters_became_nan_takes_the_centre_and_goes_on() -> None:
-    with running(HubRules(screen=ScreenRules(strikes=10))) as hub:
+    with running(HubRules(screen=ScreeningRules(strikes=10))) as hub:
         good, bad = Task(), Task(1)
         with (
-            pl.Star(good.net, good.optim, hub.address, 5, 2),
-            pl.Star(bad.net, bad.optim, hub.address, 5, 2, name="bad") as star,
+            paceline.AsyncDataParallel(good.net, good.optim, hub.address, 5, 2),
+            paceline.AsyncDataParallel(bad.net, bad.optim, hub.address, 5, 2, name="bad") as star,
         ):
             until(lambda: star.counts.taken > 1 or _step(good) or _step(bad))
             with torch.no_grad():
@@ -229,7 +236,9 @@ def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
 
         def train(index: int) -> None:
             task = tasks[index]
-            with pl.Star(task.net, task.optim, hub.address, 10, 3, score=task.loss, name=f"w{index}") as star:
+            with paceline.AsyncDataParallel(
+                task.net, task.optim, hub.address, 10, 3, score=task.loss, name=f"w{index}"
+            ) as star:
                 until(lambda: (star.counts.steps > 400 and star.counts.taken > 3) or _step(task))
                 counts[index], scales[index] = star.counts, star.lr_scale
 
@@ -244,11 +253,11 @@ def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
 
 
 def test_several_hubs_share_the_fragments() -> None:
-    with running(HubRules(shard=Shard(0, 2))) as one, running(HubRules(shard=Shard(1, 2))) as two:
+    with running(HubRules(shard=HubShard(0, 2))) as one, running(HubRules(shard=HubShard(1, 2))) as two:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
         optim = torch.optim.SGD(net.parameters(), 0.05)
-        with pl.Star(net, optim, [one.address, two.address], 6, 2, fragments=2) as star:
+        with paceline.AsyncDataParallel(net, optim, [one.address, two.address], 6, 2, fragments=2) as star:
             for _ in range(300):
                 ((net(INPUTS) - TARGETS) ** 2).mean().backward()
                 optim.step()
@@ -264,7 +273,9 @@ def test_several_hubs_share_the_fragments() -> None:
 def test_settings_are_chosen_from_what_is_measured() -> None:
     with running() as hub:
         task = Task()
-        with pl.Star(task.net, task.optim, hub.address, "auto", "auto", compression="auto") as star:
+        with paceline.AsyncDataParallel(
+            task.net, task.optim, hub.address, "auto", "auto", compression="auto"
+        ) as star:
             assert (star.cadence.every, star.cadence.delay) == (20, 5)
             until(lambda: star.cadence.every != 20 or _step(task))
             assert star.cadence.delay < star.cadence.every <= 500
@@ -273,11 +284,13 @@ def test_settings_are_chosen_from_what_is_measured() -> None:
 def test_policies_take_in_what_is_better_only() -> None:
     with running() as hub:
         good, poor = Task(0), Task(1, lr=1e-3)
-        with pl.Star(good.net, good.optim, hub.address, 5, 2, receive="better", score=good.loss) as star:
+        with paceline.AsyncDataParallel(
+            good.net, good.optim, hub.address, 5, 2, receive="better", score=good.loss
+        ) as star:
             until(lambda: hub.hub.phase == "together" or _step(good))
 
             def drag() -> None:
-                with pl.Star(
+                with paceline.AsyncDataParallel(
                     poor.net, poor.optim, hub.address, 5, 2, send="better", score=poor.loss
                 ) as other:
                     poor.steps(100)
@@ -314,14 +327,14 @@ def test_what_can_not_be_is_refused_before_anything_begins(given: dict, told: st
     task = Task()
     before = threading.active_count()
     with pytest.raises(UsageError, match=told):
-        pl.Star(task.net, task.optim, **{"hub": "tcp://127.0.0.1:7077", **given})
+        paceline.AsyncDataParallel(task.net, task.optim, **{"hub": "tcp://127.0.0.1:7077", **given})
     assert threading.active_count() == before
 
 
 def test_a_star_needs_an_optimizer_of_its_model() -> None:
     task, other = Task(), Task()
     with pytest.raises(UsageError, match="holds no parameter of this model"):
-        pl.Star(task.net, other.optim, "tcp://127.0.0.1:7077")
+        paceline.AsyncDataParallel(task.net, other.optim, "tcp://127.0.0.1:7077")
 
 
 def test_an_exception_in_the_block_ends_it_at_once_and_leaves_no_thread() -> None:
@@ -329,7 +342,7 @@ def test_an_exception_in_the_block_ends_it_at_once_and_leaves_no_thread() -> Non
         task, before = Task(), threading.active_count()
 
         def train() -> None:
-            with pl.Star(task.net, task.optim, hub.address, 5, 2):
+            with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2):
                 task.steps(5)
                 raise ZeroDivisionError
 

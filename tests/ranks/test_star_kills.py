@@ -12,7 +12,7 @@ import pytest
 from star_keepers import payload_of
 
 from paceline.async_dp.wal.decision_ledger import read_ledger
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.worker_outbox import Outbox
 
 PROGRAM = str(Path(__file__).with_name("star_keepers.py"))
@@ -33,7 +33,7 @@ def killed(kind, folder, seed, chance):
 
 def recovered(folder):
     """Return how many records a journal has; they are looked at one by one, and the ledger with them."""
-    with Journal.open(folder, resume=True) as journal:
+    with HubJournal.open(folder, resume=True) as journal:
         found = journal.recovered()
         count = found.facts.get("seen", 0)
         if found.tensors is not None:

@@ -11,18 +11,18 @@ import pytest
 import torch
 import zoo
 
-import paceline as pl
+import paceline
 from paceline.errors import UsageError
 
 PLANS = [
-    pl.Sync(),
-    pl.Sync(bucket_mib=0),
-    pl.Sync(bucket_mib=1e-4, shard="optimizer"),
-    pl.Sync(bucket_mib=math.inf, overlap=False),
-    pl.Sync(bucket_mib=math.inf, shard="optimizer"),
-    pl.Sync(bucket_mib=0, shard="optimizer"),
-    pl.Sync(bucket_mib=1e-4),
-    pl.Sync(shard="optimizer"),
+    paceline.Sync(),
+    paceline.Sync(bucket_mib=0),
+    paceline.Sync(bucket_mib=1e-4, shard="optimizer"),
+    paceline.Sync(bucket_mib=math.inf, overlap=False),
+    paceline.Sync(bucket_mib=math.inf, shard="optimizer"),
+    paceline.Sync(bucket_mib=0, shard="optimizer"),
+    paceline.Sync(bucket_mib=1e-4),
+    paceline.Sync(shard="optimizer"),
 ]
 
 
@@ -53,14 +53,16 @@ class Ordered:
 def train(rank, name, kind, sync, plans=None, steps=9, *, dtype=torch.float64, sharded=True, late_zero=False):
     """Train on this rank's data; return the parameters, what the optimizer keeps, and the plans that were seen."""
     net = zoo.build(name).to(dtype)
-    model = pl.DataParallel(net, sync=sync)
+    model = paceline.DataParallel(net, sync=sync)
     if plans is not None:
         model.engine.tuner = Ordered(model.engine, plans)
     cls, options = {
         "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.05, "fused": True}),
         "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     }[kind]
-    optim = pl.ShardedOptimizer(model, cls, **options) if sharded else cls(model.parameters(), **options)
+    optim = (
+        paceline.ShardedOptimizer(model, cls, **options) if sharded else cls(model.parameters(), **options)
+    )
     data = torch.Generator().manual_seed(100 + rank)
     for _ in range(steps):
         x = torch.randn(4, zoo.WIDTH, generator=data, dtype=dtype)
@@ -78,7 +80,7 @@ def train(rank, name, kind, sync, plans=None, steps=9, *, dtype=torch.float64, s
 
 
 def check_moving(rank, size, name, kind, dtype=torch.float64):
-    plain, _ = train(rank, name, kind, "auto", [pl.Sync()], dtype=dtype)
+    plain, _ = train(rank, name, kind, "auto", [paceline.Sync()], dtype=dtype)
     moved, seen = train(rank, name, kind, "auto", PLANS, dtype=dtype)
     assert seen[1:] == PLANS
     return [torch.equal(a, b) for a, b in zip(plain, moved, strict=True)]
@@ -105,7 +107,7 @@ def test_nor_in_float32(pool):
 
 def check_whole_plans(rank, size):
     plans = [plan for plan in PLANS if plan.shard == "none"]
-    plain, _ = train(rank, "Branches", "sgd", "auto", [pl.Sync()], sharded=False)
+    plain, _ = train(rank, "Branches", "sgd", "auto", [paceline.Sync()], sharded=False)
     results = []
     for late in (False, True):  # gradients of the last step are there when the plan changes, or not
         moved, seen = train(rank, "Branches", "sgd", "auto", plans, sharded=False, late_zero=late)
@@ -123,16 +125,16 @@ def check_kept_gradients(rank, size):
     """Add up two rounds of gradients without zero_grad() between, with another plan for the second."""
     found = []
     for sync in ("bucketed", "auto"):
-        model = pl.DataParallel(zoo.build("Plain"), sync=sync)
+        model = paceline.DataParallel(zoo.build("Plain"), sync=sync)
         if sync == "auto":
-            model.engine.tuner = Ordered(model.engine, [pl.Sync(bucket_mib=0)])
+            model.engine.tuner = Ordered(model.engine, [paceline.Sync(bucket_mib=0)])
         for step in range(4):
             if step != 3:
                 model.zero_grad()
             x = torch.full((2, zoo.WIDTH), 0.1 * (step + rank), dtype=torch.float64)
             model.backward(model(x).square().mean(), samples=2)
         found.append([param.grad.clone() for param in model.parameters()])
-    assert model.plan == pl.Sync(bucket_mib=0)
+    assert model.plan == paceline.Sync(bucket_mib=0)
     return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
 
@@ -145,9 +147,9 @@ def check_saved_states(rank, size, folder):
     """Save before each change of the layout, by hand and by a checkpoint; go on from both; return what differs."""
 
     def made():
-        model = pl.DataParallel(zoo.build("Plain"), sync="auto")
+        model = paceline.DataParallel(zoo.build("Plain"), sync="auto")
         model.engine.tuner = Ordered(model.engine, PLANS)
-        return model, pl.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
+        return model, paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=0.02)
 
     def steps(model, optim, first):
         for number in range(first, 10):
@@ -160,7 +162,7 @@ def check_saved_states(rank, size, folder):
 
     straight, layouts = made(), set()
     for number in steps(*straight, 0):
-        with pl.Checkpoint(folder / str(number), *straight) as keep:
+        with paceline.Checkpoint(folder / str(number), *straight) as keep:
             keep.save(wait=True)
         layouts.add("shards" in straight[1].state_dict())
         torch.save([part.state_dict() for part in straight], folder / f"{number}-{rank}.pt")
@@ -170,7 +172,7 @@ def check_saved_states(rank, size, folder):
         by_hand, by_checkpoint = made(), made()
         for part, state in zip(by_hand, torch.load(folder / f"{number}-{rank}.pt"), strict=True):
             part.load_state_dict(state)
-        with pl.Checkpoint(folder / str(number), *by_checkpoint) as keep:
+        with paceline.Checkpoint(folder / str(number), *by_checkpoint) as keep:
             keep.load()
         for model, optim in (by_hand, by_checkpoint):
             list(steps(model, optim, number + 1))
@@ -195,9 +197,9 @@ def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
     """Train a little model with sync="auto"; return the plan before every step and what was told."""
     torch.manual_seed(5)
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
-    model = pl.DataParallel(net, sync="auto")
+    model = paceline.DataParallel(net, sync="auto")
     optim = (
-        pl.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
         if sharded
         else torch.optim.AdamW(model.parameters(), lr=1e-3)
     )
@@ -266,7 +268,7 @@ def check_drift(rank, size):
     """Make steps much slower once a plan is found, and see the search begin again."""
     torch.manual_seed(5)
     net = torch.nn.Linear(64, 64)
-    model = pl.DataParallel(net, sync="auto")
+    model = paceline.DataParallel(net, sync="auto")
     optim = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(45 + 20 + 3 * 20 + 10):
         if step > 75:
@@ -287,16 +289,16 @@ def test_when_steps_become_much_slower_the_search_begins_again(pool, tmp_path):
 
 
 def test_a_world_of_one_has_nothing_to_tune():
-    model = pl.DataParallel(torch.nn.Linear(2, 2), sync="auto")
+    model = paceline.DataParallel(torch.nn.Linear(2, 2), sync="auto")
     assert model.tuning is None
     model.backward(model(torch.ones(1, 2)).sum())
     assert all(param.grad is not None for param in model.parameters())
 
 
 def check_apart(rank, size):
-    model = pl.DataParallel(torch.nn.Linear(2, 2), sync="auto")
+    model = paceline.DataParallel(torch.nn.Linear(2, 2), sync="auto")
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match="sync='auto'") as caught, pl.LocalSGD(model, optim, every=2):
+    with pytest.raises(UsageError, match="sync='auto'") as caught, paceline.LocalSGD(model, optim, every=2):
         pass
     return str(caught.value)
 
@@ -308,6 +310,6 @@ def test_ranks_that_train_apart_refuse_it(pool):
 
 def test_a_name_that_is_none_is_refused_with_those_that_are():
     with pytest.raises(UsageError, match=r"'automatic'.*auto"):
-        pl.DataParallel(torch.nn.Linear(2, 2), sync="automatic")
+        paceline.DataParallel(torch.nn.Linear(2, 2), sync="automatic")
     with pytest.raises(UsageError, match="DataParallel"):
-        pl.Sync.of("auto")
+        paceline.Sync.of("auto")

@@ -6,14 +6,14 @@ import pytest
 import torch
 from periodic import adamw, flat, network, same, take_step
 
-import paceline as pl
+import paceline
 
 
 def blocks(rank, size, steps, options):
     """Return the parameters after each of several blocks, of `steps[block][rank]` local steps."""
-    model = pl.DataParallel(network(), sync="bucketed")
+    model = paceline.DataParallel(network(), sync="bucketed")
     optim = adamw(model)
-    loop = pl.DiLoCo(model, optim, **options, compression=None)
+    loop = paceline.DiLoCo(model, optim, **options, compression=None)
     after = []
     for of_rank in steps:
         with loop:

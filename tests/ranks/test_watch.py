@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 
-import paceline as pl
+import paceline
 from paceline.health.abort_collectives import EXIT_CODE
 from paceline.testing import fault_effects, fault_injection
 
@@ -24,10 +24,12 @@ TOLD = ("rank", "host", "step", "pid", "phase", "exit_code", "kind", "stack")
 
 
 def enter(folder, rank, backend, sync="bucketed"):
-    pl.init(backend, init_method=f"file://{folder}/world", rank=rank, size=SIZE, device="cpu", timeout=120.0)
+    paceline.init(
+        backend, init_method=f"file://{folder}/world", rank=rank, size=SIZE, device="cpu", timeout=120.0
+    )
     torch.manual_seed(0)
-    model = pl.DataParallel(torch.nn.Linear(64, 64), sync=sync)
-    return model, pl.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    model = paceline.DataParallel(torch.nn.Linear(64, 64), sync=sync)
+    return model, paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
 
 
 def step(model, optim):
@@ -46,7 +48,7 @@ def one_rank(tell, rank, folder, backend, sync, fault):
     fault_injection.arm(fault)
     finally_ran = False
     try:
-        with pl.Watch(stall=STALL, lost=LOST, grace=20.0):
+        with paceline.Watchdog(stall=STALL, lost=LOST, grace=20.0):
             try:
                 while True:
                     step(model, optim)
@@ -55,7 +57,7 @@ def one_rank(tell, rank, folder, backend, sync, fault):
     except Exception as error:  # noqa: BLE001 — the test looks at it
         told = {name: getattr(error, name, None) for name in TOLD}
         tell(told | {"error": type(error).__name__, "text": str(error), "finally": finally_ran})
-    pl.shutdown()
+    paceline.shutdown()
     os._exit(0)
 
 
@@ -134,7 +136,7 @@ def careless(tell, rank, folder):
     sys.stderr = open(f"{folder}/stderr{rank}", "w", buffering=1)  # noqa: SIM115 — it ends with the process
     os.dup2(sys.stderr.fileno(), 2)
     model, optim = enter(folder, rank, "gloo")
-    watch = pl.Watch(stall=60.0, lost=LOST, grace=1.0)
+    watch = paceline.Watchdog(stall=60.0, lost=LOST, grace=1.0)
     for _ in range(STEP):
         step(model, optim)
     tell("trained")
@@ -178,7 +180,7 @@ def goes_on(tell, rank, folder):
     step(model, optim)
     hooks = sys.excepthook, threading.excepthook
     fault_injection.arm("stall_at(rank=1, step=10, seconds=1.5); slow(rank=2, seconds=0.05)")
-    with pl.Watch(stall=0.8, lost=LOST, on_stall="tell", warn=0.3) as watch:
+    with paceline.Watchdog(stall=0.8, lost=LOST, on_stall="tell", warn=0.3) as watch:
         for at in range(60):
             step(model, optim)
             if at == 20 and rank == 0:
@@ -190,7 +192,7 @@ def goes_on(tell, rank, folder):
                 os.waitpid(child, 0)
         slowest = watch.slowest()
     assert (sys.excepthook, threading.excepthook) == hooks
-    pl.shutdown()
+    paceline.shutdown()
     tell((heard, slowest.rank, slowest.factor, [each.name for each in threading.enumerate()]))
     os._exit(0)
 
@@ -199,11 +201,11 @@ def leaves_early(tell, rank, folder):
     """Rank 1 makes fewer steps than the others, and lives on."""
     model, optim = enter(folder, rank, "gloo")
     try:
-        with pl.Watch(stall=1.0, grace=20.0):
+        with paceline.Watchdog(stall=1.0, grace=20.0):
             for _ in range(STEP if rank == VICTIM else 1000):
                 step(model, optim)
         time.sleep(60)
-    except pl.PacelineError as error:
+    except paceline.PacelineError as error:
         tell((getattr(error, "kind", ""), error.rank, error.step, str(error)))
     os._exit(0)
 

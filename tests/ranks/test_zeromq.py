@@ -29,9 +29,9 @@ from star_ends import (
 )
 
 from paceline.errors import UsageError
-from paceline.transport.paced_queue import Paced
+from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.transport_interface import HUB
-from paceline.transport.zmq import HubExchange, Settings, WorkerExchange
+from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 from paceline.transport.zmq.zmq_socket import MOST_NUMBER, identity_of, number_of
 
 FRAME = 4 << 20
@@ -113,7 +113,7 @@ def test_many_workers_at_once_each_in_its_order(ends, hub):
     threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
-    back = Paced()
+    back = PacedQueue()
     while any(thread.is_alive() for thread in threads):
         for each in hub.poll(min(0.01, back.pump(time.monotonic(), hub.send))):
             source = each.header.source
@@ -209,7 +209,7 @@ def test_who_takes_nothing_holds_up_its_sender_and_nobody_else(ends, hub):
 
 
 def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
-    worker = ends(WorkerExchange, hub.address, 7, settings=Settings(queue=1000))
+    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue=1000))
     meet(hub, worker)
     for sequence in range(500):
         assert worker.send(make(7, HUB, sequence))
@@ -254,7 +254,7 @@ def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
 
 def test_a_hub_that_stands_still_counts_as_gone_and_comes_back(ends):
     with program("hub", LOOPBACK) as process:
-        worker = ends(WorkerExchange, told_address(process), 7, settings=Settings(silence=0.6))
+        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(silence=0.6))
         answered(worker, 0)
         process.send_signal(signal.SIGSTOP)
         drive([worker], lambda _: not worker.peers())

@@ -13,7 +13,7 @@ from star_ends import LOOPBACK, drive, make, meet, port_of, settle
 
 from paceline.errors import UsageError
 from paceline.transport.transport_interface import HUB
-from paceline.transport.zmq import HubExchange, Settings, WorkerExchange
+from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys
 
 
@@ -180,9 +180,9 @@ def paced_sockets(port, rate):
 
 
 def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
-    hub = ends(HubExchange, LOOPBACK, "run", settings=Settings(rate=3e6))
+    hub = ends(HubExchange, LOOPBACK, "run", settings=SocketSettings(rate=3e6))
     other = ends(HubExchange, LOOPBACK, "run")
-    worker = ends(WorkerExchange, hub.address, 7, settings=Settings(rate=4e6))
+    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(rate=4e6))
     plain = ends(WorkerExchange, other.address, 8)
     meet(hub, worker)
     meet(other, plain)
@@ -209,11 +209,11 @@ def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
 )
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(UsageError, match=next(iter(wrong))):
-        Settings(**wrong)
+        SocketSettings(**wrong)
 
 
 def test_settings_at_their_ends_are_taken(ends):
-    for each in (Settings(1 << 30, 1e12, 6000.0, 10_000), Settings(1, 1.0, 1e-4, 1)):
+    for each in (SocketSettings(1 << 30, 1e12, 6000.0, 10_000), SocketSettings(1, 1.0, 1e-4, 1)):
         ends(HubExchange, LOOPBACK, "run", settings=each)
         ends(WorkerExchange, "tcp://127.0.0.1:7000", 7, settings=each)
 

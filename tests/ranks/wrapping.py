@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import zoo
 
-import paceline as pl
+import paceline
 
 __all__ = ["ALL", "REPLICATED", "data", "loss_on", "same_on_all_ranks", "wrapped"]
 
@@ -25,8 +25,8 @@ def loss_on(model, rank, step=0, name="Plain"):
 
 
 def wrapped(sync, name="Plain", lr=0.1, **options):
-    model = pl.DataParallel(zoo.build(name), sync=sync, **options)
-    return model, pl.ShardedOptimizer(model, torch.optim.SGD, lr=lr, momentum=0.9)
+    model = paceline.DataParallel(zoo.build(name), sync=sync, **options)
+    return model, paceline.ShardedOptimizer(model, torch.optim.SGD, lr=lr, momentum=0.9)
 
 
 def same_on_all_ranks(tensors):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["Idle"]
+__all__ = ["Backoff"]
 
 _YIELDS, _NAP_SECONDS = 50, 50e-6
 _LONGEST_NAP_SECONDS = 200e-6  # MPI moves some bytes whenever it is asked: longer naps leave links idle
 
 
-class Idle:
+class Backoff:
     """Waits a little when nothing moves: first by letting others run, then asleep for longer and longer."""
 
     def __init__(self) -> None:

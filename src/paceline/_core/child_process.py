@@ -15,16 +15,16 @@ from types import FrameType
 
 from paceline._core import pdeathsig
 
-__all__ = ["LOOK_SECONDS", "Child", "end", "on_leash", "termination_raises"]
+__all__ = ["POLL_SECONDS", "ChildProcess", "end", "sigterm_raises", "with_pdeathsig"]
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 """How often children are looked at."""
 
 _END_SECONDS = 5.0  # between asking a child to end and killing it
 
 
 @dataclass(frozen=True)
-class Child:
+class ChildProcess:
     """A process that leads a process group of its own, so that its children end with it."""
 
     process: subprocess.Popen[bytes]
@@ -46,12 +46,12 @@ class Child:
             os.killpg(self.process.pid, number)
 
 
-def on_leash(command: Sequence[str]) -> list[str]:
+def with_pdeathsig(command: Sequence[str]) -> list[str]:
     """Return the command that runs `command` so that it ends with this process, however that ends."""
     return [sys.executable, "-I", "-S", pdeathsig.__file__, str(os.getpid()), *command]
 
 
-def end(running: Sequence[Child], seconds: float | None = None) -> None:
+def end(running: Sequence[ChildProcess], seconds: float | None = None) -> None:
     """End every process and its children: first asked, then killed, after 5 seconds if not said otherwise."""
     for one in running:
         if one.exit_code() is None:
@@ -59,14 +59,14 @@ def end(running: Sequence[Child], seconds: float | None = None) -> None:
             one.signal_group(signal.SIGCONT)
     deadline = time.monotonic() + (_END_SECONDS if seconds is None else seconds)
     while time.monotonic() < deadline and any(one.exit_code() is None for one in running):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     for one in running:
         one.signal_group(signal.SIGKILL)
         one.process.wait()
 
 
 @contextlib.contextmanager
-def termination_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """Turn SIGTERM and SIGHUP into SystemExit, so that children are ended in order; in the main thread only.
 
     A signal that this process ignores (SIGHUP under nohup) stays ignored.

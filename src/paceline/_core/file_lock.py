@@ -16,11 +16,11 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["FileLock", "Holder", "Lock"]
+__all__ = ["FileLock", "FolderLock", "LockHolder"]
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Who holds a lock.
 
     Attributes:
@@ -45,7 +45,7 @@ class FileLock:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._file = os.fdopen(handle, "r+b", buffering=0)  # closed with this object at the latest
 
-    def take(self, patience: float, nap: float) -> Holder | None:
+    def take(self, patience: float, nap: float) -> LockHolder | None:
         """Wait for the lock, and write down who holds it.
 
         Args:
@@ -76,13 +76,13 @@ class FileLock:
             return False
         return True
 
-    def _holder(self) -> Holder:
+    def _holder(self) -> LockHolder:
         try:
             told = json.loads(os.pread(self._file.fileno(), 1000, 0))
             own = (told["pid"], told["host"]) == (os.getpid(), socket.gethostname())
-            return Holder(own, f"process {told['pid']} on {told['host']}, since {told['since']}")
+            return LockHolder(own, f"process {told['pid']} on {told['host']}, since {told['since']}")
         except (ValueError, KeyError, TypeError):
-            return Holder(False, "a process that has not yet said which it is")
+            return LockHolder(False, "a process that has not yet said which it is")
 
     def close(self) -> None:
         """Let the next one hold it; closing twice is closing once."""
@@ -93,7 +93,7 @@ _PATIENCE_SECONDS, _NAP_SECONDS = 5.0, 0.05
 """How long a lock is waited for: a process that was killed may take a moment to be gone."""
 
 
-class Lock:
+class FolderLock:
     """Makes this the only one who writes to a folder, until it is closed or its process ends.
 
     Args:

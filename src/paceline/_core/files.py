@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["FlushedEarly", "flush", "write_json", "write_text", "write_whole"]
+__all__ = ["EarlyFlush", "fsync", "write_atomic", "write_json", "write_text"]
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until `path`, a file or a folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -23,7 +23,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` make the file beside its place, and put it there once it is complete and on disk.
 
     Args:
@@ -38,18 +38,18 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(beside)
         if path.exists():
             shutil.copymode(path, beside)
-        flush(beside)
+        fsync(beside)
         os.replace(beside, path)
-    flush(path.parent)
+    fsync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Give the file at `path` this text; see `write_whole`."""
-    write_whole(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    """Give the file at `path` this text; see `write_atomic`."""
+    write_atomic(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: object, *, indent: int | None = 1) -> None:
-    """Give the file at `path` this value as JSON; see `write_whole`.
+    """Give the file at `path` this value as JSON; see `write_atomic`.
 
     Raises:
         ValueError: a number of it is NaN or infinite, which JSON doesn't have.
@@ -57,7 +57,7 @@ def write_json(path: Path, value: object, *, indent: int | None = 1) -> None:
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
-class FlushedEarly:
+class EarlyFlush:
     """Writes to an open file and has the disk begin at once, so that waiting for it at the end is short.
 
     Linux would let what is written lie in memory for a while (sync_file_range(2), SYNC_FILE_RANGE_WRITE). Elsewhere

@@ -1,6 +1,6 @@
 """An orderly end: before a launcher ends ranks by signals, it asks those that listen to leave by themselves.
 
-A rank that the others see end is to them one that failed. So `paceline.Watch` listens, in a file that the launcher
+A rank that the others see end is to them one that failed. So `paceline.Watchdog` listens, in a file that the launcher
 names to each rank: a rank that is asked tells the others that it leaves, and whom it knows to have failed.
 
     no file     nobody listens                  "here"      the rank listens
@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["VARIABLE", "Listener", "Reason", "ask", "listens"]
+__all__ = ["VARIABLE", "Reason", "ShutdownListener", "is_listening", "request_shutdown"]
 
 VARIABLE = "PACELINE_LEAVE_FILE"
 """Names the file to a rank."""
@@ -24,19 +24,19 @@ VARIABLE = "PACELINE_LEAVE_FILE"
 Reason = Literal["failed", "changed"]
 
 
-def ask(path: Path, reason: Reason) -> None:
+def request_shutdown(path: Path, reason: Reason) -> None:
     """Ask a rank to leave, if it listens; where that can't be written down, a signal will have to do."""
-    if listens(path):
+    if is_listening(path):
         with contextlib.suppress(OSError):
             path.write_text(reason)
 
 
-def listens(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     """Return whether a rank listens, and has not yet said all that it has to say."""
     return path.exists()
 
 
-class Listener:
+class ShutdownListener:
     """The side of a rank, which listens from now on, unless its launcher asks nobody.
 
     What goes wrong with the file is nothing to fail for.

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["key_of", "mixed"]
+__all__ = ["derive_key", "keyed_hash"]
 
 _ALL_BITS = 2**64 - 1
 
 
-def mixed(numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+def keyed_hash(numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """Return 64 mixed bits for each of `numbers` under `key`: the finaliser of SplitMix64.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
@@ -28,11 +28,12 @@ def mixed(numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return z
 
 
-def key_of(*parts: int, after: int = 0) -> int:
+def derive_key(*parts: int, after: int = 0) -> int:
     """Return a 64-bit key that depends on all `parts`, in their order.
 
     Args:
-        parts: any numbers. after: key of the parts before: ``key_of(3, after=key_of(1, 2))`` is ``key_of(1, 2, 3)``.
+        parts: any numbers. after: key of the parts before: ``derive_key(3, after=key_of(1, 2))`` is
+        ``derive_key(1, 2, 3)``.
     """
     key = after
     for part in parts:
@@ -41,7 +42,7 @@ def key_of(*parts: int, after: int = 0) -> int:
 
 
 def _mixed_one(number: int, key: int) -> int:
-    """Return what `mixed` makes of one number: Python's integers are quicker than an array of one."""
+    """Return what `keyed_hash` makes of one number: Python's integers are quicker than an array of one."""
     z = (number + key) * 0x9E3779B97F4A7C15 & _ALL_BITS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _ALL_BITS

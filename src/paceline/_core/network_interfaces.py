@@ -11,7 +11,14 @@ from ipaddress import ip_address
 
 import psutil
 
-__all__ = ["Interface", "Traffic", "counted", "host_address", "interfaces", "is_loopback"]
+__all__ = [
+    "Interface",
+    "InterfaceBytes",
+    "host_address",
+    "is_loopback",
+    "list_interfaces",
+    "read_interface_bytes",
+]
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Interface:
         return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
 
 
-def interfaces() -> tuple[Interface, ...]:
+def list_interfaces() -> tuple[Interface, ...]:
     """Return the network interfaces that have an address, in order of name."""
     found = []
     states = psutil.net_if_stats()
@@ -72,7 +79,7 @@ def is_loopback(address: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class InterfaceBytes:
     """Bytes counted at a host's end of its link, headers included; the difference of two is what went between.
 
     Example:
@@ -83,15 +90,15 @@ class Traffic:
     sent: int
     received: int
 
-    def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic(self.sent - earlier.sent, self.received - earlier.received)
+    def __sub__(self, earlier: InterfaceBytes) -> InterfaceBytes:
+        return InterfaceBytes(self.sent - earlier.sent, self.received - earlier.received)
 
 
-def counted(table: str) -> dict[str, Traffic]:
+def read_interface_bytes(table: str) -> dict[str, InterfaceBytes]:
     """Return the counters of all interfaces, by name, from the text of /proc/net/dev.
 
     Source: Linux, proc_net(5): after the name, received bytes are column 1 and sent bytes column 9.
     """
     rows = (line.partition(":") for line in table.splitlines() if ":" in line)
     columns = {name.strip(): numbers.split() for name, _, numbers in rows}
-    return {name: Traffic(sent=int(each[8]), received=int(each[0])) for name, each in columns.items()}
+    return {name: InterfaceBytes(sent=int(each[8]), received=int(each[0])) for name, each in columns.items()}

@@ -12,7 +12,7 @@ import struct
 import time
 from dataclasses import dataclass
 
-__all__ = ["Exit", "exit_of", "has_ended", "how_ended", "signal_name"]
+__all__ = ["ExitStatus", "describe_exit", "exit_status_of", "has_ended", "signal_name"]
 
 
 def signal_name(number: int) -> str:
@@ -26,7 +26,7 @@ def signal_name(number: int) -> str:
     return signal.Signals(number).name if known else f"signal {number}"
 
 
-def how_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return how a process with this exit code ended; −n: by signal n.
 
     Example:
@@ -52,7 +52,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Exit:
+class ExitStatus:
     """How a process ended.
 
     Attributes:
@@ -76,7 +76,7 @@ def has_ended(pidfd: int, seconds: float = 0.0) -> bool:
     return bool(watch.poll(seconds * 1e3))
 
 
-def exit_of(pidfd: int, pid: int) -> Exit:
+def exit_status_of(pidfd: int, pid: int) -> ExitStatus:
     """Return how the process ended, waiting a moment until it is through with ending.
 
     Linux tells it by pidfd (since 6.15), or in /proc as long as its parent has not collected it.
@@ -92,9 +92,9 @@ def exit_of(pidfd: int, pid: int) -> Exit:
         if status is None:
             status = _status_by_proc(pid)
         if status is not None:
-            return Exit(status >> 8 if status & 0x7F == 0 else -(status & 0x7F))
+            return ExitStatus(status >> 8 if status & 0x7F == 0 else -(status & 0x7F))
         if time.monotonic() > deadline:
-            return Exit(None)
+            return ExitStatus(None)
         time.sleep(0.01)
 
 

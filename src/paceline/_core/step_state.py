@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["PHASES", "Recorder", "Tally", "Whereabouts", "here", "tally"]
+__all__ = ["PHASES", "Recorder", "StepState", "WaitCounters", "step_state", "wait_counters"]
 
 PHASES = ("forward", "backward", "exchange", "optimizer", "outside", "data")
 """The phases of a step, in their order; the loader fetches the next step's batch in the present one."""
@@ -61,7 +61,7 @@ class Recorder(Protocol):
     def flush(self, now: float | None = None) -> None: ...
 
 
-class Whereabouts:
+class StepState:
     """Of one process.
 
     Attributes:
@@ -174,12 +174,12 @@ class Whereabouts:
                 self.recorder.did(task, started, self.since)
 
 
-here = Whereabouts()
+step_state = StepState()
 """Of this process."""
 
 
 @dataclass
-class Tally:
+class WaitCounters:
     """Of one process.
 
     Attributes:
@@ -198,5 +198,5 @@ class Tally:
         self.waits += 1
 
 
-tally = Tally()
+wait_counters = WaitCounters()
 """Of this process."""

@@ -1,6 +1,7 @@
 """Asynchronous training in a star: workers that never wait, and a hub that takes in what each has learnt as it comes.
 
-star.py           pl.Star, around a user's loop; hooks.py, place.py, share.py: steps, address and cores, bandwidth
+star.py           paceline.AsyncDataParallel, around a user's loop; hooks.py, place.py, share.py: steps,
+address and cores, bandwidth
 worker.py         which local step sends, which takes in, what of it counts
 side.py           one fragment on a worker's side; the delta rule
 spoke.py          a worker's conversation with a hub; terms.py: what passes between its two threads

@@ -1,6 +1,6 @@
-"""`Star`: asynchronous training beside an ordinary loop.
+"""`AsyncDataParallel`: asynchronous training beside an ordinary loop.
 
-    with pl.Star(model, optim, hub="tcp://192.168.1.5:7000", every=20, delay=5) as star:
+    with paceline.AsyncDataParallel(model, optim, hub="tcp://192.168.1.5:7000", every=20, delay=5) as star:
         for batch in loader:
             loss_of(model, batch).backward()
             optim.step(); optim.zero_grad()
@@ -26,15 +26,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from paceline.async_dp.comm_thread import Communication
-from paceline.async_dp.optimizer_step_hooks import Stepped, after_step, before_step, put_back
-from paceline.async_dp.protocol.parameter_layout import Layout
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.comm_thread import CommThread
+from paceline.async_dp.optimizer_step_hooks import StepHookTarget, after_step, before_step, put_back
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.async_worker import Counts, Worker
-from paceline.async_dp.worker.fragment_replica import Side
-from paceline.async_dp.worker.hub_session import Spoke
-from paceline.async_dp.worker.selection_policy import Policy
+from paceline.async_dp.worker.async_worker import AsyncWorker, WorkerCounts
+from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.async_dp.worker.hub_session import HubSession
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.async_dp.worker.worker_resources import (
     check_hub,
     choose,
@@ -46,13 +46,13 @@ from paceline.async_dp.worker.worker_resources import (
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.optimizer_ownership import refuse_foreign
-from paceline.parallel.local_sgd.sync_schedule import Cadence, layers_of
+from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of
 from paceline.profiling import trace_file
-from paceline.transport.zmq import Settings, WorkerExchange
+from paceline.transport.zmq import SocketSettings, WorkerExchange
 from paceline.transport.zmq.curve_keys import WorkerKeys
 
-__all__ = ["Star"]
+__all__ = ["AsyncDataParallel"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -60,7 +60,7 @@ _STEP_SMOOTHING = 0.9
 _LEAVE_SECONDS = 60.0
 
 
-class Star:
+class AsyncDataParallel:
     """Trains asynchronously with others, through a hub, as long as a with-statement lasts.
 
     Args:
@@ -88,7 +88,7 @@ class Star:
 
     Attributes:
         counts: steps, what was sent, taken in, withheld. lr_scale: what the hub had this worker multiply its learning
-            rate by. loss: may be set, for the hub's table. unscaled: see `Stepped`.
+            rate by. loss: may be set, for the hub's table. unscaled: see `StepHookTarget`.
 
     Raises:
         UsageError: a value is out of range, the key is missing or no key, model and optimizer don't belong together.
@@ -122,7 +122,7 @@ class Star:
         name: str = "",
         folder: str | Path | None = None,
     ) -> None:
-        refuse_foreign(type(self).__name__, model, optimizer, wrapped=False)
+        check_optimizer_owned(type(self).__name__, model, optimizer, wrapped=False)
         _check_alone(model)
         self._model, self._optimizer = model, optimizer
         self.module: nn.Module = model.module if isinstance(model, DataParallel) else model
@@ -133,14 +133,14 @@ class Star:
             fragments = max(len(self.hubs), fragments_for(numel, layers))
         self._auto = every == "auto" or delay == "auto"
         self._auto_codec = compression == "auto"
-        cadence = Cadence(20 if every == "auto" else every, fragments, 5 if delay == "auto" else delay)  # type: ignore[arg-type]
+        cadence = SyncSchedule(20 if every == "auto" else every, fragments, 5 if delay == "auto" else delay)  # type: ignore[arg-type]
         self._fixed = (None if every == "auto" else every, None if delay == "auto" else delay)
-        policy = Policy(send, receive, scored=score is not None)
+        policy = SelectionPolicy(send, receive, scored=score is not None)
         policy.check(score is not None, cadence.fragments)
         _check_numbers(warmup, len(self.hubs), cadence.fragments)
         self._cores = free_cores(cores)
         self._compression = Compression.of("int4" if compression == "auto" else compression)
-        self._layout = Layout.of(self.module, cadence.fragments, self._compression)
+        self._layout = ParameterLayout.of(self.module, cadence.fragments, self._compression)
         self._key = WorkerKeys.read(key) if key is not None else None
         self._places = [check_hub(each, self._key is not None or insecure) for each in self.hubs]
         self._rate = share_of_link(bandwidth, link_rate(*self._places[0]) if bandwidth else None)
@@ -149,9 +149,9 @@ class Star:
         self._name = name or f"{socket.gethostname()}-{os.getpid()}"
         self.loss: float | None = None
         self.unscaled: list[float] | None = None
-        self._worker: Worker | None = None
-        self._last: Worker | None = None  # of the block before
-        self._talks: list[Communication] = []
+        self._worker: AsyncWorker | None = None
+        self._last: AsyncWorker | None = None  # of the block before
+        self._talks: list[CommThread] = []
         self._hooks: list[Any] = []
         self._step_seconds, self._stepped_at = 0.0, 0.0
         self._affinity: set[int] | None = None
@@ -181,14 +181,14 @@ class Star:
     def _begin(self) -> None:
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         sides = [
-            Side(fragment, tensors, Packing.with_compression(fragment, self._compression))
+            FragmentReplica(fragment, tensors, UpdateCodec.with_compression(fragment, self._compression))
             for fragment in self._layout.fragments
         ]
         facts: dict[str, Any] = {"every": self._cadence.every, "delay": self._cadence.delay}
         if self._rate is not None:
             facts["rate"] = self._rate / len(self.hubs)
         spokes = [
-            Spoke(
+            HubSession(
                 outbox.worker,
                 self._name,
                 self._layout,
@@ -200,7 +200,7 @@ class Star:
             )
             for index, outbox in enumerate(self._outboxes)
         ]
-        self._worker = Worker(
+        self._worker = AsyncWorker(
             sides,
             spokes,
             self._cadence,
@@ -214,9 +214,9 @@ class Star:
             os.sched_setaffinity(0, self._affinity - self._cores)
         for spoke, address in zip(spokes, self.hubs, strict=True):
             share = None if self._rate is None else self._rate / len(self.hubs)
-            exchange = WorkerExchange(address, spoke.me, keys=self._key, settings=Settings(rate=share))
-            self._talks.append(Communication(spoke, exchange, rate=share, beat=self._beat, cores=self._cores))
-        me: weakref.ref[Stepped] = weakref.ref(self)
+            exchange = WorkerExchange(address, spoke.me, keys=self._key, settings=SocketSettings(rate=share))
+            self._talks.append(CommThread(spoke, exchange, rate=share, beat=self._beat, cores=self._cores))
+        me: weakref.ref[StepHookTarget] = weakref.ref(self)
         self._stepped_at = time.monotonic()
         self._hooks = [
             self._optimizer.register_step_pre_hook(before_step(me)),
@@ -301,7 +301,7 @@ class Star:
             return self._model.samples
         return 1.0
 
-    def _choose(self, worker: Worker) -> None:
+    def _choose(self, worker: AsyncWorker) -> None:
         """Set k, d and bits as the last exchange suggests."""
         patience = self._talks[0].spoke.patience
         if not patience.update_seconds:
@@ -312,7 +312,7 @@ class Star:
         every = found.every if every is None else int(every)
         delay = min(every - 1, found.delay if delay is None else int(delay))
         every = max(every, self._cadence.fragments)
-        worker.cadence = Cadence(every, self._cadence.fragments, delay)
+        worker.cadence = SyncSchedule(every, self._cadence.fragments, delay)
         if self._auto_codec and found.codec != codec:
             for side in worker.sides:
                 side.next_codec = found.codec
@@ -351,7 +351,7 @@ class Star:
         }
         return told if self.loss is None else {**told, "loss": float(self.loss)}
 
-    def _in_use(self) -> Worker:
+    def _in_use(self) -> AsyncWorker:
         if self._worker is None:
             raise UsageError("this Star is not in use", remedy="use it in a with-statement")
         return self._worker
@@ -359,10 +359,10 @@ class Star:
     # ------------------------------------------------------------------ what can be known
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> WorkerCounts:
         """What this worker did."""
         worker = self._worker or self._last
-        return worker.counts if worker is not None else Counts()
+        return worker.counts if worker is not None else WorkerCounts()
 
     @property
     def lr_scale(self) -> float:
@@ -375,7 +375,7 @@ class Star:
         return max((talk.spoke.terms.samples for talk in self._talks), default=0.0)
 
     @property
-    def cadence(self) -> Cadence:
+    def cadence(self) -> SyncSchedule:
         """k, fragments and d as they are now."""
         return self._worker.cadence if self._worker is not None else self._cadence
 

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from paceline.async_dp.protocol.frame_sender import Post
-from paceline.async_dp.worker.hub_session import Spoke
+from paceline.async_dp.protocol.frame_sender import FrameSender
+from paceline.async_dp.worker.hub_session import HubSession
 from paceline.transport.zmq import WorkerExchange
 
-__all__ = ["Communication"]
+__all__ = ["CommThread"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.5
 _TELL_AGAIN_SECONDS = 60.0
 
 
-class Communication:
+class CommThread:
     """Drives a spoke over an exchange, in a thread of its own, until it is closed.
 
     Args:
@@ -35,7 +35,7 @@ class Communication:
 
     def __init__(
         self,
-        spoke: Spoke,
+        spoke: HubSession,
         exchange: WorkerExchange,
         *,
         rate: float | None,
@@ -44,7 +44,7 @@ class Communication:
     ) -> None:
         self.spoke, self.exchange, self.error = spoke, exchange, None
         self._rate, self._beat, self._cores = rate, beat, cores
-        self._post = Post(
+        self._post = FrameSender(
             exchange,
             lambda: spoke.terms.run,
             lambda: spoke.session,

@@ -17,62 +17,62 @@ from torch import Tensor
 
 __all__ = [
     "FEW",
-    "Numbers",
+    "FloatRow",
     "add_times",
-    "array_of",
+    "as_array",
+    "as_tensor",
     "bf16_of",
+    "copy_into",
+    "fastest_form",
     "from_bf16",
-    "handy",
     "norm_of",
-    "put",
     "subtract",
-    "tensor_of",
 ]
 
-Numbers = Tensor | NDArray[np.float32]
+FloatRow = Tensor | NDArray[np.float32]
 
 FEW = 1 << 13
 """As many as are handled by numpy."""
 
 
-def handy(tensor: Tensor) -> Numbers:
+def fastest_form(tensor: Tensor) -> FloatRow:
     """Return the same numbers as an array, if they are few float32 ones in the memory of the CPU."""
     few = tensor.numel() <= FEW and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
     return tensor.detach().numpy() if few else tensor.detach()
 
 
-def tensor_of(numbers: Numbers) -> Tensor:
+def as_tensor(numbers: FloatRow) -> Tensor:
     """Return the same numbers as a tensor."""
     return torch.from_numpy(numbers) if type(numbers) is np.ndarray else cast(Tensor, numbers)
 
 
-def array_of(numbers: Numbers) -> NDArray[np.float32]:
+def as_array(numbers: FloatRow) -> NDArray[np.float32]:
     """Return the same numbers as an array."""
     return numbers if type(numbers) is np.ndarray else cast(Tensor, numbers).numpy()
 
 
-def put(numbers: Numbers, into: Numbers) -> None:
+def copy_into(numbers: FloatRow, into: FloatRow) -> None:
     """Copy numbers."""
     if type(into) is np.ndarray:
-        into[...] = array_of(numbers)
+        into[...] = as_array(numbers)
     else:
-        tensor_of(into).copy_(tensor_of(numbers))
+        as_tensor(into).copy_(as_tensor(numbers))
 
 
-def subtract(numbers: Numbers, other: Numbers, into: Numbers) -> None:
+def subtract(numbers: FloatRow, other: FloatRow, into: FloatRow) -> None:
     """Write numbers − other."""
     if type(into) is np.ndarray:
-        np.subtract(array_of(numbers), array_of(other), into)
+        np.subtract(as_array(numbers), as_array(other), into)
     else:
-        torch.sub(tensor_of(numbers), tensor_of(other), out=tensor_of(into))
+        torch.sub(as_tensor(numbers), as_tensor(other), out=as_tensor(into))
 
 
-def add_times(numbers: Numbers, factor: float, other: Numbers) -> None:
+def add_times(numbers: FloatRow, factor: float, other: FloatRow) -> None:
     """Do numbers += factor · other."""
     if type(numbers) is np.ndarray:
-        numbers += np.float32(factor) * array_of(other)
+        numbers += np.float32(factor) * as_array(other)
     else:
-        tensor_of(numbers).add_(tensor_of(other), alpha=factor)
+        as_tensor(numbers).add_(as_tensor(other), alpha=factor)
 
 
 def bf16_of(numbers: NDArray[np.float32], into: NDArray[np.uint16]) -> None:
@@ -93,8 +93,8 @@ def from_bf16(given: NDArray[np.uint16], into: NDArray[np.float32]) -> None:
     np.left_shift(given, 16, out=into.view(np.uint32), dtype=np.uint32)
 
 
-def norm_of(numbers: Numbers) -> float:
+def norm_of(numbers: FloatRow) -> float:
     """Return the square root of the sum of their squares; NaN or infinite if one of them is."""
     if type(numbers) is np.ndarray:
         return math.sqrt(numbers.dot(numbers))
-    return float(torch.linalg.vector_norm(tensor_of(numbers)))
+    return float(torch.linalg.vector_norm(as_tensor(numbers)))

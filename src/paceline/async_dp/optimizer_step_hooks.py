@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Stepped", "after_step", "before_step", "put_back"]
+__all__ = ["StepHookTarget", "after_step", "before_step", "put_back"]
 
 
-class Stepped(Protocol):
+class StepHookTarget(Protocol):
     """Who wants to know of steps.
 
     Attributes:
@@ -29,7 +29,7 @@ class Stepped(Protocol):
         ...
 
 
-def before_step(me: weakref.ref[Stepped]) -> Any:
+def before_step(me: weakref.ref[StepHookTarget]) -> Any:
     """Return the hook that scales the learning rate for a step."""
 
     def scale(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ def before_step(me: weakref.ref[Stepped]) -> Any:
     return scale
 
 
-def after_step(me: weakref.ref[Stepped]) -> Any:
+def after_step(me: weakref.ref[StepHookTarget]) -> Any:
     """Return the hook that puts the learning rate back and counts the step."""
 
     def count(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def after_step(me: weakref.ref[Stepped]) -> Any:
     return count
 
 
-def put_back(star: Stepped, optimizer: torch.optim.Optimizer) -> None:
+def put_back(star: StepHookTarget, optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer its own learning rates again, if they are scaled."""
     if star.unscaled is not None:
         for group, lr in zip(optimizer.param_groups, star.unscaled, strict=True):

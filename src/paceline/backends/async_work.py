@@ -25,7 +25,7 @@ from torch._C._dynamo import eval_frame
 
 from paceline.errors import CollectiveTimeout
 
-__all__ = ["CollectiveWork", "Line", "untraced"]
+__all__ = ["CollectiveWork", "WorkQueue", "untraced"]
 
 _Kind = TypeVar("_Kind", bound=type)
 
@@ -194,7 +194,7 @@ class _Jobs:
             del work, error, call_back
 
 
-class Line:
+class WorkQueue:
     """Makes calls one after the other: in the caller's thread if it waits anyway and nothing is before it.
 
     Args:

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from paceline.backends.async_work import Line, untraced
+from paceline.backends.async_work import WorkQueue, untraced
 from paceline.backends.block_reduction import Reduction
 from paceline.backends.op_arguments import are_plain, seconds_of
-from paceline.backends.op_signature import Call, FullRoute, Messages, Route
+from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
 from paceline.backends.shm.shared_arena import arena
 from paceline.errors import CollectiveError, UsageError
 
-__all__ = ["Membership"]
+__all__ = ["GroupBase"]
 
-_open_groups: weakref.WeakSet[Membership] = weakref.WeakSet()
+_open_groups: weakref.WeakSet[GroupBase] = weakref.WeakSet()
 
 
 @atexit.register
@@ -33,7 +33,7 @@ def _leave_all() -> None:
 
 
 @untraced
-class Membership(dist.ProcessGroup):
+class GroupBase(dist.ProcessGroup):
     """A ``torch.distributed`` process group without its collectives: process_group.py has those.
 
     Args:
@@ -50,11 +50,16 @@ class Membership(dist.ProcessGroup):
     """
 
     def __init__(
-        self, rank: int, size: int, route: Route | None, mailbox: Messages | None, name: str = "paceline"
+        self,
+        rank: int,
+        size: int,
+        route: CollectiveOps | None,
+        mailbox: PointToPointOps | None,
+        name: str = "paceline",
     ) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] — the stubs have only the form with a store
         self._route, self._mailbox, self._name = route, mailbox, name
-        self._line = Line(f"{name} group, rank {rank}")
+        self._line = WorkQueue(f"{name} group, rank {rank}")
         self.calls, self.payload_nbytes = 0, 0
         self.spans: list[tuple[float, float]] | None = None
         _open_groups.add(self)
@@ -146,18 +151,18 @@ class Membership(dist.ProcessGroup):
     def _ours(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
         return self._route is not None and op in self._route.ops and are_plain(tensors)
 
-    def _engaged(self) -> Route:
+    def _engaged(self) -> CollectiveOps:
         assert self._route is not None, "only called where there is a route"
         return self._route
 
-    def _full(self) -> FullRoute:
+    def _full(self) -> AllCollectiveOps:
         assert self._route is not None, "only called where the route makes all calls"
-        return cast(FullRoute, self._route)
+        return cast(AllCollectiveOps, self._route)
 
     def _call(
         self, op: str, tensor: torch.Tensor, opts: Any, how: Reduction | None = None, root: int = -1
-    ) -> Call:
-        return Call(op, tensor.numel(), tensor.dtype, how.name if how else "", root, seconds_of(opts))
+    ) -> OpSignature:
+        return OpSignature(op, tensor.numel(), tensor.dtype, how.name if how else "", root, seconds_of(opts))
 
     def _make(
         self, name: str, job: Callable[[], None], result: Any, opts: Any, payload_nbytes: int

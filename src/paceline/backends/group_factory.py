@@ -16,17 +16,23 @@ import torch
 import torch.distributed as dist
 
 from paceline._core.cpu_cores import usable_cores
-from paceline.backends.group_base import Membership
-from paceline.backends.hierarchical import HierarchicalRoute
-from paceline.backends.inter_host import Between
-from paceline.backends.op_signature import Route
+from paceline.backends.group_base import GroupBase
+from paceline.backends.hierarchical import HierarchicalCollectives
+from paceline.backends.inter_host import InterHostCollectives
+from paceline.backends.op_signature import CollectiveOps
 from paceline.backends.process_group import PacelineGroup
 from paceline.backends.shm import futex
-from paceline.backends.shm.control_block import Board
-from paceline.backends.shm.host_peers import Card, Listener, Neighbours, NotShared, exchange_cards
+from paceline.backends.shm.control_block import ControlBlock
+from paceline.backends.shm.host_peers import (
+    HostPeers,
+    MemoryNotShared,
+    PeerCard,
+    PeerListener,
+    exchange_cards,
+)
 from paceline.backends.shm.shared_arena import arena
-from paceline.backends.shm.shm_collectives import HostGroup
-from paceline.backends.shm.shm_p2p import Mailbox
+from paceline.backends.shm.shm_collectives import ShmCollectives
+from paceline.backends.shm.shm_p2p import ShmPointToPoint
 from paceline.world.host_identity import host_of
 
 __all__ = ["create", "register_inner"]
@@ -53,7 +59,7 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
     try:
         route, mailbox = _route(card, cards, listener, store, gloo, timeout.total_seconds())
-    except NotShared as reason:
+    except MemoryNotShared as reason:
         if rank == 0:
             warnings.warn(f"paceline backend: no shared memory, using gloo instead ({reason})", stacklevel=2)
     group = PacelineGroup(rank, size, route, mailbox)
@@ -69,22 +75,22 @@ def _key(world_ranks: Sequence[int]) -> str:
     return hashlib.sha256(repr(list(world_ranks)).encode()).hexdigest()[:16]
 
 
-def _listen() -> tuple[Listener | None, str]:
+def _listen() -> tuple[PeerListener | None, str]:
     """Open the place where neighbours dial, or say why there is no shared memory."""
     if not futex.SUPPORTED:
         return None, "this platform has no futex"
     if os.environ.get("PACELINE_SHARED_MEMORY", "1") == "0":
         return None, "PACELINE_SHARED_MEMORY=0"
     try:
-        return Listener(), ""
+        return PeerListener(), ""
     except OSError as error:
         return None, f"no Unix socket: {error}"
 
 
-def _card(rank: int, world_ranks: Sequence[int], listener: Listener | None, problem: str) -> Card:
+def _card(rank: int, world_ranks: Sequence[int], listener: PeerListener | None, problem: str) -> PeerCard:
     world_rank = world_ranks[rank]
     world_size = dist.get_world_size() if dist.is_initialized() else len(world_ranks)
-    return Card(
+    return PeerCard(
         rank=rank,
         world_rank=world_rank,
         host=host_of(os.environ, world_rank, world_size),
@@ -97,37 +103,37 @@ def _card(rank: int, world_ranks: Sequence[int], listener: Listener | None, prob
 
 
 def _route(
-    me: Card,
-    cards: Sequence[Card],
-    listener: Listener | None,
+    me: PeerCard,
+    cards: Sequence[PeerCard],
+    listener: PeerListener | None,
     store: dist.Store,
     gloo: dist.ProcessGroupGloo,
     timeout: float,
-) -> tuple[Route, Mailbox | None]:
+) -> tuple[CollectiveOps, ShmPointToPoint | None]:
     """Return how calls are made, and what carries messages between two ranks.
 
     Raises:
         NotShared: the ranks of some host share no memory.
     """
-    hosts: dict[str, list[Card]] = {}
+    hosts: dict[str, list[PeerCard]] = {}
     for card in cards:
         hosts.setdefault(card.host, []).append(card)
     here = hosts[me.host]
-    neighbours = Neighbours(me, cards, here, listener, store, timeout, Board.nbytes(len(here)))
-    board = Board(neighbours.common, here.index(me), len(here))
-    inside = HostGroup(
+    neighbours = HostPeers(me, cards, here, listener, store, timeout, ControlBlock.nbytes(len(here)))
+    board = ControlBlock(neighbours.common, here.index(me), len(here))
+    inside = ShmCollectives(
         neighbours, board, arena, timeout, _PATIENCE_SECONDS if len(here) <= usable_cores() else 0.0
     )
     if len(hosts) == 1:
-        return inside, Mailbox(inside) if len(here) > 1 else None
+        return inside, ShmPointToPoint(inside) if len(here) > 1 else None
     by_host = list(hosts.values())
     at = by_host.index(here)
     column = min(board.index, min(map(len, by_host)) - 1)
-    between = Between(gloo, [each[column].rank for each in by_host], at, timeout)
-    return HierarchicalRoute(inside, between, by_host, me, store), None
+    between = InterHostCollectives(gloo, [each[column].rank for each in by_host], at, timeout)
+    return HierarchicalCollectives(inside, between, by_host, me, store), None
 
 
-def register_inner(group: Membership, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo) -> None:
+def register_inner(group: GroupBase, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo) -> None:
     """Register what calls fall through to: gloo for the CPU, NCCL for CUDA where it is there.
 
     Args:

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.backends.block_reduction import Reduction, reduction_of
-from paceline.backends.inter_host import Between, Unreachable
-from paceline.backends.op_signature import Call
-from paceline.backends.shm.control_block import SMALL_NBYTES, Failure
-from paceline.backends.shm.host_peers import Card
-from paceline.backends.shm.shm_collectives import HostGroup
+from paceline.backends.inter_host import HostUnreachable, InterHostCollectives
+from paceline.backends.op_signature import OpSignature
+from paceline.backends.shm.control_block import SMALL_NBYTES, GroupFailure
+from paceline.backends.shm.host_peers import PeerCard
+from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.errors import CollectiveError
 
-__all__ = ["HierarchicalRoute"]
+__all__ = ["HierarchicalCollectives"]
 
 _ASK_SECONDS = 1.5
 """How long the word of a lost rank's own host is waited for, before the rank at the other end is blamed."""
@@ -41,7 +41,7 @@ _PART_NBYTES = 1 << 20
 MAX = dist.ReduceOp.MAX
 
 
-class HierarchicalRoute:
+class HierarchicalCollectives:
     """The calls of a group over several hosts.
 
     Args:
@@ -54,10 +54,10 @@ class HierarchicalRoute:
 
     def __init__(
         self,
-        inside: HostGroup,
-        between: Between,
-        by_host: Sequence[Sequence[Card]],
-        me: Card,
+        inside: ShmCollectives,
+        between: InterHostCollectives,
+        by_host: Sequence[Sequence[PeerCard]],
+        me: PeerCard,
         store: dist.Store,
     ) -> None:
         self._inside, self._between, self._store, self._me = inside, between, store, me
@@ -77,7 +77,7 @@ class HierarchicalRoute:
     def timeout(self, seconds: float) -> None:
         self._inside.timeout = self._between.timeout = seconds
 
-    def barrier(self, call: Call) -> None:
+    def barrier(self, call: OpSignature) -> None:
         """Return when all ranks have called."""
         with self._guarded():
             self._inside.barrier(call)
@@ -85,7 +85,7 @@ class HierarchicalRoute:
                 self._reduce_between(torch.zeros(1, dtype=torch.uint8), reduction_of(MAX, torch.uint8), 1)
             self._inside.barrier(call)
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
+    def all_reduce(self, call: OpSignature, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks, in place; a mean divides by `ranks`."""
         flat, rows = tensor.view(-1), self._inside.size
         body = flat.numel() // rows * rows if self._even and flat.nbytes > SMALL_NBYTES else 0
@@ -95,7 +95,7 @@ class HierarchicalRoute:
             if body < flat.numel():
                 self._all_reduce_by_leaders(replace(call, numel=flat.numel() - body), flat[body:], how, ranks)
 
-    def _all_reduce_slices(self, call: Call, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
+    def _all_reduce_slices(self, call: OpSignature, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
         """All-reduce a tensor that divides into one slice per rank of a host, part by part."""
         rows, mine, summing = self._inside.size, self._inside.index, how.as_sum()
         parts = [part.chunk(rows) for part in flat.split(_PART_NBYTES // flat.element_size() * rows)]
@@ -110,7 +110,9 @@ class HierarchicalRoute:
             told = replace(call, numel=own.numel()).moving("all_gather")
             self._inside.all_gather(told, slices, own)
 
-    def _all_reduce_by_leaders(self, call: Call, flat: torch.Tensor, how: Reduction, ranks: int) -> None:
+    def _all_reduce_by_leaders(
+        self, call: OpSignature, flat: torch.Tensor, how: Reduction, ranks: int
+    ) -> None:
         """All-reduce through the first rank of every host: few bytes, or hosts of different size."""
         self._inside.reduce(call, flat, 0, how.as_sum(), ranks)
         if self._leads:
@@ -122,7 +124,12 @@ class HierarchicalRoute:
             pass
 
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
+        self,
+        call: OpSignature,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        how: Reduction,
+        ranks: int,
     ) -> None:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         host, summing = self._between.host, how.as_sum()
@@ -136,7 +143,7 @@ class HierarchicalRoute:
             arrived[host] = sums[host]
             self._between.combine(arrived, output.view(-1), how, ranks)
 
-    def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather(self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         host, mine = self._between.host, self._inside.index
         column = [outputs[ranks[mine]].view(-1) for ranks in self._ranks]  # of the counterparts
@@ -147,7 +154,7 @@ class HierarchicalRoute:
             for ranks, piece in zip(self._ranks, column, strict=True):
                 self._inside.all_gather(call, [outputs[rank] for rank in ranks], piece)
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, call: OpSignature, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from rank `root` to all ranks."""
         source = next(host for host, ranks in enumerate(self._ranks) if root in ranks)
         here, mine = self._between.host == source, self._inside.index
@@ -206,7 +213,7 @@ class HierarchicalRoute:
                 self._tell(failure)
             self._between.abandon()
             raise
-        except Unreachable as error:
+        except HostUnreachable as error:
             if self._inside.abandoned is not None:
                 raise self._inside.abandoned from error
             failure = self._inside.board.failure() or self._hear() or self._blame(error)
@@ -214,17 +221,17 @@ class HierarchicalRoute:
             self._between.abandon()
             raise self._inside.fail(failure) from error
 
-    def _tell(self, failure: Failure) -> None:
+    def _tell(self, failure: GroupFailure) -> None:
         with contextlib.suppress(RuntimeError):  # the store may have gone with the host that failed
             self._store.set(_FAILURE_KEY, json.dumps(asdict(failure)))
 
-    def _hear(self) -> Failure | None:
+    def _hear(self) -> GroupFailure | None:
         """Return what another host tells of a failure, waiting a moment for it."""
         deadline = time.monotonic() + _ASK_SECONDS
         while time.monotonic() < deadline and self._inside.abandoned is None:
             try:
                 if self._store.check([_FAILURE_KEY]):
-                    return Failure(**json.loads(self._store.get(_FAILURE_KEY)))
+                    return GroupFailure(**json.loads(self._store.get(_FAILURE_KEY)))
             except RuntimeError:
                 return None
             if self._inside.someone_ended():
@@ -232,10 +239,10 @@ class HierarchicalRoute:
             time.sleep(0.02)
         return None
 
-    def _blame(self, error: Unreachable) -> Failure:
+    def _blame(self, error: HostUnreachable) -> GroupFailure:
         card = self._cards[error.rank]
         silent = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         what = (
             f"did not answer within {self.timeout:g} s" if silent else f"can't be reached any more ({error})"
         )
-        return Failure(card.world_rank, card.name, -1, None, what, dead=not silent)
+        return GroupFailure(card.world_rank, card.name, -1, None, what, dead=not silent)

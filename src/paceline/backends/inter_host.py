@@ -19,13 +19,13 @@ import torch.distributed as dist
 from paceline.backends.block_reduction import Reduction, Scratch, blocks
 from paceline.backends.shm.shm_collectives import span
 
-__all__ = ["Between", "Unreachable"]
+__all__ = ["HostUnreachable", "InterHostCollectives"]
 
 _TAG = 1 << 24
 """Our messages' tag: a program's own have small ones."""
 
 
-class Unreachable(Exception):
+class HostUnreachable(Exception):
     """A message to or from `rank` (in the group) failed; the text is gloo's."""
 
     def __init__(self, rank: int, text: str) -> None:
@@ -33,7 +33,7 @@ class Unreachable(Exception):
         super().__init__(text)
 
 
-class Between:
+class InterHostCollectives:
     """The counterparts of this rank on the other hosts.
 
     Args:
@@ -163,7 +163,7 @@ class _Transfer:
             try:
                 self._work = (gloo.send if out else gloo.recv)([tensor], rank, _TAG)
             except RuntimeError as error:
-                raise Unreachable(rank, _first_line(error)) from error
+                raise HostUnreachable(rank, _first_line(error)) from error
 
     def wait(self, timeout: float) -> None:
         if self._work is None:
@@ -171,7 +171,7 @@ class _Transfer:
         try:
             self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise Unreachable(self._rank, _first_line(error)) from error
+            raise HostUnreachable(self._rank, _first_line(error)) from error
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -19,11 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.backends.group_factory import register_inner
-from paceline.backends.mpi_collectives import MpiRoute
-from paceline.backends.mpi_p2p import MpiMail
+from paceline.backends.mpi_collectives import MpiCollectives
+from paceline.backends.mpi_p2p import MpiPointToPoint
 from paceline.backends.process_group import PacelineGroup
 from paceline.errors import PacelineError, WorldError
-from paceline.world.mpi_world import let_go_of_names, load_mpi
+from paceline.world.mpi_world import load_mpi, release_mpi_names
 
 __all__ = ["create"]
 
@@ -52,7 +52,7 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
     calls, messages = _communicators(mpi, world_ranks)
     seconds = timeout.total_seconds()
-    route, mail = MpiRoute(mpi, calls, world_ranks, seconds), MpiMail(mpi, messages, seconds)
+    route, mail = MpiCollectives(mpi, calls, world_ranks, seconds), MpiPointToPoint(mpi, messages, seconds)
     group = PacelineGroup(rank, size, route, mail, NAME)
     register_inner(group, options, store, gloo)
     if mpi.COMM_WORLD.size > 1:
@@ -90,7 +90,7 @@ def _communicators(mpi: Any, world_ranks: Sequence[int]) -> tuple[Any, Any]:
     try:
         calls = mpi.COMM_WORLD.Create_group(group)
         if len(world_ranks) == mpi.COMM_WORLD.size:
-            let_go_of_names(calls)
+            release_mpi_names(calls)
         return calls, calls.Dup()
     finally:
         group.Free()
@@ -101,9 +101,9 @@ class _Ends:
 
     def __init__(self) -> None:
         self._mpi: Any = None
-        self._watched: list[tuple[MpiRoute, MpiMail]] = []
+        self._watched: list[tuple[MpiCollectives, MpiPointToPoint]] = []
 
-    def watch(self, mpi: Any, route: MpiRoute, mail: MpiMail) -> None:
+    def watch(self, mpi: Any, route: MpiCollectives, mail: MpiPointToPoint) -> None:
         """Look at the end of this process whether a group was left in order."""
         self._watched.append((route, mail))
         if self._mpi is None:

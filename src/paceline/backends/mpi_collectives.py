@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 
-from paceline._core.backoff import Idle
+from paceline._core.backoff import Backoff
 from paceline.backends.block_reduction import Reduction, divide
 from paceline.backends.op_arguments import bytes_of, copy, flat_of, overlap
-from paceline.backends.op_signature import Call
+from paceline.backends.op_signature import OpSignature
 from paceline.errors import CollectiveError, CollectiveTimeout, MismatchError
 
-__all__ = ["WIDENED", "MpiRoute", "MpiTypes"]
+__all__ = ["WIDENED", "MpiCollectives", "MpiTypes"]
 
 WIDENED = (torch.float16, torch.bfloat16)
 """Dtypes that are reduced as float32."""
@@ -84,7 +84,7 @@ _WIDENED_NUMEL = 1 << 22
 """16-bit floats are reduced so many at a time, so that their float32 copies take 16 MiB and no more."""
 
 
-class MpiRoute:
+class MpiCollectives:
     """The collectives of a group over MPI; ranks are the group's.
 
     Args:
@@ -115,11 +115,11 @@ class MpiRoute:
 
     # The calls.
 
-    def barrier(self, call: Call) -> None:
+    def barrier(self, call: OpSignature) -> None:
         """Return when all ranks have called."""
         self._meet(call)
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
+    def all_reduce(self, call: OpSignature, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks, in place; a mean divides by `ranks`."""
         self._meet(call)
         for part in _parts(tensor):
@@ -129,7 +129,7 @@ class MpiRoute:
                 if how.name == "AVG":
                     divide(wide, ranks)
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None:
+    def reduce(self, call: OpSignature, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks into that of `root`; the others' stay as they are."""
         self._meet(call)
         for part in _parts(tensor):
@@ -143,7 +143,12 @@ class MpiRoute:
                     divide(wide, ranks)
 
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
+        self,
+        call: OpSignature,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        how: Reduction,
+        ranks: int,
     ) -> None:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         self._meet(call)
@@ -160,14 +165,16 @@ class MpiRoute:
         if apart:
             flat_of(output).copy_(result)
 
-    def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather(self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         self._meet(call)
         given = tensor.clone() if overlap([tensor], outputs) else tensor
         with _one_piece(outputs) as place:
             self._comm.Allgather(self._bytes(given), self._share(place))
 
-    def gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+    def gather(
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int
+    ) -> None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on `root`; elsewhere `outputs` is empty."""
         self._meet(call)
         given = tensor.clone() if overlap([tensor], outputs) else tensor
@@ -177,12 +184,14 @@ class MpiRoute:
         with _one_piece(outputs) as place:
             self._comm.Gather(self._bytes(given), self._share(place), root)
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, call: OpSignature, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from `root` to all ranks."""
         self._meet(call)
         self._comm.Bcast(self._bytes(tensor), root)
 
-    def scatter(self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
+    def scatter(
+        self, call: OpSignature, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
+    ) -> None:
         """Copy ``inputs[r]`` of `root` into the `output` of rank r; elsewhere `inputs` is empty."""
         self._meet(call)
         if self.index != root:
@@ -193,7 +202,9 @@ class MpiRoute:
         self._comm.Scatter(self._share(whole), self._bytes(result), root)
         copy(output, result)
 
-    def all_to_all(self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def all_to_all(
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         """Copy ``inputs[r]`` of every rank q into ``outputs[q]`` of rank r; sizes may differ.
 
         Raises:
@@ -209,7 +220,7 @@ class MpiRoute:
         self._mpi.Request.Waitall(requests)
 
     def _agree_on_sizes(
-        self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+        self, call: OpSignature, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
         """Compare what everybody sends with what everybody expects."""
         mine = torch.tensor([[each.nbytes for each in inputs], [each.nbytes for each in outputs]])
@@ -226,7 +237,7 @@ class MpiRoute:
 
     # Meeting.
 
-    def _meet(self, call: Call) -> None:
+    def _meet(self, call: OpSignature) -> None:
         """Return when all ranks have made this call.
 
         Raises:
@@ -244,7 +255,7 @@ class MpiRoute:
         limit = self.timeout if call.timeout is None else call.timeout
         request = self._comm.Iallgather(self._bytes(mine), self._share(bytes_of(every)))
         self._meeting = request, mine, every
-        idle, deadline = Idle(), time.monotonic() + limit
+        idle, deadline = Backoff(), time.monotonic() + limit
         while not request.Test():
             if time.monotonic() > deadline:
                 self._failure = f"not all ranks came to {call}"
@@ -259,7 +270,7 @@ class MpiRoute:
             packed = bytes(other.numpy())
             if not call.agrees(packed):
                 raise MismatchError(
-                    f"this rank calls {call}, rank {self._world_ranks[rank]} calls {Call.unpacked(packed)}",
+                    f"this rank calls {call}, rank {self._world_ranks[rank]} calls {OpSignature.unpacked(packed)}",
                     rank=self._world_ranks[self.index],
                     remedy="all ranks of a group must make the same calls in the same order",
                 )

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from paceline._core.backoff import Idle
+from paceline._core.backoff import Backoff
 from paceline.backends.async_work import CollectiveWork, untraced
 from paceline.backends.op_arguments import Dense, bytes_of, check_peer
 from paceline.errors import CollectiveError, CollectiveTimeout, UsageError
 
-__all__ = ["MpiMail"]
+__all__ = ["MpiPointToPoint"]
 
 _LAST_SECONDS = 1.0
 """How long a rank that leaves waits for its messages to be taken."""
@@ -41,7 +41,7 @@ class MessageWork(CollectiveWork):
         tensor: torch.Tensor,
         dense: Dense,
         name: str,
-        mail: MpiMail,
+        mail: MpiPointToPoint,
         receives: bool,
     ) -> None:
         super().__init__([tensor], name)
@@ -92,7 +92,7 @@ class MessageWork(CollectiveWork):
             Exception: what kept it from ending well.
         """
         seconds = timeout.total_seconds() or self._mail.timeout
-        idle, deadline = Idle(), time.monotonic() + seconds
+        idle, deadline = Backoff(), time.monotonic() + seconds
         while not self.look():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(f"{self._name} was not done within {seconds:g} s")
@@ -143,7 +143,7 @@ class MessageWork(CollectiveWork):
         return self._done.is_set()
 
 
-class MpiMail:
+class MpiPointToPoint:
     """The messages of this rank.
 
     Args:
@@ -203,7 +203,7 @@ class MpiMail:
     def close(self) -> None:
         """Stop: what is to be received is given up, what is sent has a moment more to be taken."""
         deadline = time.monotonic() + _LAST_SECONDS
-        idle = Idle()
+        idle = Backoff()
         with self._lock:
             left = list(self._under_way)
         with contextlib.suppress(self._mpi.Exception):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.backends.block_reduction import NAMES, Reduction
 from paceline.errors import CollectiveError
 
-__all__ = ["Call", "FullRoute", "Messages", "Route"]
+__all__ = ["AllCollectiveOps", "CollectiveOps", "OpSignature", "PointToPointOps"]
 
 _OPS = (
     "barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter",
@@ -28,7 +28,7 @@ _PACKED = struct.Struct("<BBHiq")
 
 
 @dataclass(frozen=True)
-class Call:
+class OpSignature:
     """A collective as called by one rank.
 
     Attributes:
@@ -45,11 +45,11 @@ class Call:
     root: int = -1
     timeout: float | None = None
 
-    def about(self, op: str, tensor: torch.Tensor) -> Call:
+    def about(self, op: str, tensor: torch.Tensor) -> OpSignature:
         """Return the call that prepares this one by exchanging `tensor`."""
         return replace(self, op=op, numel=tensor.numel(), dtype=tensor.dtype)
 
-    def moving(self, op: str, root: int = -1) -> Call:
+    def moving(self, op: str, root: int = -1) -> OpSignature:
         """Return the call that moves this one's result, by copies alone."""
         return replace(self, op=op, reduction="", root=root)
 
@@ -60,13 +60,13 @@ class Call:
 
     def agrees(self, data: bytes) -> bool:
         """Return whether another rank's packed call is this one; a mean is a sum that its rank divides."""
-        other = Call.unpacked(data)
+        other = OpSignature.unpacked(data)
         if {self.reduction, other.reduction} == {"SUM", "AVG"}:
             other = replace(other, reduction=self.reduction)
         return other.packed() == self.packed()
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Call:
+    def unpacked(cls, data: bytes) -> OpSignature:
         """Return the call that `packed` told."""
         op, reduction, dtype, root, numel = _PACKED.unpack(data)
         return cls(_OPS[op], numel, _DTYPES[dtype], _REDUCTIONS[reduction], root)
@@ -83,7 +83,7 @@ class Call:
         return f"{self.op}({', '.join(inside)})"
 
 
-class Route(Protocol):
+class CollectiveOps(Protocol):
     """What makes the calls: the ranks of one host, or of several. Calls block; ranks are the group's."""
 
     @property
@@ -95,13 +95,20 @@ class Route(Protocol):
     @timeout.setter
     def timeout(self, seconds: float) -> None: ...
 
-    def barrier(self, call: Call) -> None: ...
-    def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None: ...
+    def barrier(self, call: OpSignature) -> None: ...
+    def all_reduce(self, call: OpSignature, tensor: torch.Tensor, how: Reduction, ranks: int) -> None: ...
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
+        self,
+        call: OpSignature,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        how: Reduction,
+        ranks: int,
     ) -> None: ...
-    def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None: ...
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None: ...
+    def all_gather(
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor
+    ) -> None: ...
+    def broadcast(self, call: OpSignature, tensor: torch.Tensor, root: int) -> None: ...
     def give_up(self, error: BaseException) -> None: ...
     def note_step(self, step: int) -> None: ...
     def leave(self) -> None: ...
@@ -109,22 +116,24 @@ class Route(Protocol):
     def close(self) -> None: ...
 
 
-class FullRoute(Route, Protocol):
+class AllCollectiveOps(CollectiveOps, Protocol):
     """A route that makes all calls."""
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None: ...
+    def reduce(
+        self, call: OpSignature, tensor: torch.Tensor, root: int, how: Reduction, ranks: int
+    ) -> None: ...
     def gather(
-        self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int
     ) -> None: ...
     def scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
+        self, call: OpSignature, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
     ) -> None: ...
     def all_to_all(
-        self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None: ...
 
 
-class Messages(Protocol):
+class PointToPointOps(Protocol):
     """What carries messages from one rank to another."""
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> dist.Work: ...

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline.backends.async_work import untraced
 from paceline.backends.block_reduction import reduction_of
-from paceline.backends.group_base import Membership
+from paceline.backends.group_base import GroupBase
 from paceline.backends.op_arguments import (
     Dense,
     DenseList,
@@ -34,7 +34,7 @@ from paceline.backends.op_arguments import (
     seconds_of,
     split,
 )
-from paceline.backends.op_signature import Call, Messages, Route
+from paceline.backends.op_signature import CollectiveOps, OpSignature, PointToPointOps
 
 __all__ = ["PacelineGroup"]
 
@@ -47,7 +47,7 @@ nobody in Python holds has no methods any more."""
 
 
 @untraced
-class PacelineGroup(Membership):
+class PacelineGroup(GroupBase):
     """A ``torch.distributed`` process group over whatever makes its calls.
 
     That is shared memory and, between hosts, the network, or else MPI.
@@ -57,7 +57,12 @@ class PacelineGroup(Membership):
     """
 
     def __init__(
-        self, rank: int, size: int, route: Route | None, mailbox: Messages | None, name: str = "paceline"
+        self,
+        rank: int,
+        size: int,
+        route: CollectiveOps | None,
+        mailbox: PointToPointOps | None,
+        name: str = "paceline",
     ) -> None:
         super().__init__(rank, size, route, mailbox, name)
         self._kept: deque[dist.Work] = deque(maxlen=_KEPT_WORKS)
@@ -261,7 +266,7 @@ class PacelineGroup(Membership):
 
         def job() -> None:
             with DenseList(outputs) as dense:
-                route.all_to_all(Call("all_to_all", timeout=seconds_of(opts)), dense, dense_of(inputs))
+                route.all_to_all(OpSignature("all_to_all", timeout=seconds_of(opts)), dense, dense_of(inputs))
 
         return self._make("all_to_all", job, outputs, opts, max(nbytes_of(outputs), nbytes_of(inputs)))
 
@@ -291,7 +296,7 @@ class PacelineGroup(Membership):
         opts = options_of(opts, c10d.BarrierOptions)
         if not self._ours("barrier", []):
             return self._inner().barrier(opts)
-        call, route = Call("barrier", timeout=seconds_of(opts)), self._engaged()
+        call, route = OpSignature("barrier", timeout=seconds_of(opts)), self._engaged()
         return self._make("barrier", lambda: route.barrier(call), [], opts, 0)
 
     # Messages from one rank to another.

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline._core.version import __version__
-from paceline.checkpoint.background_saver import Buffers, Saving, Share
-from paceline.checkpoint.format.checkpoint_folder import Folder, Lock, name_of
+from paceline.checkpoint.background_saver import BackgroundSave, Buffers, RankShare
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
 from paceline.checkpoint.parts.checkpoint_contents import contents_of, take_up
-from paceline.checkpoint.parts.named_objects import Subjects
-from paceline.checkpoint.resume import PassedOver, find
+from paceline.checkpoint.parts.named_objects import NamedObjects
+from paceline.checkpoint.resume import SkippedCheckpoint, find
 from paceline.checkpoint.save_cadence import cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.object_collectives import gather_texts, place_in, sum_over_ranks
@@ -53,7 +53,7 @@ class Resumed:
     step: int
     ranks: int
     facts: Mapping[str, Any]
-    passed_over: tuple[PassedOver, ...]
+    passed_over: tuple[SkippedCheckpoint, ...]
 
 
 class Checkpoint:
@@ -105,7 +105,7 @@ class Checkpoint:
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
-        self.subjects = Subjects.of(objects, named)
+        self.subjects = NamedObjects.of(objects, named)
         self.folder = Path(folder)
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
@@ -113,12 +113,12 @@ class Checkpoint:
         self._group, (self._rank, self._ranks) = group, place_in(group)
         self._cadence = cadence(every, self._rank_0s)
         self._keep, self._asynchronous = keep, asynchronous
-        self._folder = Folder(folder)
-        self._lock: Lock | None = None
+        self._folder = CheckpointFolder(folder)
+        self._lock: CheckpointLock | None = None
         self._mark = self._open()
         self._buffers = Buffers()
-        self._under_way: tuple[int, Saving] | None = None
-        self._latest: Saving | None = None
+        self._under_way: tuple[int, BackgroundSave] | None = None
+        self._latest: BackgroundSave | None = None
         self._closed = False
         self._loaded = False  # a state was looked for
         self._fresh = False  # one was found, and nobody has gone on from it
@@ -205,7 +205,7 @@ class Checkpoint:
             )
         if self.step != self._saved_at:
             self._settle()
-            with here.during("checkpoint"):
+            with step_state.during("checkpoint"):
                 self._begin()
         if (wait or not self._asynchronous) and (failure := self._settle()) and wait:
             raise CheckpointError(
@@ -229,9 +229,9 @@ class Checkpoint:
                 "torch": torch.__version__,
             },
         }
-        share = Share(files, contents.state, about)
+        share = RankShare(files, contents.state, about)
         growing = self._folder.growing(self.step, self._mark)
-        saving = Saving(self._folder, growing, share, self._rank, self._ranks, self._keep, self._lock)
+        saving = BackgroundSave(self._folder, growing, share, self._rank, self._ranks, self._keep, self._lock)
         self._under_way, self._latest, self._saved_at = (self.step, saving), saving, self.step
         if self._cadence is not None:
             self._cadence.saved()
@@ -311,7 +311,7 @@ class Checkpoint:
         if self._rank == 0:
             try:
                 self._folder.prepare()
-                self._lock = Lock(self._folder.path)
+                self._lock = CheckpointLock(self._folder.path)
                 self._folder.sweep()
                 self._folder.probe(mark).mkdir()
             except PacelineError as refused:

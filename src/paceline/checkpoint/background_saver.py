@@ -7,7 +7,8 @@
 
 The threads of the ranks meet in the folder alone, not in the process group, whose collectives belong to training.
 A rank that can't write says so in its part if it can. Before the next checkpoint the ranks ask one another how the
-last one went (`Saving.settle`); so one that can't be completed is given up on all of them, and training goes on.
+last one went (`BackgroundSave.settle`); so one that can't be completed is given up on all of them, and
+training goes on.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ import torch
 from torch import Tensor
 
 from paceline._core.files import write_text
-from paceline.checkpoint.format.checkpoint_folder import Folder, Lock
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock
 from paceline.checkpoint.format.manifest import Manifest, TensorFile
 from paceline.checkpoint.format.safetensors_writer import write_file
 
-__all__ = ["Buffers", "Saving", "Share"]
+__all__ = ["BackgroundSave", "Buffers", "RankShare"]
 
 _LOOK_SECONDS = 0.02
 _END_SECONDS = 60.0  # how long rank 0's thread waits for parts after the program has ended
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one rank writes of a checkpoint.
 
     Attributes:
@@ -76,7 +77,7 @@ class Buffers:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-class Saving:
+class BackgroundSave:
     """One checkpoint on its way to the disk.
 
     Args:
@@ -90,13 +91,13 @@ class Saving:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: CheckpointFolder,
         growing: Path,
-        share: Share,
+        share: RankShare,
         rank: int,
         ranks: int,
         keep: int,
-        lock: Lock | None = None,
+        lock: CheckpointLock | None = None,
     ) -> None:
         self.failure = ""
         """Why this rank could not write its part."""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, state_file
-from paceline.checkpoint.format.verified_reader import Reader
+from paceline.checkpoint.format.verified_reader import VerifiedReader
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
-__all__ = ["Found", "PassedOver", "find", "problem_of"]
+__all__ = ["ResumePoint", "SkippedCheckpoint", "find", "find_problem"]
 
 GatherTexts = Callable[[str], list[str]]
 """Returns every rank's text, by rank."""
@@ -27,7 +27,7 @@ _REFUSED = "refused: "
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class SkippedCheckpoint:
     """A checkpoint that is not intact, and why."""
 
     path: Path
@@ -35,16 +35,16 @@ class PassedOver:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The newest intact checkpoint, and newer ones that are not."""
 
     path: Path
     manifest: Manifest
-    reader: Reader
-    passed_over: Sequence[PassedOver]
+    reader: VerifiedReader
+    passed_over: Sequence[SkippedCheckpoint]
 
 
-def find(folder: Folder, rank: int, ranks: int, gather: GatherTexts) -> Found | None:
+def find(folder: CheckpointFolder, rank: int, ranks: int, gather: GatherTexts) -> ResumePoint | None:
     """Return the newest intact checkpoint; None where there never was one. All ranks call this.
 
     Raises:
@@ -53,7 +53,7 @@ def find(folder: Folder, rank: int, ranks: int, gather: GatherTexts) -> Found | 
     """
     mine = [path.name for path in folder.complete()] if rank == 0 else []
     names: list[str] = json.loads(gather(json.dumps(mine) if rank == 0 else "")[0])
-    passed: list[PassedOver] = []
+    passed: list[SkippedCheckpoint] = []
     for name in names:
         path = folder.path / name
         opened, problem = _look(path, rank, ranks)
@@ -62,8 +62,8 @@ def find(folder: Folder, rank: int, ranks: int, gather: GatherTexts) -> Found | 
         if refusals:
             raise UsageError(f"{str(path)!r} is {refusals[0].removeprefix(_REFUSED)}", rank=rank)
         if not told and opened is not None:
-            return Found(path, *opened, passed)
-        passed.append(PassedOver(path, told[0]))
+            return ResumePoint(path, *opened, passed)
+        passed.append(SkippedCheckpoint(path, told[0]))
     if passed:
         raise CheckpointError(
             f"none of the {len(passed)} checkpoints in {str(folder.path)!r} is intact: "
@@ -73,14 +73,14 @@ def find(folder: Folder, rank: int, ranks: int, gather: GatherTexts) -> Found | 
     return None
 
 
-def problem_of(path: Path) -> str:
+def find_problem(path: Path) -> str:
     """Return what is wrong with the checkpoint at `path`; an empty text: it is intact."""
     return _look(path, 0, 1, keep=False)[1].removeprefix(_REFUSED)
 
 
 def _look(
     path: Path, rank: int, ranks: int, *, keep: bool = True
-) -> tuple[tuple[Manifest, Reader] | None, str]:
+) -> tuple[tuple[Manifest, VerifiedReader] | None, str]:
     """Return the manifest with a reader of the files, and what is wrong with it or with the files dealt to `rank`.
 
     The file of its own state is always dealt to a rank, which keeps what is in it.
@@ -89,7 +89,7 @@ def _look(
         manifest = Manifest.read(path)
         own = state_file(rank)
         mine = [name for number, name in enumerate(manifest.files) if number % ranks == rank or name == own]
-        reader = Reader(path, manifest.files)
+        reader = VerifiedReader(path, manifest.files)
         reader.check(mine, keep=[own] if keep else [])
     except DamagedCheckpoint as error:
         return None, str(error)

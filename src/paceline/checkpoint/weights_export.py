@@ -14,11 +14,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from paceline._core.files import write_whole
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline._core.files import write_atomic
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import MANIFEST, Manifest
 from paceline.checkpoint.format.safetensors_writer import dtype_name, write_file
-from paceline.checkpoint.format.verified_reader import Reader
+from paceline.checkpoint.format.verified_reader import VerifiedReader
 from paceline.checkpoint.parts.checkpoint_contents import places_of
 from paceline.checkpoint.parts.model_weights import check_weights, load_weights
 from paceline.errors import DamagedCheckpoint, UsageError
@@ -48,7 +48,7 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
         )
     weights = weights_in(source, model=model)
     try:
-        write_whole(target, lambda beside: write_file(beside, weights))
+        write_atomic(target, lambda beside: write_file(beside, weights))
     except OSError as error:
         raise UsageError(
             f"can't write {str(path)!r}: {error.strerror or error}",
@@ -108,7 +108,7 @@ def weights_in(source: str | Path, *, model: str = "model") -> dict[str, Tensor]
     if not path.is_dir():
         raise UsageError(f"there is no {str(path)!r}", remedy="name a checkpoint, or a safetensors file")
     if not (path / MANIFEST).exists():
-        if complete := Folder(path).complete() or Folder(path / "checkpoint").complete():
+        if complete := CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoint").complete():
             return _newest(complete, model)
         return _tensors_in_folder(path)
     return _of_checkpoint(path, model)
@@ -135,7 +135,7 @@ def _of_checkpoint(path: Path, model: str) -> dict[str, Tensor]:
             f"{str(path)!r} holds no model {model!r}",
             remedy=f"it holds: {', '.join(manifest.weights) or 'none'}",
         )
-    reader = Reader(path, manifest.files)
+    reader = VerifiedReader(path, manifest.files)
     reader.check(manifest.weights[model]["files"])
     return {name: reader.tensor(*place) for name, place in places_of(manifest, model).items()}
 

@@ -17,13 +17,13 @@ from paceline.collectives.schedule import Message, Schedule
 from paceline.collectives.topology import Link, Topology
 from paceline.errors import UsageError
 
-__all__ = ["Price", "Timed", "cost"]
+__all__ = ["ScheduleCost", "TimedMessage", "cost"]
 
 _ROUNDING = 1e-12  # of a message: what is left of it by rounding alone
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedMessage:
     """A message and when it goes.
 
     Attributes:
@@ -41,7 +41,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Price:
+class ScheduleCost:
     """What a schedule costs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Price:
     """
 
     seconds: float
-    messages: tuple[Timed, ...]
+    messages: tuple[TimedMessage, ...]
     nbytes_of_link: dict[str, float]
     busiest: Link | None
 
@@ -71,7 +71,7 @@ class Price:
         return [spans[number] for number in sorted(spans)]
 
 
-def cost(schedule: Schedule, topology: Topology, nbytes: float, gamma: float = 0.0) -> Price:
+def cost(schedule: Schedule, topology: Topology, nbytes: float, gamma: float = 0.0) -> ScheduleCost:
     """Return what `schedule` costs on `topology`.
 
     Args:
@@ -103,7 +103,7 @@ def cost(schedule: Schedule, topology: Topology, nbytes: float, gamma: float = 0
         ),
         default=(0.0, 0),
     )
-    return Price(
+    return ScheduleCost(
         course.seconds,
         tuple(messages),
         {link.name: nbytes for link, nbytes in zip(topology.links, carried, strict=True)},
@@ -136,10 +136,10 @@ class _Course:
     seconds: float = 0.0
     _due: list[tuple[float, int, object]] = field(default_factory=list)  # (time, tie breaker, flow or rank)
     _flowing: list[_Flow] = field(default_factory=list)
-    _done: list[Timed] = field(default_factory=list)
+    _done: list[TimedMessage] = field(default_factory=list)
     _events: int = 0
 
-    def run(self) -> list[Timed]:
+    def run(self) -> list[TimedMessage]:
         """Return all messages with their times."""
         self._plan()
         for rank in range(self.schedule.ranks):
@@ -208,7 +208,7 @@ class _Course:
         ended = [flow for flow in self._flowing if flow not in left] if len(left) < len(self._flowing) else []
         self._flowing = left
         for flow in ended:
-            self._done.append(Timed(flow.number, flow.message, flow.nbytes, flow.start, self.now))
+            self._done.append(TimedMessage(flow.number, flow.message, flow.nbytes, flow.start, self.now))
             for rank in (flow.message.src, flow.message.dst):
                 self._close(rank, flow.number)
 

@@ -10,7 +10,7 @@ from paceline.collectives.prove import OPS, ROOTED, check_op
 from paceline.collectives.schedule import Rounds, Schedule, mirrored, rotated
 from paceline.errors import UsageError, unknown
 
-__all__ = ["ALGORITHMS", "algorithms_of", "has_root", "named", "schedule"]
+__all__ = ["ALGORITHMS", "algorithms_of", "find_algorithm", "has_root", "schedule"]
 
 Made = tuple[Rounds, int]  # rounds and the number of chunks
 
@@ -110,7 +110,7 @@ def algorithms_of(op: str) -> list[str]:
     return list(ALGORITHMS[op])
 
 
-def named(name: str, op: str | None = None) -> tuple[str, str]:
+def find_algorithm(name: str, op: str | None = None) -> tuple[str, str]:
     """Return the operation and the algorithm that `name` means.
 
     Args:
@@ -160,7 +160,7 @@ def schedule(op: str, algorithm: str, ranks: int, *, root: int = 0, per_node: in
         >>> len(schedule("all-reduce", "ring", 4).rounds)
         6
     """
-    named(algorithm, op)
+    find_algorithm(algorithm, op)
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a collective has at least one rank", remedy="give 1 or more")
     if not 0 <= root < ranks:

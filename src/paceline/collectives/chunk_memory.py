@@ -11,7 +11,7 @@ import torch
 from paceline.collectives.schedule import Schedule, Send
 from paceline.errors import UsageError
 
-__all__ = ["Memory", "Region"]
+__all__ = ["ChunkMemory", "Region"]
 
 
 class Region(NamedTuple):
@@ -36,7 +36,7 @@ class Region(NamedTuple):
             yield Region(self.place, begin, min(begin + most, self.end))
 
 
-class Memory:
+class ChunkMemory:
     """A rank's tensors, and where each chunk is.
 
     In most operations all chunks lie one after another in one tensor, the k-th of c chunks of n elements from

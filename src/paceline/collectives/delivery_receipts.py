@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from paceline._core.units import format_seconds, format_size
-from paceline.collectives.chunk_memory import Memory
+from paceline.collectives.chunk_memory import ChunkMemory
 from paceline.collectives.schedule import Schedule
 from paceline.errors import CollectiveError
 
-__all__ = ["Log", "Note", "Receipt", "collect", "complaints", "receipts_of"]
+__all__ = ["DeliveryReceipt", "TransferLog", "TransferNote", "collect", "complaints", "receipts_of"]
 
 _SAME_EVERYWHERE = frozenset({"broadcast", "all-reduce", "all-gather"})
 
 
-class Note(NamedTuple):
+class TransferNote(NamedTuple):
     """What one end of a message noted.
 
     Attributes:
@@ -62,7 +62,7 @@ class Note(NamedTuple):
 
 
 @dataclass
-class Log:
+class TransferLog:
     """All notes of one rank.
 
     Attributes:
@@ -72,8 +72,8 @@ class Log:
         error: what it raised, if it did.
     """
 
-    sent: list[Note] = field(default_factory=list)
-    received: list[Note] = field(default_factory=list)
+    sent: list[TransferNote] = field(default_factory=list)
+    received: list[TransferNote] = field(default_factory=list)
     checksum: int | None = None
     seconds: float = 0.0
     error: str = ""
@@ -85,14 +85,14 @@ class Log:
         return packed
 
     @classmethod
-    def unpack(cls, data: bytes) -> Log:
+    def unpack(cls, data: bytes) -> TransferLog:
         """Return what `pack` made bytes of."""
         sent, received, *rest = msgpack.unpackb(data)
-        return cls([Note(*note) for note in sent], [Note(*note) for note in received], *rest)
+        return cls([TransferNote(*note) for note in sent], [TransferNote(*note) for note in received], *rest)
 
 
 @dataclass(frozen=True)
-class Receipt:
+class DeliveryReceipt:
     """What reached one rank.
 
     Attributes:
@@ -118,10 +118,10 @@ class Receipt:
         )
 
 
-def receipts_of(logs: Mapping[int, Log]) -> list[Receipt]:
+def receipts_of(logs: Mapping[int, TransferLog]) -> list[DeliveryReceipt]:
     """Return a receipt for each rank that came to a result."""
     return [
-        Receipt(
+        DeliveryReceipt(
             rank,
             len({(note.number, note.src) for note in log.received}),
             sum(note.nbytes for note in log.received),
@@ -134,7 +134,7 @@ def receipts_of(logs: Mapping[int, Log]) -> list[Receipt]:
     ]
 
 
-def complaints(schedule: Schedule, logs: Mapping[int, Log], nbytes: Sequence[int]) -> list[str]:
+def complaints(schedule: Schedule, logs: Mapping[int, TransferLog], nbytes: Sequence[int]) -> list[str]:
     """Return what is wrong or missing, in order of rounds; empty: everything was delivered.
 
     Args:
@@ -153,8 +153,8 @@ def complaints(schedule: Schedule, logs: Mapping[int, Log], nbytes: Sequence[int
 
 def _messages(
     schedule: Schedule,
-    sent: Mapping[tuple[int, int, int, int], Note],
-    received: Mapping[tuple[int, int, int, int], Note],
+    sent: Mapping[tuple[int, int, int, int], TransferNote],
+    received: Mapping[tuple[int, int, int, int], TransferNote],
     nbytes: Sequence[int],
 ) -> Iterator[str]:
     for number, sends in enumerate(schedule.rounds):
@@ -162,7 +162,7 @@ def _messages(
             size = sum(nbytes[send.chunk : send.chunk + send.width])
             if not size:
                 continue
-            note = Note(number, send.src, send.dst, send.chunk, size, 0, 0.0)
+            note = TransferNote(number, send.src, send.dst, send.chunk, size, 0, 0.0)
             gone, come = sent.get(note.key), received.get(note.key)
             if come is None:
                 yield f"{note} never arrived" + ("" if gone else ": it was not sent")
@@ -175,7 +175,7 @@ def _messages(
                 )
 
 
-def _results(root: int, logs: Mapping[int, Log]) -> Iterator[str]:
+def _results(root: int, logs: Mapping[int, TransferLog]) -> Iterator[str]:
     checksums = {rank: log.checksum for rank, log in sorted(logs.items()) if log.checksum is not None}
     reference = checksums.get(root)
     for rank, checksum in checksums.items():
@@ -190,8 +190,8 @@ _runs: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def collect(
-    schedule: Schedule, memory: Memory, log: Log, group: dist.ProcessGroup | None, timeout: float
-) -> list[Receipt] | None:
+    schedule: Schedule, memory: ChunkMemory, log: TransferLog, group: dist.ProcessGroup | None, timeout: float
+) -> list[DeliveryReceipt] | None:
     """Hand in this rank's notes; on the root wait for those of all ranks, compare them and return the receipts.
 
     Args:
@@ -216,7 +216,7 @@ def collect(
     for rank in range(schedule.ranks):
         packed = None if rank == memory.rank else _read(store, f"{number}/{rank}", timeout)
         if packed is not None:
-            logs[rank] = Log.unpack(packed)
+            logs[rank] = TransferLog.unpack(packed)
     said = complaints(schedule, logs, memory.nbytes())
     if said:
         more = f"\n  … and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline._core.units import format_seconds
-from paceline.collectives.alpha_beta_cost import Price
-from paceline.collectives.prove import Contents, wanted
+from paceline.collectives.alpha_beta_cost import ScheduleCost
+from paceline.collectives.prove import SymbolicBuffers, wanted
 from paceline.collectives.schedule import Message, Schedule
 
-__all__ = ["tell"]
+__all__ = ["describe"]
 
 _MESSAGES_SHOWN, _ROUNDS_SHOWN = 8, 24
 
 
-def tell(schedule: Schedule, price: Price | None = None) -> list[str]:
+def describe(schedule: Schedule, price: ScheduleCost | None = None) -> list[str]:
     """Return lines that tell what happens, one for each round.
 
     An arrow is a message, ``+`` means that it is added; ``[2:4]`` are the chunks it carries, counted from 0, where
@@ -29,7 +29,7 @@ def tell(schedule: Schedule, price: Price | None = None) -> list[str]:
     """
     lines = [_about_chunks(schedule)]
     spans = price.rounds if price else []
-    contents = Contents(schedule)
+    contents = SymbolicBuffers(schedule)
     for number in range(len(schedule.rounds)):
         messages = schedule.messages(number)
         contents.play(schedule.rounds[number])
@@ -70,7 +70,7 @@ def _runs(schedule: Schedule, message: Message) -> Iterator[str]:
             yield f"[{send.chunk}]" if send.width == 1 else f"[{send.chunk}:{send.chunk + send.width}]"
 
 
-def _done(contents: Contents) -> str:
+def _done(contents: SymbolicBuffers) -> str:
     schedule = contents.schedule
     concerned = [
         rank

@@ -17,7 +17,7 @@ from paceline.errors import UsageError, unknown
 __all__ = [
     "OPS",
     "ROOTED",
-    "Contents",
+    "SymbolicBuffers",
     "at_start",
     "check_op",
     "counts",
@@ -127,7 +127,7 @@ def wanted(schedule: Schedule, rank: int, chunk: int) -> int | None:
             raise unknown("operation", schedule.op, OPS)
 
 
-class Contents:
+class SymbolicBuffers:
     """What every rank holds of every chunk while a schedule is carried out on counts of inputs.
 
     Attributes:
@@ -179,7 +179,7 @@ def flaws(schedule: Schedule) -> list[str]:
     A flaw in a round ends the proof, since what follows would be about other numbers.
     """
     check_op(schedule.op)
-    contents = Contents(schedule)
+    contents = SymbolicBuffers(schedule)
     for number, sends in enumerate(schedule.rounds):
         wrong = [*_impossible(schedule, sends)] or [*_empty(sends, contents.held)] or [*_races(sends)]
         if wrong:
@@ -217,7 +217,7 @@ def _races(sends: tuple[Send, ...]) -> Iterator[str]:
             yield f"{times} sends meet in chunk {chunk} of rank {dst}"
 
 
-def _missed(schedule: Schedule, contents: Contents) -> Iterator[str]:
+def _missed(schedule: Schedule, contents: SymbolicBuffers) -> Iterator[str]:
     for rank in range(schedule.ranks):
         for chunk in contents.missed(rank):
             has = counts(contents.held[rank][chunk], schedule.ranks)

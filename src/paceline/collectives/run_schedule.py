@@ -12,21 +12,21 @@ from functools import lru_cache, partial
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.chunk_memory import Memory, Region
-from paceline.collectives.delivery_receipts import Receipt, collect
+from paceline.collectives.chunk_memory import ChunkMemory, Region
+from paceline.collectives.delivery_receipts import DeliveryReceipt, collect
 from paceline.collectives.prove import prove
 from paceline.collectives.schedule import Schedule
 from paceline.collectives.transfers import Lockstep, Streaming
 from paceline.errors import MismatchError, UsageError
 
-__all__ = ["SEGMENT_NBYTES", "Outcome", "run"]
+__all__ = ["SEGMENT_NBYTES", "ScheduleRun", "run_schedule"]
 
 SEGMENT_NBYTES = 4 << 20  # of a piece: less, and calls take longer than bytes; more, and less happens at once
 _LOCKSTEP = frozenset({"nccl"})
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScheduleRun:
     """What a run gave this rank.
 
     Attributes:
@@ -35,10 +35,10 @@ class Outcome:
     """
 
     result: torch.Tensor
-    receipts: list[Receipt] | None = None
+    receipts: list[DeliveryReceipt] | None = None
 
 
-def run(
+def run_schedule(
     schedule: Schedule,
     tensor: torch.Tensor,
     output: torch.Tensor | None = None,
@@ -50,7 +50,7 @@ def run(
     orderly: bool = False,
     lockstep: bool | None = None,
     timeout: float = 60.0,
-) -> Outcome:
+) -> ScheduleRun:
     """Carry out `schedule` as this rank; all ranks of the group call it alike.
 
     Args:
@@ -76,7 +76,7 @@ def run(
         >>> run(schedule("all-reduce", "ring", dist.get_world_size()), torch.ones(1000))  # doctest: +SKIP
     """
     rank = _check(schedule, tensor, group, segment_nbytes)
-    memory = Memory(schedule, rank, tensor.detach(), None if output is None else output.detach())
+    memory = ChunkMemory(schedule, rank, tensor.detach(), None if output is None else output.detach())
     together = lockstep if lockstep is not None else _backend(group, tensor) in _LOCKSTEP
     if check and schedule.ranks > 1:
         _agree(schedule, tensor, group, (segment_nbytes, receipts, orderly, together))
@@ -84,7 +84,7 @@ def run(
         _keep_own(schedule, memory, rank)
     make = Lockstep if together else partial(Streaming, orderly=orderly)
     carrier = make(schedule, memory, group, segment_nbytes, receipts)
-    told: list[Receipt] | None = None
+    told: list[DeliveryReceipt] | None = None
     try:
         with torch.inference_mode(tensor.is_inference()):
             carrier.carry()
@@ -95,7 +95,7 @@ def run(
         raise
     if receipts:
         told = collect(schedule, memory, carrier.finished_log(), group, timeout)
-    return Outcome(memory.result(), told)
+    return ScheduleRun(memory.result(), told)
 
 
 def _check(
@@ -154,7 +154,7 @@ def _agree(
         )
 
 
-def _keep_own(schedule: Schedule, memory: Memory, rank: int) -> None:
+def _keep_own(schedule: Schedule, memory: ChunkMemory, rank: int) -> None:
     """Copy what a rank sends to itself; a schedule knows of other ranks only."""
     if schedule.op == "send-recv":
         if schedule.ranks == 1:

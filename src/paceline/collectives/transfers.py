@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from paceline.collectives.chunk_memory import Memory, Region
-from paceline.collectives.delivery_receipts import Log, Note
+from paceline.collectives.chunk_memory import ChunkMemory, Region
+from paceline.collectives.delivery_receipts import TransferLog, TransferNote
 from paceline.collectives.schedule import Schedule, Send
 
 __all__ = ["Lockstep", "Streaming"]
@@ -67,7 +67,7 @@ class _Carrier:
     def __init__(
         self,
         schedule: Schedule,
-        memory: Memory,
+        memory: ChunkMemory,
         group: dist.ProcessGroup | None,
         segment_nbytes: int,
         checksums: bool,
@@ -76,10 +76,10 @@ class _Carrier:
         self.rank = memory.rank
         self.most = max(1, segment_nbytes // memory.tensors[0].element_size())  # elements of a piece
         self.checksums = checksums
-        self.log = Log()
+        self.log = TransferLog()
         self.began = time.perf_counter()
 
-    def finished_log(self, *, failed: bool = False) -> Log:
+    def finished_log(self, *, failed: bool = False) -> TransferLog:
         """Return the notes, with the time and the checksum of the result."""
         self.log.seconds = time.perf_counter() - self.began
         if not failed:
@@ -93,7 +93,7 @@ class _Carrier:
     def _run(self, number: int, send: Send) -> _Run:
         return _Run(number, send, sum(one.end - one.begin for one in self.memory.regions(send)))
 
-    def _note(self, notes: list[Note], run: _Run, offset: int, piece: torch.Tensor) -> None:
+    def _note(self, notes: list[TransferNote], run: _Run, offset: int, piece: torch.Tensor) -> None:
         """Count a piece, `offset` elements into its run, that goes or has come; with the last one the run is noted."""
         if not self.checksums:
             return
@@ -103,7 +103,7 @@ class _Carrier:
         if not run.left:
             src, dst, chunk = run.send[:3]
             seconds = time.perf_counter() - self.began
-            notes.append(Note(run.number, src, dst, chunk, run.nbytes, run.checksum % 2**64, seconds))
+            notes.append(TransferNote(run.number, src, dst, chunk, run.nbytes, run.checksum % 2**64, seconds))
 
 
 class Lockstep(_Carrier):

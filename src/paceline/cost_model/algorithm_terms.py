@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, Terms, closed_form
 from paceline.errors import unknown
 
-__all__ = ["MESSAGES", "OPS", "PLAIN", "USUAL", "Form", "candidates", "forms_by_name", "terms_of"]
+__all__ = ["MESSAGES", "OPS", "PLAIN", "USUAL", "AlgorithmTerms", "candidates", "forms_by_name", "terms_of"]
 
 USUAL = {
     "all-reduce": "ring",
@@ -36,7 +36,7 @@ _SHARED = ", shared"
 
 
 @dataclass(frozen=True)
-class Form:
+class AlgorithmTerms:
     """An algorithm's name, and whether its ranks share what carries the bytes.
 
     Example:
@@ -51,15 +51,15 @@ class Form:
         return self.algorithm + _SHARED * self.shared
 
 
-PLAIN, MESSAGES = Form("plain"), Form("messages")
+PLAIN, MESSAGES = AlgorithmTerms("plain"), AlgorithmTerms("messages")
 
 
-def terms_of(op: str, form: Form, ranks: int) -> Terms:
+def terms_of(op: str, form: AlgorithmTerms, ranks: int) -> Terms:
     """Return a (`messages`) and b (`sent`) of T = α·a + β·b·n.
 
     Args:
         op: such as ``"all-reduce"``.
-        form: such as ``Form("ring")``.
+        form: such as ``AlgorithmTerms("ring")``.
         ranks: p, at least 1.
 
     Raises:
@@ -81,7 +81,7 @@ def terms_of(op: str, form: Form, ranks: int) -> Terms:
     return Terms(own.messages * times, own.sent * times)
 
 
-def candidates(op: str) -> list[Form]:
+def candidates(op: str) -> list[AlgorithmTerms]:
     """Return the forms that a backend's times may have: the usual algorithm first, each without and with sharing.
 
     Raises:
@@ -90,10 +90,10 @@ def candidates(op: str) -> list[Form]:
     if op not in USUAL:
         raise unknown("operation", op, OPS)
     names = [USUAL[op], *(name for of, name in CLOSED_FORMS if of == op and name != USUAL[op])]
-    return [Form(name, shared) for shared in (False, True) for name in names]
+    return [AlgorithmTerms(name, shared) for shared in (False, True) for name in names]
 
 
-def forms_by_name(op: str) -> dict[str, Form]:
+def forms_by_name(op: str) -> dict[str, AlgorithmTerms]:
     """Return all forms of an operation by how they are written, such as ``"ring, shared"``.
 
     Raises:

@@ -1,6 +1,7 @@
 """Which gradients share a bucket, what a backward with these buckets takes, and which bucket size is best (pure).
 
-`plan_buckets` is how the engine groups; `simulate` plays a backward with the real sizes and ready times of a model;
+`plan_buckets` is how the engine groups; `simulate_backward` plays a backward with the real sizes and ready
+times of a model;
 `best_bucket` tries bucket sizes. `paceline.cost_model.bucket_closed_form` has what is known without a simulation.
 """
 
@@ -12,18 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline._core.units import MIB
-from paceline.cost_model.step_simulator import Call, Compute, Launch, Timeline, Wait, run
+from paceline.cost_model.step_simulator import Call, Compute, Launch, SimulatedStep, Wait, simulate_step
 from paceline.errors import UsageError
 
 __all__ = [
     "Backward",
-    "Best",
-    "Channel",
-    "Ready",
+    "BestBucket",
+    "CommChannel",
+    "ReadyGradient",
     "best_bucket",
     "caps_for",
     "plan_buckets",
-    "simulate",
+    "simulate_backward",
     "update_parts",
 ]
 
@@ -34,7 +35,7 @@ SecondsOf = Callable[[float], float]
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyGradient:
     """A parameter's gradient.
 
     Attributes:
@@ -49,7 +50,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Channel:
+class CommChannel:
     """What carries the calls of a backward, and what they cost; see the notes in `paceline.cost_model.step_simulator`.
 
     Attributes:
@@ -73,9 +74,9 @@ class Channel:
         gap = math.inf if self.gap_of is None else self.gap_of(nbytes)
         return Launch(key, self.seconds_of(nbytes), gap, self.launch_seconds, nbytes, phase)
 
-    def run(self, program: Iterable[Compute | Launch | Wait]) -> Timeline:
+    def run(self, program: Iterable[Compute | Launch | Wait]) -> SimulatedStep:
         """Return when the steps of a program and its calls begin and end."""
-        return run(
+        return simulate_step(
             program, lanes=self.lanes, computing_slows=self.computing_slows, calls_slow=self.calls_slow
         )
 
@@ -105,7 +106,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestBucket:
     """The bucket size with the shortest backward.
 
     Attributes:
@@ -173,10 +174,10 @@ def update_parts(nbytes: Iterable[float]) -> list[list[int]]:
     return parts
 
 
-def simulate(
-    ready: Sequence[Ready],
+def simulate_backward(
+    ready: Sequence[ReadyGradient],
     cap: float | Sequence[float],
-    channel: Channel,
+    channel: CommChannel,
     *,
     overlap: bool = True,
     backward_seconds: float | None = None,
@@ -224,16 +225,16 @@ def simulate(
 
 
 def best_bucket(
-    ready: Sequence[Ready],
-    channel: Channel,
+    ready: Sequence[ReadyGradient],
+    channel: CommChannel,
     caps: Iterable[float] | None = None,
     *,
     backward_seconds: float | None = None,
-) -> Best:
+) -> BestBucket:
     """Return the bucket size with the shortest backward; of equally good ones the largest, which has the fewest calls.
 
     Args:
-        ready, channel, backward_seconds: as for `simulate`.
+        ready, channel, backward_seconds: as for `simulate_backward`.
         caps: bytes per bucket to try; by default those of `caps_for`.
 
     Raises:
@@ -247,15 +248,17 @@ def best_bucket(
     sizes = sorted(set(caps_for(ready) if caps is None else caps))
     if not sizes:
         raise UsageError("no bucket size to try", remedy="give one or more, in bytes")
-    tried = [(cap, simulate(ready, cap, channel, backward_seconds=backward_seconds)) for cap in sizes]
+    tried = [
+        (cap, simulate_backward(ready, cap, channel, backward_seconds=backward_seconds)) for cap in sizes
+    ]
     least = min(backward.end for _, backward in tried)
     cap, backward = max(
         (each for each in tried if each[1].end <= least * (1 + 1e-12)), key=lambda each: each[0]
     )
-    return Best(cap, backward, tuple(tried))
+    return BestBucket(cap, backward, tuple(tried))
 
 
-def caps_for(ready: Sequence[Ready]) -> list[float]:
+def caps_for(ready: Sequence[ReadyGradient]) -> list[float]:
     """Return the bucket sizes worth trying: 0, two to each doubling from 1/4 MiB to the whole, and infinity.
 
     Sizes that group the gradients alike are there once, as the smallest of them.
@@ -271,7 +274,7 @@ def caps_for(ready: Sequence[Ready]) -> list[float]:
     return list(of_grouping.values())
 
 
-def _checked(ready: Sequence[Ready], backward_seconds: float | None) -> float:
+def _checked(ready: Sequence[ReadyGradient], backward_seconds: float | None) -> float:
     """Return the seconds of the whole backward."""
     if not ready:
         raise UsageError("no gradient to send", remedy="give one or more, in the order of their being ready")

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline._core.units import format_size
-from paceline.cost_model.algorithm_terms import Form, terms_of
-from paceline.cost_model.piecewise_fit import Segment, seconds_at
-from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.algorithm_terms import AlgorithmTerms, terms_of
+from paceline.cost_model.piecewise_fit import FitSegment, seconds_at
+from paceline.cost_model.prediction_error import PredictionError
 from paceline.errors import UsageError
 
-__all__ = ["Fit", "Prediction"]
+__all__ = ["CollectiveFit", "Prediction"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Fit:
+class CollectiveFit:
     """T = α·messages + β·sent·n, in one or more ranges of n.
 
     Attributes:
@@ -56,15 +56,15 @@ class Fit:
     """
 
     op: str
-    form: Form
+    form: AlgorithmTerms
     told: bool
-    segments: tuple[Segment, ...]
+    segments: tuple[FitSegment, ...]
     ranks: tuple[int, ...]
     points: int
     error_of_form: dict[str, float]
-    own: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
-    sizes_error: Accuracy | None = None
-    ranks_error: Accuracy | None = None
+    own: Mapping[int, tuple[FitSegment, ...]] = field(default_factory=dict)
+    sizes_error: PredictionError | None = None
+    ranks_error: PredictionError | None = None
 
     @property
     def low(self) -> float:
@@ -81,7 +81,7 @@ class Fit:
         terms = terms_of(self.op, self.form, ranks)
         return seconds_at(self.segments_for(ranks), nbytes, terms.messages, terms.sent)
 
-    def segments_for(self, ranks: int) -> tuple[Segment, ...]:
+    def segments_for(self, ranks: int) -> tuple[FitSegment, ...]:
         """Return the segments that answer for a number of ranks: its own, or the common ones."""
         return self.own.get(ranks, self.segments)
 
@@ -158,7 +158,7 @@ class Fit:
                 below = middle
         return reached
 
-    def error_at(self, ranks: int) -> Accuracy | None:
+    def error_at(self, ranks: int) -> PredictionError | None:
         """Return the errors of what was held out that tell of this number of ranks; None if nothing was."""
         return self.sizes_error if ranks in self.ranks else self.ranks_error or self.sizes_error
 

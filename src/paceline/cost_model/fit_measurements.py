@@ -26,13 +26,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.collectives.closed_form_cost import Terms
-from paceline.cost_model.algorithm_terms import Form, candidates, terms_of
-from paceline.cost_model.collective_fit import Fit
-from paceline.cost_model.piecewise_fit import MOST_SEGMENTS, Samples, Segment, cut, how_many, left_out
-from paceline.cost_model.prediction_error import Accuracy, Checked
+from paceline.cost_model.algorithm_terms import AlgorithmTerms, candidates, terms_of
+from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.piecewise_fit import MOST_SEGMENTS, FitSegment, Samples, cut, how_many, left_out
+from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.errors import UsageError
 
-__all__ = ["Point", "fit_points", "held_out_ranks", "held_out_sizes"]
+__all__ = ["MeasuredPoint", "fit_points", "held_out_ranks", "held_out_sizes"]
 
 _LEAST_SIZES = 3
 _ROUNDING = 1e-9  # relative errors that differ by less are equal, on any processor
@@ -40,7 +40,7 @@ _GAIN, _GAIN_OF_TWO = 0.9, 0.5
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """One measured time: size n in bytes as nccl-tests defines it, number of ranks, median seconds."""
 
     nbytes: int
@@ -49,13 +49,13 @@ class Point:
 
 
 def fit_points(
-    points: Iterable[Point],
+    points: Iterable[MeasuredPoint],
     op: str,
     *,
-    forms: Sequence[Form] | None = None,
+    forms: Sequence[AlgorithmTerms] | None = None,
     most_segments: int = MOST_SEGMENTS,
     own: bool = True,
-) -> Fit:
+) -> CollectiveFit:
     """Return the fit of one operation's times, with its held-out errors.
 
     Args:
@@ -78,23 +78,23 @@ def fit_points(
     fit = _fit(checked, op, forms, most_segments, own)
     return replace(
         fit,
-        sizes_error=Accuracy.of(
+        sizes_error=PredictionError.of(
             held_out_sizes(checked, op, forms=forms, most_segments=most_segments, own=own)
         ),
-        ranks_error=Accuracy.of(
+        ranks_error=PredictionError.of(
             held_out_ranks(checked, op, forms=forms, most_segments=most_segments, own=own)
         ),
     )
 
 
 def held_out_sizes(
-    points: Iterable[Point],
+    points: Iterable[MeasuredPoint],
     op: str,
     *,
-    forms: Sequence[Form] | None = None,
+    forms: Sequence[AlgorithmTerms] | None = None,
     most_segments: int = MOST_SEGMENTS,
     own: bool = True,
-) -> list[Checked]:
+) -> list[CheckedPrediction]:
     """Return every second size, the first and the last never, beside its prediction from the other sizes.
 
     Args, Raises: as for `fit_points`.
@@ -107,13 +107,13 @@ def held_out_sizes(
 
 
 def held_out_ranks(
-    points: Iterable[Point],
+    points: Iterable[MeasuredPoint],
     op: str,
     *,
-    forms: Sequence[Form] | None = None,
+    forms: Sequence[AlgorithmTerms] | None = None,
     most_segments: int = MOST_SEGMENTS,
     own: bool = True,
-) -> list[Checked]:
+) -> list[CheckedPrediction]:
     """Return every measurement beside its prediction from other numbers of ranks; empty if there is one number.
 
     Sizes beyond those of the other numbers are left out.
@@ -134,11 +134,11 @@ def held_out_ranks(
     return found
 
 
-def _check(fit: Fit, point: Point) -> Checked:
-    return Checked(point.nbytes, point.ranks, point.seconds, fit.seconds(point.nbytes, point.ranks))
+def _check(fit: CollectiveFit, point: MeasuredPoint) -> CheckedPrediction:
+    return CheckedPrediction(point.nbytes, point.ranks, point.seconds, fit.seconds(point.nbytes, point.ranks))
 
 
-def _checked(points: Iterable[Point], op: str) -> list[Point]:
+def _checked(points: Iterable[MeasuredPoint], op: str) -> list[MeasuredPoint]:
     """Return the points in ascending order of size."""
     found = sorted(points, key=lambda point: (point.nbytes, point.ranks))
     for point in found:
@@ -156,14 +156,16 @@ def _checked(points: Iterable[Point], op: str) -> list[Point]:
     return found
 
 
-def _fit(points: Sequence[Point], op: str, forms: Sequence[Form] | None, most: int, own: bool) -> Fit:
+def _fit(
+    points: Sequence[MeasuredPoint], op: str, forms: Sequence[AlgorithmTerms] | None, most: int, own: bool
+) -> CollectiveFit:
     """Return the fit without held-out errors."""
     forms = candidates(op) if forms is None else forms
     form, error_of_form = _choose(points, op, forms)
     samples = _samples(points, op, form)
     count = how_many(samples, most)
     ranks = tuple(sorted({point.ranks for point in points}))
-    return Fit(
+    return CollectiveFit(
         op=op,
         form=form,
         told=len(forms) == 1 or bool(error_of_form),
@@ -176,8 +178,8 @@ def _fit(points: Sequence[Point], op: str, forms: Sequence[Form] | None, most: i
 
 
 def _own(
-    points: Sequence[Point], op: str, form: Form, most: int, common: dict[float, float]
-) -> dict[int, tuple[Segment, ...]]:
+    points: Sequence[MeasuredPoint], op: str, form: AlgorithmTerms, most: int, common: dict[float, float]
+) -> dict[int, tuple[FitSegment, ...]]:
     """Return segments for each number of ranks alone; none if the common ones are better.
 
     Args:
@@ -198,7 +200,7 @@ def _own(
     return own if alone < together - _ROUNDING else {}
 
 
-def _samples(points: Sequence[Point], op: str, form: Form) -> Samples:
+def _samples(points: Sequence[MeasuredPoint], op: str, form: AlgorithmTerms) -> Samples:
     terms = {ranks: terms_of(op, form, ranks) for ranks in {point.ranks for point in points}}
     columns = [
         (point.nbytes, terms[point.ranks].messages, terms[point.ranks].sent, point.seconds)
@@ -207,7 +209,9 @@ def _samples(points: Sequence[Point], op: str, form: Form) -> Samples:
     return Samples(*np.array(columns, dtype=np.float64).T)
 
 
-def _choose(points: Sequence[Point], op: str, forms: Sequence[Form]) -> tuple[Form, dict[Form, float]]:
+def _choose(
+    points: Sequence[MeasuredPoint], op: str, forms: Sequence[AlgorithmTerms]
+) -> tuple[AlgorithmTerms, dict[AlgorithmTerms, float]]:
     """Return the form that predicts a number of ranks from the others best, and the error of each form.
 
     Of forms that cost the same on all ranks measured the first stands for all.
@@ -215,7 +219,7 @@ def _choose(points: Sequence[Point], op: str, forms: Sequence[Form]) -> tuple[Fo
     numbers = sorted({point.ranks for point in points})
     if len(numbers) < 2 or len(forms) == 1:
         return forms[0], {}
-    first_of: dict[tuple[Terms, ...], Form] = {}
+    first_of: dict[tuple[Terms, ...], AlgorithmTerms] = {}
     for form in forms:
         first_of.setdefault(tuple(terms_of(op, form, ranks) for ranks in numbers), form)
     error_of = {form: _error_across(points, op, form, numbers) for form in first_of.values()}
@@ -224,7 +228,9 @@ def _choose(points: Sequence[Point], op: str, forms: Sequence[Form]) -> tuple[Fo
     return (best if error_of[best] < gain * error_of[usual] else usual), error_of
 
 
-def _error_across(points: Sequence[Point], op: str, form: Form, numbers: Sequence[int]) -> float:
+def _error_across(
+    points: Sequence[MeasuredPoint], op: str, form: AlgorithmTerms, numbers: Sequence[int]
+) -> float:
     """Return the typical relative error of a form: e to the mean of |log(predicted / measured)|, less 1.
 
     Over two segments at most, which is enough to tell forms apart. In logarithms half and twice are as far off.
@@ -232,7 +238,7 @@ def _error_across(points: Sequence[Point], op: str, form: Form, numbers: Sequenc
     logs = []
     for ranks in numbers:
         samples = _samples([point for point in points if point.ranks != ranks], op, form)
-        fit = Fit(op, form, True, tuple(cut(samples, 2)), (), 0, {})
+        fit = CollectiveFit(op, form, True, tuple(cut(samples, 2)), (), 0, {})
         logs += [
             abs(math.log(fit.seconds(point.nbytes, ranks) / point.seconds))
             for point in points

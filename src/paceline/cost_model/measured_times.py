@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.collectives.closed_form_cost import CLOSED_FORMS
-from paceline.cost_model.algorithm_terms import OPS, USUAL, Form
-from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.algorithm_terms import OPS, USUAL, AlgorithmTerms
+from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.json_fields import Fields, read_result
 from paceline.cost_model.profile_entries import CallCost, Source
 
-__all__ = ["KIND", "SCHEMA", "Measured", "Measurement", "load", "pooled"]
+__all__ = ["KIND", "SCHEMA", "Measured", "Measurement", "load_measured_times", "pooled"]
 
 KIND, SCHEMA = "bench-collectives", 1
 _CALL_NBYTES = 1024
@@ -37,16 +37,16 @@ class Measured:
 
     backend: str
     op: str
-    points: tuple[Point, ...]
+    points: tuple[MeasuredPoint, ...]
     wrong: int = 0
 
     @property
-    def forms(self) -> Sequence[Form] | None:
+    def forms(self) -> Sequence[AlgorithmTerms] | None:
         """The forms to choose from: those of its algorithm for a schedule of ours, else None for all."""
         name = self.backend.removeprefix(_SCHEDULE)
         if name == self.backend or (self.op, name) not in CLOSED_FORMS:
             return None
-        return (Form(name), Form(name, shared=True))
+        return (AlgorithmTerms(name), AlgorithmTerms(name, shared=True))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Measurement:
         return found
 
 
-def load(path: str | Path) -> Measurement:
+def load_measured_times(path: str | Path) -> Measurement:
     """Return the measurement in a file.
 
     Raises:
@@ -120,19 +120,21 @@ _REMEDY = "name a file that paceline bench collectives wrote with --json"
 
 def _groups(rows: Sequence[Fields]) -> tuple[Measured, ...]:
     """Return the rows by backend and operation."""
-    of_key: dict[tuple[str, str], list[tuple[str, bool, Point]]] = {}
+    of_key: dict[tuple[str, str], list[tuple[str, bool, MeasuredPoint]]] = {}
     for row in rows:
         op = row.text("op")
         if op not in USUAL:
             raise row.wrong("op", f"one of {', '.join(OPS)}")
-        point = Point(row.whole("nbytes", least=1), row.whole("ranks", least=1), row.positive("median_s"))
+        point = MeasuredPoint(
+            row.whole("nbytes", least=1), row.whole("ranks", least=1), row.positive("median_s")
+        )
         kept = of_key.setdefault((row.text("backend"), op), [])
         if point.ranks > 1:
             kept.append((row.text("dtype"), row.flag("correct"), point))
     return tuple(_group(*key, kept) for key, kept in of_key.items())
 
 
-def _group(backend: str, op: str, rows: Sequence[tuple[str, bool, Point]]) -> Measured:
+def _group(backend: str, op: str, rows: Sequence[tuple[str, bool, MeasuredPoint]]) -> Measured:
     dtypes = [dtype for dtype, _, _ in rows]
     chosen = "float32" if "float32" in dtypes or not dtypes else dtypes[0]
     of_dtype = [(correct, point) for dtype, correct, point in rows if dtype == chosen]

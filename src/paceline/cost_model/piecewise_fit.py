@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 
 __all__ = [
     "MOST_SEGMENTS",
-    "Line",
+    "FitSegment",
+    "LineFit",
     "Samples",
-    "Segment",
     "cut",
     "fit_line",
     "how_many",
@@ -47,7 +47,7 @@ Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Line:
+class LineFit:
     """A fitted line.
 
     Attributes:
@@ -65,7 +65,7 @@ class Line:
     beta_error: float | None = None
 
 
-def fit_line(a: Numbers, b: Numbers, seconds: Numbers) -> Line:
+def fit_line(a: Numbers, b: Numbers, seconds: Numbers) -> LineFit:
     """Return the best line.
 
     Args:
@@ -89,7 +89,7 @@ def fit_line(a: Numbers, b: Numbers, seconds: Numbers) -> Line:
     losses = [float(((alpha * x + beta * y - 1.0) ** 2).sum()) for alpha, beta in allowed]
     best = int(np.argmin(losses))
     (alpha, beta), loss = allowed[best], losses[best]
-    return Line(alpha, beta, loss, *_errors(alpha, beta, loss, len(x), (xx, yy, spread)))
+    return LineFit(alpha, beta, loss, *_errors(alpha, beta, loss, len(x), (xx, yy, spread)))
 
 
 def _errors(
@@ -119,7 +119,7 @@ _LEAST_GAIN, _LEAST_DROP = 0.1, 1e-3
 
 
 @dataclass(frozen=True)
-class Segment:
+class FitSegment:
     """A line and the sizes that it was fitted to.
 
     Attributes:
@@ -131,7 +131,7 @@ class Segment:
     low: float
     high: float
     points: int
-    line: Line
+    line: LineFit
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,14 @@ class Samples:
         return np.unique(self.nbytes)
 
 
-def cut(samples: Samples, count: int) -> list[Segment]:
+def cut(samples: Samples, count: int) -> list[FitSegment]:
     """Return the `count` segments with the least loss in all; fewer if there are too few sizes for them."""
     sizes = samples.sizes
     count = max(1, min(count, len(sizes) // LEAST_SIZES))
     starts = [*np.searchsorted(samples.nbytes, sizes), len(samples.nbytes)]
-    made: dict[tuple[int, int], Line] = {}
+    made: dict[tuple[int, int], LineFit] = {}
 
-    def line(first: int, end: int) -> Line:
+    def line(first: int, end: int) -> LineFit:
         if (first, end) not in made:
             part = slice(starts[first], starts[end])
             made[first, end] = fit_line(
@@ -184,17 +184,17 @@ def cut(samples: Samples, count: int) -> list[Segment]:
             best = loss, edges
     assert best is not None
     return [
-        Segment(
+        FitSegment(
             float(sizes[first]), float(sizes[end - 1]), int(starts[end] - starts[first]), line(first, end)
         )
         for first, end in best[1]
     ]
 
 
-def seconds_at(segments: Sequence[Segment], nbytes: float, messages: float, sent: float) -> float:
+def seconds_at(segments: Sequence[FitSegment], nbytes: float, messages: float, sent: float) -> float:
     """Return the time of a size by its segment, or between two by both; see [Note: gaps]."""
 
-    def by(segment: Segment) -> float:
+    def by(segment: FitSegment) -> float:
         return segment.line.alpha * messages + segment.line.beta * sent * nbytes
 
     for before, after in itertools.pairwise(segments):

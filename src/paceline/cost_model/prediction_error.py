@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Accuracy", "Checked"]
+__all__ = ["CheckedPrediction", "PredictionError"]
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedPrediction:
     """One measurement that was held out, and what the others predict for it.
 
     Attributes:
@@ -32,7 +32,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Accuracy:
+class PredictionError:
     """Relative errors of held-out measurements: 0.05 is 5 %.
 
     Attributes:
@@ -47,7 +47,7 @@ class Accuracy:
     points: int
 
     @classmethod
-    def of(cls, checked: Iterable[Checked], *, least_nbytes: int = 0) -> Accuracy | None:
+    def of(cls, checked: Iterable[CheckedPrediction], *, least_nbytes: int = 0) -> PredictionError | None:
         """Return the errors of the measurements of `least_nbytes` or more; None if there are none."""
         errors: Sequence[float] = [each.error for each in checked if each.nbytes >= least_nbytes]
         if not errors:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline._core.units import format_size
-from paceline.cost_model.collective_fit import Fit
+from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.profile_entries import RATES, CallCost, CollectiveCost, ExchangeCost, Rate
 
 __all__ = ["Difference", "collective_differences", "exchange_differences", "other_differences"]
@@ -69,7 +69,7 @@ def exchange_differences(own: Iterable[ExchangeCost], other: Iterable[ExchangeCo
     return found
 
 
-def _fit_differences(what: str, one: Fit, two: Fit) -> list[Difference]:
+def _fit_differences(what: str, one: CollectiveFit, two: CollectiveFit) -> list[Difference]:
     """Return the differences of two fits at three sizes; none where sizes or ranks have none in common."""
     common = set(one.ranks) & set(two.ranks)
     low, high = max(one.low, two.low), min(one.high, two.high)
@@ -104,5 +104,5 @@ def other_differences(own: Iterable[CallCost | Rate], other: Iterable[CallCost |
     return found
 
 
-def _p90(fit: Fit) -> float:
+def _p90(fit: CollectiveFit) -> float:
     return fit.sizes_error.p90 if fit.sizes_error else 0.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cost_model.bucket_layout import Ready
-from paceline.cost_model.collective_fit import Fit, Prediction
-from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.bucket_layout import ReadyGradient
+from paceline.cost_model.collective_fit import CollectiveFit, Prediction
+from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.errors import UsageError, unknown
 
 __all__ = [
@@ -60,7 +60,7 @@ class CollectiveCost:
 
     backend: str
     network: str
-    fit: Fit
+    fit: CollectiveFit
     source: Source
 
     @property
@@ -69,7 +69,7 @@ class CollectiveCost:
         return self.backend, self.fit.op, self.network
 
     def predict(self, nbytes: float, ranks: int, *, extrapolate: bool = False) -> Prediction:
-        """Return what the operation will take; see `paceline.cost_model.collective_fit.Fit.predict`."""
+        """Return what the operation will take; see `paceline.cost_model.collective_fit.CollectiveFit.predict`."""
         return self.fit.predict(nbytes, ranks, extrapolate=extrapolate)
 
 
@@ -158,9 +158,9 @@ class Parameter:
     unit: int = 0
 
     @property
-    def ready(self) -> Ready:
+    def ready(self) -> ReadyGradient:
         """The gradient, for `paceline.cost_model.bucket_layout`."""
-        return Ready(self.nbytes, self.seconds, self.kind)
+        return ReadyGradient(self.nbytes, self.seconds, self.kind)
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,8 @@ class ExchangeCost:
     backend: str
     network: str
     queued: bool
-    fit: Fit
-    points: tuple[Point, ...]
+    fit: CollectiveFit
+    points: tuple[MeasuredPoint, ...]
     source: Source
 
     def __post_init__(self) -> None:

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.cost_model.algorithm_terms import USUAL, forms_by_name
-from paceline.cost_model.collective_fit import Fit
-from paceline.cost_model.fit_measurements import Point
+from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.json_fields import Fields
-from paceline.cost_model.piecewise_fit import Line, Segment
-from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.piecewise_fit import FitSegment, LineFit
+from paceline.cost_model.prediction_error import PredictionError
 from paceline.cost_model.profile_entries import (
     CALLERS,
     RATES,
@@ -83,7 +83,7 @@ def collective_from(record: Fields, sources: Sequence[Source]) -> CollectiveCost
     if name not in forms:
         raise record.wrong("algorithm", f"one of {'; '.join(forms)}")
     errors = record.fields("error_of_algorithm")
-    fit = Fit(
+    fit = CollectiveFit(
         op=op,
         form=forms[name],
         told=record.flag("algorithm_told"),
@@ -157,11 +157,11 @@ def source_from(record: Fields) -> Source:
     )
 
 
-def _segment_record(segment: Segment) -> dict[str, Any]:
+def _segment_record(segment: FitSegment) -> dict[str, Any]:
     return {"low": segment.low, "high": segment.high, "points": segment.points} | asdict(segment.line)
 
 
-def _segments_from(record: Fields) -> tuple[Segment, ...]:
+def _segments_from(record: Fields) -> tuple[FitSegment, ...]:
     segments = tuple(_segment_from(each) for each in record.rows("segments"))
     ordered = all(one.high < other.low for one, other in itertools.pairwise(segments))
     if not segments or not ordered:
@@ -169,8 +169,8 @@ def _segments_from(record: Fields) -> tuple[Segment, ...]:
     return segments
 
 
-def _segment_from(record: Fields) -> Segment:
-    line = Line(
+def _segment_from(record: Fields) -> FitSegment:
+    line = LineFit(
         alpha=record.number("alpha", least=0.0),
         beta=record.number("beta", least=0.0),
         loss=record.number("loss", least=0.0),
@@ -182,16 +182,16 @@ def _segment_from(record: Fields) -> Segment:
     low, high = record.positive("low"), record.positive("high")
     if high < low:
         raise record.wrong("high", f"a size of {low:g} bytes or more")
-    return Segment(low, high, record.whole("points", least=1), line)
+    return FitSegment(low, high, record.whole("points", least=1), line)
 
 
-def _accuracy_from(record: Fields | None) -> Accuracy | None:
+def _accuracy_from(record: Fields | None) -> PredictionError | None:
     if record is None:
         return None
     median, mean, p90, most = (
         record.number(name, least=0.0) for name in ("median", "mean", "p90", "maximum")
     )
-    return Accuracy(median, mean, p90, most, record.whole("points", least=1))
+    return PredictionError(median, mean, p90, most, record.whole("points", least=1))
 
 
 def source_of(record: Fields, sources: Sequence[Source]) -> Source:
@@ -242,7 +242,7 @@ def exchange_from(record: Fields, sources: Sequence[Source]) -> ExchangeCost:
         plain.network,
         record.flag("queued"),
         plain.fit,
-        tuple(Point(*values) for values in zip(*columns, strict=True)),
+        tuple(MeasuredPoint(*values) for values in zip(*columns, strict=True)),
         plain.source,
     )
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from paceline.cost_model.bucket_closed_form import EqualBuckets
-from paceline.cost_model.bucket_layout import Channel
+from paceline.cost_model.bucket_layout import CommChannel
 from paceline.cost_model.fit_measurements import held_out_ranks, held_out_sizes
 from paceline.cost_model.piecewise_fit import fit_line
-from paceline.cost_model.prediction_error import Accuracy
+from paceline.cost_model.prediction_error import PredictionError
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep
 from paceline.errors import UsageError
 
-__all__ = ["ExchangePrice", "StepCosts", "pick"]
+__all__ = ["ExchangePrice", "StepCosts", "pick_step_costs"]
 
 _WITHIN = 1.1  # a size at most so many times the largest measured one is not called beyond it
 _LARGE_NBYTES = 64 << 10
@@ -59,13 +59,13 @@ class ExchangePrice:
         points, op = self.alone.points, self.alone.fit.op
         found = [] if self.ranks in self.alone.fit.ranks else held_out_ranks(points, op)
         found = found or held_out_sizes(points, op)
-        accuracy = Accuracy.of(found, least_nbytes=_LARGE_NBYTES) or Accuracy.of(found)
+        accuracy = PredictionError.of(found, least_nbytes=_LARGE_NBYTES) or PredictionError.of(found)
         return accuracy.p90 if accuracy else 0.0
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> CommChannel:
         """The price as `paceline.cost_model.bucket_layout` takes it."""
-        return Channel(
+        return CommChannel(
             self.seconds,
             self.gap,
             lanes=math.inf,
@@ -160,7 +160,7 @@ class StepCosts:
         return EqualBuckets(self.step.nbytes, 1 / line.beta, line.alpha, self.step.buffered)
 
 
-def pick(
+def pick_step_costs(
     profile: Profile,
     model: str | None = None,
     *,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from paceline.cost_model.bucket_layout import plan_buckets, update_parts
 from paceline.cost_model.step_costs import ExchangePrice, StepCosts
 from paceline.cost_model.step_simulator import Compute, Launch, Wait
-from paceline.cost_model.step_strategy import NBYTES_A_NUMBER, Way
+from paceline.cost_model.step_strategy import NBYTES_A_NUMBER, StepStrategy
 
 __all__ = ["StepProgram", "step_program"]
 
@@ -31,7 +31,7 @@ class StepProgram:
     """
 
     costs: StepCosts
-    way: Way
+    way: StepStrategy
     steps: list[Compute | Launch | Wait] = field(default_factory=list)
     beyond: dict[str, None] = field(default_factory=dict)
     _calls: int = 0
@@ -81,7 +81,7 @@ class StepProgram:
         return self.costs.price(op, torchs=self.way.is_torchs)
 
 
-def step_program(costs: StepCosts, way: Way) -> StepProgram:
+def step_program(costs: StepCosts, way: StepStrategy) -> StepProgram:
     """Return what a rank does in one step.
 
     Args:

@@ -1,6 +1,7 @@
 """When what happens on a rank that computes, launches calls and waits for them (pure).
 
-A rank's *program* is a list of `Compute`, `Launch` and `Wait`, one after another; calls run beside it. `run` finds the
+A rank's *program* is a list of `Compute`, `Launch` and `Wait`, one after another; calls run beside it.
+`simulate_step` finds the
 seconds at which each begins and ends. All ranks are taken to do the same at the same time, so one stands for all.
 
 [Note: two clocks] Ranks often share cores with what carries their messages. While a call is under way, computing goes
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError
 
-__all__ = ["Call", "Compute", "Launch", "Timeline", "Wait", "run"]
+__all__ = ["Call", "Compute", "Launch", "SimulatedStep", "Wait", "simulate_step"]
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """What `run` found.
+class SimulatedStep:
+    """What `simulate_step` found.
 
     Attributes:
         calls: in the order of their launch.
@@ -92,13 +93,13 @@ class Timeline:
         return self.spans[-1][1] if self.spans else 0.0
 
 
-def run(
+def simulate_step(
     program: Iterable[Compute | Launch | Wait],
     *,
     lanes: float = 1,
     computing_slows: float = 1.0,
     calls_slow: float = 1.0,
-) -> Timeline:
+) -> SimulatedStep:
     """Return when each step of a program and each of its calls begins and ends.
 
     Args:
@@ -132,7 +133,7 @@ def run(
                 rank.wait(step.key)
         spans.append((began, rank.now))
     rank.drain()
-    return Timeline(rank.calls.record(), tuple(spans))
+    return SimulatedStep(rank.calls.record(), tuple(spans))
 
 
 class _Carried:

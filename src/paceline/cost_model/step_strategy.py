@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline._core.units import MIB
 from paceline.errors import UsageError, unknown
 
-__all__ = ["NBYTES_A_NUMBER", "STRATEGIES", "Way", "usual_ways"]
+__all__ = ["NBYTES_A_NUMBER", "STRATEGIES", "StepStrategy", "usual_strategies"]
 
 NBYTES_A_NUMBER = {"none": 4.0, "bf16": 2.0, "int8": 260 / 256, "int4": 132 / 256}
 """Bytes per gradient element, scales included: a block of 256 elements has one scale of 4 bytes."""
@@ -22,7 +22,7 @@ _DDP_FIRST_MIB, _DDP_MIB = 1.0, 25.0
 
 
 @dataclass(frozen=True)
-class Way:
+class StepStrategy:
     """A way to synchronise the gradients of a step.
 
     Attributes:
@@ -105,9 +105,9 @@ class Way:
         return name if self.compression == "none" else f"{name}, {self.compression}"
 
 
-def usual_ways(
+def usual_strategies(
     bucket_mib: Sequence[float], *, torchs: bool = True, compressions: Iterable[str] = ()
-) -> list[Way]:
+) -> list[StepStrategy]:
     """Return the ways that a table of points has: all strategies, those with buckets at every size.
 
     Args:
@@ -117,9 +117,9 @@ def usual_ways(
         >>> [way.label for way in usual_ways([5.0], torchs=False)]
         ['naive', 'flat', 'overlap', 'bucketed 5 MiB', 'sharded 5 MiB', 'full-shard']
     """
-    ways = [Way("naive"), Way("flat"), Way("overlap")]
-    ways += [Way(strategy, size) for strategy in ("bucketed", "sharded") for size in bucket_mib]
-    ways += [Way("bucketed", None, name) for name in compressions] + [Way("full-shard")]
+    ways = [StepStrategy("naive"), StepStrategy("flat"), StepStrategy("overlap")]
+    ways += [StepStrategy(strategy, size) for strategy in ("bucketed", "sharded") for size in bucket_mib]
+    ways += [StepStrategy("bucketed", None, name) for name in compressions] + [StepStrategy("full-shard")]
     if torchs:
-        ways += [Way("ddp"), *(Way("ddp", size) for size in bucket_mib)]
+        ways += [StepStrategy("ddp"), *(StepStrategy("ddp", size) for size in bucket_mib)]
     return ways

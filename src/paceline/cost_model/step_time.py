@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.cost_model.bucket_layout import Best, best_bucket
+from paceline.cost_model.bucket_layout import BestBucket, best_bucket
 from paceline.cost_model.step_costs import StepCosts
 from paceline.cost_model.step_program import step_program
-from paceline.cost_model.step_simulator import Compute, Launch, Timeline, Wait, run
-from paceline.cost_model.step_strategy import Way
+from paceline.cost_model.step_simulator import Compute, Launch, SimulatedStep, Wait, simulate_step
+from paceline.cost_model.step_strategy import StepStrategy
 
-__all__ = ["StepTime", "best_of", "predict", "predict_all", "simulated_bucket"]
+__all__ = ["StepTime", "best_step", "predict_step", "predict_steps", "simulated_bucket"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StepTime:
         beyond: what of it was not measured, in words; None if all was.
     """
 
-    way: Way
+    way: StepStrategy
     forward: float
     backward: float
     exposed: float
@@ -54,11 +54,12 @@ class StepTime:
         return self.forward + self.backward + self.exposed + self.optimizer
 
 
-def predict(costs: StepCosts, way: Way, *, calls: float = 1.0) -> StepTime:
+def predict_step(costs: StepCosts, way: StepStrategy, *, calls: float = 1.0) -> StepTime:
     """Return what a step takes.
 
     Args:
-        costs: of the model, backend and network; see `paceline.cost_model.step_costs.pick`. way: how it synchronises.
+        costs: of the model, backend and network; see `paceline.cost_model.step_costs.pick_step_costs`. way:
+            how it synchronises.
         calls: what a step would take if exchanges took so many times as long: 0.5 for a network twice as fast.
 
     Raises:
@@ -68,8 +69,8 @@ def predict(costs: StepCosts, way: Way, *, calls: float = 1.0) -> StepTime:
     op = "reduce-scatter" if way.shares else "all-reduce"
     price = made.price(op)
 
-    def played(off: float = 1.0, computing: float = 1.0) -> Timeline:
-        return run(
+    def played(off: float = 1.0, computing: float = 1.0) -> SimulatedStep:
+        return simulate_step(
             [_scaled(step, calls * off, computing) for step in made.steps],
             lanes=price.channel.lanes,
             computing_slows=price.contention.computing_slows,
@@ -96,21 +97,21 @@ def predict(costs: StepCosts, way: Way, *, calls: float = 1.0) -> StepTime:
     )
 
 
-def predict_all(costs: StepCosts, ways: Iterable[Way]) -> list[StepTime]:
-    """Return what steps take, in the order of `ways`; see `predict`."""
-    return [predict(costs, way) for way in ways]
+def predict_steps(costs: StepCosts, ways: Iterable[StepStrategy]) -> list[StepTime]:
+    """Return what steps take, in the order of `ways`; see `predict_step`."""
+    return [predict_step(costs, way) for way in ways]
 
 
-def best_of(times: Sequence[StepTime]) -> StepTime:
+def best_step(times: Sequence[StepTime]) -> StepTime:
     """Return the shortest step of those that send gradients whole."""
     return min((each for each in times if each.way.compression == "none"), key=lambda each: each.seconds)
 
 
-def simulated_bucket(costs: StepCosts, op: str = "all-reduce") -> Best:
+def simulated_bucket(costs: StepCosts, op: str = "all-reduce") -> BestBucket:
     """Return the bucket size with the shortest backward, by simulation with the model's own sizes and ready times.
 
     Args:
-        costs: as for `predict`. op: the exchange in backward.
+        costs: as for `predict_step`. op: the exchange in backward.
     """
     ready = [each.ready for each in costs.step.parameters]
     return best_bucket(ready, costs.price(op).channel, backward_seconds=costs.step.buffered)

@@ -21,13 +21,13 @@ from paceline.errors import UsageError
 __all__ = ["with_samples"]
 
 
-class Served(int):
+class ServedBatch(int):
     """A number of samples that was put on a batch here, and is not the batch's own."""
 
     __slots__ = ()
 
 
-_NONE = Served(0)
+_NONE = ServedBatch(0)
 _PLAIN = (tuple, list, dict)
 
 
@@ -48,10 +48,10 @@ def with_samples(batch: Any, samples: int) -> Any:
     carrying = _CARRYING.get(kind)
     if carrying is not None:  # these have no attributes of their own
         batch = carrying(batch)
-        batch.samples = Served(samples)
+        batch.samples = ServedBatch(samples)
         return batch
     number = getattr(batch, "samples", _NONE)
-    own = not isinstance(number, Served)
+    own = not isinstance(number, ServedBatch)
     if own and not _is_number(number):
         raise UsageError(
             f"a batch of type {kind.__qualname__} has .samples of its own, which is no number but "
@@ -67,7 +67,7 @@ def with_samples(batch: Any, samples: int) -> Any:
             batch = tuple.__new__(_carrying(kind), batch)
         elif not samples:
             batch = copy.copy(batch)
-        batch.samples = Served(samples)
+        batch.samples = ServedBatch(samples)
     except (AttributeError, TypeError) as error:
         raise UsageError(
             f"a batch of type {kind.__qualname__} can't carry .samples",

@@ -20,20 +20,20 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._core.keyed_random import key_of
-from paceline.data.sampling.block_dispatch import Dealing
+from paceline._core.keyed_random import derive_key
+from paceline.data.sampling.block_dispatch import BlockDispatch
 from paceline.data.sampling.shuffle import LARGEST, Shuffle
-from paceline.data.sampling.uneven_policies import Portions
+from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.errors import UsageError, unknown
 
-__all__ = ["Epoch", "Layer", "Row", "ShuffleMode", "left_of"]
+__all__ = ["BatchRow", "Epoch", "EpochLayer", "ShuffleMode", "left_of"]
 
 Numbers = NDArray[np.int64]
 ShuffleMode = Literal["samples", "blocks", "none"]
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """All samples of a dataset, in the order of one epoch.
 
     Attributes:
@@ -76,11 +76,11 @@ class Row:
     @cached_property
     def _bijection(self) -> Shuffle:
         size = self.samples // self.block if self.shuffle == "blocks" else self.samples
-        return Shuffle(size, key_of(self.seed, self.epoch, 3))
+        return Shuffle(size, derive_key(self.seed, self.epoch, 3))
 
 
 @dataclass(frozen=True)
-class Layer:
+class EpochLayer:
     """A row that was dealt, of which every rank has taken its first samples.
 
     Attributes:
@@ -88,7 +88,7 @@ class Layer:
         taken: per rank, how many of its own samples it has used.
     """
 
-    dealing: Dealing
+    dealing: BlockDispatch
     taken: tuple[int, ...]
 
     @cached_property
@@ -135,10 +135,10 @@ class Epoch:
         UsageError: a dealing, of a layer or of the rest, is not one of what was left before it.
     """
 
-    row: Row
-    layers: tuple[Layer, ...]
-    dealing: Dealing
-    portions: Portions
+    row: BatchRow
+    layers: tuple[EpochLayer, ...]
+    dealing: BlockDispatch
+    portions: RankPortions
 
     def __post_init__(self) -> None:
         for done, dealing in enumerate([*(layer.dealing for layer in self.layers), self.dealing]):
@@ -150,7 +150,7 @@ class Epoch:
                 )
 
     def samples(self, rank: int, first: int, end: int) -> Numbers:
-        """Return which samples `rank` takes as its `first`-th to ``end - 1``-th; see `Portions.bounds`."""
+        """Return which samples `rank` takes as its `first`-th to ``end - 1``-th; see `RankPortions.bounds`."""
         numbers = np.arange(first, end, dtype=np.int64)
         count = self.dealing.count(rank)
         if end > count:
@@ -164,12 +164,12 @@ class Epoch:
         """Return which samples `rank` takes in `step`; none where it ran dry."""
         return self.samples(rank, *self.portions.bounds(rank, step))
 
-    def after(self, step: int) -> Layer:
+    def after(self, step: int) -> EpochLayer:
         """Return this epoch's dealing as a layer of which `step` steps are done."""
         ranks = range(self.dealing.ranks)
-        return Layer(self.dealing, tuple(self.portions.taken(rank, step) for rank in ranks))
+        return EpochLayer(self.dealing, tuple(self.portions.taken(rank, step) for rank in ranks))
 
 
-def left_of(row: Row, layers: Sequence[Layer]) -> int:
+def left_of(row: BatchRow, layers: Sequence[EpochLayer]) -> int:
     """Return how many samples of `row` are left after `layers`."""
     return layers[-1].left if layers else row.samples

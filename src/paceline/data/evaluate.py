@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from paceline._core.step_state import here, tally
+from paceline._core.step_state import step_state, wait_counters
 from paceline.data.loader import Loader
 from paceline.data.sampling.uneven_policies import EXACT
 from paceline.errors import MismatchError, UsageError
@@ -54,17 +54,17 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
             f"evaluating with uneven={loader.uneven!r}, which does not use every sample once",
             remedy="use uneven='join' (the default) or 'rebalance'",
         )
-    training, under_way = [module for module in model.modules() if module.training], tally.samples
+    training, under_way = [module for module in model.modules() if module.training], wait_counters.samples
     model.eval()
     sums = Sums()
     try:
-        with torch.no_grad(), here.during("eval"):
+        with torch.no_grad(), step_state.during("eval"):
             for number, batch in enumerate(loader):
                 sums.take(number, measure(model, batch), batch.samples)
     finally:
         for module in training:
             module.training = True
-        tally.samples = under_way  # of the training step that this is in the middle of
+        wait_counters.samples = under_way  # of the training step that this is in the middle of
     sums.verify(loader.group)
     mine = torch.tensor([sums.of[name] for name in sums.names], dtype=torch.float64)
     totals = torch.stack(gather_rows(mine, loader.group)).sum(0).tolist()

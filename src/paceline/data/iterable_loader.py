@@ -20,14 +20,14 @@ from torch.distributed import ProcessGroup
 
 from paceline.data.counted_batch import with_samples
 from paceline.data.sampling.block_dispatch import Scheme
-from paceline.data.sampling.rank_shares import Shares
-from paceline.data.stream_reader import Collated, Collating, PrepareWorker, Reading, Stream, StreamLayer
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.stream_reader import Collated, Collating, PrepareWorker, RankReader, Stream, StreamLayer
 from paceline.data.stream_state import StreamState
-from paceline.data.torch_dataloader import Fetch, Fetcher
+from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UnevenData, UsageError
 from paceline.world.object_collectives import RowsUnderWay, gather_rows_ahead
 
-__all__ = ["StreamRecipe", "Streamed"]
+__all__ = ["IterableLoader", "StreamRecipe"]
 
 log = logging.getLogger("paceline.data")
 
@@ -43,7 +43,7 @@ class StreamRecipe:
         uneven: the policy; a stream can't be rebalanced.
     """
 
-    shares: Shares | None
+    shares: RankShares | None
     block: int
     scheme: Scheme
     seed: int
@@ -64,7 +64,7 @@ FAILED = -1
 _NOTHING = Announced(0, 0, 0, 0)
 
 
-class Streamed:
+class IterableLoader:
     """The course of one rank through an iterable dataset.
 
     Args:
@@ -81,13 +81,13 @@ class Streamed:
         recipe: StreamRecipe,
         place: tuple[int, int],
         group: ProcessGroup | None,
-        fetch: Fetch,
+        fetch: LoaderOptions,
     ) -> None:
         self.dataset, self.recipe, self.group = dataset, recipe, group
         self.rank, self.ranks = place
         self.epoch = self.step = 0
         self._fetch = fetch
-        self._fetcher: tuple[list[StreamLayer], Fetcher] | None = None
+        self._fetcher: tuple[list[StreamLayer], BatchFetcher] | None = None
         self._begun = self._over = self._asked = False
         self._layers = [self._new_layer()]
         self._fetcher_of(self._layers)  # torch's DataLoader refuses options that make no sense
@@ -216,7 +216,7 @@ class Streamed:
         """Yield this rank's batches of what is left after `layers`, whatever they count later."""
         return self._fetcher_of(layers).run((self.epoch,), self.step, lambda _step: "")
 
-    def _fetcher_of(self, layers: list[StreamLayer]) -> Fetcher:
+    def _fetcher_of(self, layers: list[StreamLayer]) -> BatchFetcher:
         layers = [layer.now() for layer in layers]
         if self._fetcher is None or self._fetcher[0] != layers:
             options = replace(
@@ -224,9 +224,9 @@ class Streamed:
                 collate_fn=Collating(self._fetch.collate_fn),
                 worker_init_fn=PrepareWorker(self._fetch.worker_init_fn),
             )
-            stream = Stream(self.dataset, Reading(self.rank, layers))
+            stream = Stream(self.dataset, RankReader(self.rank, layers))
             more = {"batch_size": self.recipe.batch_size, "drop_last": self.recipe.uneven == "drop"}
-            self._fetcher = layers, Fetcher(stream, options, self.rank, self.recipe.seed, **more)
+            self._fetcher = layers, BatchFetcher(stream, options, self.rank, self.recipe.seed, **more)
         return self._fetcher[1]
 
     def _again(self, before: list[StreamLayer]) -> Iterator[Collated]:

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
-from paceline._core.step_state import here, tally
-from paceline.data.epoch_plan import Row, ShuffleMode
-from paceline.data.iterable_loader import Streamed, StreamRecipe
-from paceline.data.loader_position import Recipe
-from paceline.data.map_loader import Indexed, Learning
-from paceline.data.sampling.block_dispatch import Scheme, deal
-from paceline.data.sampling.rank_shares import Shares
-from paceline.data.sampling.uneven_policies import Policy, check_cut
-from paceline.data.torch_dataloader import Fetch
+from paceline._core.step_state import step_state, wait_counters
+from paceline.data.epoch_plan import BatchRow, ShuffleMode
+from paceline.data.iterable_loader import IterableLoader, StreamRecipe
+from paceline.data.loader_position import LoaderRecipe
+from paceline.data.map_loader import Learning, MapLoader
+from paceline.data.sampling.block_dispatch import Scheme, dispatch_blocks
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.sampling.uneven_policies import UnevenPolicy, check_cut
+from paceline.data.torch_dataloader import LoaderOptions
 from paceline.errors import UsageError, unknown
 from paceline.world.object_collectives import place_in, verify_same
 
@@ -80,7 +80,7 @@ class Loader:
         dispatch: Scheme = "round_robin",
         block: int = 1,
         shares: Sequence[float] | Literal["measured"] | None = None,
-        uneven: Policy = "join",
+        uneven: UnevenPolicy = "join",
         seed: int = 0,
         shuffle: bool | Literal["blocks"] = True,
         num_workers: int = 0,
@@ -101,7 +101,7 @@ class Loader:
         if self._place[0] < 0:
             raise UsageError("this process is not in the group", remedy="make the Loader on its members only")
         _check_said(shuffle, seed, shares)
-        fetch = Fetch(
+        fetch = LoaderOptions(
             num_workers,
             collate_fn,
             pin_memory,
@@ -112,23 +112,25 @@ class Loader:
             persistent_workers,
         )
         learning = _learning(shares, uneven, redeal_every)
-        fixed = Shares.equal(self._place[1]) if isinstance(shares, str) else shares
-        self._course: Indexed | Streamed
+        fixed = RankShares.equal(self._place[1]) if isinstance(shares, str) else shares
+        self._course: MapLoader | IterableLoader
         if isinstance(dataset, IterableDataset):
             if learning is not None or shuffle == "blocks":
                 what = "shares='measured'" if learning is not None else "shuffle='blocks'"
                 raise UsageError(f"{what} with an iterable dataset", remedy=_NEEDS_LENGTH)
             recipe = _stream_recipe(stream, dispatch, block, fixed, seed, batch_size, uneven, self._place[1])
-            self._course = Streamed(dataset, recipe, self._place, self.group, fetch)
+            self._course = IterableLoader(dataset, recipe, self._place, self.group, fetch)
         else:
             if stream is not None:
                 raise UsageError(f"stream={stream!r} with a map-style dataset", remedy="leave stream out")
             samples = _length_of(dataset)
-            row = Row(samples, _MODES[shuffle], block if shuffle == "blocks" else 1, seed)
-            dealing = deal(samples, self._place[1], block=block, scheme=dispatch, shares=fixed, seed=seed)
-            cut: Policy = uneven if learning is None else "rebalance"
-            recipe = Recipe(dealing.shares, block, dispatch, batch_size, cut)
-            self._course = Indexed(dataset, row, recipe, self._place, self.group, fetch, learning)
+            row = BatchRow(samples, _MODES[shuffle], block if shuffle == "blocks" else 1, seed)
+            dealing = dispatch_blocks(
+                samples, self._place[1], block=block, scheme=dispatch, shares=fixed, seed=seed
+            )
+            cut: UnevenPolicy = uneven if learning is None else "rebalance"
+            recipe = LoaderRecipe(dealing.shares, block, dispatch, batch_size, cut)
+            self._course = MapLoader(dataset, row, recipe, self._place, self.group, fetch, learning)
         self._iteration = 0
         self._told = False
 
@@ -157,17 +159,17 @@ class Loader:
         try:
             if iteration != self._iteration:
                 raise self._left_behind()
-            here.enter("data")
+            step_state.enter("data")
             for batch in self._course.batches():
-                tally.samples = batch.samples
-                here.enter("outside")
+                wait_counters.samples = batch.samples
+                step_state.enter("outside")
                 yield batch
-                here.enter("data")
+                step_state.enter("data")
                 if iteration != self._iteration:
                     raise self._left_behind()
-            here.enter("outside")
+            step_state.enter("outside")
         finally:
-            tally.samples = None
+            wait_counters.samples = None
 
     def _left_behind(self) -> UsageError:
         return UsageError(
@@ -280,10 +282,10 @@ def _stream_recipe(
     stream: str | None,
     dispatch: Scheme,
     block: int,
-    shares: Sequence[float] | Shares | None,
+    shares: Sequence[float] | RankShares | None,
     seed: int,
     batch_size: int,
-    uneven: Policy,
+    uneven: UnevenPolicy,
     ranks: int,
 ) -> StreamRecipe:
     """Return how an iterable dataset is dealt and cut.
@@ -297,7 +299,7 @@ def _stream_recipe(
     if uneven == "rebalance":
         raise UsageError("uneven='rebalance' with an iterable dataset", remedy=_NEEDS_LENGTH)
     if stream == "whole":
-        dealt = deal(0, ranks, block=block, scheme=dispatch, shares=shares, seed=seed).shares
+        dealt = dispatch_blocks(0, ranks, block=block, scheme=dispatch, shares=shares, seed=seed).shares
         if uneven in ("truncate", "drop", "pad") and 0 in dealt.parts:
             rank = dealt.parts.index(0)
             raise UsageError(

@@ -16,37 +16,37 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from paceline._core.keyed_random import key_of
-from paceline.data.epoch_plan import Epoch, Layer, Row, left_of
-from paceline.data.sampling.block_dispatch import Dealing, Scheme
-from paceline.data.sampling.rank_shares import Shares
-from paceline.data.sampling.uneven_policies import Policy, Portions
+from paceline._core.keyed_random import derive_key
+from paceline.data.epoch_plan import BatchRow, Epoch, EpochLayer, left_of
+from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 from paceline.errors import UsageError
 
-__all__ = ["FORMAT", "Position", "Recipe"]
+__all__ = ["FORMAT", "LoaderPosition", "LoaderRecipe"]
 
 FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LoaderRecipe:
     """How an epoch, or what is left of one, is dealt and cut.
 
     Attributes:
         shares: of the ranks; their number is the number of ranks.
-        block, scheme: as in `Dealing`.
-        batch_size, uneven: as in `Portions`.
+        block, scheme: as in `BlockDispatch`.
+        batch_size, uneven: as in `RankPortions`.
     """
 
-    shares: Shares
+    shares: RankShares
     block: int
     scheme: Scheme
     batch_size: int
-    uneven: Policy
+    uneven: UnevenPolicy
 
 
 @dataclass(frozen=True)
-class Position:
+class LoaderPosition:
     """A place in an epoch.
 
     Attributes:
@@ -58,7 +58,7 @@ class Position:
     step: int = 0
 
     @classmethod
-    def start(cls, row: Row, recipe: Recipe) -> Position:
+    def start(cls, row: BatchRow, recipe: LoaderRecipe) -> LoaderPosition:
         """Return the beginning of the epoch `row`."""
         return cls(_dealt(row, (), recipe))
 
@@ -67,7 +67,7 @@ class Position:
         """Steps that are left."""
         return self.epoch.portions.steps - self.step
 
-    def dealt_again(self, recipe: Recipe) -> Position:
+    def dealt_again(self, recipe: LoaderRecipe) -> LoaderPosition:
         """Return this place, with what is left dealt anew by `recipe`; the same where nothing changes.
 
         Raises:
@@ -77,13 +77,15 @@ class Position:
             return self
         epoch = self.epoch
         layers = (*epoch.layers, epoch.after(self.step)) if self.step else epoch.layers
-        return Position(_dealt(epoch.row, layers, recipe))
+        return LoaderPosition(_dealt(epoch.row, layers, recipe))
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> LoaderRecipe:
         """How what is left is dealt and cut."""
         dealing, portions = self.epoch.dealing, self.epoch.portions
-        return Recipe(dealing.shares, dealing.block, dealing.scheme, portions.batch_size, portions.policy)
+        return LoaderRecipe(
+            dealing.shares, dealing.block, dealing.scheme, portions.batch_size, portions.policy
+        )
 
     # ------------------------------------------------------------------ as JSON
 
@@ -105,7 +107,7 @@ class Position:
         }
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Position:
+    def of(cls, state: Mapping[str, Any]) -> LoaderPosition:
         """Return the place that `state` tells.
 
         Raises:
@@ -117,7 +119,7 @@ class Position:
                 f"a loader's state of format {found!r}", remedy=f"this version reads format {FORMAT}"
             )
         try:
-            row = Row(
+            row = BatchRow(
                 _whole(state["samples"]),
                 state["shuffle"],
                 _whole(state["shuffle_block"]),
@@ -126,7 +128,7 @@ class Position:
             )
             layers = tuple(_layer(each) for each in state["done"])
             dealing = _dealing(state["dealt"])
-            portions = Portions(dealing.counts, _whole(state["batch_size"]), state["uneven"])
+            portions = RankPortions(dealing.counts, _whole(state["batch_size"]), state["uneven"])
             step = _whole(state["step"])
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, UsageError):
@@ -140,7 +142,7 @@ class Position:
         return cls(Epoch(row, layers, dealing, portions), step)
 
 
-def _dealt(row: Row, layers: tuple[Layer, ...], recipe: Recipe) -> Epoch:
+def _dealt(row: BatchRow, layers: tuple[EpochLayer, ...], recipe: LoaderRecipe) -> Epoch:
     left = left_of(row, layers)
     if not left:
         raise UsageError("no samples are left to deal", remedy="begin the next epoch")
@@ -149,18 +151,18 @@ def _dealt(row: Row, layers: tuple[Layer, ...], recipe: Recipe) -> Epoch:
     )
 
 
-def _seed(row: Row, layer: int) -> int:
+def _seed(row: BatchRow, layer: int) -> int:
     """Return what decides a dealing by chance; the first one's is the seed itself, as in a forecast."""
-    return key_of(row.seed, row.epoch, layer, 6) if row.epoch or layer else row.seed
+    return derive_key(row.seed, row.epoch, layer, 6) if row.epoch or layer else row.seed
 
 
 @lru_cache(maxsize=8)  # dealt in turns, every epoch is cut alike
-def _cut(samples: int, recipe: Recipe, seed: int) -> tuple[Dealing, Portions]:
-    dealing = Dealing(samples, recipe.shares, min(recipe.block, samples), recipe.scheme, seed)
-    return dealing, Portions(dealing.counts, recipe.batch_size, recipe.uneven)
+def _cut(samples: int, recipe: LoaderRecipe, seed: int) -> tuple[BlockDispatch, RankPortions]:
+    dealing = BlockDispatch(samples, recipe.shares, min(recipe.block, samples), recipe.scheme, seed)
+    return dealing, RankPortions(dealing.counts, recipe.batch_size, recipe.uneven)
 
 
-def _plain(dealing: Dealing) -> dict[str, Any]:
+def _plain(dealing: BlockDispatch) -> dict[str, Any]:
     return {
         "samples": dealing.samples,
         "parts": list(dealing.shares.parts),
@@ -170,19 +172,19 @@ def _plain(dealing: Dealing) -> dict[str, Any]:
     }
 
 
-def _dealing(plain: Mapping[str, Any]) -> Dealing:
-    shares = Shares(tuple(_whole(part) for part in plain["parts"]))
+def _dealing(plain: Mapping[str, Any]) -> BlockDispatch:
+    shares = RankShares(tuple(_whole(part) for part in plain["parts"]))
     samples, block, seed = (_whole(plain[name]) for name in ("samples", "block", "seed"))
-    return Dealing(samples, shares, block, plain["scheme"], seed)
+    return BlockDispatch(samples, shares, block, plain["scheme"], seed)
 
 
-def _layer(plain: Mapping[str, Any]) -> Layer:
+def _layer(plain: Mapping[str, Any]) -> EpochLayer:
     dealing, taken = _dealing(plain), tuple(_whole(each) for each in plain["taken"])
     if len(taken) != dealing.ranks or any(
         not 0 <= each <= count for each, count in zip(taken, dealing.counts, strict=True)
     ):
         raise ValueError(f"taken {taken} of {dealing.counts}")
-    return Layer(dealing, taken)
+    return EpochLayer(dealing, taken)
 
 
 def _whole(value: object) -> int:

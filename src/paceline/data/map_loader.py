@@ -15,16 +15,22 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
-from paceline._core.step_state import tally
+from paceline._core.step_state import wait_counters
 from paceline.data.counted_batch import with_samples
-from paceline.data.epoch_plan import Row
-from paceline.data.loader_position import Position, Recipe
-from paceline.data.sampling.rank_shares import WORTH_IT, Pace, blended, largest_change, shares_of
-from paceline.data.torch_dataloader import Fetch, Fetcher
+from paceline.data.epoch_plan import BatchRow
+from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.sampling.rank_shares import (
+    WORTH_IT,
+    ThroughputEstimate,
+    blended,
+    largest_change,
+    shares_of,
+)
+from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UsageError
 from paceline.world.object_collectives import gather_rows
 
-__all__ = ["Indexed", "Learning"]
+__all__ = ["Learning", "MapLoader"]
 
 log = logging.getLogger("paceline.data")
 
@@ -43,7 +49,7 @@ _UNSEEN = (
 class Numbers(Sampler[list[int]]):
     """The numbers of the samples of each batch of one rank, from a position to the end of its epoch."""
 
-    def __init__(self, rank: int, position: Position) -> None:
+    def __init__(self, rank: int, position: LoaderPosition) -> None:
         self.rank, self.position = rank, position
         self.sizes: deque[int] = deque()
         """How many samples the batches have that were asked for and not handed out."""
@@ -79,7 +85,7 @@ class Learning:
     speeds: list[float] | None = None
 
 
-class Indexed:
+class MapLoader:
     """The course of one rank through a map-style dataset.
 
     Args:
@@ -95,36 +101,36 @@ class Indexed:
     def __init__(
         self,
         dataset: Any,
-        row: Row,
-        recipe: Recipe,
+        row: BatchRow,
+        recipe: LoaderRecipe,
         place: tuple[int, int],
         group: ProcessGroup | None,
-        fetch: Fetch,
+        fetch: LoaderOptions,
         learning: Learning | None,
     ) -> None:
         self.dataset, self.group, self.learning = dataset, group, learning
         self.rank, self.ranks = place
         self.recipe = recipe
-        self.position = Position.start(row, recipe)
-        self._pace, self._waits = Pace(), tally.waits
+        self.position = LoaderPosition.start(row, recipe)
+        self._pace, self._waits = ThroughputEstimate(), wait_counters.waits
         self._begun = False  # an iteration from this position has begun
         self._asked = False  # for this epoch, though nothing may be left of it
         self._said = False  # that speeds can't be seen
         self._earlier = 0  # steps of this epoch before it was dealt again
         self._numbers = Numbers(self.rank, self.position)
-        self._fetcher = Fetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
+        self._fetcher = BatchFetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
 
     # ------------------------------------------------------------------ where it stands
 
     @property
-    def position(self) -> Position:
+    def position(self) -> LoaderPosition:
         """The place in the epoch."""
         if self._position.step != self._step:
-            self._position = Position(self._position.epoch, self._step)
+            self._position = LoaderPosition(self._position.epoch, self._step)
         return self._position
 
     @position.setter
-    def position(self, position: Position) -> None:
+    def position(self, position: LoaderPosition) -> None:
         self._position, self._step = position, position.step
 
     @property
@@ -186,7 +192,7 @@ class Indexed:
                 "the state is of a loader of an iterable dataset; this one's is map-style",
                 remedy="resume with the dataset that the state was taken with",
             )
-        found = Position.of(state)
+        found = LoaderPosition.of(state)
         _check_same_row(found.epoch.row, self.position.epoch.row)
         if self.learning is not None and found.recipe.shares.ranks == self.ranks:
             self.learning.speeds = _speeds_in(state, self.ranks)
@@ -194,7 +200,7 @@ class Indexed:
         self.position, self._earlier = self._dealt_again(found), 0
         self._begun = self._asked = False
 
-    def _dealt_again(self, found: Position) -> Position:
+    def _dealt_again(self, found: LoaderPosition) -> LoaderPosition:
         """Return `found`, dealt to the present ranks; its end, where that leaves no step to be made."""
         if not found.left:
             return found
@@ -206,7 +212,7 @@ class Indexed:
             log.warning(
                 "what is left of epoch %d makes no step on %d ranks", found.epoch.row.epoch, self.ranks
             )
-            return Position(found.epoch, found.epoch.portions.steps)
+            return LoaderPosition(found.epoch, found.epoch.portions.steps)
 
     def begin(self) -> None:
         """Go on from the place that was loaded or asked for, else to the next epoch."""
@@ -216,7 +222,7 @@ class Indexed:
 
     def _start(self, epoch: int) -> None:
         row = replace(self.position.epoch.row, epoch=epoch)
-        self.position, self._earlier = Position.start(row, self.recipe), 0
+        self.position, self._earlier = LoaderPosition.start(row, self.recipe), 0
         self._begun = False
 
     # ------------------------------------------------------------------ batches
@@ -241,7 +247,7 @@ class Indexed:
         every = learning.every if learning is not None else None
         fetched = self._fetcher.run((epoch.row.epoch, len(epoch.layers)), first, self._contents)
         if learning is not None:
-            started, waited = time.perf_counter(), tally.waited_seconds
+            started, waited = time.perf_counter(), wait_counters.waited_seconds
         for step, batch in enumerate(fetched, first):
             samples = sizes.popleft()
             self._step = step + 1
@@ -249,10 +255,12 @@ class Indexed:
             if learning is None:
                 continue
             if step > first:  # what is slow only once, at the start, says nothing
-                self._pace.note(samples, time.perf_counter() - started - (tally.waited_seconds - waited))
+                self._pace.note(
+                    samples, time.perf_counter() - started - (wait_counters.waited_seconds - waited)
+                )
             if every is not None and (step + 1) % every == 0 and self._learn():
                 return
-            started, waited = time.perf_counter(), tally.waited_seconds
+            started, waited = time.perf_counter(), wait_counters.waited_seconds
         if self._step < epoch.portions.steps:
             raise DataError(
                 f"batch {self._step} of epoch {epoch.row.epoch} ended the iteration{self._contents(self._step)}",
@@ -276,7 +284,7 @@ class Indexed:
         """
         if self.learning is None or self.ranks == 1 or not self.position.left:
             return False
-        waits, self._waits = tally.waits - self._waits, tally.waits
+        waits, self._waits = wait_counters.waits - self._waits, wait_counters.waits
         told = torch.tensor([self._pace.take(), float(waits)], dtype=torch.float64)
         speeds, waits_of_rank = zip(*(row.tolist() for row in gather_rows(told, self.group)), strict=True)
         if not any(speeds):
@@ -315,7 +323,7 @@ def _speeds_in(state: Mapping[str, Any], ranks: int) -> list[float] | None:
     return speeds
 
 
-def _check_same_row(found: Row, own: Row) -> None:
+def _check_same_row(found: BatchRow, own: BatchRow) -> None:
     """Raise unless both are the same samples in the same order, but for the epoch."""
     for name, told in (
         ("samples", "a dataset of {} samples"),

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from paceline._core.keyed_random import key_of, mixed
+from paceline._core.keyed_random import derive_key, keyed_hash
 from paceline.data.sampling.block_dispatch import Scheme
-from paceline.data.sampling.rank_shares import Shares, Turns
+from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 
-__all__ = ["Collated", "Collating", "PrepareWorker", "Reading", "Stream", "StreamLayer", "checksum"]
+__all__ = ["Collated", "Collating", "PrepareWorker", "RankReader", "Stream", "StreamLayer", "checksum"]
 
 _AT_ONCE = 1024
 
@@ -40,7 +40,7 @@ class StreamLayer:
         taken: per rank and worker, how many of its own samples it has used.
     """
 
-    shares: Shares | None
+    shares: RankShares | None
     block: int
     scheme: Scheme
     seed: int
@@ -54,21 +54,23 @@ class StreamLayer:
         """Yield whose each sample of a worker's stream is, without end; `rank` reads it."""
         if self.shares is None:
             return repeat(rank)
-        blocks = cycle(Turns.of(self.shares).owners.tolist()) if self.scheme != "random" else self._drawn()
+        blocks = (
+            cycle(TurnOrder.of(self.shares).owners.tolist()) if self.scheme != "random" else self._drawn()
+        )
         return chain.from_iterable(repeat(owner, self.block) for owner in blocks)
 
     def _drawn(self) -> Iterator[int]:
         """Yield an owner for each block, drawn with the shares as chances."""
         assert self.shares is not None, "there is only one owner otherwise"
-        ends, key = np.cumsum(self.shares.parts), key_of(self.seed, 6)
+        ends, key = np.cumsum(self.shares.parts), derive_key(self.seed, 6)
         for first in count(0, _AT_ONCE):
-            drawn = mixed(np.arange(first, first + _AT_ONCE, dtype=np.uint64), key) >> np.uint64(32)
+            drawn = keyed_hash(np.arange(first, first + _AT_ONCE, dtype=np.uint64), key) >> np.uint64(32)
             places = drawn * np.uint64(self.shares.whole) >> np.uint64(32)
             yield from np.searchsorted(ends, places, side="right").tolist()
 
 
 @dataclass
-class Reading:
+class RankReader:
     """Which samples of its streams a rank reads.
 
     Attributes:
@@ -104,7 +106,7 @@ class Stream(IterableDataset):
     `first` tells the first sample that the worker saw, of whichever rank: a checksum, 0 where it has none.
     """
 
-    def __init__(self, dataset: Any, reading: Reading) -> None:
+    def __init__(self, dataset: Any, reading: RankReader) -> None:
         self.dataset, self.reading = dataset, reading
 
     def __iter__(self) -> Iterator[tuple[int, int, Any]]:

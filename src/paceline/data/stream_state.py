@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.data.sampling.block_dispatch import deal
-from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.block_dispatch import dispatch_blocks
+from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.stream_reader import StreamLayer
 from paceline.errors import UsageError
 
@@ -110,8 +110,8 @@ def _layer(plain: Mapping[str, Any], workers: int) -> StreamLayer:
         or any(worker >= max(1, workers) for each in taken for worker in each)
     ):
         raise ValueError(f"taken {plain['taken']} of {workers} workers, seed {seed!r}")
-    shares = None if parts is None else Shares(tuple(_whole(part) for part in parts))
-    block = deal(0, len(taken), block=plain["block"], scheme=scheme, shares=shares).block
+    shares = None if parts is None else RankShares(tuple(_whole(part) for part in parts))
+    block = dispatch_blocks(0, len(taken), block=plain["block"], scheme=scheme, shares=shares).block
     return StreamLayer(shares, block, scheme, seed, taken)
 
 

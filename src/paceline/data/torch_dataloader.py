@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.errors import DataError
 
-__all__ = ["Fetch", "Fetcher"]
+__all__ = ["BatchFetcher", "LoaderOptions"]
 
 
 @dataclass(frozen=True)
-class Fetch:
+class LoaderOptions:
     """How samples become batches: options of ``torch.utils.data.DataLoader``, under its names."""
 
     num_workers: int = 0
@@ -29,7 +29,7 @@ class Fetch:
     persistent_workers: bool = False
 
 
-class Fetcher:
+class BatchFetcher:
     """A DataLoader that is run through once an epoch or more often, with workers that may stay.
 
     Args:
@@ -40,7 +40,7 @@ class Fetcher:
         more: further arguments for the DataLoader.
     """
 
-    def __init__(self, dataset: Any, options: Fetch, rank: int, seed: int, **more: Any) -> None:
+    def __init__(self, dataset: Any, options: LoaderOptions, rank: int, seed: int, **more: Any) -> None:
         self._rank, self._seed = rank, seed
         self._generator = torch.Generator()
         self._loader = DataLoader(dataset, **vars(options), generator=self._generator, **more)
@@ -57,7 +57,7 @@ class Fetcher:
             DataError: the dataset, the collate function or a worker raised; names rank, epoch, batch, samples.
         """
         epoch = place[0]
-        self._generator.manual_seed(key_of(self._seed, *place, step, self._rank, 5) >> 1)
+        self._generator.manual_seed(derive_key(self._seed, *place, step, self._rank, 5) >> 1)
         try:
             for batch in self._loader:
                 yield batch

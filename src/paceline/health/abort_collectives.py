@@ -27,16 +27,16 @@ from collections.abc import Collection, Iterator
 import torch
 import torch.distributed as dist
 
-from paceline.backends.group_base import Membership
+from paceline.backends.group_base import GroupBase
 from paceline.errors import PeerFailed
 
-__all__ = ["EXIT_CODE", "abandon_groups", "end_process", "raise_in", "sockets_of_gloo"]
+__all__ = ["EXIT_CODE", "abort_groups", "end_process", "raise_in", "sockets_of_gloo"]
 
 EXIT_CODE = 70
 """Of a process that could not be freed (EX_SOFTWARE in sysexits.h)."""
 
 
-def abandon_groups(reason: PeerFailed, own_files: Collection[int]) -> None:
+def abort_groups(reason: PeerFailed, own_files: Collection[int]) -> None:
     """Have every call on every process group, under way or to come, fail.
 
     Args:
@@ -45,7 +45,7 @@ def abandon_groups(reason: PeerFailed, own_files: Collection[int]) -> None:
     """
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
-        if isinstance(group, Membership):
+        if isinstance(group, GroupBase):
             group.abandon(reason)
         if torch.cuda.is_available():
             threading.Thread(target=_abort_nccl, args=(group,), name="paceline abort", daemon=True).start()

@@ -21,9 +21,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline._core.step_state import PHASES
-from paceline.health.heartbeat import Notice, Row
+from paceline.health.heartbeat import FailureNotice, Heartbeat
 
-__all__ = ["CERTAIN", "Limits", "Seen", "Verdict", "judge", "late", "position", "waited"]
+__all__ = [
+    "CERTAIN",
+    "Attribution",
+    "RankObservation",
+    "StallLimits",
+    "attribute_failure",
+    "late",
+    "position",
+    "waited",
+]
 
 CERTAIN = ("raised", "gone")
 """Verdicts that need no waiting."""
@@ -46,7 +55,7 @@ _HURRIED_SECONDS = 1.5
 
 
 _LEAST_BEATS = 1.75
-"""So long all ranks of a lost host are silent, and not only some; see `Limits.sooner`."""
+"""So long all ranks of a lost host are silent, and not only some; see `StallLimits.sooner`."""
 
 
 _LONG_TASKS = ("checkpoint", "eval")
@@ -54,7 +63,7 @@ _LONG_TASKS = ("checkpoint", "eval")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankObservation:
     """What this rank knows of a rank.
 
     Attributes:
@@ -70,7 +79,7 @@ class Seen:
 
     rank: int
     host: str
-    row: Row | None = None
+    row: Heartbeat | None = None
     silent: float = 0.0
     link: str = "open"
     link_seconds: float = 0.0
@@ -79,7 +88,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Limits:
+class StallLimits:
     """How long is too long.
 
     Attributes:
@@ -92,13 +101,13 @@ class Limits:
     lost: float = 15.0
     beat: float = 1.0
 
-    def sooner(self, seconds: float, beat: float) -> Limits:
+    def sooner(self, seconds: float, beat: float) -> StallLimits:
         """Return when to suspect a rank that is to be named within these limits, if naming takes `seconds` more.
 
         Short limits stay: a suspicion needs some beats, to tell apart who is silent.
         """
         least = _LEAST_BEATS * beat
-        return Limits(
+        return StallLimits(
             max(self.stall - seconds, min(self.stall, least)),
             max(self.lost - seconds, min(self.lost, least)),
             beat,
@@ -106,7 +115,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Attribution:
     """Who is to blame.
 
     Attributes:
@@ -129,9 +138,14 @@ class Verdict:
         return self.kind in CERTAIN
 
 
-def judge(
-    me: int, seen: Sequence[Seen], notices: Sequence[Notice], limits: Limits, *, hurried: bool = False
-) -> Verdict | None:
+def attribute_failure(
+    me: int,
+    seen: Sequence[RankObservation],
+    notices: Sequence[FailureNotice],
+    limits: StallLimits,
+    *,
+    hurried: bool = False,
+) -> Attribution | None:
     """Return who is to blame, None if nobody is.
 
     Args:
@@ -148,7 +162,7 @@ def judge(
         return _shared(min(told, key=lambda each: (each.rank, each.by)))
     patience = limits
     if hurried:
-        patience = Limits(
+        patience = StallLimits(
             min(limits.stall, _HURRIED_SECONDS), min(limits.lost, _HURRIED_SECONDS), limits.beat
         )
     out = _out(notices)
@@ -160,44 +174,49 @@ def judge(
 
 
 def late(
-    seen: Sequence[Seen], notices: Sequence[Notice], seconds: float, beat: float = Limits.beat
-) -> Verdict | None:
+    seen: Sequence[RankObservation],
+    notices: Sequence[FailureNotice],
+    seconds: float,
+    beat: float = StallLimits.beat,
+) -> Attribution | None:
     """Return for whom others have waited `seconds`, whether or not it is at work: worth a word."""
     out = _out(notices)
     there = [each for each in seen if each.rank not in out]
-    return _behind(there, notices, Limits(seconds, seconds, beat), at_work=True)
+    return _behind(there, notices, StallLimits(seconds, seconds, beat), at_work=True)
 
 
-def waited(seen: Seen, limits: Limits) -> float:
+def waited(seen: RankObservation, limits: StallLimits) -> float:
     """Return for how long a rank has waited for others, 0 if it does not, or was not heard of late."""
     if seen.row is None or not seen.row.waiting or _is_silent(seen, limits):
         return 0.0
     return seen.row.age + seen.silent
 
 
-def _is_silent(seen: Seen, limits: Limits) -> bool:
+def _is_silent(seen: RankObservation, limits: StallLimits) -> bool:
     """Return whether a rank is silent for so long that its stack would have come, if it can tell it."""
     return seen.silent > 2 * limits.beat
 
 
-def position(row: Row | None) -> tuple[int, int, int]:
+def position(row: Heartbeat | None) -> tuple[int, int, int]:
     """Return how far a rank has come: step, phase, bucket; one that was never heard of, not at all."""
     if row is None:
         return -1, 0, -1
     return row.step, PHASES.index(row.phase) if row.phase in PHASES else len(PHASES), row.bucket
 
 
-def _out(notices: Sequence[Notice]) -> set[int]:
+def _out(notices: Sequence[FailureNotice]) -> set[int]:
     """Return the ranks that left in order, or because of another one."""
     return {notice.rank for notice in notices if notice.kind in ("done", "leaves")}
 
 
-def _shared(notice: Notice) -> Verdict:
+def _shared(notice: FailureNotice) -> Attribution:
     rank = notice.rank if notice.rank >= 0 else None
-    return Verdict(notice.name, rank, notice.ago, notice.others, notice.by)
+    return Attribution(notice.name, rank, notice.ago, notice.others, notice.by)
 
 
-def _certain(seen: Sequence[Seen], notices: Sequence[Notice], limits: Limits) -> Verdict | None:
+def _certain(
+    seen: Sequence[RankObservation], notices: Sequence[FailureNotice], limits: StallLimits
+) -> Attribution | None:
     """Return the first failure that somebody knows of for certain."""
     out = _out(notices)
     raised = {notice.rank: notice.ago for notice in notices if notice.kind == "raised"}
@@ -218,10 +237,10 @@ def _certain(seen: Sequence[Seen], notices: Sequence[Notice], limits: Limits) ->
     by_itself = [rank for rank in began if not _was_asked(codes.get(rank))] or list(began)
     first = max(by_itself, key=lambda rank: (began[rank], -rank))
     if first in raised:
-        return Verdict("raised", first, raised[first])
+        return Attribution("raised", first, raised[first])
     together = [rank for rank in by_itself if rank in gone and gone[first] - gone[rank] < _TOGETHER_SECONDS]
     first = min(together, key=lambda rank: (codes.get(rank) == _ABORTED, rank))
-    return Verdict("gone", first, gone[first], tuple(sorted(rank for rank in gone if rank != first)))
+    return Attribution("gone", first, gone[first], tuple(sorted(rank for rank in gone if rank != first)))
 
 
 def _was_asked(code: int | None) -> bool:
@@ -229,17 +248,17 @@ def _was_asked(code: int | None) -> bool:
     return code in (-2, -15)
 
 
-def _done(notices: Sequence[Notice], rank: int) -> bool:
+def _done(notices: Sequence[FailureNotice], rank: int) -> bool:
     return any(notice.kind == "done" and notice.rank == rank for notice in notices)
 
 
-def _longest(seen: Sequence[Seen], limits: Limits) -> Seen | None:
+def _longest(seen: Sequence[RankObservation], limits: StallLimits) -> RankObservation | None:
     """Return the rank that has waited longest, None if none waits."""
     waiting = [each for each in seen if waited(each, limits) > 0.0]
     return max(waiting, key=lambda each: (waited(each, limits), -each.rank)) if waiting else None
 
 
-def _stopped(me: int, seen: Sequence[Seen], limits: Limits) -> Verdict | None:
+def _stopped(me: int, seen: Sequence[RankObservation], limits: StallLimits) -> Attribution | None:
     """Return a rank whose process is stopped, where others wait for it."""
     found = {rank for each in seen if each.row is not None for rank in each.row.stopped}
     silent = {each.rank: each.silent for each in seen if each.rank in found and each.silent > limits.beat}
@@ -250,13 +269,13 @@ def _stopped(me: int, seen: Sequence[Seen], limits: Limits) -> Verdict | None:
     if waiting is None or min(silent[rank], waited(waiting, limits)) < limits.lost:
         return None
     others = tuple(sorted(each for each in silent if each != rank))
-    return Verdict("stopped", rank, silent[rank], others, waiting.rank)
+    return Attribution("stopped", rank, silent[rank], others, waiting.rank)
 
 
-def _unreachable(me: int, seen: Sequence[Seen], limits: Limits) -> Verdict | None:
+def _unreachable(me: int, seen: Sequence[RankObservation], limits: StallLimits) -> Attribution | None:
     """Return a rank whose host does not answer; nobody of it must have been heard."""
     mine = next((each.host for each in seen if each.rank == me), "")
-    by_host: dict[str, list[Seen]] = {}
+    by_host: dict[str, list[RankObservation]] = {}
     for each in seen:
         if each.host != mine:
             by_host.setdefault(each.host, []).append(each)
@@ -268,27 +287,31 @@ def _unreachable(me: int, seen: Sequence[Seen], limits: Limits) -> Verdict | Non
         if len(lost) < len(by_host):
             return None
         seconds = min(each.silent for ranks in lost.values() for each in ranks)
-        return Verdict("cut off", None, seconds, tuple(each.rank for each in seen if each.host == mine))
+        return Attribution("cut off", None, seconds, tuple(each.rank for each in seen if each.host == mine))
     ranks = max(lost.values(), key=lambda ranks: (max(each.silent for each in ranks), -ranks[0].rank))
     first = ranks[0]
-    return Verdict("unreachable", first.rank, first.silent, tuple(each.rank for each in ranks[1:]))
+    return Attribution("unreachable", first.rank, first.silent, tuple(each.rank for each in ranks[1:]))
 
 
-def _is_lost(each: Seen, limits: Limits) -> bool:
+def _is_lost(each: RankObservation, limits: StallLimits) -> bool:
     if each.link == "lost" or _is_unanswered(each, limits):
         return each.silent >= limits.lost
     return each.link == "none" and each.row is not None and each.silent >= limits.lost + 2 * limits.beat
 
 
-def _is_unanswered(each: Seen, limits: Limits) -> bool:
+def _is_unanswered(each: RankObservation, limits: StallLimits) -> bool:
     return each.link == "open" and each.unanswered > limits.beat
 
 
 def _behind(
-    seen: Sequence[Seen], notices: Sequence[Notice], limits: Limits, *, at_work: bool = False
-) -> Verdict | None:
+    seen: Sequence[RankObservation],
+    notices: Sequence[FailureNotice],
+    limits: StallLimits,
+    *,
+    at_work: bool = False,
+) -> Attribution | None:
     """Return the rank that others have waited for too long."""
-    rows: Mapping[int, Row] = {each.rank: each.row for each in seen if each.row is not None}
+    rows: Mapping[int, Heartbeat] = {each.rank: each.row for each in seen if each.row is not None}
     waiting = _longest(seen, limits)
     if waiting is None:
         return None
@@ -305,34 +328,36 @@ def _behind(
     if done:
         earliest = min(done, key=lambda notice: (notice.step, notice.rank))
         others = tuple(sorted(notice.rank for notice in done if notice is not earliest))
-        return Verdict("finished", earliest.rank, seconds, others, waiting.rank)
+        return Attribution("finished", earliest.rank, seconds, others, waiting.rank)
     first = min(rows, key=lambda rank: (_place(rows[rank]), rank))
     if all(_place(row) == _place(rows[first]) for row in rows.values()):
         return None
     if any(each.silent > limits.beat for each in seen):
         return None  # it may have moved on since it was heard, and be silent for another reason: a moment will show
     ahead = max(rows, key=lambda rank: (_place(rows[rank]), -rank))
-    return Verdict("elsewhere", first, seconds, (), ahead)
+    return Attribution("elsewhere", first, seconds, (), ahead)
 
 
-def _place(row: Row) -> tuple[int, str, int, int]:
+def _place(row: Heartbeat) -> tuple[int, str, int, int]:
     """Return what a rank waits for, comparable with what another one waits for."""
     step, phase, bucket = position(row)
     return step, row.task, phase, bucket
 
 
-def _of_busy(each: Seen, seconds: float, waiting: int, limits: Limits, *, at_work: bool) -> Verdict | None:
+def _of_busy(
+    each: RankObservation, seconds: float, waiting: int, limits: StallLimits, *, at_work: bool
+) -> Attribution | None:
     """Return the verdict on a rank that others wait for, and that does not wait itself."""
     if _is_silent(each, limits):
         if _is_unanswered(each, limits) or each.link == "lost":
             return None  # whether it is its host's fault, its host's silence will show
         if min(seconds, each.silent) < (limits.stall if each.dumped else limits.lost):
             return None
-        return Verdict("held" if each.dumped else "stopped", each.rank, each.silent, (), waiting)
+        return Attribution("held" if each.dumped else "stopped", each.rank, each.silent, (), waiting)
     if each.silent > limits.beat:
         return None  # whether it is, a moment will show
     assert each.row is not None, "who is not silent was heard of"
     stands = seconds if at_work else min(seconds, each.row.still + each.silent)
     if stands < limits.stall or (each.row.task in _LONG_TASKS and not at_work):
         return None
-    return Verdict("stalled", each.rank, stands, (), waiting)
+    return Attribution("stalled", each.rank, stands, (), waiting)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline._core.process_exit import how_ended
+from paceline._core.process_exit import describe_exit
 from paceline._core.units import format_seconds
 from paceline.errors import PeerFailed
-from paceline.health.attribution import Seen, Verdict
-from paceline.health.heartbeat import Notice
-from paceline.health.peer_mesh import Card
-from paceline.world.rendezvous import ranges
+from paceline.health.attribution import Attribution, RankObservation
+from paceline.health.heartbeat import FailureNotice
+from paceline.health.peer_mesh import MeshCard
+from paceline.world.rendezvous import format_ranks
 
 __all__ = ["error_of", "headline"]
 
@@ -30,7 +30,10 @@ _REMEDY = {
 
 
 def error_of(
-    verdict: Verdict, cards: Sequence[Card], seen: Sequence[Seen], notices: Sequence[Notice]
+    verdict: Attribution,
+    cards: Sequence[MeshCard],
+    seen: Sequence[RankObservation],
+    notices: Sequence[FailureNotice],
 ) -> PeerFailed:
     """Return the error that tells `verdict`, with where the rank was and what it stands in."""
     if verdict.rank is None:
@@ -62,20 +65,25 @@ def error_of(
     )
 
 
-def headline(verdict: Verdict, cards: Sequence[Card], seen: Sequence[Seen], notices: Sequence[Notice]) -> str:
+def headline(
+    verdict: Attribution,
+    cards: Sequence[MeshCard],
+    seen: Sequence[RankObservation],
+    notices: Sequence[FailureNotice],
+) -> str:
     """Return who, what and where in one line."""
     assert verdict.rank is not None, "of a single rank"
     card = cards[verdict.rank]
     _, phase, bucket = _place(verdict, seen, notices)
     where = f", in {_NAMES.get(phase, phase)}" if phase else ""
     where += f", bucket {bucket}" if bucket >= 0 else ""
-    others = f"; so with ranks {ranges(sorted(verdict.others))}" if verdict.others else ""
+    others = f"; so with ranks {format_ranks(sorted(verdict.others))}" if verdict.others else ""
     return (
         f"rank {card.rank} on host {card.host} (process {card.pid}{where}) {_what(verdict, notices)}{others}"
     )
 
 
-def _what(verdict: Verdict, notices: Sequence[Notice]) -> str:
+def _what(verdict: Attribution, notices: Sequence[FailureNotice]) -> str:
     rank, seconds = verdict.rank, format_seconds(max(0.1, round(verdict.seconds, 1)))
     whom = f"rank {verdict.waiting}" if verdict.waiting is not None else "others"
     if verdict.kind == "raised":
@@ -86,7 +94,7 @@ def _what(verdict: Verdict, notices: Sequence[Notice]) -> str:
         if not codes:
             return "ended; nobody can tell how"
         killed = " (the kernel does so where memory runs out)" if codes[0] == -9 else ""
-        return how_ended(codes[0]) + killed
+        return describe_exit(codes[0]) + killed
     return {
         "stopped": f"has been stopped for {seconds}, while {whom} waits for it",
         "unreachable": f"has been out of reach for {seconds}: its host is down or cut off",
@@ -97,13 +105,15 @@ def _what(verdict: Verdict, notices: Sequence[Notice]) -> str:
     }[verdict.kind]
 
 
-def _codes(rank: int | None, notices: Sequence[Notice]) -> list[int]:
+def _codes(rank: int | None, notices: Sequence[FailureNotice]) -> list[int]:
     """Return the exit codes of a rank's process that somebody could tell."""
     ends = [each for each in notices if each.kind == "gone" and each.rank == rank]
     return [each.code for each in ends if each.code is not None]
 
 
-def _place(verdict: Verdict, seen: Sequence[Seen], notices: Sequence[Notice]) -> tuple[int | None, str, int]:
+def _place(
+    verdict: Attribution, seen: Sequence[RankObservation], notices: Sequence[FailureNotice]
+) -> tuple[int | None, str, int]:
     """Return step, phase and bucket: as the rank itself told it last.
 
     Of a rank that is heard no more, that was a moment ago. The steps of the others show how far it had come: each of
@@ -122,7 +132,7 @@ def _place(verdict: Verdict, seen: Sequence[Seen], notices: Sequence[Notice]) ->
     return row.step, row.task or row.phase, row.bucket
 
 
-def _stack(verdict: Verdict, notices: Sequence[Notice]) -> str:
+def _stack(verdict: Attribution, notices: Sequence[FailureNotice]) -> str:
     kinds = ("raised",) if verdict.kind == "raised" else ("stack", "thread")
     told = [each for each in notices if each.rank == verdict.rank and each.kind in kinds and each.text]
     if verdict.kind in ("gone", "unreachable"):

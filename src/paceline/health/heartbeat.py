@@ -16,7 +16,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["KINDS", "LARGEST_NBYTES", "Inbox", "Malformed", "Notice", "Row", "clipped", "pack"]
+__all__ = [
+    "KINDS",
+    "LARGEST_NBYTES",
+    "FailureNotice",
+    "FrameParser",
+    "Heartbeat",
+    "MalformedFrame",
+    "clipped",
+    "pack",
+]
 
 LARGEST_NBYTES = 128 << 10
 """Of one message."""
@@ -30,12 +39,12 @@ KINDS = ("raised", "thread", "gone", "done", "leaves", "stack", "verdict")
 loop, that it ends because of somebody else, where it stands, or a verdict on it that all shall share."""
 
 
-class Malformed(ValueError):
+class MalformedFrame(ValueError):
     """What came is no message of ours."""
 
 
 @dataclass(frozen=True)
-class Row:
+class Heartbeat:
     """What a rank is doing.
 
     Attributes:
@@ -66,17 +75,17 @@ class Row:
         return {"row": [getattr(self, name) for name in _ROW]}
 
     @classmethod
-    def of(cls, values: object, ranks: int) -> Row:
+    def of(cls, values: object, ranks: int) -> Heartbeat:
         """Return the row that a message holds.
 
         Raises:
             Malformed: it is none of a world of `ranks` ranks.
         """
         if not isinstance(values, list) or len(values) != len(_ROW):
-            raise Malformed("a row of another length")
+            raise MalformedFrame("a row of another length")
         found = dict(zip(_ROW, values, strict=True))
         if not isinstance(found["stopped"], list):
-            raise Malformed("stopped ranks that are no list")
+            raise MalformedFrame("stopped ranks that are no list")
         found["stopped"] = tuple(_rank(each, ranks) for each in found["stopped"])
         _rank(found["rank"], ranks)
         for name in ("sequence", "step", "bucket", "rounds"):
@@ -85,14 +94,14 @@ class Row:
             found[name] = _real(name, found[name])
         for name in ("waiting", "sees_waiting"):
             if not isinstance(found[name], bool):
-                raise Malformed(f"{name}={found[name]!r}")
+                raise MalformedFrame(f"{name}={found[name]!r}")
         for name in ("phase", "task"):
             found[name] = _text(name, found[name], 40)
         return cls(**found)
 
 
 @dataclass(frozen=True)
-class Notice:
+class FailureNotice:
     """Something that happened to a rank.
 
     Attributes:
@@ -129,16 +138,16 @@ class Notice:
         return {"note": asdict(self)}
 
     @classmethod
-    def of(cls, found: object, ranks: int) -> Notice:
+    def of(cls, found: object, ranks: int) -> FailureNotice:
         """Return the notice that a message holds.
 
         Raises:
             Malformed: it is none of a world of `ranks` ranks.
         """
         if not isinstance(found, dict) or set(found) != _NOTICE:
-            raise Malformed("a notice with other fields")
+            raise MalformedFrame("a notice with other fields")
         if found["kind"] not in KINDS:
-            raise Malformed(f"a notice of kind {found['kind']!r}"[:80])
+            raise MalformedFrame(f"a notice of kind {found['kind']!r}"[:80])
         _rank(found["by"], ranks)
         if found["rank"] != -1:  # of no single rank
             _rank(found["rank"], ranks)
@@ -147,7 +156,7 @@ class Notice:
         if found["code"] is not None:
             _whole("code", found["code"])
         if not isinstance(found["others"], list):
-            raise Malformed("others that are no list")
+            raise MalformedFrame("others that are no list")
         return cls(
             **found
             | {
@@ -160,8 +169,8 @@ class Notice:
         )
 
 
-_ROW = tuple(field.name for field in fields(Row))
-_NOTICE = {field.name for field in fields(Notice)}
+_ROW = tuple(field.name for field in fields(Heartbeat))
+_NOTICE = {field.name for field in fields(FailureNotice)}
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -179,7 +188,7 @@ def clipped(text: str, most: int = _TEXT_LENGTH) -> str:
     return f"{text[: most // 4]}\n… {len(text) - most} characters left out …\n{text[-(most - most // 4) :]}"
 
 
-class Inbox:
+class FrameParser:
     """Turns the bytes of a connection into messages."""
 
     def __init__(self) -> None:
@@ -195,7 +204,7 @@ class Inbox:
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
             if length > LARGEST_NBYTES:
-                raise Malformed(f"a message of {length} bytes")
+                raise MalformedFrame(f"a message of {length} bytes")
             if len(self._data) < _LENGTH.size + length:
                 return
             body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
@@ -203,21 +212,21 @@ class Inbox:
             try:
                 message = json.loads(body)
             except (ValueError, RecursionError) as error:
-                raise Malformed(f"no JSON: {error}") from None
+                raise MalformedFrame(f"no JSON: {error}") from None
             if not isinstance(message, dict):
-                raise Malformed("no object")
+                raise MalformedFrame("no object")
             yield message
 
 
 def _whole(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 62:
-        raise Malformed(f"{name}={value!r}"[:80])
+        raise MalformedFrame(f"{name}={value!r}"[:80])
     return value
 
 
 def _rank(value: object, ranks: int) -> int:
     if not 0 <= _whole("rank", value) < min(ranks, _MOST_RANKS):
-        raise Malformed(f"rank {value!r}"[:80])
+        raise MalformedFrame(f"rank {value!r}"[:80])
     return value  # pyright: ignore[reportReturnType] — it was checked
 
 
@@ -225,11 +234,11 @@ def _real(name: str, value: object) -> float:
     if isinstance(value, int):
         return max(0.0, float(_whole(name, value)))
     if not isinstance(value, float) or not math.isfinite(value):
-        raise Malformed(f"{name}={value!r}"[:80])
+        raise MalformedFrame(f"{name}={value!r}"[:80])
     return max(0.0, value)
 
 
 def _text(name: str, value: object, most: int) -> str:
     if not isinstance(value, str) or len(value) > most:
-        raise Malformed(f"{name} is no text of up to {most} characters")
+        raise MalformedFrame(f"{name} is no text of up to {most} characters")
     return value

@@ -19,18 +19,18 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from paceline._core.graceful_shutdown import Listener
-from paceline._core.step_state import here
+from paceline._core.graceful_shutdown import ShutdownListener
+from paceline._core.step_state import step_state
 from paceline.errors import PeerFailed
 from paceline.health import abort_collectives, stack_probe
-from paceline.health.attribution import Limits, Seen, Verdict, judge, late
+from paceline.health.attribution import Attribution, RankObservation, StallLimits, attribute_failure, late
 from paceline.health.failure_text import error_of, headline
-from paceline.health.heartbeat import Malformed, Notice, Row, clipped
-from paceline.health.peer_mesh import FULL_MESH, Mesh
-from paceline.health.process_probe import Process, Standing
-from paceline.health.straggler import Paces
+from paceline.health.heartbeat import FailureNotice, Heartbeat, MalformedFrame, clipped
+from paceline.health.peer_mesh import FULL_MESH, PeerMesh
+from paceline.health.process_probe import ProbedProcess, RankState
+from paceline.health.straggler import StepPaces
 
-__all__ = ["Watcher"]
+__all__ = ["MonitorThread"]
 
 log = logging.getLogger("paceline.watch")
 
@@ -47,7 +47,7 @@ _SAY_SECONDS = 1.0  # for the training thread to raise a verdict, before it is l
 _STALLS = ("stopped", "held", "stalled", "finished", "elsewhere")
 
 
-class Watcher:
+class MonitorThread:
     """The watcher of this rank.
 
     Args:
@@ -61,13 +61,13 @@ class Watcher:
 
     def __init__(
         self,
-        mesh: Mesh,
-        limits: Limits,
+        mesh: PeerMesh,
+        limits: StallLimits,
         *,
         leaves_stalls: bool,
         warn: float,
         grace: float,
-        launcher: Listener,
+        launcher: ShutdownListener,
     ) -> None:
         self.mesh, self.me, self.cards = mesh, mesh.me, mesh.cards
         relayed = len(self.cards) > FULL_MESH
@@ -80,21 +80,21 @@ class Watcher:
         self.decided = threading.Event()
         self.inside = False
         """Whether the training thread is in a with-block, so that raising in it ends there."""
-        self._paces = Paces()
-        self._rows: dict[int, Row] = {}
+        self._paces = StepPaces()
+        self._rows: dict[int, Heartbeat] = {}
         self._heard = {card.rank: time.monotonic() for card in self.cards}
-        self._notices: dict[tuple[str, ...], tuple[Notice, float]] = {}
+        self._notices: dict[tuple[str, ...], tuple[FailureNotice, float]] = {}
         self._acknowledged: dict[tuple[str, ...], set[int]] = {}
         self._dumped: set[int] = set()
         self._neighbours = {
-            card.rank: Process(card.pid, card.start)
+            card.rank: ProbedProcess(card.pid, card.start)
             for card in self.cards
             if card.key == self.me.key and card.rank != self.me.rank
         }
         self._stopped: tuple[int, ...] = ()
         self._sequence = 0
-        self._standing = Standing(self.me.ident)
-        self._pending: tuple[Verdict, float] | None = None
+        self._standing = RankState(self.me.ident)
+        self._pending: tuple[Attribution, float] | None = None
         self._warned: set[tuple[int | None, int]] = set()
         self._told_stack = self._armed = self._sent = self._turned = 0.0
         self._left_at, self._said, self._raised_in = 0.0, False, False
@@ -112,7 +112,7 @@ class Watcher:
 
     # ------------------------------------------------------------------ what the training thread calls
 
-    def publish(self, notice: Notice, *, wait: bool = False) -> None:
+    def publish(self, notice: FailureNotice, *, wait: bool = False) -> None:
         """Tell all ranks; with `wait`, return once the neighbours have it, or after a second."""
         with self._lock:
             self._take(notice, None)
@@ -138,11 +138,13 @@ class Watcher:
         with self._lock:
             return self._paces.seconds()
 
-    def notice_of(self, kind: str, **fields: Any) -> Notice:
+    def notice_of(self, kind: str, **fields: Any) -> FailureNotice:
         """Return a notice of this rank about itself, as it stands."""
-        phase = here.task or here.phase
+        phase = step_state.task or step_state.phase
         me = self.me.rank
-        return Notice(kind, me, me, step=here.step, phase=phase, bucket=here.bucket, **fields)
+        return FailureNotice(
+            kind, me, me, step=step_state.step, phase=phase, bucket=step_state.bucket, **fields
+        )
 
     def close(self) -> None:
         """End the thread, tell nobody, and let go of everything."""
@@ -185,7 +187,7 @@ class Watcher:
         for rank, message in self.mesh.receive():
             try:
                 self._understand(rank, message, now)
-            except Malformed as error:
+            except MalformedFrame as error:
                 log.warning("rank %d told what can't be (%s): its connection is closed", rank, error)
                 self.mesh.refuse(rank)
         self._read_dumps()
@@ -206,7 +208,7 @@ class Watcher:
 
     def _understand(self, source: int, message: dict[str, Any], now: float) -> None:
         if "row" in message:
-            row = Row.of(message["row"], len(self.cards))
+            row = Heartbeat.of(message["row"], len(self.cards))
             known = self._rows.get(row.rank)
             if row.rank != self.me.rank and (known is None or row.sequence > known.sequence):
                 self._rows[row.rank], self._heard[row.rank] = row, now
@@ -216,13 +218,13 @@ class Watcher:
                 if row.sees_waiting:
                     self._paces.note(row.rank, row.rounds, row.busy_seconds)
         elif "note" in message:
-            notice = Notice.of(message["note"], len(self.cards))
+            notice = FailureNotice.of(message["note"], len(self.cards))
             self.mesh.send({"ack": list(notice.key)}, to=source)
             self._take(notice, source)
         elif isinstance(message.get("ack"), list):
             self._acknowledged.setdefault(tuple(map(str, message["ack"])), set()).add(source)
 
-    def _take(self, notice: Notice, source: int | None) -> None:
+    def _take(self, notice: FailureNotice, source: int | None) -> None:
         """Keep a notice that is new, and pass it on."""
         if notice.key in self._notices or len(self._notices) > 8 * len(self.cards) + 100:
             return
@@ -238,7 +240,7 @@ class Watcher:
             stack = stack_probe.section(text, self.cards[rank].ident)
             if stack:
                 told = f"(told without Python's lock)\n{stack}"
-                self._take(Notice("stack", rank, self.me.rank, name="dump", text=clipped(told)), None)
+                self._take(FailureNotice("stack", rank, self.me.rank, name="dump", text=clipped(told)), None)
 
     def _look_at_neighbours(self, now: float, ended: Collection[int]) -> None:
         """See which processes of this host are stopped or gone, of those that ended or are not heard."""
@@ -255,7 +257,7 @@ class Watcher:
                 del self._neighbours[rank]
                 row = self._rows.get(rank)
                 place = (row.step, row.task or row.phase, row.bucket) if row is not None else (0, "", -1)
-                self._take(Notice("gone", rank, self.me.rank, 0.0, "", "", code, *place), None)
+                self._take(FailureNotice("gone", rank, self.me.rank, 0.0, "", "", code, *place), None)
         self._stopped = tuple(stopped)
 
     def _tell(self, now: float) -> None:
@@ -290,7 +292,7 @@ class Watcher:
 
     # ------------------------------------------------------------------ judging
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[RankObservation]:
         """Return what this rank knows of all ranks."""
         now = time.monotonic()
         found = []
@@ -302,16 +304,16 @@ class Watcher:
             dumped = card.rank in self._dumped
             unanswered = self.mesh.unanswered(card.rank) if silent > self.limits.beat else 0.0
             row = self._rows.get(card.rank)
-            found.append(Seen(card.rank, card.key, row, silent, state, since, unanswered, dumped))
+            found.append(RankObservation(card.rank, card.key, row, silent, state, since, unanswered, dumped))
         return found
 
-    def notices(self) -> list[Notice]:
+    def notices(self) -> list[FailureNotice]:
         """Return what has happened, in the order in which it was heard."""
         now = time.monotonic()
         return [dataclasses.replace(note, ago=note.ago + now - at) for note, at in self._notices.values()]
 
-    def _judge(self, *, hurried: bool = False) -> Verdict | None:
-        verdict = judge(self.me.rank, self.seen(), self.notices(), self.limits, hurried=hurried)
+    def _judge(self, *, hurried: bool = False) -> Attribution | None:
+        verdict = attribute_failure(self.me.rank, self.seen(), self.notices(), self.limits, hurried=hurried)
         if verdict is not None and verdict.kind in _STALLS and not self._leaves_stalls and not hurried:
             self._warn_of(verdict)
             return None
@@ -334,7 +336,9 @@ class Watcher:
             self._pending = verdict, now
             if not verdict.certain and verdict.rank is not None:
                 who, ago, kind = verdict.rank, verdict.seconds, verdict.kind
-                self._take(Notice("verdict", who, self.me.rank, ago, kind, others=verdict.others), None)
+                self._take(
+                    FailureNotice("verdict", who, self.me.rank, ago, kind, others=verdict.others), None
+                )
         if now - self._pending[1] >= _SETTLE_SECONDS[verdict.certain]:
             self._decide(verdict)
 
@@ -359,9 +363,9 @@ class Watcher:
             self._take(self.notice_of("stack", name=f"{self._standing.fingerprint:x}", text=stack), None)
         self._warn_of(verdict)
 
-    def _warn_of(self, verdict: Verdict) -> None:
+    def _warn_of(self, verdict: Attribution) -> None:
         """Log a stall once: on the rank that waits longest, and on the one that it waits for."""
-        incident = (verdict.rank, here.step)
+        incident = (verdict.rank, step_state.step)
         if incident in self._warned or self.me.rank not in (verdict.rank, verdict.waiting):
             return
         self._warned.add(incident)
@@ -375,13 +379,13 @@ class Watcher:
         self._at_rest = True
         self._launcher.done()
 
-    def _decide(self, verdict: Verdict) -> None:
+    def _decide(self, verdict: Attribution) -> None:
         """Make `verdict` the end of this training, and free the training thread."""
         self.error = error_of(verdict, self.cards, self.seen(), self.notices())
         self._left_at = time.monotonic()
         self._take(self.notice_of("leaves", name=verdict.kind), None)
         self.decided.set()
-        abort_collectives.abandon_groups(self.error, self.mesh.files())
+        abort_collectives.abort_groups(self.error, self.mesh.files())
 
     def _see_to_leaving(self, now: float) -> None:
         """Raise in a training thread that does not come; end the process if it still stands where it stood."""

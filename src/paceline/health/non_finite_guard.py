@@ -1,4 +1,4 @@
-"""`Finite`: an optimizer never steps on a gradient that is NaN or infinite, and the rank it came from is named.
+"""`NonFiniteGuard`: an optimizer never steps on a gradient that is NaN or infinite, and the rank it came from is named.
 
 What is found where is told in `gauge`. This is what becomes of it: a hook before the optimizer's step, the same on all
 ranks since all know the same.
@@ -12,20 +12,20 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.errors import NotFinite, UsageError, unknown
+from paceline.errors import NonFiniteGradient, UsageError, unknown
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.finite_check import Broken, Gauge
+from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_norm import global_norm, note_norm
-from paceline.parallel.engine.optimizer_ownership import refuse_foreign
+from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
 
-__all__ = ["Finite"]
+__all__ = ["NonFiniteGuard"]
 
 log = logging.getLogger("paceline.parallel")
 
 _ACTIONS = ("skip", "stop")
 
 
-class Finite:
+class NonFiniteGuard:
     """Looks at the synchronised gradient before every optimizer step, and lets none through that is not finite.
 
     It hooks onto the optimizer and wraps nothing. Every rank measures what it brings to the sum, so the message
@@ -68,12 +68,12 @@ class Finite:
             raise unknown("action", action, _ACTIONS)
         if not isinstance(in_a_row, int) or in_a_row < 1:
             raise UsageError(f"in_a_row={in_a_row!r} is no number of steps", remedy="give 1 or more")
-        refuse_foreign("Finite", model, optimizer)
+        check_optimizer_owned("Finite", model, optimizer)
         self.skipped = 0
-        self.latest: Broken | None = None
+        self.latest: NonFiniteReport | None = None
         self._model, self._action, self._most = model, action, in_a_row
         self._row = 0
-        model.engine.gauge = Gauge(_largest(model), measures=source)
+        model.engine.gauge = FiniteCheck(_largest(model), measures=source)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
@@ -125,8 +125,8 @@ def _largest(model: DataParallel) -> float:
     return min((torch.finfo(kind).max for kind in kinds if kind is not None), default=math.inf)
 
 
-def _error(broken: Broken, more: str) -> NotFinite:
-    return NotFinite(
+def _error(broken: NonFiniteReport, more: str) -> NonFiniteGradient:
+    return NonFiniteGradient(
         f"{broken}{more}",
         rank=broken.ranks[0] if broken.ranks else None,
         step=broken.step,

@@ -25,10 +25,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline._core.network_interfaces import host_address, interfaces, is_loopback
-from paceline.health.heartbeat import Inbox, Malformed, pack
+from paceline._core.network_interfaces import host_address, is_loopback, list_interfaces
+from paceline.health.heartbeat import FrameParser, MalformedFrame, pack
 
-__all__ = ["Card", "Link", "Mesh", "listen", "neighbours", "own_address"]
+__all__ = ["MeshCard", "PeerLink", "PeerMesh", "listen", "mesh_peers", "own_address"]
 
 FULL_MESH = 16
 """Ranks up to which everybody is connected with everybody."""
@@ -55,7 +55,7 @@ _TCP_INFO = struct.Struct("=8x48xI")  # ms since the last acknowledgement (struc
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
-def neighbours(rank: int, ranks: int) -> list[int]:
+def mesh_peers(rank: int, ranks: int) -> list[int]:
     """Return the ranks that `rank` is connected with; who is connected with whom is mutual.
 
     Example:
@@ -70,7 +70,7 @@ def neighbours(rank: int, ranks: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Card:
+class MeshCard:
     """What a rank tells the others of itself before it is watched.
 
     Attributes:
@@ -91,7 +91,7 @@ class Card:
 
 
 @dataclass(eq=False)
-class Link:
+class PeerLink:
     """A connection to a rank.
 
     Attributes:
@@ -102,12 +102,12 @@ class Link:
     socket: socket.socket
     state: str = "open"
     since: float = 0.0
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: FrameParser = field(default_factory=FrameParser)
     early: list[dict[str, Any]] = field(default_factory=list)  # what came with the greeting
     outgoing: bytearray = field(default_factory=bytearray)
 
 
-class Mesh:
+class PeerMesh:
     """The connections of this rank.
 
     Args:
@@ -115,20 +115,20 @@ class Mesh:
         lost: seconds after which bytes that nobody acknowledges mean that a host is out of reach.
     """
 
-    def __init__(self, me: Card, cards: list[Card], listener: socket.socket, lost: float) -> None:
+    def __init__(self, me: MeshCard, cards: list[MeshCard], listener: socket.socket, lost: float) -> None:
         self.me, self.cards = me, cards
         self._listener, self._lost = listener, lost
         self._token = cards[0].token
-        self._callers: list[tuple[socket.socket, Inbox, float]] = []
+        self._callers: list[tuple[socket.socket, FrameParser, float]] = []
         self._dumps: list[tuple[int, socket.socket, bytearray]] = []
-        self.links: dict[int, Link] = {}
+        self.links: dict[int, PeerLink] = {}
         self.dump: socket.socket | None = None
         """Where this process may write its stacks without Python's lock: the next rank reads it."""
 
     def dial(self) -> list[str]:
         """Connect with the neighbours of lower rank, and with the next rank for stacks; return what went wrong."""
         problems = []
-        for rank in neighbours(self.me.rank, len(self.cards)):
+        for rank in mesh_peers(self.me.rank, len(self.cards)):
             if rank < self.me.rank:
                 try:
                     self._keep(rank, self._call(rank, "beats"))
@@ -150,7 +150,7 @@ class Mesh:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = max(1, int(self._lost * 1000))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        self.links[rank] = Link(rank, connection)
+        self.links[rank] = PeerLink(rank, connection)
 
     # ------------------------------------------------------------------ what comes
 
@@ -178,7 +178,7 @@ class Mesh:
             if link.state == "open":
                 yield from self._read(link)
 
-    def _read(self, link: Link) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _read(self, link: PeerLink) -> Iterator[tuple[int, dict[str, Any]]]:
         while link.state == "open":
             try:
                 data = link.socket.recv(_READ_NBYTES)
@@ -192,7 +192,7 @@ class Mesh:
             try:
                 for message in link.inbox.feed(data):
                     yield link.rank, message
-            except Malformed as error:
+            except MalformedFrame as error:
                 self._end(link, OSError(errno.EBADMSG, str(error)))
 
     def unanswered(self, rank: int) -> float:
@@ -208,7 +208,7 @@ class Mesh:
         if rank in self.links:
             self._end(self.links[rank], OSError(errno.EBADMSG, "nonsense"))
 
-    def _end(self, link: Link, error: OSError | None) -> None:
+    def _end(self, link: PeerLink, error: OSError | None) -> None:
         bad = error is not None and error.errno == errno.EBADMSG
         lost = error is not None and error.errno in _UNREACHABLE
         link.state, link.since = "none" if bad else "lost" if lost else "closed", time.monotonic()
@@ -223,7 +223,7 @@ class Mesh:
             except OSError:
                 break
             caller.setblocking(False)
-            self._callers.append((caller, Inbox(), time.monotonic()))
+            self._callers.append((caller, FrameParser(), time.monotonic()))
         waiting, self._callers = self._callers, []
         for caller, inbox, since in waiting:
             try:
@@ -231,7 +231,7 @@ class Mesh:
                 messages = list(inbox.feed(data))
             except (BlockingIOError, InterruptedError):
                 data, messages = b"?", []
-            except (OSError, Malformed):
+            except (OSError, MalformedFrame):
                 data, messages = b"", []
             if messages and self._welcome(caller, messages, inbox):
                 continue
@@ -240,7 +240,7 @@ class Mesh:
             else:
                 self._callers.append((caller, inbox, since))
 
-    def _welcome(self, caller: socket.socket, messages: list[dict[str, Any]], inbox: Inbox) -> bool:
+    def _welcome(self, caller: socket.socket, messages: list[dict[str, Any]], inbox: FrameParser) -> bool:
         hello = messages[0].get("hello")
         if not isinstance(hello, list) or len(hello) != 3:
             return False
@@ -251,7 +251,7 @@ class Mesh:
         if purpose == "stacks":
             self._dumps.append((rank, caller, bytearray()))
             return True
-        if purpose != "beats" or rank not in neighbours(self.me.rank, len(self.cards)) or rank in self.links:
+        if purpose != "beats" or rank not in mesh_peers(self.me.rank, len(self.cards)) or rank in self.links:
             return False
         self._keep(rank, caller)
         self.links[rank].inbox, self.links[rank].early = inbox, messages[1:]
@@ -292,7 +292,7 @@ class Mesh:
             if link.outgoing and link.state == "open":
                 self._push(link)
 
-    def _push(self, link: Link) -> None:
+    def _push(self, link: PeerLink) -> None:
         try:
             sent = link.socket.send(link.outgoing)
             del link.outgoing[:sent]
@@ -335,7 +335,7 @@ def own_address(env: Mapping[str, str] | None = None) -> str:
     env = os.environ if env is None else env
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         named = env.get(variable, "").split(",")[0]
-        for interface in interfaces() if named else ():
+        for interface in list_interfaces() if named else ():
             if interface.name == named:
                 return min(interface.addresses, key=lambda address: ":" in address)
     address = host_address()

@@ -12,13 +12,13 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline._core.process_exit import exit_of, has_ended
-from paceline._core.step_state import here
+from paceline._core.process_exit import exit_status_of, has_ended
+from paceline._core.step_state import step_state
 from paceline.health import stack_probe
-from paceline.health.heartbeat import Row
+from paceline.health.heartbeat import Heartbeat
 from paceline.world.host_identity import boot_id
 
-__all__ = ["Process", "Standing", "host_key", "start_of"]
+__all__ = ["ProbedProcess", "RankState", "host_key", "start_of"]
 
 
 def host_key() -> str:
@@ -46,7 +46,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 @dataclass
-class Process:
+class ProbedProcess:
     """A process of this host.
 
     Args:
@@ -74,7 +74,7 @@ class Process:
 
     def code(self) -> int | None:
         """Return how it ended: its exit code, −n where signal n ended it, None if nobody can tell."""
-        return exit_of(self.pidfd, self.pid).code
+        return exit_status_of(self.pidfd, self.pid).code
 
     def close(self) -> None:
         """Let go of it."""
@@ -83,7 +83,7 @@ class Process:
             self.pidfd = -1
 
 
-class Standing:
+class RankState:
     """Of the training thread.
 
     Args:
@@ -99,30 +99,30 @@ class Standing:
         self.fingerprint, self.since = 0, time.monotonic()
         self._called_since = 0.0  # a collective that nobody wrote down
 
-    def row(self, rank: int, sequence: int, stopped: tuple[int, ...]) -> Row:
+    def row(self, rank: int, sequence: int, stopped: tuple[int, ...]) -> Heartbeat:
         """Look at the thread, and return the row that tells of it."""
         now, frame = time.monotonic(), stack_probe.frame_of(self._ident)
         fingerprint = stack_probe.fingerprint(frame)
         if fingerprint != self.fingerprint:
             self.fingerprint, self.since = fingerprint, now
-        waiting, age = here.waiting, time.perf_counter() - here.since
+        waiting, age = step_state.waiting, time.perf_counter() - step_state.since
         if waiting or not stack_probe.in_collective(frame):
             self._called_since = 0.0
         else:
             self._called_since = self._called_since or now
             waiting, age = True, now - self._called_since
-        return Row(
+        return Heartbeat(
             rank,
             sequence,
-            here.step,
-            here.phase,
-            here.task,
-            here.bucket,
+            step_state.step,
+            step_state.phase,
+            step_state.task,
+            step_state.bucket,
             waiting,
             max(0.0, age),
             now - self.since,
-            here.rounds,
-            here.busy_seconds,
-            here.sees_waiting,
+            step_state.rounds,
+            step_state.busy_seconds,
+            step_state.sees_waiting,
             stopped,
         )

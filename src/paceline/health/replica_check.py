@@ -8,7 +8,7 @@ The host does not wait: the digest stays on the device until it is sent.
 
 Which parameter differs between ranks, and who has not what most have: pure, over digests.
 
-`Drift`: parameters that ought to be equal on all ranks are compared now and then, off the critical path.
+`ReplicaCheck`: parameters that ought to be equal on all ranks are compared now and then, off the critical path.
 
     step k·every        hash every parameter; begin to gather one digest of them all, 8 bytes a rank
     the next step       look at what came; where ranks differ, gather the digests of the same moment, one a parameter
@@ -33,14 +33,14 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from paceline.errors import Drifted, UsageError
+from paceline.errors import ReplicasDiverged, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.module_sync import broadcast_tensors
-from paceline.parallel.engine.optimizer_ownership import refuse_foreign
+from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
 from paceline.world.object_collectives import RowsUnderWay, gather_rows, gather_rows_ahead, verify_same
-from paceline.world.rendezvous import ranges
+from paceline.world.rendezvous import format_ranks
 
-__all__ = ["Drift", "Verdict", "digest_of", "judge", "mixed_sum"]
+__all__ = ["Divergence", "ReplicaCheck", "digest_of", "find_divergence", "mixed_sum"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -89,7 +89,7 @@ def _words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Divergence:
     """What differs.
 
     Attributes:
@@ -108,10 +108,10 @@ class Verdict:
         noun, verb = ("rank", "holds") if len(self.ranks) == 1 else ("ranks", "hold")
         others = "the majority" if self.majority else "rank 0"
         more = f"; {self.differing} of {self.of} differ" if self.differing > 1 else ""
-        return f"{noun} {ranges(self.ranks)} {verb} another {self.name} than {others}{more}"
+        return f"{noun} {format_ranks(self.ranks)} {verb} another {self.name} than {others}{more}"
 
 
-def judge(names: Sequence[str], digests_of_rank: Sequence[Sequence[int]]) -> Verdict | None:
+def find_divergence(names: Sequence[str], digests_of_rank: Sequence[Sequence[int]]) -> Divergence | None:
     """Return what differs between ranks, None where nothing does.
 
     Args:
@@ -133,13 +133,13 @@ def judge(names: Sequence[str], digests_of_rank: Sequence[Sequence[int]]) -> Ver
     majority = 2 * count > len(held)
     reference = usual if majority else held[0]
     ranks = tuple(rank for rank, digest in enumerate(held) if digest != reference)
-    return Verdict(names[differing[0]], len(differing), len(names), ranks, majority)
+    return Divergence(names[differing[0]], len(differing), len(names), ranks, majority)
 
 
 log = logging.getLogger("paceline.checkpoint")
 
 
-class Drift:
+class ReplicaCheck:
     """Compares the parameters of all ranks every so many optimizer steps, and names what differs and where.
 
     It hooks onto the optimizer and wraps nothing, and looks away where ranks are meant to differ (inside `LocalSGD` and
@@ -177,7 +177,7 @@ class Drift:
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r} is no number of steps", remedy="give 1 or more")
-        refuse_foreign("Drift", model, optimizer)
+        check_optimizer_owned("Drift", model, optimizer)
         if repair is not None and not (isinstance(repair, int) and 0 <= repair < model.wire.size):
             raise UsageError(
                 f"repair={repair!r}: there are ranks 0 to {model.wire.size - 1}", remedy="name one of them"
@@ -242,18 +242,18 @@ class Drift:
         if len({row.item() for row in rows.wait()}) == 1:
             return
         held = [row.tolist() for row in gather_rows(digests, self._wire.group)]
-        verdict = judge([name for name, _ in self._compared], held)
+        verdict = find_divergence([name for name, _ in self._compared], held)
         assert verdict is not None, "digests of digests differ, so digests do"
         self._act(verdict, step)
 
     # ------------------------------------------------------------------ and where they differ
 
-    def _act(self, verdict: Verdict, step: int) -> None:
+    def _act(self, verdict: Divergence, step: int) -> None:
         what = f"after optimizer step {step}, {verdict}"
         source = self._repair
         if source is None or (verdict.majority and source in verdict.ranks):
             refused = f", and rank {source} was to repair it" if source is not None else ""
-            raise Drifted(
+            raise ReplicasDiverged(
                 f"{what}{refused}",
                 rank=verdict.ranks[0],
                 remedy="go on from the last checkpoint; if it comes again on that rank, suspect its memory, or code "

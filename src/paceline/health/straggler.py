@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["Paces", "Straggler", "slowest_of"]
+__all__ = ["StepPaces", "Straggler", "slowest_of"]
 
 _LATEST = 25
 """Looks at a rank that count, each at one step or, where steps are short, at some."""
@@ -32,7 +32,7 @@ class Straggler:
     seconds: float
 
 
-class Paces:
+class StepPaces:
     """Working seconds a step of every rank, over its latest steps."""
 
     def __init__(self) -> None:

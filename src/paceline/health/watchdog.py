@@ -1,4 +1,4 @@
-"""`Watch`: a stall, a death or an exception on one rank is named on every rank, within seconds.
+"""`Watchdog`: a stall, a death or an exception on one rank is named on every rank, within seconds.
 
 The training thread writes down where it is (`paceline._core.step_state`), and does no more. A thread beside it does the
 rest:
@@ -29,24 +29,24 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from paceline._core.graceful_shutdown import Listener
+from paceline._core.graceful_shutdown import ShutdownListener
 from paceline.errors import PeerFailed, UsageError, unknown
-from paceline.health.attribution import Limits
-from paceline.health.monitor_thread import Watcher
-from paceline.health.peer_mesh import LOOPBACK, Card, Mesh, listen, own_address
+from paceline.health.attribution import StallLimits
+from paceline.health.monitor_thread import MonitorThread
+from paceline.health.peer_mesh import LOOPBACK, MeshCard, PeerMesh, listen, own_address
 from paceline.health.process_probe import host_key, start_of
 from paceline.health.stack_probe import exception_text
 from paceline.health.straggler import Straggler, slowest_of
 from paceline.health.symptoms import is_symptom
 from paceline.world.object_collectives import gather_texts, place_in
 
-__all__ = ["Watch"]
+__all__ = ["Watchdog"]
 
 _CAUSE_SECONDS = 2.0
 """How long a rank whose connection failed waits for the cause to be known."""
 
 
-class Watch:
+class Watchdog:
     """Watches all ranks while the block runs, and raises the same error on all when one of them is lost.
 
     An exception on one rank, a process that ends or is stopped, a host that can't be reached, a rank that stands still
@@ -87,18 +87,18 @@ class Watch:
                 raise UsageError(f"{name}={value!r} is no time to wait", remedy="give seconds > 0")
         if on_stall not in ("leave", "tell"):
             raise unknown("on_stall", on_stall, ["leave", "tell"])
-        self._watcher: Watcher | None = None
+        self._watcher: MonitorThread | None = None
         self._pid = os.getpid()
         if place_in()[1] == 1:
             return
         warn = stall / 4 if warn is None else warn
-        self._watcher = Watcher(
+        self._watcher = MonitorThread(
             _meet(lost),
-            Limits(stall, lost),
+            StallLimits(stall, lost),
             leaves_stalls=on_stall == "leave",
             warn=warn,
             grace=grace,
-            launcher=Listener(),
+            launcher=ShutdownListener(),
         )
         self._hook()
         _watches.add(self)
@@ -222,7 +222,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:200].encode(errors="replace").decode().removesuffix(": ")
 
 
-def _meet(lost: float) -> Mesh:
+def _meet(lost: float) -> PeerMesh:
     """Tell all ranks where this one is, hear where they are, and return the connections to them; a collective."""
     rank, ranks = place_in()
     keys = _told_by_all({"key": host_key()})
@@ -234,7 +234,7 @@ def _meet(lost: float) -> Mesh:
             break
     assert listener is not None, "every host has addresses of its own"
     host, pid = os.uname().nodename, os.getpid()
-    mine = Card(
+    mine = MeshCard(
         rank,
         host,
         host_key(),
@@ -245,9 +245,9 @@ def _meet(lost: float) -> Mesh:
         listener.getsockname()[1],
         secrets.token_hex(16),
     )
-    cards = [Card(**each) for each in _told_by_all(asdict(mine))]
+    cards = [MeshCard(**each) for each in _told_by_all(asdict(mine))]
     assert len(cards) == ranks, "one of each"
-    return Mesh(mine, cards, listener, lost)
+    return PeerMesh(mine, cards, listener, lost)
 
 
 def _told_by_all(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -255,7 +255,7 @@ def _told_by_all(facts: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in gather_texts(json.dumps(facts))]
 
 
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 @atexit.register

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from paceline._core.step_state import here, tally
+from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.compression.compressed_bucket import CompressedBucket
+from paceline.parallel.compression.compressed_bucket import CompressionStats
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.engine import step_guard
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.loss_weights import counted_filler
-from paceline.parallel.engine.module_sync import broadcast_tensors, describe
+from paceline.parallel.engine.module_sync import broadcast_tensors, model_signature
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import Status
-from paceline.parallel.sharding.fsdp import FullShard
+from paceline.parallel.sharding.fsdp import FSDPEngine
 from paceline.parallel.strategy import Sync
 from paceline.parallel.tuning.tuner import DEFAULT, Tuner
 from paceline.testing import fault_injection
@@ -47,7 +47,7 @@ class DataParallel(torch.nn.Module):
         sync: a strategy's name (``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"``, ``"sharded"``,
             ``"full-shard"``) or a `Sync`, which may also say how gradients are compressed; or ``"auto"``, which
             finds the fastest exact way while it trains, see `paceline.parallel.tuning.tuner`.
-        group: the ranks to synchronise with, as a process group, the data axis of a device mesh or a `Wire`;
+        group: the ranks to synchronise with, as a process group, the data axis of a device mesh or a `Comm`;
             None: all. Without a process group, a world of one.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced, for
             example ``torch.float32``; None: the parameters' own.
@@ -73,7 +73,7 @@ class DataParallel(torch.nn.Module):
         self,
         module: torch.nn.Module,
         sync: str | Sync = "bucketed",
-        group: dist.ProcessGroup | DeviceMesh | Wire | None = None,
+        group: dist.ProcessGroup | DeviceMesh | Comm | None = None,
         *,
         reduce_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
@@ -90,11 +90,11 @@ class DataParallel(torch.nn.Module):
                 remedy='use sync="full-shard", or autocast',
             )
         _refuse_unfit(module, plan.squeeze)
-        wire = group if isinstance(group, Wire) else Wire(_process_group(group))
+        wire = group if isinstance(group, Comm) else Comm(_process_group(group))
         if wire.size > 1 and (tuned or plan.shard != "none"):
             _refuse_graphs(module, sync)
         way = "auto" if tuned else str(plan)
-        facts = describe(module, f"{way}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}")
+        facts = model_signature(module, f"{way}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}")
         verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
         broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
         self.module = module
@@ -110,9 +110,9 @@ class DataParallel(torch.nn.Module):
         reduce_dtype: torch.dtype | None,
         gather_dtype: torch.dtype | None,
         units: list[torch.nn.Module] | None,
-    ) -> Reducer | FullShard:
+    ) -> Reducer | FSDPEngine:
         if plan.shard == "parameters" and self.wire.size > 1:
-            return FullShard(self.module, self.wire, plan, reduce_dtype, units, gather_dtype)
+            return FSDPEngine(self.module, self.wire, plan, reduce_dtype, units, gather_dtype)
         named = list(self.module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -141,14 +141,14 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         engine = self.engine
         engine.recover()
-        here.begin(engine.step, "forward")
+        step_state.begin(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)
         return engine.before_forward(args, kwargs)
 
     @torch.compiler.disable()
     def _after_forward(self, outputs: Any, call: object) -> None:
-        here.enter("outside")
+        step_state.enter("outside")
         if not torch.is_grad_enabled():
             return
         engine = self.engine
@@ -190,7 +190,7 @@ class DataParallel(torch.nn.Module):
         if self.engine.gauge is not None and loss is not None:
             self.engine.gauge.losses.append(loss.detach())
         try:
-            if samples is None and tally.samples == 0:
+            if samples is None and wait_counters.samples == 0:
                 raise counted_filler(self.wire.rank, self.engine.step)
             if loss is None or samples == 0:
                 self.engine.take_part(loss)
@@ -287,7 +287,7 @@ class DataParallel(torch.nn.Module):
         """Samples of all ranks behind the latest gradient (0 where backward got none)."""
         return self.engine.weights.total
 
-    def compressed_buckets(self) -> list[CompressedBucket]:
+    def compressed_buckets(self) -> list[CompressionStats]:
         """Return what compression does to each bucket it is used on: bytes and error; none before the first step."""
         return [bucket.freight.told() for bucket in self.engine.buckets if bucket.freight is not None]
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline.world.host_identity import boot_id
 from paceline.world.object_collectives import gather_texts
 
-__all__ = ["Offset", "compare_clocks", "due"]
+__all__ = ["ClockOffset", "compare_clocks", "due"]
 
 _ROUNDS = 8
 _EVERY = 1024
@@ -28,7 +28,7 @@ _EVERY = 1024
 
 
 @dataclass(frozen=True)
-class Offset:
+class ClockOffset:
     """What this rank's clock shows more than rank 0's, in seconds, and by how much that may be off."""
 
     seconds: float = 0.0
@@ -51,7 +51,7 @@ def compare_clocks(
     *,
     key: str | None = None,
     clock: Callable[[], float] = time.time,
-) -> Offset:
+) -> ClockOffset:
     """Return how far this rank's clock is from rank 0's; all ranks of `group` call this.
 
     Args:
@@ -61,7 +61,7 @@ def compare_clocks(
         clock: seconds since the epoch.
     """
     if group is None:
-        return Offset()
+        return ClockOffset()
     keys = gather_texts(boot_id() if key is None else key, group)
     rank, leaders = dist.get_rank(group), _leaders(keys)
     table = torch.zeros(len(keys), 2, dtype=torch.float64)
@@ -75,7 +75,7 @@ def compare_clocks(
         table = table.to(device)
         dist.broadcast(table, group=group, group_src=0)
     seconds, error = table[keys.index(keys[rank]) if keys[rank] else rank].tolist()
-    return Offset(seconds, error)
+    return ClockOffset(seconds, error)
 
 
 def _leaders(keys: Sequence[str]) -> list[int]:
@@ -88,7 +88,9 @@ def _leaders(keys: Sequence[str]) -> list[int]:
     return leaders
 
 
-def _ask(peer: int, group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]) -> Offset:
+def _ask(
+    peer: int, group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]
+) -> ClockOffset:
     """Return how far the clock of `peer` is ahead, by the shortest of some rounds."""
     message = torch.zeros(1, dtype=torch.float64, device=device)
     rounds = []
@@ -100,7 +102,7 @@ def _ask(peer: int, group: dist.ProcessGroup, device: torch.device, clock: Calla
         heard = clock()
         rounds.append((heard - asked, told - (asked + heard) / 2))
     length, seconds = min(rounds)
-    return Offset(seconds, length / 2)
+    return ClockOffset(seconds, length / 2)
 
 
 def _answer(group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]) -> None:

@@ -1,4 +1,4 @@
-"""`Record`: what a training of one's own leaves for `paceline report`."""
+"""`Profiler`: what a training of one's own leaves for `paceline report`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import torch
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.profiling.rank_timeline import RecordedModel, Timeline
+from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
 from paceline.profiling.run_facts import command_line, machine_facts, started_now, versions
-from paceline.profiling.step_metrics import Scalars
+from paceline.profiling.step_metrics import StepMetrics
 from paceline.world.host_identity import host_of
 from paceline.world.object_collectives import gather_texts, place_in, sum_over_ranks
 
-__all__ = ["Record"]
+__all__ = ["Profiler"]
 
 _OWN = frozenset({"step", "samples", "step_seconds", "samples_per_second", "tokens_per_second"})
 
 
-class Record:
+class Profiler:
     """Records a training while the block runs: its timeline, its numbers, what ran. All ranks make one.
 
     Afterwards ``paceline report FOLDER`` makes a page of it: where the time went, which rank the others waited for,
@@ -65,7 +65,7 @@ class Record:
         if not isinstance(model, RecordedModel):
             raise UsageError(
                 f"Record of a {type(model).__name__}",
-                remedy="give it the model that pl.DataParallel returned",
+                remedy="give it the model that paceline.DataParallel returned",
             )
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
@@ -73,8 +73,8 @@ class Record:
         self._rank = place_in(model.wire.group)[0]
         _make(self.folder, model)
         self._nodes = len(set(gather_texts(host_of(os.environ, *place_in()), model.wire.group)))
-        self._timeline = Timeline(self.folder, model)
-        self._scalars = Scalars(self.folder, tensorboard)
+        self._timeline = RankTimeline(self.folder, model)
+        self._scalars = StepMetrics(self.folder, tensorboard)
         self._samples = self._tokens = 0.0
         self._steps, self._since = 0, time.perf_counter()
 

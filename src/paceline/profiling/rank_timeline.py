@@ -1,4 +1,4 @@
-"""`Timeline`: what this rank does and when, step by step, on a clock that all ranks share."""
+"""`RankTimeline`: what this rank does and when, step by step, on a clock that all ranks share."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 import torch.distributed as dist
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling import trace_file
 from paceline.profiling.clock_sync import compare_clocks, due
-from paceline.profiling.step_recorder import Recorder
+from paceline.profiling.step_recorder import StepRecorder
 
-__all__ = ["RecordedModel", "Timeline"]
+__all__ = ["RankTimeline", "RecordedModel"]
 
 
 @runtime_checkable
@@ -33,7 +33,7 @@ class RecordedModel(Protocol):
     def plan(self) -> Any: ...
 
 
-class Timeline:
+class RankTimeline:
     """Writes ``trace/rank<k>.jsonl`` in a folder while the block runs; all ranks make one at the same place.
 
     Every step is one line (`paceline.profiling.step_recorder`). After steps 1, 2, 4, 8 … and then after every 1024th
@@ -48,7 +48,7 @@ class Timeline:
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: RecordedModel) -> None:
-        if here.recorder is not None:
+        if step_state.recorder is not None:
             raise UsageError(
                 "a second timeline in one process",
                 remedy="end the first one before; with several models record the one that is trained in every step",
@@ -62,14 +62,14 @@ class Timeline:
         trace_file.open(self._file, self.rank, append=True)
         trace_file.mark("session", step=self._engine.step)
         self._compare()
-        here.recorder = Recorder(self._engine)
+        step_state.recorder = StepRecorder(self._engine)
         self._engine.round_ended = self._after_round
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:
-        recorder, here.recorder = here.recorder, None
+        recorder, step_state.recorder = step_state.recorder, None
         self._engine.round_ended = None
         if recorder is not None:
             recorder.flush()
@@ -81,7 +81,7 @@ class Timeline:
     def _after_round(self, step: int) -> None:
         """Compare clocks where it is time to: all ranks are here at the same step."""
         if due(step):
-            with here.during("clock"):
+            with step_state.during("clock"):
                 self._compare()
             _note_memory()
 

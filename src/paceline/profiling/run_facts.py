@@ -12,7 +12,7 @@ import torch
 
 from paceline._core.units import format_bytes
 from paceline._core.version import __version__
-from paceline.world.machine_facts import machine
+from paceline.world.machine_facts import read_machine_facts
 
 __all__ = ["command_line", "machine_facts", "started_now", "versions"]
 
@@ -30,7 +30,7 @@ def started_now() -> str:
 
 def machine_facts() -> dict[str, object]:
     """Return what a reader of the report needs to know of this machine."""
-    here = machine()
+    here = read_machine_facts()
     return {
         "system": here.system,
         "cpu": here.cpu,

@@ -11,10 +11,10 @@ from typing import Any
 
 from paceline._core.files import write_text
 
-__all__ = ["Scalars"]
+__all__ = ["StepMetrics"]
 
 
-class Scalars:
+class StepMetrics:
     """Writes numbers of steps into a run's folder; on rank 0 alone.
 
     Lines that are there already stay, but for those of the first step that is written and of later ones: a run that was

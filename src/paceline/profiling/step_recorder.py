@@ -33,10 +33,10 @@ from typing import Protocol
 
 from paceline.profiling import trace_file
 
-__all__ = ["Recorder", "Rounds", "is_quiet"]
+__all__ = ["RecordedEngine", "StepRecorder", "is_quiet"]
 
 
-class Rounds(Protocol):
+class RecordedEngine(Protocol):
     """The engine of the model whose steps are recorded: the number of its round, and its ranks."""
 
     @property
@@ -46,7 +46,7 @@ class Rounds(Protocol):
     def wire(self) -> object: ...
 
 
-class Recorder:
+class StepRecorder:
     """Gathers the step that is under way, and writes it when the next one begins.
 
     Args:
@@ -75,7 +75,7 @@ class Recorder:
         "samples",
     )
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: RecordedEngine) -> None:
         self._rounds = rounds
         self._plan: object = None
         self._open = False

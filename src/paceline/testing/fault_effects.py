@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import UsageError, unknown
 
 __all__ = ["EXIT_CODE", "FAILURES", "STALLS", "Brake", "Disk", "flip"]
@@ -96,13 +96,13 @@ class Brake:
 
     def press(self, _: object) -> None:
         """Sleep, unless that was done in this step."""
-        if here.step == self._step:
+        if step_state.step == self._step:
             return
-        self._step = here.step
+        self._step = step_state.step
         if self._seconds is not None:
             self._slept = self._seconds
         elif self._factor is not None:
-            self._slept = (self._factor - 1) * max(0.0, here.latest_busy_seconds - self._slept)
+            self._slept = (self._factor - 1) * max(0.0, step_state.latest_busy_seconds - self._slept)
         time.sleep(self._slept)
 
 

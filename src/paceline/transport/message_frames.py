@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from paceline.errors import EnvelopeError, ForeignEnvelope, MisplacedEnvelope, RepeatedEnvelope, UsageError
 from paceline.transport.envelope_header import Header
 
-__all__ = ["FRAME_NBYTES", "Frame", "Inbox", "frames_of", "message_checksum"]
+__all__ = ["FRAME_NBYTES", "Frame", "ReceiveLedger", "frames_of", "message_checksum"]
 
 FRAME_NBYTES = 4 << 20
 """Long messages go in frames of so many bytes: far below what an MPI count holds, and a few milliseconds each."""
@@ -59,7 +59,7 @@ def message_checksum(checksums: Iterable[int]) -> int:
     return xxh3_64_intdigest(b"".join(struct.pack("<Q", each) for each in checksums))
 
 
-class Inbox:
+class ReceiveLedger:
     """Knows every envelope that came to one receiver, and refuses those that may not be delivered.
 
     Args:

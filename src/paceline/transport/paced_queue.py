@@ -11,7 +11,7 @@ from paceline.transport.envelope_check import SHORT_NBYTES
 from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["Paced", "counted_nbytes"]
+__all__ = ["PacedQueue", "counted_nbytes"]
 
 _RETRY_SECONDS = 0.002  # a carrier that had no room has some once a frame has left
 _VALUE_NBYTES = 9  # of a number in a header's meta
@@ -19,7 +19,7 @@ _VALUE_NBYTES = 9  # of a number in a header's meta
 _Queues = OrderedDict[int, deque[Envelope]]
 
 
-class Paced:
+class PacedQueue:
     """Holds envelopes until they may leave: short ones first, long ones of a target in their order, targets in turn.
 
     Args:

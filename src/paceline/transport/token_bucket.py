@@ -29,7 +29,14 @@ import sys
 from paceline._core.units import format_decimal, parse_rate
 from paceline.errors import UsageError
 
-__all__ = ["ENVELOPE_NBYTES", "TokenBucket", "bucket_of", "frame_nbytes", "kernel_pacing", "parse_share"]
+__all__ = [
+    "ENVELOPE_NBYTES",
+    "TokenBucket",
+    "frame_nbytes",
+    "kernel_pacing",
+    "make_token_bucket",
+    "parse_share",
+]
 
 ENVELOPE_NBYTES = 512
 """What an envelope is counted as besides its payload and meta: head, tail, framing, and a packet that is not full."""
@@ -101,7 +108,7 @@ class TokenBucket:
         self._at = now
 
 
-def bucket_of(rate: float, now: float) -> TokenBucket:
+def make_token_bucket(rate: float, now: float) -> TokenBucket:
     """Return the bucket that keeps to a rate on the wire, see [Note: the promise].
 
     Args:

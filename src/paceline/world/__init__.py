@@ -1,8 +1,8 @@
 """The world: which rank this process is, of how many, and how they reach each other.
 
-    world = pl.init()          # torchrun, Slurm, mpirun, a shared file, TCP, or a world of one
+    world = paceline.init()          # torchrun, Slurm, mpirun, a shared file, TCP, or a world of one
     print(world.rank, world.size, world.device)
-    pl.shutdown()
+    paceline.shutdown()
 
 `environment` and `address` read variables and arguments (pure), `store` and `rollcall` bring the ranks
 together, `session` holds the world of this process. Nothing is read or started at import, and only
@@ -11,7 +11,7 @@ together, `session` holds the world of this process. Nothing is read or started 
 
 from __future__ import annotations
 
-from paceline.world.environment import Place, read_environment
+from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.session import World, init, shutdown
 
-__all__ = ["Place", "World", "init", "read_environment", "shutdown"]
+__all__ = ["ProcessPlace", "World", "init", "read_environment", "shutdown"]

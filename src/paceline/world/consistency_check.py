@@ -21,7 +21,7 @@ from pathlib import Path
 
 from paceline._core.version import __version__
 from paceline.errors import MismatchError
-from paceline.world.rendezvous import ranges
+from paceline.world.rendezvous import format_ranks
 
 __all__ = ["difference", "facts_of_this_process", "program_of"]
 
@@ -83,7 +83,7 @@ def _told(name: str, ranks_of: Mapping[str, list[int]]) -> MismatchError:
     ((usual, _),) = Counter({value: len(ranks) for value, ranks in ranks_of.items()}).most_common(1)
     odd = min(ranks[0] for value, ranks in ranks_of.items() if value != usual)
     held = "; ".join(
-        f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
+        f"{value} on {'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"
         for value, ranks in ranks_of.items()
     )
     return MismatchError(

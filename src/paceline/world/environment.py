@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from paceline.errors import WorldError
 from paceline.world.rendezvous_store import meeting_point
 
-__all__ = ["Place", "node_of", "read_environment"]
+__all__ = ["ProcessPlace", "node_of", "read_environment"]
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """This process's place in the world, as far as arguments and variables tell it.
 
     Attributes:
@@ -79,7 +79,7 @@ def read_environment(
     rank: int | None = None,
     size: int | None = None,
     local_rank: int | None = None,
-) -> Place:
+) -> ProcessPlace:
     """Return this process's place in the world.
 
     Args:
@@ -116,7 +116,7 @@ def read_environment(
         local["local_rank"] = local_rank
     name = launcher.name if launcher else ""
     method = meeting_point(env, init_method, name, rank, size, local["local_size"], local["nodes"])
-    return Place(rank=rank, size=size, init_method=method, source=name or "arguments", **local)
+    return ProcessPlace(rank=rank, size=size, init_method=method, source=name or "arguments", **local)
 
 
 def node_of(env: Mapping[str, str], rank: int, size: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Hardware and limits of this machine, as plain numbers: `machine`.
+"""Hardware and limits of this machine, as plain numbers: `read_machine_facts`.
 
 Software for training: torch and what it can use, MPI, a compiler. Nothing here raises if something is absent.
 """
@@ -20,22 +20,22 @@ from pathlib import Path
 import psutil
 
 from paceline._core.cpu_cores import usable_cores
-from paceline._core.network_interfaces import Interface, host_address, interfaces
+from paceline._core.network_interfaces import Interface, host_address, list_interfaces
 from paceline.world.mpi_world import find_mpiexec
 
 __all__ = [
     "Compiler",
     "Gpu",
     "Loopback",
-    "Machine",
+    "MachineFacts",
     "Mpi",
     "Torch",
     "available_nbytes",
     "compiler",
-    "machine",
     "memory_limit",
     "memory_used",
     "mpi",
+    "read_machine_facts",
     "torch_facts",
 ]
 
@@ -43,7 +43,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Facts of this machine that matter to training.
 
     Attributes:
@@ -116,7 +116,7 @@ class Loopback:
     gloo_seconds: float
 
 
-def machine(env: Mapping[str, str] | None = None) -> Machine:
+def read_machine_facts(env: Mapping[str, str] | None = None) -> MachineFacts:
     """Return the facts of this machine; imports torch, which takes seconds the first time.
 
     Args:
@@ -127,7 +127,7 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
     limit = memory_limit() or memory.total
     total = min(memory.total, limit)
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
-    return Machine(
+    return MachineFacts(
         host=socket.gethostname(),
         address=host_address(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -147,7 +147,7 @@ def machine(env: Mapping[str, str] | None = None) -> Machine:
         processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
         infiniband=_names_in("/sys/class/infiniband"),
         nvidia=Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None,
-        interfaces=interfaces(),
+        interfaces=list_interfaces(),
         gloo_interface=env.get("GLOO_SOCKET_IFNAME", ""),
         torch=torch_facts(),
         mpi=mpi(),

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import UsageError, WorldError
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, find_launcher
 
-__all__ = ["INSTALL", "find_mpiexec", "let_go_of_names", "load_mpi", "under_mpi"]
+__all__ = ["INSTALL", "find_mpiexec", "load_mpi", "release_mpi_names", "under_mpi"]
 
 INSTALL = "pip install 'paceline[mpi]'"
 """How MPI and its Python module are installed."""
@@ -69,7 +69,7 @@ def load_mpi(size: int | None = None) -> Any:
     return MPI
 
 
-def let_go_of_names(comm: Any) -> None:
+def release_mpi_names(comm: Any) -> None:
     """Have MPICH's shared memory go with the ranks, however they end; all ranks of the world have to call.
 
     MPICH removes its segment from /dev/shm where the ranks leave in order, and leaves it there where they are killed

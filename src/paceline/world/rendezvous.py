@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 from paceline.world.host_identity import boot_id
 
-__all__ = ["Claim", "Roster", "ranges", "roll_call", "take_leave"]
+__all__ = ["RankClaim", "RankRoster", "format_ranks", "join_rendezvous", "leave_rendezvous"]
 
 _PAUSE_SECONDS = 0.1  # how often, at most, a rank that waits asks the store
 _LOOK_SECONDS = 0.5  # how often it looks whether the world has become another, or impossible
@@ -41,7 +41,7 @@ _DOUBT_SECONDS = 10.0  # how long something that may be left from earlier must l
 
 
 @dataclass(frozen=True)
-class Claim:
+class RankClaim:
     """What a rank tells the others about itself."""
 
     rank: int
@@ -56,18 +56,18 @@ class Claim:
         return f"{self.host}:{self.pid}"
 
     @classmethod
-    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str] | None = None) -> Claim:
+    def of_this_process(cls, rank: int, size: int, facts: Mapping[str, str] | None = None) -> RankClaim:
         """Return a new claim of this process to `rank`; the boot id tells hosts of the same name apart."""
         return cls(
             rank, size, socket.gethostname(), boot_id(), os.getpid(), uuid.uuid4().hex, dict(facts or {})
         )
 
     @classmethod
-    def of_json(cls, told: Mapping[str, Any]) -> Claim:
+    def of_json(cls, told: Mapping[str, Any]) -> RankClaim:
         """Return the claim that another process wrote; another Paceline may write less, or more."""
         return cls(**{each.name: told[each.name] for each in fields(cls) if each.name in told})
 
-    def may_replace(self, old: Claim) -> bool:
+    def may_replace(self, old: RankClaim) -> bool:
         """Return whether `old` surely is of the past: made by this process, or by one of this host that ended."""
         if (self.host, self.boot) != (old.host, old.boot):
             return False
@@ -75,13 +75,13 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Roster:
+class RankRoster:
     """A complete world: its name, unlike that of any other, and the claims in order of rank."""
 
     name: str
-    claims: tuple[Claim, ...]
+    claims: tuple[RankClaim, ...]
 
-    def holds(self, claim: Claim) -> bool:
+    def holds(self, claim: RankClaim) -> bool:
         """Return whether `claim` is part of this world."""
         return len(self.claims) == claim.size and self.claims[claim.rank] == claim
 
@@ -101,7 +101,7 @@ class Refusal:
         return (MissingRanks if self.missing else WorldError)(self.text, rank=rank, remedy=self.remedy)
 
 
-def roll_call(
+def join_rendezvous(
     store: Store,
     rank: int,
     size: int,
@@ -109,7 +109,7 @@ def roll_call(
     *,
     restarted: bool = False,
     facts: Mapping[str, str] | None = None,
-) -> Roster:
+) -> RankRoster:
     """Take part in the roll call on `store` as `rank`, and return the complete world.
 
     Args:
@@ -124,7 +124,7 @@ def roll_call(
         WorldError: a rank is claimed twice, or the ranks disagree about the world's size.
     """
     try:
-        call = _RollCall(store, Claim.of_this_process(rank, size, facts), timeout)
+        call = _RollCall(store, RankClaim.of_this_process(rank, size, facts), timeout)
         call.claim(restarted)
         return call.lead() if rank == 0 else call.follow()
     except WorldError:
@@ -137,7 +137,7 @@ def roll_call(
         ) from error
 
 
-def take_leave(store: Store, roster: Roster, rank: int) -> None:
+def leave_rendezvous(store: Store, roster: RankRoster, rank: int) -> None:
     """Let go of a world that is complete and yet not to be; rank 0, which may serve the store, goes last."""
     key, end = f"paceline/left/{roster.name}", time.monotonic() + _LEAVE_SECONDS
     left = store.add(key, 1)
@@ -147,7 +147,7 @@ def take_leave(store: Store, roster: Roster, rank: int) -> None:
 
 
 class _RollCall:
-    def __init__(self, store: Store, mine: Claim, timeout: float) -> None:
+    def __init__(self, store: Store, mine: RankClaim, timeout: float) -> None:
         self.store, self.mine, self.timeout = store, mine, timeout
         self.start = time.monotonic()
         self.acknowledged = ""  # name of the roster
@@ -157,7 +157,7 @@ class _RollCall:
         """Write the claim to this rank, unless somebody else holds it."""
         key, text, expected = self._claim_key(self.mine.rank), json.dumps(asdict(self.mine)), ""
         while (there := self.store.compare_set(key, expected, text).decode()) != text:
-            old = Claim.of_json(json.loads(there))
+            old = RankClaim.of_json(json.loads(there))
             if not (restarted or self.mine.may_replace(old)):
                 raise self._refuse(
                     old,
@@ -166,15 +166,15 @@ class _RollCall:
                 )
             expected = there
 
-    def lead(self) -> Roster:
+    def lead(self) -> RankRoster:
         """Write down who is there until everybody on the list says so; rank 0 does this."""
-        roster: Roster | None = None
+        roster: RankRoster | None = None
         while True:
             claims = self._claims(range(self.mine.size))
             if len(claims) == self.mine.size and (
                 roster is None or list(roster.claims) != list(claims.values())
             ):
-                roster = Roster(self.mine.nonce + uuid.uuid4().hex, tuple(claims.values()))
+                roster = RankRoster(self.mine.nonce + uuid.uuid4().hex, tuple(claims.values()))
                 self._write("roster", json.dumps(asdict(roster)))
             self._check_sizes(claims)
             if roster and self._acknowledged(roster):
@@ -184,9 +184,9 @@ class _RollCall:
                 self._wait(absent)
             self._check(roster)
 
-    def follow(self) -> Roster:
+    def follow(self) -> RankRoster:
         """Wait for a roster that holds this rank's claim, and for everybody on it to say so."""
-        roster: Roster | None = None
+        roster: RankRoster | None = None
         while True:
             newest = self._roster() if self._wait(["paceline/roster"]) else None
             if roster and newest != roster and self._complete(roster):
@@ -198,16 +198,16 @@ class _RollCall:
                 time.sleep(0.05)
             self._check(roster)
 
-    def _roster(self) -> Roster | None:
+    def _roster(self) -> RankRoster | None:
         """Return the newest roster if this claim is on it."""
         data = json.loads(self._read("roster"))
-        roster = Roster(data["name"], tuple(map(Claim.of_json, data["claims"])))
+        roster = RankRoster(data["name"], tuple(map(RankClaim.of_json, data["claims"])))
         return roster if roster.holds(self.mine) else None
 
-    def _complete(self, roster: Roster) -> bool:
+    def _complete(self, roster: RankRoster) -> bool:
         return self.store.check([f"paceline/complete/{roster.name}"])
 
-    def _acknowledged(self, roster: Roster) -> bool:
+    def _acknowledged(self, roster: RankRoster) -> bool:
         """Acknowledge `roster`, wait a moment for the others, and return whether all have."""
         if roster.name != self.acknowledged:
             self.acknowledged = roster.name
@@ -216,7 +216,7 @@ class _RollCall:
                 self._write(f"complete/{roster.name}", "1")
         return self._wait([f"paceline/complete/{roster.name}"])
 
-    def _check(self, roster: Roster | None) -> None:
+    def _check(self, roster: RankRoster | None) -> None:
         """Raise if the world has been refused, or if its time is up."""
         waited = time.monotonic() - self.start
         refusal = self._read("refusal")
@@ -231,7 +231,7 @@ class _RollCall:
         if waited > self.timeout:
             raise self._missing(roster)
 
-    def _check_sizes(self, claims: dict[int, Claim]) -> None:
+    def _check_sizes(self, claims: dict[int, RankClaim]) -> None:
         """Raise if a rank was told another world size; an old claim may, for a while."""
         if time.monotonic() - self.start < min(_DOUBT_SECONDS, self.timeout / 2):
             return
@@ -244,7 +244,7 @@ class _RollCall:
                     "start all processes with the same world size",
                 )
 
-    def _missing(self, roster: Roster | None) -> WorldError:
+    def _missing(self, roster: RankRoster | None) -> WorldError:
         size = self.mine.size
         claims = {
             rank: c
@@ -260,12 +260,12 @@ class _RollCall:
         absent = f"{len(missing)} of {size} ranks did not come within {self.timeout:g} s"
         return self._refuse(
             self.mine,
-            f"{absent}: missing {noun} {ranges(missing)}; present: {_listed(claims)}",
+            f"{absent}: missing {noun} {format_ranks(missing)}; present: {_listed(claims)}",
             f"look at the output of the missing {noun}: not started, ended early, or waiting elsewhere",
             missing=True,
         )
 
-    def _refuse(self, about: Claim, text: str, remedy: str, *, missing: bool = False) -> WorldError:
+    def _refuse(self, about: RankClaim, text: str, remedy: str, *, missing: bool = False) -> WorldError:
         """Tell all ranks why there will be no world, and return the error; of time-outs only rank 0 tells."""
         refusal = Refusal(about.rank, about.nonce, missing, text, remedy)
         if not missing or self.mine.rank == 0:
@@ -278,9 +278,9 @@ class _RollCall:
         if self.mine.rank == 0:
             time.sleep(2 * _LOOK_SECONDS)
 
-    def _claims(self, ranks: Iterable[int]) -> dict[int, Claim]:
+    def _claims(self, ranks: Iterable[int]) -> dict[int, RankClaim]:
         found = ((rank, self._read(f"rank/{rank}")) for rank in ranks)
-        return {rank: Claim.of_json(json.loads(text)) for rank, text in found if text}
+        return {rank: RankClaim.of_json(json.loads(text)) for rank, text in found if text}
 
     def _claim_key(self, rank: int) -> str:
         return f"paceline/rank/{rank}"
@@ -305,7 +305,7 @@ class _RollCall:
         return True
 
 
-def ranges(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ascending ranks in short form.
 
     Example:
@@ -321,7 +321,7 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-def _listed(claims: dict[int, Claim], most: int = 8) -> str:
+def _listed(claims: dict[int, RankClaim], most: int = 8) -> str:
     """Return the first ranks and their processes."""
     shown = [f"{rank} ({claim})" for rank, claim in sorted(claims.items())[:most]]
     return ", ".join(shown) + (f" and {len(claims) - most} more" if len(claims) > most else "")

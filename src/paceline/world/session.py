@@ -15,8 +15,8 @@ from paceline.errors import UsageError, WorldError, unknown
 from paceline.testing import fault_injection
 from paceline.world.consistency_check import difference, facts_of_this_process
 from paceline.world.device import BACKENDS, choose_device
-from paceline.world.environment import Place, read_environment
-from paceline.world.rendezvous import Claim, Roster, roll_call, take_leave
+from paceline.world.environment import ProcessPlace, read_environment
+from paceline.world.rendezvous import RankClaim, RankRoster, join_rendezvous, leave_rendezvous
 from paceline.world.rendezvous_store import open_store
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def shutdown() -> None:
     _session.world, _session.init_method, _session.owns_group = None, None, False
 
 
-def _join(place: Place, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:
+def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:
     """Meet the others, find out who shares a node with whom, and build the process group."""
     import torch
     import torch.distributed as dist
@@ -178,14 +178,14 @@ def _join(place: Place, backend: str | None, device: str | None, timeout: float,
     )
 
 
-def _gather(store: Store, place: Place, timeout: float, alike: bool) -> Roster:
+def _gather(store: Store, place: ProcessPlace, timeout: float, alike: bool) -> RankRoster:
     """Return the complete world, once its ranks are found to be alike."""
     facts = facts_of_this_process() if alike else None
     restarted = place.init_method == "env://"
-    roster = roll_call(store, place.rank, place.size, timeout, restarted=restarted, facts=facts)
+    roster = join_rendezvous(store, place.rank, place.size, timeout, restarted=restarted, facts=facts)
     error = difference([claim.facts for claim in roster.claims])
     if error is not None:
-        take_leave(store, roster, place.rank)
+        leave_rendezvous(store, roster, place.rank)
         raise error
     return roster
 
@@ -199,7 +199,7 @@ def _know(backend: str) -> None:
             entry.load()()
 
 
-def _open(place: Place, timeout: float) -> Store:
+def _open(place: ProcessPlace, timeout: float) -> Store:
     """Return the store where this world meets."""
     import torch.distributed as dist
 
@@ -220,7 +220,7 @@ class _Local:
     nodes: int
 
 
-def _local_place(place: Place, claims: Sequence[Claim]) -> _Local:
+def _local_place(place: ProcessPlace, claims: Sequence[RankClaim]) -> _Local:
     """Return the place on this node: what was told, and for the rest which ranks share a host.
 
     Nodes are numbered by their lowest rank, and ranks of a node by rank.

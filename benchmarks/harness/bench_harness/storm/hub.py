@@ -16,8 +16,8 @@ import psutil
 from bench_harness.storm.spoil import spoil
 from paceline.async_dp.hub.hub import Hub
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.hub_server import Server
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.hub.hub_server import HubServer
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.transport.zmq import HubExchange
 
 __all__ = ["main"]
@@ -34,7 +34,7 @@ def main(job_file: str) -> None:
     spoil(exchange, job["spoil"], seed=time.time_ns())
     me, told = psutil.Process(), 0.0
     with (
-        Journal.open(Path(job["folder"], "hub"), resume=True) as journal,
+        HubJournal.open(Path(job["folder"], "hub"), resume=True) as journal,
         Path(job["folder"], "memory.jsonl").open("a", encoding="utf-8", buffering=1) as memory,
     ):
         hub = Hub("storm", HubRules(silent_after=5.0, snapshot_every=200), journal, time.time)
@@ -46,7 +46,7 @@ def main(job_file: str) -> None:
                 row = {"t": time.time(), "pid": me.pid, "rss": me.memory_info().rss, "updates": hub.updates}
                 memory.write(json.dumps({**row, "refused": {**hub.refused, **exchange.refused}}) + "\n")
 
-        Server(hub, exchange).run(lambda: bool(asked), look)
+        HubServer(hub, exchange).run(lambda: bool(asked), look)
     exchange.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
 
 __all__ = ["MISHAPS", "Mishap", "drawn"]
@@ -62,4 +62,4 @@ def drawn(seconds: float, workers: int, mishaps: int, hub_kills: int, seed: int)
 
 
 def _part(*key: int) -> float:
-    return key_of(*key) / 2**64
+    return derive_key(*key) / 2**64

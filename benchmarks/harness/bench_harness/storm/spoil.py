@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.transport.zmq.zmq_endpoint import End
+from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
 
 __all__ = ["spoil"]
 
 _KINDS = ("flip", "cut", "repeat", "lose", "hold")
 
 
-def spoil(exchange: End, share: float, seed: int) -> Counter[str]:
+def spoil(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
     """Have an exchange spoil a share of what it sends, from now on; return the counts of what was done.
 
     Args:

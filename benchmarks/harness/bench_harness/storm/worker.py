@@ -1,4 +1,6 @@
-"""A worker in a storm: an ordinary loop beside `pl.Star`; every round that was acknowledged gets a line in a file.
+"""A worker in a storm: an ordinary loop beside `paceline.AsyncDataParallel`.
+
+Every round that was acknowledged gets a line in a file.
 
 python -m bench_harness.storm.worker JOB.json NUMBER
 """
@@ -15,7 +17,7 @@ import torch
 
 from bench_harness.storm.spoil import spoil
 from bench_harness.storm.task import Learner
-from paceline.async_dp.api import Star
+from paceline.async_dp.api import AsyncDataParallel
 from paceline.async_dp.wal.worker_outbox import Outbox
 
 __all__ = ["main"]
@@ -28,7 +30,7 @@ def main(job_file: str, number: int) -> None:
     torch.set_num_threads(1)
     learner = Learner(number)
     notes = (folder / f"acknowledged-{number}.txt").open("a", encoding="utf-8", buffering=1)
-    star = Star(
+    star = AsyncDataParallel(
         learner.net, learner.optimizer, job["hub"], job["every"], job["delay"], insecure=True, score=learner.loss,
         folder=folder / f"outbox-{number}", name=f"worker{number}",
     )  # fmt: skip

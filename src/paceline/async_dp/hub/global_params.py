@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import Numbers, handy, norm_of, tensor_of
-from paceline.async_dp.hub.outer_merge import Centre, Outer
-from paceline.async_dp.protocol.parameter_layout import Layout
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.float_rows import FloatRow, as_tensor, fastest_form, norm_of
+from paceline.async_dp.hub.outer_merge import HubOptimizer, MergedFragment
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.errors import CheckpointError
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Centres"]
+__all__ = ["GlobalParams"]
 
 
-class Centres:
+class GlobalParams:
     """All fragments that one hub keeps.
 
     Args:
@@ -32,19 +32,19 @@ class Centres:
         of_fragment: the centre of each.
     """
 
-    def __init__(self, layout: Layout, outer: Outer, down: str, mine: range) -> None:
+    def __init__(self, layout: ParameterLayout, outer: HubOptimizer, down: str, mine: range) -> None:
         self.layout = layout
         self.of_fragment = {
-            number: Centre(
+            number: MergedFragment(
                 torch.zeros(layout.fragments[number].numel), layout.fragments[number].trained, outer
             )
             for number in mine
         }
         self._down = down
-        self._packings: dict[tuple[int, str], Packing] = {}
-        self._theta = {number: handy(each.theta) for number, each in self.of_fragment.items()}
+        self._packings: dict[tuple[int, str], UpdateCodec] = {}
+        self._theta = {number: fastest_form(each.theta) for number, each in self.of_fragment.items()}
         self._scratch = {
-            number: handy(torch.empty_like(each.theta)) for number, each in self.of_fragment.items()
+            number: fastest_form(torch.empty_like(each.theta)) for number, each in self.of_fragment.items()
         }
         self._copies: dict[int, tuple[int, Bytes]] = {}
 
@@ -62,7 +62,7 @@ class Centres:
         """Return the size of a packet."""
         return self._packing(fragment, codec).nbytes
 
-    def unpacked(self, fragment: int, codec: str, packet: Bytes) -> tuple[Numbers, float]:
+    def unpacked(self, fragment: int, codec: str, packet: Bytes) -> tuple[FloatRow, float]:
         """Return the numbers of a packet, which are valid until the next one, and their norm.
 
         Raises:
@@ -72,7 +72,7 @@ class Centres:
         self._packing(fragment, codec).unpack(packet, into)
         return into, norm_of(into)
 
-    def take(self, fragment: int, delta: Numbers, weight: float, workers: int) -> int:
+    def take(self, fragment: int, delta: FloatRow, weight: float, workers: int) -> int:
         """Take in an update; return the fragment's new revision."""
         centre = self.of_fragment[fragment]
         centre.take(delta, weight, workers)
@@ -87,15 +87,15 @@ class Centres:
             held = self._copies[fragment] = centre.revision, packet
         return held[0], self._down, held[1]
 
-    def begin(self, fragment: int, numbers: Numbers) -> None:
+    def begin(self, fragment: int, numbers: FloatRow) -> None:
         """Have a fragment begin with these numbers."""
-        self.of_fragment[fragment].theta.copy_(tensor_of(numbers))
+        self.of_fragment[fragment].theta.copy_(as_tensor(numbers))
         self._copies.pop(fragment, None)
 
-    def _packing(self, fragment: int, codec: str) -> Packing:
+    def _packing(self, fragment: int, codec: str) -> UpdateCodec:
         key = fragment, codec
         if key not in self._packings:
-            self._packings[key] = Packing(self.layout.fragments[fragment], codec)
+            self._packings[key] = UpdateCodec(self.layout.fragments[fragment], codec)
         return self._packings[key]
 
     # ------------------------------------------------------------------ over a restart

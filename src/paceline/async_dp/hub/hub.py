@@ -18,17 +18,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline._core.version import __version__
-from paceline.async_dp.hub.global_params import Centres
-from paceline.async_dp.hub.hub_recovery import Tally, facts_of, replay, take_up
+from paceline.async_dp.hub.global_params import GlobalParams
+from paceline.async_dp.hub.hub_recovery import HubCounters, facts_of, replay, take_up
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.hub.membership import Fetches, Member, Members
-from paceline.async_dp.hub.population import Leader
+from paceline.async_dp.hub.membership import HubMember, HubMembership, PendingFetches
+from paceline.async_dp.hub.population import InitialLeader
 from paceline.async_dp.hub.update_screening import Screen
-from paceline.async_dp.protocol.hub_messages import BULK, VERSION, Message, Offer, number, text, whole
-from paceline.async_dp.protocol.message_assembly import Assembler
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.hub_messages import (
+    BULK,
+    VERSION,
+    HubMessage,
+    UpdateHeader,
+    number,
+    text,
+    whole,
+)
+from paceline.async_dp.protocol.message_assembly import MessageAssembler
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import CODECS
-from paceline.async_dp.wal.hub_journal import Journal
+from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedEnvelope, EnvelopeError
 from paceline.transport.envelope import Bytes
@@ -59,21 +67,21 @@ class Hub:
     """
 
     def __init__(
-        self, run: str, rules: HubRules, journal: Journal | MemoryJournal, wall: Callable[[], float]
+        self, run: str, rules: HubRules, journal: HubJournal | MemoryJournal, wall: Callable[[], float]
     ) -> None:
         self.run, self.rules, self._journal, self._wall = run, rules, journal, wall
-        self.centres: Centres | None = None
-        self.members = Members(rules.silent_after)
-        self.tally, self.refused, self.loss = Tally(), Counter[str](), math.nan
-        self._fetches = Fetches(self.members, rules.staleness)
+        self.centres: GlobalParams | None = None
+        self.members = HubMembership(rules.silent_after)
+        self.tally, self.refused, self.loss = HubCounters(), Counter[str](), math.nan
+        self._fetches = PendingFetches(self.members, rules.staleness)
         self.phase, self.trouble = "empty", ""
         self._screen = Screen(rules.screen)
-        self._leader = Leader(rules.population, self._send, self._note, self._begin)
-        self._assembler = Assembler(self._limit, refused=self.refused)
-        self._out: list[Message] = []
+        self._leader = InitialLeader(rules.population, self._send, self._note, self._begin)
+        self._assembler = MessageAssembler(self._limit, refused=self.refused)
+        self._out: list[HubMessage] = []
         self._looked = -math.inf  # for workers that fell silent
         self._since_snapshot = 0
-        self._handlers: dict[str, Callable[[Message, Member, float], None]] = {
+        self._handlers: dict[str, Callable[[HubMessage, HubMember, float], None]] = {
             "update": self._update,
             "fetch": self._fetch,
             "parameters": self._parameters,
@@ -120,7 +128,7 @@ class Hub:
                 except EnvelopeError as error:
                     self.refused[type(error).__name__] += 1
 
-    def settle(self, now: float) -> list[Message]:
+    def settle(self, now: float) -> list[HubMessage]:
         """Return what is to be sent, once all that it tells of is on disk; call after each lot of envelopes."""
         if not self._looked <= now < self._looked + _LOOK_SECONDS:
             self._looked = now
@@ -156,9 +164,9 @@ class Hub:
             self._since_snapshot = 0
 
     def _say(self, kind: str, target: int, **meta: Any) -> None:
-        self._send(Message(kind, HUB, target, meta=meta))
+        self._send(HubMessage(kind, HUB, target, meta=meta))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: HubMessage) -> None:
         self._out.append(message)
 
     def _note(self, kind: str, payload: Any = b"", **values: Any) -> None:
@@ -166,7 +174,7 @@ class Hub:
         self._journal.append({"kind": kind, "t": self._wall(), **values}, payload)
 
     def _limit(self, header: Header) -> int | None:
-        """Return how long a message may be, None if it is not expected; see `Assembler`."""
+        """Return how long a message may be, None if it is not expected; see `MessageAssembler`."""
         if header.kind not in BULK:
             return 0
         fragment, centres = header.meta.get("fragment"), self.centres
@@ -215,7 +223,7 @@ class Hub:
                 f"the worker's messages are of version {header.meta.get('version')!r}, the hub's of {VERSION}"
             )
         try:
-            layout = Layout.unpacked(payload)
+            layout = ParameterLayout.unpacked(payload)
         except DamagedEnvelope as error:
             return str(error)
         if self.centres is None:
@@ -227,16 +235,16 @@ class Hub:
         told = self.centres.layout.difference(layout)
         return f"its model differs from the hub's: {told}" if told else ""
 
-    def _make_centres(self, layout: Layout) -> Centres:
+    def _make_centres(self, layout: ParameterLayout) -> GlobalParams:
         shard = self.rules.shard
         mine = range(shard.index, len(layout.fragments), shard.of)
-        self.centres = Centres(layout, self.rules.outer, self.rules.down, mine)
+        self.centres = GlobalParams(layout, self.rules.outer, self.rules.down, mine)
         self._assembler.most_nbytes = 64 * layout.numel + (64 << 20)
         if self.phase == "empty" and self._leader.leads_population:
             self.phase = "population"
         return self.centres
 
-    def _welcome(self, member: Member) -> None:
+    def _welcome(self, member: HubMember) -> None:
         alive = sorted(self.members.alive)
         self._say(
             "welcome",
@@ -257,7 +265,7 @@ class Hub:
         alive, rate = len(self.members.alive), self.rules.bandwidth
         return {"workers": alive} if rate is None else {"workers": alive, "rate": rate / max(1, alive)}
 
-    def _beat(self, message: Message, member: Member, now: float) -> None:
+    def _beat(self, message: HubMessage, member: HubMember, now: float) -> None:
         meta = message.meta
         member.every, member.delay = whole(meta, "every", member.every), whole(meta, "delay", member.delay)
         member.steps = whole(meta, "steps")
@@ -266,7 +274,7 @@ class Hub:
         loss = number(meta, "loss")
         member.loss = member.loss if loss is None else float(loss)
 
-    def _bye(self, message: Message, member: Member, now: float) -> None:
+    def _bye(self, message: HubMessage, member: HubMember, now: float) -> None:
         self.members.leave(member)
         self._leader.lose(member.number)
         self._assembler.forget(member.number)
@@ -274,7 +282,7 @@ class Hub:
 
     # ------------------------------------------------------------------ what is learnt
 
-    def _update(self, message: Message, member: Member, now: float) -> None:
+    def _update(self, message: HubMessage, member: HubMember, now: float) -> None:
         fragment, centres = message.fragment, self.centres
         if centres is None or self.phase != "together":
             self.refused["too early"] += 1
@@ -287,7 +295,7 @@ class Hub:
             self.refused["repeated"] += 1
             self._acknowledge(member, message, why if message.round == latest else "", now)
             return
-        offer = Offer.of(message.meta)
+        offer = UpdateHeader.of(message.meta)
         workers = max(1, len(self.members.alive))
         staleness = (centres.of_fragment[fragment].revision - offer.base) / workers
         delta, norm = centres.unpacked(fragment, message.dtype, message.payload)
@@ -310,7 +318,9 @@ class Hub:
         member.rounds[fragment] = message.round, why
         self._acknowledge(member, message, why, now)
 
-    def _judged(self, message: Message, offer: Offer, norm: float, staleness: float, now: float) -> str:
+    def _judged(
+        self, message: HubMessage, offer: UpdateHeader, norm: float, staleness: float, now: float
+    ) -> str:
         """Return why an update is refused, empty if it is taken in."""
         assert self.centres is not None
         if not offer.makes_sense(self.centres.of_fragment[message.fragment].revision):
@@ -322,17 +332,17 @@ class Hub:
             return f"stale: {staleness:.1f} rounds old"
         return why
 
-    def _quarantine(self, member: Member, now: float) -> float:
+    def _quarantine(self, member: HubMember, now: float) -> float:
         return round(self._screen.quarantined(member.number, now), 1)
 
-    def _acknowledge(self, member: Member, message: Message, why: str, now: float) -> None:
+    def _acknowledge(self, member: HubMember, message: HubMessage, why: str, now: float) -> None:
         """Tell a worker what became of an update; it hears of it when that is on disk."""
         meta = {"why": why[:200], "quarantine": self._quarantine(member, now), **self._terms()}
-        self._out.append(Message("ack", HUB, member.number, message.round, message.fragment, meta))
+        self._out.append(HubMessage("ack", HUB, member.number, message.round, message.fragment, meta))
 
     # ------------------------------------------------------------------ what is asked for
 
-    def _fetch(self, message: Message, member: Member, now: float) -> None:
+    def _fetch(self, message: HubMessage, member: HubMember, now: float) -> None:
         centres = self.centres
         if centres is not None and message.fragment in centres.of_fragment and self.phase == "together":
             self._fetches.ask(member.number, message.fragment)
@@ -346,11 +356,11 @@ class Hub:
             revision, codec, packet = centres.copy(fragment)
             member.sent_nbytes += len(packet)
             meta = {"samples": self.tally.samples, "updates": self.updates, **self._terms()}
-            self._send(Message("centre", HUB, member.number, revision, fragment, meta, packet, codec))
+            self._send(HubMessage("centre", HUB, member.number, revision, fragment, meta, packet, codec))
 
     # ------------------------------------------------------------------ scores, and the beginning
 
-    def _score(self, message: Message, member: Member, now: float) -> None:
+    def _score(self, message: HubMessage, member: HubMember, now: float) -> None:
         score, revision = number(message.meta, "score"), number(message.meta, "revision")
         if score is None:
             return
@@ -362,11 +372,11 @@ class Hub:
         if self.phase == "population":
             self._leader.score(message, member, self.members.alive)
 
-    def _parameters(self, message: Message, member: Member, now: float) -> None:
+    def _parameters(self, message: HubMessage, member: HubMember, now: float) -> None:
         if self.centres is not None:
             self._leader.parameters(message, member, self.centres.of_fragment)
 
-    def _begin(self, packets: Mapping[int, Bytes], member: Member) -> None:
+    def _begin(self, packets: Mapping[int, Bytes], member: HubMember) -> None:
         """Have all share what a worker has told."""
         centres = self.centres
         if centres is None or self.phase == "together":

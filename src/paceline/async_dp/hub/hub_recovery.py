@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.async_dp.hub.global_params import Centres
-from paceline.async_dp.hub.membership import Member, Members
+from paceline.async_dp.hub.global_params import GlobalParams
+from paceline.async_dp.hub.membership import HubMember, HubMembership
 from paceline.async_dp.hub.update_screening import Histogram
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Tally", "facts_of", "replay", "take_up"]
+__all__ = ["HubCounters", "facts_of", "replay", "take_up"]
 
 
 @dataclass
-class Tally:
+class HubCounters:
     """What a hub has taken in.
 
     Attributes:
@@ -27,7 +27,7 @@ class Tally:
     samples: float = 0.0
     histogram: Histogram = field(default_factory=Histogram)
 
-    def count(self, member: Member, samples: float, staleness: float) -> None:
+    def count(self, member: HubMember, samples: float, staleness: float) -> None:
         """Count an update."""
         self.updates += 1
         self.samples += samples
@@ -36,7 +36,7 @@ class Tally:
         member.staleness = staleness
 
 
-def facts_of(run: str, centres: Centres, members: Members, tally: Tally) -> dict[str, Any]:
+def facts_of(run: str, centres: GlobalParams, members: HubMembership, tally: HubCounters) -> dict[str, Any]:
     """Return what goes into a snapshot, as plain values."""
     return {
         "run": run,
@@ -60,10 +60,10 @@ def facts_of(run: str, centres: Centres, members: Members, tally: Tally) -> dict
 def take_up(
     facts: Mapping[str, Any],
     tensors: Mapping[str, Any],
-    make: Callable[[Layout], Centres],
-    members: Members,
-    tally: Tally,
-) -> Centres:
+    make: Callable[[ParameterLayout], GlobalParams],
+    members: HubMembership,
+    tally: HubCounters,
+) -> GlobalParams:
     """Fill everything from a snapshot, and return the centres.
 
     Args:
@@ -72,7 +72,7 @@ def take_up(
     Raises:
         CheckpointError: the snapshot is of another outer optimizer or shard.
     """
-    centres = make(Layout.unpacked(bytes.fromhex(facts["layout"])))
+    centres = make(ParameterLayout.unpacked(bytes.fromhex(facts["layout"])))
     centres.load(tensors, facts["centres"])
     tally.updates, tally.samples = facts["updates"], facts["samples"]
     tally.histogram.counts = list(facts["staleness"])
@@ -84,7 +84,10 @@ def take_up(
 
 
 def replay(
-    records: Iterable[tuple[Mapping[str, Any], Bytes]], centres: Centres, members: Members, tally: Tally
+    records: Iterable[tuple[Mapping[str, Any], Bytes]],
+    centres: GlobalParams,
+    members: HubMembership,
+    tally: HubCounters,
 ) -> int:
     """Do once more what records tell; return how many updates that were."""
     updates = 0

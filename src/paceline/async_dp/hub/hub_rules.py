@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.async_dp.hub.outer_merge import Outer
+from paceline.async_dp.hub.outer_merge import HubOptimizer
 from paceline.async_dp.hub.population import PopulationRules
-from paceline.async_dp.hub.update_screening import ScreenRules, Staleness
+from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
 from paceline.errors import UsageError, unknown
 
-__all__ = ["DOWN", "HubRules", "Shard"]
+__all__ = ["DOWN", "HubRules", "HubShard"]
 
 DOWN = ("bf16", "fp16", "fp32", "int8")
 """How the centre may be packed for its way to workers."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class HubShard:
     """Which of several hubs this is: it keeps the fragments index, index + of, index + 2 of, …"""
 
     index: int = 0
@@ -43,12 +43,12 @@ class HubRules:
         snapshot_every: updates between two snapshots.
     """
 
-    outer: Outer = field(default_factory=Outer)
+    outer: HubOptimizer = field(default_factory=HubOptimizer)
     staleness: Staleness = field(default_factory=Staleness)
-    screen: ScreenRules = field(default_factory=ScreenRules)
+    screen: ScreeningRules = field(default_factory=ScreeningRules)
     population: PopulationRules | None = None
     down: str = "bf16"
-    shard: Shard = field(default_factory=Shard)
+    shard: HubShard = field(default_factory=HubShard)
     bandwidth: float | None = None
     silent_after: float = 15.0
     snapshot_every: int = 500

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.protocol.frame_sender import Post
+from paceline.async_dp.protocol.frame_sender import FrameSender
 from paceline.transport.transport_interface import Exchange
 
-__all__ = ["Server"]
+__all__ = ["HubServer"]
 
 _LOOK_SECONDS = 0.25
 _NOTE_SECONDS = 5.0
 
 
-class Server:
+class HubServer:
     """Drives a hub over an exchange; used by one thread.
 
     Args:
@@ -27,7 +27,7 @@ class Server:
 
     def __init__(self, hub: Hub, exchange: Exchange) -> None:
         self.hub, self.exchange = hub, exchange
-        self._post = Post(exchange, lambda: hub.run, rate=hub.rules.bandwidth)
+        self._post = FrameSender(exchange, lambda: hub.run, rate=hub.rules.bandwidth)
         self._wait = 0.0
         self._noted = time.monotonic(), exchange.sent_nbytes, exchange.received_nbytes
 

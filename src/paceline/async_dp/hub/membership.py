@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paceline.async_dp.hub.update_screening import Staleness
-from paceline.async_dp.protocol.message_assembly import Window
+from paceline.async_dp.protocol.message_assembly import ReplayWindow
 
-__all__ = ["Fetches", "Member", "Members"]
+__all__ = ["HubMember", "HubMembership", "PendingFetches"]
 
 _SESSIONS = 64
 
 
 @dataclass(slots=True)
-class Member:
+class HubMember:
     """A worker.
 
     Attributes:
@@ -57,7 +57,7 @@ class Member:
     sent_nbytes: int = 0
     staleness: float = 0.0
     pace: float = 0.0
-    window: Window = field(default_factory=Window)
+    window: ReplayWindow = field(default_factory=ReplayWindow)
     sessions: deque[int] = field(default_factory=lambda: deque(maxlen=_SESSIONS))
 
     def begin(self, session: int) -> bool:
@@ -67,11 +67,11 @@ class Member:
         if session in self.sessions:
             return False
         self.sessions.append(session)
-        self.session, self.window = session, Window()
+        self.session, self.window = session, ReplayWindow()
         return True
 
 
-class Members:
+class HubMembership:
     """All workers that a hub knows.
 
     Args:
@@ -81,27 +81,27 @@ class Members:
 
     def __init__(self, silent_after: float = 15.0, most: int = 4096) -> None:
         self.silent_after, self._most = silent_after, most
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, HubMember] = {}
         self._alive: set[int] = set()
         self._pace, self._known = 0.0, 0  # of the living: samples a second, and of how many that is known
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[HubMember]:
         return iter(self._members.values())
 
-    def get(self, number: int) -> Member | None:
+    def get(self, number: int) -> HubMember | None:
         """Return a worker, None if it is not known."""
         return self._members.get(number)
 
-    def admit(self, number: int, now: float) -> Member:
+    def admit(self, number: int, now: float) -> HubMember:
         """Return a worker, known from now on; one of the oldest that never contributed may be forgotten for it."""
         member = self._members.get(number)
         if member is None:
             if len(self._members) >= self._most:
                 self._forget_one()
-            member = self._members[number] = Member(number, joined=now)
+            member = self._members[number] = HubMember(number, joined=now)
         return member
 
-    def hear(self, member: Member, now: float) -> bool:
+    def hear(self, member: HubMember, now: float) -> bool:
         """Note that something came; return whether it was not alive before."""
         if now > member.heard:
             member.heard = now
@@ -110,7 +110,7 @@ class Members:
         self._alive.add(member.number)
         return True
 
-    def share(self, member: Member, pace: float | None) -> float:
+    def share(self, member: HubMember, pace: float | None) -> float:
         """Return how much a worker's update counts: its part of all samples that the living learn from in a second.
 
         Where all are equally quick that is 1/N; where all begin from the same centre and send at the same time, updates
@@ -125,7 +125,7 @@ class Members:
             return 1 / max(1, len(self._alive))
         return min(1.0, member.pace / self._pace)
 
-    def _set_pace(self, member: Member, pace: float) -> None:
+    def _set_pace(self, member: HubMember, pace: float) -> None:
         self._pace += pace - member.pace
         self._known += (pace > 0) - (member.pace > 0)
         member.pace = pace
@@ -136,12 +136,12 @@ class Members:
             self._alive.discard(number)
             self._set_pace(self._members[number], 0.0)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: HubMember) -> None:
         """Note that a worker left."""
         member.session = 0
         self._die(member.number)
 
-    def fall_silent(self, now: float) -> list[Member]:
+    def fall_silent(self, now: float) -> list[HubMember]:
         """Return the workers that have been silent for too long, which no longer count as alive."""
         gone = [
             self._members[number]
@@ -176,14 +176,14 @@ class Members:
             del self._members[oldest.number]
 
 
-class Fetches:
+class PendingFetches:
     """Remembers who asked for which fragment, in the order in which they asked.
 
     Args:
         members: the workers. staleness: says who has to wait for others.
     """
 
-    def __init__(self, members: Members, staleness: Staleness) -> None:
+    def __init__(self, members: HubMembership, staleness: Staleness) -> None:
         self._members, self._staleness = members, staleness
         self._asked: dict[tuple[int, int], None] = {}
 
@@ -196,7 +196,7 @@ class Fetches:
         """Whether anybody waits."""
         return bool(self._asked)
 
-    def free(self, revisions: dict[int, int]) -> Iterator[tuple[Member, int]]:
+    def free(self, revisions: dict[int, int]) -> Iterator[tuple[HubMember, int]]:
         """Yield all who may have the centre now; each has it when the next one is asked for.
 
         Args:
@@ -215,7 +215,7 @@ class Fetches:
                     again = self._staleness.policy == "wait"  # others may have waited for this one
                     yield member, fragment
 
-    def _holds(self, member: Member, fragment: int, revision: int) -> bool:
+    def _holds(self, member: HubMember, fragment: int, revision: int) -> bool:
         if self._staleness.policy != "wait":
             return False
         alive = self._members.alive

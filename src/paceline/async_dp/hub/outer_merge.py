@@ -21,13 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from paceline.async_dp.float_rows import Numbers, add_times, handy, tensor_of
+from paceline.async_dp.float_rows import FloatRow, add_times, as_tensor, fastest_form
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["OUTERS", "Centre", "Outer"]
+__all__ = ["OUTERS", "HubOptimizer", "MergedFragment"]
 
 OUTERS = ("averaging", "delayed-nesterov", "nesterov")
 
@@ -36,7 +36,7 @@ _STABLE = 0.1
 
 
 @dataclass(frozen=True)
-class Outer:
+class HubOptimizer:
     """How the hub takes in updates.
 
     Attributes:
@@ -81,7 +81,7 @@ class Outer:
 
 
 @dataclass
-class Centre:
+class MergedFragment:
     """One fragment of what all workers share.
 
     Attributes:
@@ -94,21 +94,21 @@ class Centre:
 
     theta: Tensor
     trained: int
-    outer: Outer
+    outer: HubOptimizer
     momentum: Tensor | None = None
     gathered: Tensor | None = None
     count: int = 0
     revision: int = field(default=0)
 
     def __post_init__(self) -> None:
-        self._own, self._rest = handy(self.theta[: self.trained]), self.theta[self.trained :]
+        self._own, self._rest = fastest_form(self.theta[: self.trained]), self.theta[self.trained :]
         self._averaged = len(self._rest)
         if self.outer.remembers and self.momentum is None:
             self.momentum = self.theta[: self.trained].new_zeros(self.trained)
         if self.outer.remembers and self.outer.name == "delayed-nesterov" and self.gathered is None:
             self.gathered = self.theta[: self.trained].new_zeros(self.trained)
 
-    def take(self, delta: Numbers, weight: float, workers: int) -> None:
+    def take(self, delta: FloatRow, weight: float, workers: int) -> None:
         """Take in an update.
 
         Args:
@@ -124,7 +124,7 @@ class Centre:
         if self.momentum is None or not warm:
             return
         if self.gathered is None:
-            self.momentum.mul_(outer.momentum).add_(tensor_of(gradient), alpha=weight)
+            self.momentum.mul_(outer.momentum).add_(as_tensor(gradient), alpha=weight)
         else:
             add_times(self.gathered, weight, gradient)
             self.count += 1

@@ -26,14 +26,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline._core.keyed_random import key_of
-from paceline.async_dp.hub.membership import Member
-from paceline.async_dp.protocol.hub_messages import Message, number, whole
+from paceline._core.keyed_random import derive_key
+from paceline.async_dp.hub.membership import HubMember
+from paceline.async_dp.protocol.hub_messages import HubMessage, number, whole
 from paceline.errors import UsageError
 from paceline.transport.envelope import Bytes
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["Leader", "Population", "PopulationRules", "Replace", "Together"]
+__all__ = ["InitialLeader", "Population", "PopulationRules", "Replace", "Together"]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Population:
         if mine.score < worst or not behind > rules.margin:
             return None
         self._decisions += 1
-        up = key_of(self._decisions, self.rules.seed) % 2
+        up = derive_key(self._decisions, self.rules.seed) % 2
         lr = told[best].lr * (rules.perturb if up else 1 / rules.perturb)
         mine.times = 0
         return Replace(
@@ -179,7 +179,7 @@ class _Wanted:
     packets: dict[int, Bytes] = field(default_factory=dict)
 
 
-class Leader:
+class InitialLeader:
     """Leads workers to a common beginning.
 
     Args:
@@ -191,9 +191,9 @@ class Leader:
     def __init__(
         self,
         rules: PopulationRules | None,
-        send: Callable[[Message], object],
+        send: Callable[[HubMessage], object],
         note: Callable[..., object],
-        begin: Callable[[Mapping[int, Bytes], Member], object],
+        begin: Callable[[Mapping[int, Bytes], HubMember], object],
     ) -> None:
         self._population = None if rules is None else Population(rules)
         self._send, self._note, self._begin = send, note, begin
@@ -209,7 +209,7 @@ class Leader:
         """Return whether a worker was asked for its parameters and has not given all of them."""
         return worker in self._wanted
 
-    def welcome(self, member: Member, alive: Collection[int]) -> None:
+    def welcome(self, member: HubMember, alive: Collection[int]) -> None:
         """Ask a worker that joins, if nobody else is asked yet, or ask it again."""
         if self.wants(member.number):
             self._ask(member.number)
@@ -229,7 +229,7 @@ class Leader:
         """Note that all share a centre."""
         self._wanted.clear()
 
-    def score(self, message: Message, member: Member, alive: Collection[int]) -> None:
+    def score(self, message: HubMessage, member: HubMember, alive: Collection[int]) -> None:
         """Take in the score of a worker's own parameters, and decide."""
         score, steps = float(number(message.meta, "score") or 0.0), whole(message.meta, "steps")
         lr = float(number(message.meta, "lr") or 0.0)
@@ -245,7 +245,7 @@ class Leader:
             self._note("together", worker=decision.best, why=decision.reason)
             self._want(decision.best, decision)
 
-    def parameters(self, message: Message, member: Member, fragments: Iterable[int]) -> None:
+    def parameters(self, message: HubMessage, member: HubMember, fragments: Iterable[int]) -> None:
         """Take in a fragment of what was asked for; with the last one, do what it was asked for."""
         wanted = self._wanted.get(member.number)
         if wanted is None:
@@ -274,10 +274,10 @@ class Leader:
         self._ask(worker)
 
     def _ask(self, worker: int) -> None:
-        self._send(Message("ask", HUB, worker))
+        self._send(HubMessage("ask", HUB, worker))
 
     def _hand_on(self, packets: Mapping[int, Bytes], decision: Replace) -> None:
         """Give a worker another's parameters."""
         meta: dict[str, Any] = {"lr": decision.lr, "by": decision.by, "why": decision.reason[:200]}
         for fragment, packet in packets.items():
-            self._send(Message("adopt", HUB, decision.worker, 0, fragment, meta, packet, "fp32"))
+            self._send(HubMessage("adopt", HUB, decision.worker, 0, fragment, meta, packet, "fp32"))

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["POLICIES", "Histogram", "Screen", "ScreenRules", "Staleness"]
+__all__ = ["POLICIES", "Histogram", "Screen", "ScreeningRules", "Staleness"]
 
 POLICIES = ("accept", "down-weight", "drop", "wait")
 
@@ -119,7 +119,7 @@ _LONGEST_DOUBLINGS = 6
 
 
 @dataclass(frozen=True)
-class ScreenRules:
+class ScreeningRules:
     """What is refused.
 
     Attributes:
@@ -188,7 +188,7 @@ class Screen:
         rules: what is refused.
     """
 
-    rules: ScreenRules = field(default_factory=ScreenRules)
+    rules: ScreeningRules = field(default_factory=ScreeningRules)
     _sizes: dict[int, _Sizes] = field(default_factory=dict)
     _records: dict[int, _Record] = field(default_factory=dict)
 

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.async_dp.protocol.hub_messages import Message
-from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, cut
-from paceline.transport.paced_queue import Paced
-from paceline.transport.token_bucket import bucket_of, frame_nbytes
+from paceline.async_dp.protocol.hub_messages import HubMessage
+from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
+from paceline.transport.paced_queue import PacedQueue
+from paceline.transport.token_bucket import frame_nbytes, make_token_bucket
 from paceline.transport.transport_interface import Envelope, Exchange
 
-__all__ = ["Post"]
+__all__ = ["FrameSender"]
 
 _AHEAD = 4  # frames of a target that wait to leave; the rest of a message is not cut yet
 
@@ -21,12 +21,12 @@ _AHEAD = 4  # frames of a target that wait to leave; the rest of a message is no
 class _Leaving:
     """A message that is being cut."""
 
-    message: Message
+    message: HubMessage
     frames: Iterator[Envelope]
     last: int = -1
 
 
-class Post:
+class FrameSender:
     """Sends messages through an exchange; used by one thread.
 
     Args:
@@ -43,14 +43,14 @@ class Post:
         session: Callable[[], int] = lambda: 0,
         *,
         rate: float | None = None,
-        left: Callable[[Message], object] = lambda _: None,
+        left: Callable[[HubMessage], object] = lambda _: None,
     ) -> None:
         self._exchange, self._run, self._session, self._left = exchange, run, session, left
-        self._paced = Paced()
+        self._paced = PacedQueue()
         self._rate, self._rate_of = None, dict[int, float]()
-        self._queues: dict[int, deque[Message]] = {}
+        self._queues: dict[int, deque[HubMessage]] = {}
         self._leaving: dict[int, _Leaving] = {}
-        self._ends: dict[int, Message] = {}  # by the sequence number of its last frame
+        self._ends: dict[int, HubMessage] = {}  # by the sequence number of its last frame
         self._sequence = 0
         self.limit(rate, 0.0)
 
@@ -59,15 +59,15 @@ class Post:
         if target is None:
             if rate != self._rate:
                 self._rate = rate
-                self._paced.bucket = None if rate is None else bucket_of(rate, now)
+                self._paced.bucket = None if rate is None else make_token_bucket(rate, now)
         elif rate is None:
             self._rate_of.pop(target, None)
             self._paced.limit(target, None)
         elif self._rate_of.get(target) != rate:
             self._rate_of[target] = rate
-            self._paced.limit(target, bucket_of(rate, now))
+            self._paced.limit(target, make_token_bucket(rate, now))
 
-    def put(self, message: Message) -> None:
+    def put(self, message: HubMessage) -> None:
         """Have a message leave when it may."""
         self._queues.setdefault(message.target, deque()).append(message)
 
@@ -109,7 +109,9 @@ class Post:
                 self._queues.pop(target, None)
                 return False
             message = queue.popleft()
-            frames = cut(message, self._run(), self._sequence, self._session(), self._frame_nbytes(target))
+            frames = split_message(
+                message, self._run(), self._sequence, self._session(), self._frame_nbytes(target)
+            )
             leaving = self._leaving[target] = _Leaving(message, frames)
         envelope = next(leaving.frames)
         header = envelope.header

@@ -34,7 +34,7 @@ from typing import Any
 
 from paceline.transport.envelope import Bytes
 
-__all__ = ["BULK", "VERSION", "Message", "Number", "Offer", "number", "text", "whole"]
+__all__ = ["BULK", "VERSION", "HubMessage", "Number", "UpdateHeader", "number", "text", "whole"]
 
 VERSION = 1
 """Of this set of messages; hub and workers must have the same."""
@@ -54,7 +54,7 @@ _NUMBERS = frozenset((int, float))
 
 
 @dataclass(slots=True)
-class Message:
+class HubMessage:
     """What is said, of any length.
 
     Attributes:
@@ -94,7 +94,7 @@ def text(meta: Mapping[str, Any], name: str) -> str:
 
 
 @dataclass(slots=True)
-class Offer:
+class UpdateHeader:
     """An update's facts.
 
     Attributes:
@@ -110,7 +110,7 @@ class Offer:
     before: Number | None = None
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> Offer:
+    def of(cls, meta: Mapping[str, Any]) -> UpdateHeader:
         """Return what was told, whatever that is."""
         base, samples, steps = number(meta, "base"), number(meta, "samples"), number(meta, "steps")
         return cls(

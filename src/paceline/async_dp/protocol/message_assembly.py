@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.async_dp.protocol.hub_messages import Message
+from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.transport.envelope import Bytes
 from paceline.transport.envelope_header import Header
 from paceline.transport.message_frames import frames_of
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["FRAME_NBYTES", "Assembler", "Window", "cut"]
+__all__ = ["FRAME_NBYTES", "MessageAssembler", "ReplayWindow", "split_message"]
 
 FRAME_NBYTES = 1 << 20
 """Of a frame, unless a share of the network is to be kept: then `paced_frame_nbytes`."""
@@ -26,8 +26,8 @@ FRAME_NBYTES = 1 << 20
 _LEAST_FRAME_NBYTES = 1 << 9  # what is paced slowest still has frames of twice that
 
 
-def cut(
-    message: Message, run: str, sequence: int, session: int = 0, frame_nbytes: int = FRAME_NBYTES
+def split_message(
+    message: HubMessage, run: str, sequence: int, session: int = 0, frame_nbytes: int = FRAME_NBYTES
 ) -> Iterator[Envelope]:
     """Return the envelopes of a message, one after the other.
 
@@ -50,7 +50,7 @@ def cut(
 
 
 def _frames(
-    message: Message, run: str, sequence: int, meta: Mapping[str, Any], payload: Bytes, frame_nbytes: int
+    message: HubMessage, run: str, sequence: int, meta: Mapping[str, Any], payload: Bytes, frame_nbytes: int
 ) -> Iterator[Envelope]:
     """Yield the envelopes of a message that does not fit into one."""
     frames = frames_of(len(payload), frame_nbytes)
@@ -71,7 +71,7 @@ class _Unfinished:
     came: set[int] = field(default_factory=set)
 
 
-class Assembler:
+class MessageAssembler:
     """Puts frames together.
 
     Args:
@@ -97,7 +97,7 @@ class Assembler:
         self._partial: OrderedDict[int, OrderedDict[tuple[str, int, int], _Unfinished]] = OrderedDict()
         self.refused = Counter[str]() if refused is None else refused
 
-    def take(self, envelope: Envelope) -> Message | None:
+    def take(self, envelope: Envelope) -> HubMessage | None:
         """Return the message that this envelope completes, None if it completes none."""
         header = envelope.header
         fragment = header.meta.get("fragment", 0)
@@ -151,14 +151,14 @@ class Assembler:
             del self._partial[source]
 
 
-def _message(envelope: Envelope, fragment: int, payload: Bytes) -> Message:
+def _message(envelope: Envelope, fragment: int, payload: Bytes) -> HubMessage:
     header = envelope.header
-    return Message(
+    return HubMessage(
         header.kind, header.source, header.target, header.round, fragment, header.meta, payload, header.dtype
     )
 
 
-class Window:
+class ReplayWindow:
     """Which sequence numbers of a source came: those far behind the highest count as come.
 
     Source: the anti-replay window of RFC 4303, section 3.4.3.

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
     from paceline.parallel.compression.compression_config import Compression
 
-__all__ = ["Fragment", "Layout", "Place"]
+__all__ = ["FragmentLayout", "ParameterLayout", "TensorLayout"]
 
 _KINDS = ("compressed", "plain", "averaged")
 _MOST_TENSORS, _MOST_NUMEL = 100_000, 1 << 40
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLayout:
     """A parameter or buffer, and where it lies.
 
     Attributes:
@@ -54,10 +54,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class FragmentLayout:
     """Parameters that travel together, one behind the other."""
 
-    places: tuple[Place, ...]
+    places: tuple[TensorLayout, ...]
 
     @cached_property
     def numel(self) -> int:
@@ -76,7 +76,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParameterLayout:
     """All fragments of a model.
 
     Example:
@@ -86,10 +86,12 @@ class Layout:
         [('weight', 'compressed'), ('bias', 'plain')]
     """
 
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[FragmentLayout, ...]
 
     @classmethod
-    def of(cls, module: nn.Module, fragments: int = 1, compression: Compression | None = None) -> Layout:
+    def of(
+        cls, module: nn.Module, fragments: int = 1, compression: Compression | None = None
+    ) -> ParameterLayout:
         """Return the layout of a model, whose layers are dealt to fragments in turn.
 
         Args:
@@ -136,7 +138,7 @@ class Layout:
         return bytes(msgpack.packb(rows) or b"")
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray | memoryview) -> Layout:
+    def unpacked(cls, data: bytes | bytearray | memoryview) -> ParameterLayout:
         """Return what `packed` packed.
 
         Raises:
@@ -150,7 +152,7 @@ class Layout:
         _check(read)
         return cls(tuple(_placed(row) for row in read))
 
-    def difference(self, other: Layout) -> str:
+    def difference(self, other: ParameterLayout) -> str:
         """Return the first difference of another model to this one, in words; empty if there is none.
 
         Example:
@@ -170,7 +172,7 @@ class Layout:
 
 def _fragment(
     compressed: Mapping[str, Tensor], plain: Mapping[str, Tensor], averaged: Mapping[str, Tensor]
-) -> Fragment:
+) -> FragmentLayout:
     groups = zip(_KINDS, (compressed, plain, averaged), strict=True)
     rows = [(name, tuple(each.shape), kind) for kind, named in groups for name, each in named.items()]
     if not rows:
@@ -178,12 +180,12 @@ def _fragment(
     return _placed(rows)
 
 
-def _placed(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> Fragment:
+def _placed(rows: Iterable[tuple[str, tuple[int, ...], str]]) -> FragmentLayout:
     places, start = [], 0
     for name, shape, kind in rows:
-        places.append(Place(name, shape, kind, start))
+        places.append(TensorLayout(name, shape, kind, start))
         start += math.prod(shape)
-    return Fragment(tuple(places))
+    return FragmentLayout(tuple(places))
 
 
 def _check(fragments: Sequence[Sequence[tuple[Any, tuple[Any, ...], str]]]) -> None:
@@ -208,7 +210,7 @@ def _check(fragments: Sequence[Sequence[tuple[Any, tuple[Any, ...], str]]]) -> N
         raise DamagedEnvelope(f"this is no description of a model: {told}", part="payload")
 
 
-def _first_difference(mine: Sequence[Place], its: Sequence[Place]) -> str:
+def _first_difference(mine: Sequence[TensorLayout], its: Sequence[TensorLayout]) -> str:
     other = {place.name: place for place in its}
     for place in mine:
         noun = "buffer" if place.kind == "averaged" else "parameter"

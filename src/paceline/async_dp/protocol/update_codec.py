@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import FEW, Numbers, array_of, bf16_of, from_bf16, tensor_of
-from paceline.async_dp.protocol.parameter_layout import Fragment
+from paceline.async_dp.float_rows import FEW, FloatRow, as_array, as_tensor, bf16_of, from_bf16
+from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.errors import DamagedEnvelope, UsageError, unknown
-from paceline.parallel.compression.codecs import Blocks, Codec, Half, Raw
+from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
 from paceline.parallel.compression.compression_config import Compression
-from paceline.parallel.compression.error_feedback import Feedback
+from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.transport.envelope import Bytes
 
-__all__ = ["CODECS", "Packing", "codec_named"]
+__all__ = ["CODECS", "UpdateCodec", "codec_named"]
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 """What both hub and workers can pack and unpack."""
@@ -34,15 +34,15 @@ def codec_named(name: str) -> Codec:
         UsageError: nothing is called so.
     """
     if name == "fp32":
-        return Raw()
+        return RawCodec()
     if name in ("bf16", "fp16"):
-        return Half(name)
+        return HalfCodec(name)
     if name in ("int8", "int4"):
-        return Blocks(int(name[3:]))
+        return BlockCodec(int(name[3:]))
     raise unknown("way to pack numbers", name, CODECS)
 
 
-class Packing:
+class UpdateCodec:
     """Packs a fragment in one way.
 
     Args:
@@ -51,20 +51,22 @@ class Packing:
         feedback: remember what packing leaves out, and give it the next time.
     """
 
-    def __init__(self, fragment: Fragment, codec: str | Codec, *, feedback: bool = False) -> None:
+    def __init__(self, fragment: FragmentLayout, codec: str | Codec, *, feedback: bool = False) -> None:
         self.codec = codec_named(codec) if isinstance(codec, str) else codec
         self._split, self._numel = fragment.compressed, fragment.numel
         self._body = self.codec.nbytes(self._split) if self._split else 0
         self.nbytes = self._body + 4 * (self._numel - self._split)
-        self.feedback = Feedback(self.codec, self._split) if feedback and self._split else None
-        raw = not self._split or isinstance(self.codec, Raw)
+        self.feedback = ErrorFeedback(self.codec, self._split) if feedback and self._split else None
+        raw = not self._split or isinstance(self.codec, RawCodec)
         self._as_they_are = raw and self.nbytes == 4 * self._numel  # nothing to compute: numpy copies at once
-        nearest = isinstance(self.codec, Half) and self.codec.name == "bf16" and self.codec.dither is None
+        nearest = (
+            isinstance(self.codec, HalfCodec) and self.codec.name == "bf16" and self.codec.dither is None
+        )
         few = self._numel <= FEW and self._split == self._numel
         self._quickly = few and nearest and self.feedback is None  # numpy is quicker on so few numbers
 
     @classmethod
-    def with_compression(cls, fragment: Fragment, compression: Compression | None) -> Packing:
+    def with_compression(cls, fragment: FragmentLayout, compression: Compression | None) -> UpdateCodec:
         """Return the packing that a compression asks for; none packs float32 as they are.
 
         Raises:
@@ -80,22 +82,22 @@ class Packing:
             )
         return cls(fragment, codec, feedback=bool(compression.feedback))
 
-    def with_codec(self, fragment: Fragment, name: str) -> Packing:
+    def with_codec(self, fragment: FragmentLayout, name: str) -> UpdateCodec:
         """Return a packing by another codec, which goes on with what this one left out."""
-        other = Packing(fragment, name, feedback=self.feedback is not None)
+        other = UpdateCodec(fragment, name, feedback=self.feedback is not None)
         if self.feedback is not None and other.feedback is not None:
             other.feedback.residual.copy_(self.feedback.residual)
         return other
 
-    def pack(self, numbers: Numbers) -> Bytes:
+    def pack(self, numbers: FloatRow) -> Bytes:
         """Return the bytes of a fragment's numbers, on the CPU; nothing else refers to them."""
         if self._as_they_are:
-            return array_of(numbers).tobytes()
+            return as_array(numbers).tobytes()
         if self._quickly and type(numbers) is np.ndarray:
             levels = np.zeros(self.nbytes // 2, np.uint16)
             bf16_of(numbers, levels[: self._numel])
             return levels.tobytes()
-        flat = tensor_of(numbers)
+        flat = as_tensor(numbers)
         packet = torch.empty(self.nbytes, dtype=torch.uint8)
         if self._split:
             body, values = packet[: self._body], flat[: self._split]
@@ -107,7 +109,7 @@ class Packing:
             packet[self._body :].view(torch.float32).copy_(flat[self._split :])
         return packet.numpy().data
 
-    def unpack(self, given: Bytes, numbers: Numbers) -> None:
+    def unpack(self, given: Bytes, numbers: FloatRow) -> None:
         """Write the numbers that `pack` packed.
 
         Raises:
@@ -120,12 +122,12 @@ class Packing:
                 part="payload",
             )
         if self._as_they_are:
-            array_of(numbers)[:] = np.frombuffer(given, _FLOAT32)
+            as_array(numbers)[:] = np.frombuffer(given, _FLOAT32)
             return
         if self._quickly and type(numbers) is np.ndarray:
             from_bf16(np.frombuffer(given, np.uint16, self._numel), numbers)
             return
-        packet, into = _aligned(given), tensor_of(numbers)
+        packet, into = _aligned(given), as_tensor(numbers)
         if self._split:
             self.codec.decompress(packet[: self._body], into[: self._split])
         if self._split < self._numel:

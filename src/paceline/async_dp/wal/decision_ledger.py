@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from paceline.async_dp.wal.hub_folder import LEDGER, write_at
 from paceline.errors import DamagedCheckpoint
 
-__all__ = ["Ledger", "Standing", "read_ledger", "standing"]
+__all__ = ["DecisionLedger", "Standing", "read_ledger", "standing"]
 
 _LONGEST_LINE_NBYTES = 1 << 20
 """The values of a record take 64 KiB, and six times as much in JSON at the most."""
@@ -132,7 +132,7 @@ def _values_of(line: bytes) -> dict[str, Any] | None:
     return values
 
 
-class Ledger:
+class DecisionLedger:
     """A ledger that is being written.
 
     Args:

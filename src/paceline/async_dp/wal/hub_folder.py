@@ -21,13 +21,13 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline._core.files import flush
+from paceline._core.files import fsync
 from paceline.async_dp.wal.journal_records import START_NBYTES
 from paceline.errors import CheckpointError, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["LEDGER", "Folder", "failed", "make_folder", "write_at"]
+__all__ = ["LEDGER", "HubFolder", "failed", "make_folder", "write_at"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -50,7 +50,7 @@ _LEFT = re.compile(r"\.(run\.json|journal-\d+\.log|snapshot-\d+\.safetensors)-.*
 _KEPT_SNAPSHOTS = 2
 
 
-class Folder:
+class HubFolder:
     """Where the files of one hub are.
 
     Args:
@@ -164,7 +164,7 @@ def make_folder(path: Path, whose: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         for folder in reversed(new):
-            flush(folder.parent)
+            fsync(folder.parent)
     except OSError as error:
         raise UsageError(
             f"{str(path)!r} can't be the folder of a {whose}: {error.strerror or error}",

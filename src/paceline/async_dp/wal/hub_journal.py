@@ -20,11 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from paceline._core.file_lock import Lock
-from paceline.async_dp.wal.decision_ledger import Ledger, Standing, standing
-from paceline.async_dp.wal.hub_folder import Folder, failed, make_folder
-from paceline.async_dp.wal.hub_snapshot import Snapshot, read_snapshot, write_snapshot
-from paceline.async_dp.wal.journal_file import LogFile
+from paceline._core.file_lock import FolderLock
+from paceline.async_dp.wal.decision_ledger import DecisionLedger, Standing, standing
+from paceline.async_dp.wal.hub_folder import HubFolder, failed, make_folder
+from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot, write_snapshot
+from paceline.async_dp.wal.journal_file import JournalWriter
 from paceline.async_dp.wal.journal_recovery import (
     End,
     Recovered,
@@ -33,28 +33,28 @@ from paceline.async_dp.wal.journal_recovery import (
     logs_since,
     records_between,
 )
-from paceline.async_dp.wal.json_values import line_of, packed, read_page, text_of, write_page
+from paceline.async_dp.wal.json_values import line_of, packed, read_checked_file, text_of, write_checked_file
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.transport.envelope import Bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Journal"]
+__all__ = ["HubJournal"]
 
 _MOST_WAITING_NBYTES = 64 << 20
 _OWN_NBYTES = 512
 """What a record takes in memory beside its bytes, roughly."""
 
 
-class Journal:
+class HubJournal:
     """Keeps what a hub must not forget; used by one thread. `open` makes one.
 
     Attributes:
         run_facts: facts of the run, told once by `describe`.
     """
 
-    def __init__(self, folder: Folder, lock: Lock) -> None:
+    def __init__(self, folder: HubFolder, lock: FolderLock) -> None:
         self._folder, self._lock = folder, lock
         self._broken = ""
         folder.sweep()
@@ -80,12 +80,12 @@ class Journal:
         """Cut off what was torn, and have the ledger hold a line for each record."""
         with ExitStack() as undo:
             if end.path is None:
-                self._log = LogFile.create(self._folder.log(0), 0, 0)
+                self._log = JournalWriter.create(self._folder.log(0), 0, 0)
                 self._logs = [self._log.path]
             else:
-                self._log = LogFile(end.path, end.start, end.nbytes, end.next)
+                self._log = JournalWriter(end.path, end.start, end.nbytes, end.next)
             undo.callback(self._log.close)
-            self._ledger = Ledger(self._folder.ledger, lines.end)
+            self._ledger = DecisionLedger(self._folder.ledger, lines.end)
             undo.callback(self._ledger.close)
             missing = range(max(lines.last + 1, self._base.next), end.next)
             for record in records_between(self._logs, missing.start, missing.stop) if missing else ():
@@ -96,7 +96,7 @@ class Journal:
             undo.pop_all()
 
     @classmethod
-    def open(cls, folder: str | Path, *, resume: bool) -> Journal:
+    def open(cls, folder: str | Path, *, resume: bool) -> HubJournal:
         """Open the journal in a folder; one that is empty, or not there, is a new one.
 
         Args:
@@ -111,11 +111,11 @@ class Journal:
         """
         path = Path(folder)
         make_folder(path, "hub")
-        lock = Lock(path / "hub.lock", "hub")
+        lock = FolderLock(path / "hub.lock", "hub")
         try:
-            if not resume and Folder(path).holds_run():
+            if not resume and HubFolder(path).holds_run():
                 raise UsageError(f"{str(path)!r} holds a run", remedy="resume it, or choose another folder")
-            return cls(Folder(path), lock)
+            return cls(HubFolder(path), lock)
         except OSError as error:
             lock.close()
             raise failed(path, error, "mend that, then open it again", "opened") from error
@@ -145,7 +145,7 @@ class Journal:
                 )
             return
         try:
-            write_page(self._folder.page, told)
+            write_checked_file(self._folder.page, told)
         except OSError as error:
             raise failed(self._folder.page, error, "make room, then describe it again") from error
         self.run_facts, self._described = MappingProxyType(told), True
@@ -230,7 +230,7 @@ class Journal:
             )
         self.commit()
         path = self._folder.snapshot(revision)
-        snapshot = Snapshot(revision, self._log.next, dict(facts), self._ledger.end)
+        snapshot = HubSnapshot(revision, self._log.next, dict(facts), self._ledger.end)
         try:
             self._ledger.sync()
             write_snapshot(path, snapshot, tensors)
@@ -252,7 +252,7 @@ class Journal:
         path = self._folder.log(revision)
         self._broken = f"{path.name} was begun, but not to the end"
         try:
-            begun = LogFile.create(path, revision, self._log.next)
+            begun = JournalWriter.create(path, revision, self._log.next)
         except OSError as error:
             if not path.exists():
                 self._broken = ""
@@ -274,7 +274,7 @@ class Journal:
             self._lock.close()
             self._lock = None
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> HubJournal:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -304,7 +304,7 @@ class Journal:
 
 def _facts_of(page: Path) -> dict[str, Any] | None:
     try:
-        return read_page(page)
+        return read_checked_file(page)
     except FileNotFoundError:
         return None
     except DamagedCheckpoint as error:

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64
 
-from paceline._core.files import write_whole
+from paceline._core.files import write_atomic
 from paceline.async_dp.wal.json_values import text_of
 from paceline.errors import DamagedCheckpoint, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Snapshot", "read_snapshot", "write_snapshot"]
+__all__ = ["HubSnapshot", "read_snapshot", "write_snapshot"]
 
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HubSnapshot:
     """What a snapshot says beside its tensors.
 
     Attributes:
@@ -44,7 +44,7 @@ class Snapshot:
     ledger_nbytes: int = 0
 
 
-def write_snapshot(path: Path, snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> None:
+def write_snapshot(path: Path, snapshot: HubSnapshot, tensors: Mapping[str, Tensor]) -> None:
     """Put a snapshot at `path`, whole and on the disk when this returns.
 
     Raises:
@@ -66,10 +66,10 @@ def write_snapshot(path: Path, snapshot: Snapshot, tensors: Mapping[str, Tensor]
     about = {name: value for name, value in vars(snapshot).items() if name != "facts"} | {"format": _FORMAT}
     metadata = {"format": "pt", "paceline": json.dumps(about), "facts": facts}
     metadata["xxh3"] = _sum_of(metadata, whole)
-    write_whole(path, lambda beside: write_file(beside, whole, metadata))
+    write_atomic(path, lambda beside: write_file(beside, whole, metadata))
 
 
-def read_snapshot(path: Path) -> tuple[Snapshot, dict[str, Tensor]]:
+def read_snapshot(path: Path) -> tuple[HubSnapshot, dict[str, Tensor]]:
     """Return what is in a snapshot, once its checksum fits.
 
     Raises:
@@ -95,7 +95,7 @@ def read_snapshot(path: Path) -> tuple[Snapshot, dict[str, Tensor]]:
             remedy="resume with the version that wrote it, or a newer one",
         )
     facts = json.loads(metadata["facts"])
-    return Snapshot(about["revision"], about["next"], facts, about["ledger_nbytes"]), tensors
+    return HubSnapshot(about["revision"], about["next"], facts, about["ledger_nbytes"]), tensors
 
 
 def _sum_of(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

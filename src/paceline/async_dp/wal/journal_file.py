@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline._core.files import write_whole
+from paceline._core.files import write_atomic
 from paceline.async_dp.wal.hub_folder import write_at
 from paceline.async_dp.wal.journal_records import (
     CHECKSUM_NBYTES,
@@ -40,10 +40,10 @@ from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Log", "LogFile", "Record"]
+__all__ = ["JournalReader", "JournalRecord", "JournalWriter"]
 
 
-class LogFile:
+class JournalWriter:
     """A journal's file, to be appended to.
 
     Args:
@@ -76,7 +76,7 @@ class LogFile:
             raise
 
     @classmethod
-    def create(cls, path: Path, revision: int, first: int) -> LogFile:
+    def create(cls, path: Path, revision: int, first: int) -> JournalWriter:
         """Begin a new file for the records from `first` on.
 
         Raises:
@@ -84,7 +84,7 @@ class LogFile:
         """
         start = Start(revision, first, secrets.randbits(64))
         fault_injection.writing(START_NBYTES)
-        write_whole(path, lambda beside: beside.write_bytes(pack_start(start)))
+        write_atomic(path, lambda beside: beside.write_bytes(pack_start(start)))
         return cls(path, start, START_NBYTES, first)
 
     @property
@@ -135,7 +135,7 @@ _BLOCK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JournalRecord:
     """A record as it was read.
 
     Attributes:
@@ -152,7 +152,7 @@ class Record:
     stop: int
 
 
-class Log:
+class JournalReader:
     """A journal's file, for reading; what is appended to it later is not seen.
 
     Args:
@@ -190,13 +190,13 @@ class Log:
         """Close the file."""
         os.close(self._handle)
 
-    def __enter__(self) -> Log:
+    def __enter__(self) -> JournalReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[JournalRecord]:
         """Yield the records in order, up to the end of the file.
 
         Raises:
@@ -222,7 +222,7 @@ class Log:
                 durable, searched = max(durable, record.durable), record.stop
         return durable
 
-    def _record(self, at: int) -> Record:
+    def _record(self, at: int) -> JournalRecord:
         """Return the record at a place; raise a DamagedCheckpoint if there is none that is whole."""
         head = head_of(self._read(at, HEAD_NBYTES))
         stop = at + head.total_nbytes
@@ -233,7 +233,7 @@ class Log:
         payload = self._read(at + front_nbytes, head.nbytes)
         checksum = self._read(stop - CHECKSUM_NBYTES, CHECKSUM_NBYTES)
         values = values_of(front, payload, checksum, self.start.key + at)
-        return Record(head.sequence, head.durable, values, payload, stop)
+        return JournalRecord(head.sequence, head.durable, values, payload, stop)
 
     def _find(self, at: int) -> int | None:
         """Return where the mark of a record is next, at `at` or later."""

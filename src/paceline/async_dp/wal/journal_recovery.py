@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.async_dp.wal.decision_ledger import Standing
-from paceline.async_dp.wal.hub_folder import Folder
-from paceline.async_dp.wal.hub_snapshot import Snapshot, read_snapshot
-from paceline.async_dp.wal.journal_file import Log, Record
+from paceline.async_dp.wal.hub_folder import HubFolder
+from paceline.async_dp.wal.hub_snapshot import HubSnapshot, read_snapshot
+from paceline.async_dp.wal.journal_file import JournalReader, JournalRecord
 from paceline.async_dp.wal.journal_records import START_NBYTES, Start
 from paceline.errors import DamagedCheckpoint
 
@@ -53,7 +53,7 @@ class Base:
     """
 
     path: Path | None = None
-    snapshot: Snapshot = field(default_factory=lambda: Snapshot(0, 0, {}))
+    snapshot: HubSnapshot = field(default_factory=lambda: HubSnapshot(0, 0, {}))
     tensors: dict[str, Tensor] | None = None
     passed_over: tuple[Path, ...] = ()
 
@@ -75,7 +75,7 @@ class End:
     next: int
 
 
-def find_base(folder: Folder) -> Base:
+def find_base(folder: HubFolder) -> Base:
     """Return the newest snapshot that is intact.
 
     Raises:
@@ -101,7 +101,7 @@ def find_base(folder: Folder) -> Base:
     return Base()
 
 
-def logs_since(folder: Folder, first: int) -> list[Path]:
+def logs_since(folder: HubFolder, first: int) -> list[Path]:
     """Return the journals that have the records from number `first` on, in order.
 
     Raises:
@@ -110,7 +110,7 @@ def logs_since(folder: Folder, first: int) -> list[Path]:
     paths: list[Path] = []
     begins = 0
     for path in folder.logs().values():
-        with closing(Log(path)) as one:
+        with closing(JournalReader(path)) as one:
             begins = one.start.first
         paths.insert(0, path)
         if begins <= first:
@@ -124,10 +124,10 @@ def logs_since(folder: Folder, first: int) -> list[Path]:
     )
 
 
-def records_between(paths: Sequence[Path], first: int, stop: int) -> Iterator[Record]:
+def records_between(paths: Sequence[Path], first: int, stop: int) -> Iterator[JournalRecord]:
     """Yield the records `first` … `stop` - 1 of consecutive journals, which are known to hold them."""
     for path in paths:
-        with closing(Log(path)) as one:
+        with closing(JournalReader(path)) as one:
             for record in one.records() if one.start.first < stop else ():
                 if record.sequence >= first:
                     yield record
@@ -148,7 +148,7 @@ def end_of(paths: Sequence[Path], ledger: Standing) -> End:
     path, start, at, due = None, Start(0, 0, 0), 0, 0
     for number, path in enumerate(paths):
         is_last = number == len(paths) - 1
-        with closing(Log(path)) as one:
+        with closing(JournalReader(path)) as one:
             if number and one.start.first != due:
                 raise _lost(
                     paths[number - 1], at, due, f"the next journal begins with record {one.start.first}"

@@ -20,7 +20,15 @@ from paceline._core.files import write_text
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 
-__all__ = ["VALUES_LIMIT_NBYTES", "line_of", "packed", "read_page", "text_of", "unpacked", "write_page"]
+__all__ = [
+    "VALUES_LIMIT_NBYTES",
+    "line_of",
+    "packed",
+    "read_checked_file",
+    "text_of",
+    "unpacked",
+    "write_checked_file",
+]
 
 VALUES_LIMIT_NBYTES = 64 << 10
 """Longer values are refused; what is long goes into the payload."""
@@ -135,7 +143,7 @@ def _encodes(text: str) -> bool:
 _FORMAT = 1
 
 
-def write_page(path: Path, values: Mapping[str, Any]) -> None:
+def write_checked_file(path: Path, values: Mapping[str, Any]) -> None:
     """Put plain values at `path`, whole and on the disk when this returns.
 
     Raises:
@@ -148,7 +156,7 @@ def write_page(path: Path, values: Mapping[str, Any]) -> None:
     write_text(path, text)
 
 
-def read_page(path: Path) -> dict[str, Any]:
+def read_checked_file(path: Path) -> dict[str, Any]:
     """Return the values at `path`.
 
     Raises:

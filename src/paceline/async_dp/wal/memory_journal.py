@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from paceline.async_dp.wal.hub_snapshot import Snapshot
+from paceline.async_dp.wal.hub_snapshot import HubSnapshot
 from paceline.async_dp.wal.journal_recovery import Recovered
 from paceline.errors import UsageError
 from paceline.transport.envelope import Bytes
@@ -44,7 +44,7 @@ class MemoryJournal:
         self._next = self._durable = 0
         self._values: list[Mapping[str, Any]] = []  # of the whole run
         self._payloads: list[bytes] = []  # since the snapshot
-        self._base, self._tensors = Snapshot(0, 0, {}), None
+        self._base, self._tensors = HubSnapshot(0, 0, {}), None
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Remember facts of the run.
@@ -110,7 +110,7 @@ class MemoryJournal:
                 remedy="revisions only grow",
             )
         self.commit()
-        self._base = Snapshot(revision, self._next, dict(facts))
+        self._base = HubSnapshot(revision, self._next, dict(facts))
         self._payloads.clear()
         if self.keeps:
             self._tensors = {label: tensor.detach().cpu().clone() for label, tensor in tensors.items()}

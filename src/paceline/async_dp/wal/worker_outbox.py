@@ -27,16 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline._core.file_lock import Lock
-from paceline._core.files import write_whole
+from paceline._core.file_lock import FolderLock
+from paceline._core.files import write_atomic
 from paceline.async_dp.wal.hub_folder import failed, make_folder
 from paceline.async_dp.wal.journal_records import CHECKSUM_NBYTES, HEAD_NBYTES, encode, head_of, values_of
-from paceline.async_dp.wal.json_values import packed, read_page, write_page
+from paceline.async_dp.wal.json_values import packed, read_checked_file, write_checked_file
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Letter", "Outbox", "Sender", "letter_path", "letter_paths", "read_letter", "write_letter"]
+__all__ = ["Outbox", "PendingUpdate", "Sender", "read_update", "update_path", "update_paths", "write_update"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -82,12 +82,12 @@ class Outbox:
         self.worker, self.run = worker or _drawn(), ""
         self._rounds: dict[int, int] = {}
         self._round_least = 0
-        self._letters: dict[int, Letter] = {}
+        self._letters: dict[int, PendingUpdate] = {}
         self._folder = None if folder is None else Path(folder)
-        self._lock: Lock | None = None
+        self._lock: FolderLock | None = None
         if self._folder is not None:
             make_folder(self._folder, "worker")
-            self._lock = Lock(self._folder / "outbox.lock", "worker")
+            self._lock = FolderLock(self._folder / "outbox.lock", "worker")
             try:
                 self._read(self._folder, worker)
             except OSError as error:
@@ -162,20 +162,20 @@ class Outbox:
                 f"round {round} of fragment {fragment} was not begun",
                 remedy="ask next_round() for its number: it must never be used twice",
             )
-        letter = Letter(round, fragment, dict(values), bytes(payload))
+        letter = PendingUpdate(round, fragment, dict(values), bytes(payload))
         if self._folder is not None:
             try:
-                write_letter(self._folder, letter, Sender(self.run, self.worker))
+                write_update(self._folder, letter, Sender(self.run, self.worker))
             except OSError as error:
-                path = letter_path(self._folder, fragment)
+                path = update_path(self._folder, fragment)
                 raise failed(path, error, "it is not offered: make room, then put it again") from error
         self._letters[fragment] = letter
 
-    def pending(self) -> list[Letter]:
+    def pending(self) -> list[PendingUpdate]:
         """Return the letters that were not acknowledged, by fragment."""
         return [letter for _, letter in sorted(self._letters.items())]
 
-    def letter(self, fragment: int) -> Letter:
+    def letter(self, fragment: int) -> PendingUpdate:
         """Return the letter of a fragment that was not acknowledged."""
         return self._letters[fragment]
 
@@ -189,7 +189,7 @@ class Outbox:
         if letter is None or letter.round != round:
             return False
         if self._folder is not None:
-            path = letter_path(self._folder, fragment)
+            path = update_path(self._folder, fragment)
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -216,9 +216,9 @@ class Outbox:
             if _LEFT.fullmatch(path.name) and path.is_dir():
                 shutil.rmtree(path)
         self._read_page(folder, worker)
-        for fragment, path in letter_paths(folder).items():
+        for fragment, path in update_paths(folder).items():
             try:
-                letter, sender = read_letter(path)
+                letter, sender = read_update(path)
                 self._check_letter(letter, sender, fragment)
             except DamagedCheckpoint as error:
                 _set_aside(path, error)
@@ -230,12 +230,12 @@ class Outbox:
     def _read_page(self, folder: Path, worker: int | None) -> None:
         path = folder / _PAGE
         try:
-            page = read_page(path)
+            page = read_checked_file(path)
             number, run = int(page["worker"]), str(page["run"])
             rounds = {int(fragment): int(after) for fragment, after in page["rounds"].items()}
             least = int(page["round_least"])
         except FileNotFoundError:
-            lost = letter_paths(folder) or _aside(path).exists()
+            lost = update_paths(folder) or _aside(path).exists()
         except (DamagedCheckpoint, KeyError, ValueError, AttributeError) as error:
             _set_aside(path, error)
             lost = True
@@ -250,7 +250,7 @@ class Outbox:
         if lost and worker is not None:
             self._round_least = time.time_ns() // 1000
 
-    def _check_letter(self, letter: Letter, sender: Sender, fragment: int) -> None:
+    def _check_letter(self, letter: PendingUpdate, sender: Sender, fragment: int) -> None:
         """Raise a DamagedCheckpoint unless a letter may be offered again."""
         if letter.fragment != fragment:
             raise DamagedCheckpoint(f"it is of fragment {letter.fragment}")
@@ -274,7 +274,7 @@ class Outbox:
             "round_least": self._round_least,
         }
         try:
-            write_page(path, page)
+            write_checked_file(path, page)
         except OSError as error:
             raise failed(path, error, "make room, then try again") from error
 
@@ -296,7 +296,7 @@ _NAME = re.compile(r"letter-(\d{6,})\.msg")
 
 
 @dataclass(frozen=True)
-class Letter:
+class PendingUpdate:
     """What a worker offers of a fragment in a round: plain values, and a payload."""
 
     round: int
@@ -313,30 +313,30 @@ class Sender:
     worker: int
 
 
-def letter_path(folder: Path, fragment: int) -> Path:
+def update_path(folder: Path, fragment: int) -> Path:
     """Return where the letter of a fragment is."""
     return folder / f"letter-{fragment:06d}.msg"
 
 
-def letter_paths(folder: Path) -> dict[int, Path]:
+def update_paths(folder: Path) -> dict[int, Path]:
     """Return the letters in a folder, by fragment."""
     found = {int(match[1]): path for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 
-def write_letter(folder: Path, letter: Letter, sender: Sender) -> None:
+def write_update(folder: Path, letter: PendingUpdate, sender: Sender) -> None:
     """Put a letter into a folder, whole and on the disk when this returns.
 
     Raises:
         UsageError: something in it can't be packed.
         OSError: it can't be written; what was there stays.
     """
-    data = pack_letter(letter, sender)
+    data = pack_update(letter, sender)
     fault_injection.writing(len(data))
-    write_whole(letter_path(folder, letter.fragment), lambda beside: beside.write_bytes(data))
+    write_atomic(update_path(folder, letter.fragment), lambda beside: beside.write_bytes(data))
 
 
-def pack_letter(letter: Letter, sender: Sender) -> bytes:
+def pack_update(letter: PendingUpdate, sender: Sender) -> bytes:
     """Return a letter as bytes: one record, as in a hub's journal.
 
     Raises:
@@ -347,7 +347,7 @@ def pack_letter(letter: Letter, sender: Sender) -> bytes:
     return b"".join(encode(letter.round, 0, values, letter.payload, seed=0))
 
 
-def read_letter(path: Path) -> tuple[Letter, Sender]:
+def read_update(path: Path) -> tuple[PendingUpdate, Sender]:
     """Return a letter, and whose it is.
 
     Raises:
@@ -362,7 +362,7 @@ def read_letter(path: Path) -> tuple[Letter, Sender]:
         payload = data[front_nbytes:-CHECKSUM_NBYTES]
         about = values_of(data[:front_nbytes], payload, data[-CHECKSUM_NBYTES:], seed=0)
         return (
-            Letter(about["round"], about["fragment"], about["values"], payload),
+            PendingUpdate(about["round"], about["fragment"], about["values"], payload),
             Sender(about["run"], about["worker"]),
         )
     except (OSError, KeyError) as error:

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.async_dp.protocol.hub_messages import Message, number
+from paceline.async_dp.protocol.hub_messages import HubMessage, number
 from paceline.async_dp.thread_messages import Order
-from paceline.async_dp.worker.fragment_replica import Side, State
-from paceline.async_dp.worker.hub_session import Spoke
-from paceline.async_dp.worker.selection_policy import Policy
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.hub_session import HubSession
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 
-__all__ = ["Counts", "Worker"]
+__all__ = ["AsyncWorker", "WorkerCounts"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -38,7 +38,7 @@ _WARM_EVERY = 2
 
 
 @dataclass
-class Counts:
+class WorkerCounts:
     """What a worker did.
 
     Attributes:
@@ -59,7 +59,7 @@ class Counts:
     skipped: int = 0
 
 
-class Worker:
+class AsyncWorker:
     """Decides after every local step.
 
     Args:
@@ -76,10 +76,10 @@ class Worker:
 
     def __init__(
         self,
-        sides: Sequence[Side],
-        spokes: Sequence[Spoke],
-        cadence: Cadence,
-        policy: Policy,
+        sides: Sequence[FragmentReplica],
+        spokes: Sequence[HubSession],
+        cadence: SyncSchedule,
+        policy: SelectionPolicy,
         *,
         score: Callable[[], float] | None = None,
         forget: Callable[[], None] = lambda: None,
@@ -88,7 +88,7 @@ class Worker:
     ) -> None:
         self.sides, self.spokes, self.cadence, self.policy = sides, spokes, cadence, policy
         self.warmup = warmup
-        self.counts = Counts()
+        self.counts = WorkerCounts()
         self.lr_scale = 1.0
         self._score, self._forget = score, forget
         self._lap, self.staggered = 0, not stagger
@@ -148,15 +148,15 @@ class Worker:
 
     # ------------------------------------------------------------------ together
 
-    def _cadence_now(self) -> Cadence:
+    def _cadence_now(self) -> SyncSchedule:
         """Return the cadence of the next step."""
         cadence = self.cadence
         if self.counts.steps >= self.warmup or cadence.every <= _WARM_EVERY:
             return cadence
         every = max(_WARM_EVERY, cadence.fragments)
-        return Cadence(every, cadence.fragments, min(1, every - 1))
+        return SyncSchedule(every, cadence.fragments, min(1, every - 1))
 
-    def _live_together(self, now: float, step_seconds: float, count: int, cadence: Cadence) -> None:
+    def _live_together(self, now: float, step_seconds: float, count: int, cadence: SyncSchedule) -> None:
         if not self.staggered:
             terms = self.spokes[0].terms
             self._lap = terms.slot * self.cadence.every // max(1, terms.slots)
@@ -171,7 +171,7 @@ class Worker:
             return
         self._offer(due, side, cadence.delay, now + cadence.delay * step_seconds)
 
-    def _offer(self, fragment: int, side: Side, delay: int, by: float) -> None:
+    def _offer(self, fragment: int, side: FragmentReplica, delay: int, by: float) -> None:
         """Take a snapshot, and have it sent if it is good enough, and the centre fetched for `delay` steps later."""
         score = self._own_score() if self.policy.scores else None
         side.offered = self.policy.sends(score, self._before, self._best)
@@ -190,7 +190,7 @@ class Worker:
         kind = "update" if side.offered else "fetch"
         self._spoke_of(fragment).orders.append(Order(fragment, kind, by, meta))
 
-    def _take(self, side: Side) -> None:
+    def _take(self, side: FragmentReplica) -> None:
         """Take in what has come, unless it is not good enough."""
         self.counts.late += max(0, self.counts.steps - side.due) if side.due else 0
         if side.whole or side.revision < 0:
@@ -251,7 +251,7 @@ class Worker:
                 meta = {"score": score, "steps": self.counts.steps, "lr": lr * self.lr_scale}
                 spoke.orders.append(Order(0, "score", meta=meta))
 
-    def _replace(self, adopted: dict[int, Message], lr: float) -> None:
+    def _replace(self, adopted: dict[int, HubMessage], lr: float) -> None:
         """Take another's parameters and learning rate."""
         for fragment, message in adopted.items():
             side = self.sides[fragment]
@@ -264,7 +264,7 @@ class Worker:
         self.counts.replaced += 1
         self._forget()
 
-    def _hand_over(self, spoke: Spoke) -> None:
+    def _hand_over(self, spoke: HubSession) -> None:
         """Give a hub the whole of its fragments, when nothing of them is under way."""
         if any(side.state is not State.HERE for side in spoke.sides.values()):
             return
@@ -289,7 +289,7 @@ class Worker:
             self._best = score
         return score
 
-    def _score_centre(self, side: Side) -> float | None:
+    def _score_centre(self, side: FragmentReplica) -> float | None:
         """Return the score of the centre, which the model holds now, and tell it to the hub."""
         score = self._own_score("centre")
         if score is not None:
@@ -297,5 +297,5 @@ class Worker:
             self.spokes[0].orders.append(Order(0, "score", meta=meta))
         return score
 
-    def _spoke_of(self, fragment: int) -> Spoke:
+    def _spoke_of(self, fragment: int) -> HubSession:
         return self.spokes[fragment % len(self.spokes)]

@@ -20,12 +20,12 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from paceline.async_dp.float_rows import Numbers, handy, put, subtract, tensor_of
-from paceline.async_dp.protocol.parameter_layout import Fragment
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline.async_dp.float_rows import FloatRow, as_tensor, copy_into, fastest_form, subtract
+from paceline.async_dp.protocol.parameter_layout import FragmentLayout
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.transport.envelope import Bytes
 
-__all__ = ["Side", "State"]
+__all__ = ["FragmentReplica", "State"]
 
 
 class State(Enum):
@@ -39,7 +39,7 @@ class State(Enum):
     """The training thread may take in what came."""
 
 
-class Side:
+class FragmentReplica:
     """A fragment of one worker.
 
     Args:
@@ -56,15 +56,17 @@ class Side:
         samples, steps: learnt since the last snapshot.
     """
 
-    def __init__(self, fragment: Fragment, tensors: Mapping[str, Tensor], packing: Packing) -> None:
+    def __init__(self, fragment: FragmentLayout, tensors: Mapping[str, Tensor], packing: UpdateCodec) -> None:
         self.fragment, self.packing = fragment, packing
         model = [tensors[place.name].detach() for place in fragment.places]
         self._alike = [each.dtype == torch.float32 and each.device.type == "cpu" for each in model]
-        self._model = [handy(each) if alike else each for each, alike in zip(model, self._alike, strict=True)]
+        self._model = [
+            fastest_form(each) if alike else each for each, alike in zip(model, self._alike, strict=True)
+        ]
         flats = [torch.zeros(fragment.numel) for _ in range(3)]
-        self.base, self._sent, self._came = map(handy, flats)
+        self.base, self._sent, self._came = map(fastest_form, flats)
         self._base_parts, self._sent_parts, self._came_parts = map(self._parts, flats)
-        self._packings: dict[str, Packing] = {}
+        self._packings: dict[str, UpdateCodec] = {}
         self.came_revision = -1
         self.state, self.revision, self.offered = State.HERE, -1, False
         self.whole, self.anew = False, True
@@ -76,14 +78,14 @@ class Side:
     def snapshot(self) -> None:
         """Remember the parameters as they are: w_s."""
         for numbers, sent in zip(self._model, self._sent_parts, strict=True):
-            put(numbers, sent)
+            copy_into(numbers, sent)
         self.samples, self.steps = 0.0, 0
 
     def take(self) -> None:
         """Take in what came: by the delta rule, or the whole."""
         if self.whole:
             for numbers, came in zip(self._model, self._came_parts, strict=True):
-                put(came, numbers)
+                copy_into(came, numbers)
         else:
             for numbers, came, sent, alike in zip(
                 self._model, self._came_parts, self._sent_parts, self._alike, strict=True
@@ -92,8 +94,8 @@ class Side:
                     numbers -= sent
                     numbers += came
                 else:
-                    new = tensor_of(numbers).to(tensor_of(came))
-                    put(new.sub_(tensor_of(sent)).add_(tensor_of(came)), numbers)
+                    new = as_tensor(numbers).to(as_tensor(came))
+                    copy_into(new.sub_(as_tensor(sent)).add_(as_tensor(came)), numbers)
         self.base, self._came = self._came, self.base
         self._base_parts, self._came_parts = self._came_parts, self._base_parts
         self.revision = self.came_revision
@@ -103,7 +105,7 @@ class Side:
     def decline(self) -> None:
         """Go on with one's own; what was offered is in the centre, so the next update begins behind it."""
         if self.offered:
-            put(self._sent, self.base)
+            copy_into(self._sent, self.base)
             self.revision = self.came_revision
         self.whole = False
         self.state = State.HERE
@@ -111,9 +113,9 @@ class Side:
     def swap(self) -> None:
         """Exchange the model's parameters for what came, or back."""
         for numbers, came in zip(self._model, self._came_parts, strict=True):
-            kept = tensor_of(numbers).clone()
-            put(came, numbers)
-            tensor_of(came).copy_(kept)
+            kept = as_tensor(numbers).clone()
+            copy_into(came, numbers)
+            as_tensor(came).copy_(kept)
 
     # The communication thread.
 
@@ -134,14 +136,14 @@ class Side:
         self.came_revision = revision
         self.state = State.READY
 
-    def packing_by(self, codec: str) -> Packing:
+    def packing_by(self, codec: str) -> UpdateCodec:
         """Return the packing by a codec, without feedback."""
         found = self._packings.get(codec)
         if found is None:
-            found = self._packings[codec] = Packing(self.fragment, codec)
+            found = self._packings[codec] = UpdateCodec(self.fragment, codec)
         return found
 
-    def _parts(self, flat: Tensor) -> list[Numbers]:
+    def _parts(self, flat: Tensor) -> list[FloatRow]:
         """Return the part of each of the model's tensors, in its shape."""
         parts = [place.of(flat) for place in self.fragment.places]
-        return [handy(part) if alike else part for part, alike in zip(parts, self._alike, strict=True)]
+        return [fastest_form(part) if alike else part for part, alike in zip(parts, self._alike, strict=True)]

@@ -20,19 +20,19 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.async_dp.protocol.hub_messages import BULK, VERSION, Message, number, text, whole
-from paceline.async_dp.protocol.message_assembly import Assembler
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.hub_messages import BULK, VERSION, HubMessage, number, text, whole
+from paceline.async_dp.protocol.message_assembly import MessageAssembler
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import CODECS
 from paceline.async_dp.thread_messages import Order, Terms
-from paceline.async_dp.wal.worker_outbox import Letter, Outbox
-from paceline.async_dp.worker.fragment_replica import Side, State
-from paceline.async_dp.worker.reply_timeout import Patience, Under
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
+from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
+from paceline.async_dp.worker.reply_timeout import ReplyTimeout, Under
 from paceline.errors import DamagedEnvelope, UsageError
 from paceline.transport.envelope_header import Header
 from paceline.transport.transport_interface import HUB, Envelope
 
-__all__ = ["Spoke"]
+__all__ = ["HubSession"]
 
 log = logging.getLogger("paceline.async_dp")
 
@@ -45,7 +45,7 @@ _KEEPS_STATE = ("worse", "it tells")
 """Of these, those that say nothing against the optimizer's state."""
 
 
-class Spoke:
+class HubSession:
     """One worker's conversation with one hub.
 
     Args:
@@ -71,8 +71,8 @@ class Spoke:
         self,
         me: int,
         name: str,
-        layout: Layout,
-        sides: Mapping[int, Side],
+        layout: ParameterLayout,
+        sides: Mapping[int, FragmentReplica],
         outbox: Outbox,
         *,
         run: str = "",
@@ -92,14 +92,14 @@ class Spoke:
         # By fragment: when its letter is to be said again, infinity as long as it has not left.
         self._again: dict[int, float] = {}
         self._due = math.inf  # no later than what is due first of these, and of what is under way
-        self._adopting: dict[int, Message] = {}
-        self.adopted: dict[int, Message] | None = None
+        self._adopting: dict[int, HubMessage] = {}
+        self.adopted: dict[int, HubMessage] | None = None
         self._never = set(sides)  # fragments whose centre was never here
         self._gave = False  # the centre began from this worker's snapshot, so the delta rule holds
-        self._assembler = Assembler(self._limit)
+        self._assembler = MessageAssembler(self._limit)
         self._hello_at, self._hello_pause, self._beat_at = -math.inf, _HELLO_SECONDS, -math.inf
-        self.patience = Patience()
-        self._out: list[Message] = []
+        self.patience = ReplyTimeout()
+        self._out: list[HubMessage] = []
 
     # ------------------------------------------------------------------ driving it
 
@@ -115,7 +115,7 @@ class Spoke:
         if handler is not None:
             handler(self, message, now)
 
-    def pump(self, now: float) -> list[Message]:
+    def pump(self, now: float) -> list[HubMessage]:
         """Do what is due, and return what is to be sent."""
         if self.terms.refusal:
             return []
@@ -138,7 +138,7 @@ class Spoke:
         out, self._out = self._out, []
         return out
 
-    def left(self, message: Message, now: float) -> None:
+    def left(self, message: HubMessage, now: float) -> None:
         """Note that a message has left whole."""
         again = now + self.patience.seconds()
         if message.kind == "update" and message.fragment in self._again:
@@ -155,9 +155,9 @@ class Spoke:
         if self.connected:
             self._forgotten(None, now)
 
-    def goodbye(self) -> Message:
+    def goodbye(self) -> HubMessage:
         """Return the last message."""
-        return Message("bye", self.me, HUB)
+        return HubMessage("bye", self.me, HUB)
 
     def wants(self) -> float:
         """Return when something is due next."""
@@ -174,7 +174,7 @@ class Spoke:
         return not self._under and not self.orders
 
     def _say(self, kind: str, **meta: Any) -> None:
-        self._out.append(Message(kind, self.me, HUB, meta=meta))
+        self._out.append(HubMessage(kind, self.me, HUB, meta=meta))
 
     def _limit(self, header: Header) -> int | None:
         if header.kind not in BULK:
@@ -192,16 +192,16 @@ class Spoke:
         self._hello_at = now + self._hello_pause
         self._hello_pause = min(2 * self._hello_pause, _LONGEST_HELLO_SECONDS)
         meta = {"version": VERSION, "name": self.name, **self._facts}
-        self._out.append(Message("hello", self.me, HUB, meta=meta, payload=self.layout.packed()))
+        self._out.append(HubMessage("hello", self.me, HUB, meta=meta, payload=self.layout.packed()))
 
-    def _forgotten(self, message: Message | None, now: float) -> None:
+    def _forgotten(self, message: HubMessage | None, now: float) -> None:
         """Begin anew: the hub does not know this session any more, or is gone."""
         if self.connected:
             self.session = self._new_session()
         self.connected = False
         self._hello_at, self._hello_pause = now, _HELLO_SECONDS
 
-    def _welcomed(self, message: Message, now: float) -> None:
+    def _welcomed(self, message: HubMessage, now: float) -> None:
         meta, terms = message.meta, self.terms
         if meta.get("yours") != self.session:
             return
@@ -226,7 +226,7 @@ class Spoke:
             if under.stage == "come":
                 self._ask(fragment, under, now)
 
-    def _turned_away(self, message: Message, now: float) -> None:
+    def _turned_away(self, message: HubMessage, now: float) -> None:
         if message.meta.get("yours") == self.session:
             self.terms.refusal = text(message.meta, "why") or "no reason was told"
 
@@ -258,7 +258,7 @@ class Spoke:
         side = self.sides[order.fragment]
         if order.kind == "parameters":
             packet = side.pack_whole()
-            self._out.append(Message("parameters", self.me, HUB, 0, order.fragment, {}, packet, "fp32"))
+            self._out.append(HubMessage("parameters", self.me, HUB, 0, order.fragment, {}, packet, "fp32"))
             side.state = State.HERE
             return
         under = self._under[order.fragment] = Under(order, "acknowledge", now)
@@ -272,15 +272,15 @@ class Spoke:
         self._outbox.put(side.round, order.fragment, values, packet)
         self._post(self._outbox.letter(order.fragment))
 
-    def _post(self, letter: Letter) -> None:
+    def _post(self, letter: PendingUpdate) -> None:
         """Send a letter; it is said again until it is acknowledged."""
         meta, dtype = letter.values["meta"], letter.values["dtype"]
         self._out.append(
-            Message("update", self.me, HUB, letter.round, letter.fragment, meta, letter.payload, dtype)
+            HubMessage("update", self.me, HUB, letter.round, letter.fragment, meta, letter.payload, dtype)
         )
         self._again[letter.fragment] = math.inf
 
-    def _acknowledged(self, message: Message, now: float) -> None:
+    def _acknowledged(self, message: HubMessage, now: float) -> None:
         self._listen(message.meta)
         round, fragment = message.round, message.fragment
         if not self._outbox.acknowledge(round, fragment):
@@ -316,7 +316,7 @@ class Spoke:
     def _ask(self, fragment: int, under: Under, now: float) -> None:
         under.stage, under.asked, under.due = "come", now, math.inf
         have = self.sides[fragment].revision
-        self._out.append(Message("fetch", self.me, HUB, 0, fragment, {"have": have}))
+        self._out.append(HubMessage("fetch", self.me, HUB, 0, fragment, {"have": have}))
 
     def _repeat(self, now: float) -> None:
         """Ask when it is time, and say again what was not answered."""
@@ -346,7 +346,7 @@ class Spoke:
             first = under.due if under.due < first else first
         return first
 
-    def _centre(self, message: Message, now: float) -> None:
+    def _centre(self, message: HubMessage, now: float) -> None:
         self._listen(message.meta)
         under = self._under.get(message.fragment)
         if under is None or under.stage != "come":
@@ -366,28 +366,28 @@ class Spoke:
 
     # ------------------------------------------------------------------ populations
 
-    def _asked(self, message: Message, now: float) -> None:
+    def _asked(self, message: HubMessage, now: float) -> None:
         self.terms.wanted = True
 
-    def _adopt(self, message: Message, now: float) -> None:
+    def _adopt(self, message: HubMessage, now: float) -> None:
         """Hand another's parameters to the training thread when those of all fragments are here."""
         self._adopting[message.fragment] = message
         if self._adopting.keys() == self.sides.keys():
             self.adopted, self._adopting = self._adopting, {}
             log.info("worker %s is replaced: %s", self.name, text(message.meta, "why"))
 
-    def _together(self, message: Message, now: float) -> None:
+    def _together(self, message: HubMessage, now: float) -> None:
         self.terms.phase = "together"
         self._gave = number(message.meta, "best") == self.me
 
 
-_HANDLERS: Mapping[str, Callable[[Spoke, Message, float], None]] = {
-    "welcome": Spoke._welcomed,
-    "refusal": Spoke._turned_away,
-    "who": Spoke._forgotten,
-    "ack": Spoke._acknowledged,
-    "centre": Spoke._centre,
-    "ask": Spoke._asked,
-    "adopt": Spoke._adopt,
-    "together": Spoke._together,
+_HANDLERS: Mapping[str, Callable[[HubSession, HubMessage, float], None]] = {
+    "welcome": HubSession._welcomed,
+    "refusal": HubSession._turned_away,
+    "who": HubSession._forgotten,
+    "ack": HubSession._acknowledged,
+    "centre": HubSession._centre,
+    "ask": HubSession._asked,
+    "adopt": HubSession._adopt,
+    "together": HubSession._together,
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.async_dp.thread_messages import Order
 
-__all__ = ["Patience", "Under"]
+__all__ = ["ReplyTimeout", "Under"]
 
 _UNKNOWN_SECONDS, _LEAST_SECONDS, _MOST_DOUBLINGS = 10.0, 1.0, 4
 _EARLY = 1.3  # a centre is asked for this many times the last one's duration before it is due
@@ -36,7 +36,7 @@ class Under:
     once: bool = True
 
 
-class Patience:
+class ReplyTimeout:
     """How long answers take.
 
     Attributes:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["POLICIES", "Policy"]
+__all__ = ["POLICIES", "SelectionPolicy"]
 
 POLICIES = ("all", "better", "best")
 
 
 @dataclass(frozen=True)
-class Policy:
+class SelectionPolicy:
     """Which updates are sent and which centres are taken in.
 
     Attributes:

@@ -28,7 +28,7 @@ import torch
 from paceline.backends.shm import futex
 from paceline.backends.shm.shared_arena import Segment
 
-__all__ = ["RING_NBYTES", "SMALL_NBYTES", "WINDOW_NBYTES", "Board", "Failure", "Notice"]
+__all__ = ["RING_NBYTES", "SMALL_NBYTES", "WINDOW_NBYTES", "ControlBlock", "GroupFailure", "OpNotice"]
 
 SMALL_NBYTES = 32 << 10
 """Messages up to this size travel inside the notice's turn, with one meeting instead of two."""
@@ -51,7 +51,7 @@ _MASK, _HALF = 0xFFFFFFFF, 0x80000000  # counts run round; one is not before ano
 _PANE_NBYTES = SMALL_NBYTES * 2 + WINDOW_NBYTES * 4  # two small ones, two to read, two to write (with slack)
 
 
-class Notice(NamedTuple):
+class OpNotice(NamedTuple):
     """What a rank is about to do.
 
     Attributes:
@@ -65,7 +65,7 @@ class Notice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Failure:
+class GroupFailure:
     """Why a group can't go on; told once, by whoever saw it first, and repeated by all.
 
     Attributes:
@@ -82,7 +82,7 @@ class Failure:
     dead: bool = True
 
 
-class Board:
+class ControlBlock:
     """The shared segment as rank `index` of `size` sees it.
 
     Args:
@@ -144,14 +144,14 @@ class Board:
 
     # What ranks tell each other.
 
-    def post(self, turn: int, notice: Notice) -> None:
+    def post(self, turn: int, notice: OpNotice) -> None:
         """Tell what this rank does in collective number `turn`."""
         at = self._mine + 64 * (turn & 1)
         _NOTICE.pack_into(self._view, at, notice.call, notice.segment, notice.offset)
 
-    def read(self, turn: int, rank: int) -> Notice:
+    def read(self, turn: int, rank: int) -> OpNotice:
         """Return what `rank` told for collective number `turn`."""
-        return Notice(*_NOTICE.unpack_from(self._view, self._slots[rank] + 64 * (turn & 1)))
+        return OpNotice(*_NOTICE.unpack_from(self._view, self._slots[rank] + 64 * (turn & 1)))
 
     @property
     def step(self) -> int:
@@ -171,7 +171,7 @@ class Board:
         """Whether anybody told of a failure."""
         return self._words[_BROKEN // 4] != 0
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: GroupFailure) -> None:
         """Tell everybody why the group can't go on; what a rank told first stands."""
         told = replace(failure, text=failure.text[:_TEXT_LENGTH])
         text = json.dumps(asdict(told), ensure_ascii=False).encode(errors="replace")
@@ -186,10 +186,10 @@ class Board:
         self._words[_BROKEN // 4] = 1
         futex.wake(self._arrivals)
 
-    def failure(self) -> Failure | None:
+    def failure(self) -> GroupFailure | None:
         """Return the first failure that anybody told, None if there is none."""
         told = self._told()
-        return Failure(**json.loads(min(told)[2])) if told else None
+        return GroupFailure(**json.loads(min(told)[2])) if told else None
 
     def given_up(self) -> bool:
         """Return whether somebody gave up the meeting that this rank arrived at last, or an earlier one."""

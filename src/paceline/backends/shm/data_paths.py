@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.backends.op_signature import Call
-from paceline.backends.shm.control_block import SMALL_NBYTES, WINDOW_NBYTES, Board, Notice
-from paceline.backends.shm.host_peers import Neighbours
+from paceline.backends.op_signature import OpSignature
+from paceline.backends.shm.control_block import SMALL_NBYTES, WINDOW_NBYTES, ControlBlock, OpNotice
+from paceline.backends.shm.host_peers import HostPeers
 from paceline.backends.shm.shared_arena import Arena, Segment
-from paceline.backends.shm.shm_barrier import Meeting
+from paceline.backends.shm.shm_barrier import ShmBarrier
 
-__all__ = ["ALIGN_NUMEL", "Part", "Routes"]
+__all__ = ["ALIGN_NUMEL", "DataPaths", "Part"]
 
 ALIGN_NUMEL = 64
 """Parts and slices start at multiples of this many elements: at cache lines, for every dtype."""
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     read: Reader
 
 
-class Routes(Meeting):
+class DataPaths(ShmBarrier):
     """The ways data take among the ranks of a host. Tensors are contiguous and on the CPU.
 
     Args:
@@ -44,7 +44,7 @@ class Routes(Meeting):
     """
 
     def __init__(
-        self, neighbours: Neighbours, board: Board, arena: Arena, timeout: float, patience: float
+        self, neighbours: HostPeers, board: ControlBlock, arena: Arena, timeout: float, patience: float
     ) -> None:
         super().__init__(neighbours, board, timeout, patience)
         self._arena = arena
@@ -53,7 +53,7 @@ class Routes(Meeting):
 
     def _parts(
         self,
-        call: Call,
+        call: OpSignature,
         pieces: Sequence[torch.Tensor],
         sources: Sequence[int],
         *,
@@ -82,13 +82,13 @@ class Routes(Meeting):
             return
         yield from self._windows(pieces, length, mine)
 
-    def _small(self, call: Call, pieces: Sequence[torch.Tensor], length: int, mine: bool) -> Part:
+    def _small(self, call: OpSignature, pieces: Sequence[torch.Tensor], length: int, mine: bool) -> Part:
         dtype, turn = pieces[0].dtype, self._turn
         if mine:
             place = self.board.small(self.index, turn, dtype)
             for target, piece in enumerate(pieces):
                 place[target * length : (target + 1) * length].copy_(piece)
-        self._begin(call, Notice(call.packed()))
+        self._begin(call, OpNotice(call.packed()))
 
         def read(source: int, target: int) -> torch.Tensor:
             return self.board.small(source, turn, dtype)[target * length : (target + 1) * length]
@@ -96,7 +96,7 @@ class Routes(Meeting):
         return Part(0, length, read)
 
     def _direct(
-        self, pieces: Sequence[torch.Tensor], sources: Sequence[int], notices: Sequence[Notice]
+        self, pieces: Sequence[torch.Tensor], sources: Sequence[int], notices: Sequence[OpNotice]
     ) -> Part:
         length, dtype = pieces[0].numel(), pieces[0].dtype
         regions = {
@@ -135,16 +135,16 @@ class Routes(Meeting):
 
             yield Part(low, high, read)
 
-    def _notice(self, call: Call, pieces: Sequence[torch.Tensor]) -> Notice:
+    def _notice(self, call: OpSignature, pieces: Sequence[torch.Tensor]) -> OpNotice:
         """Return the notice for `pieces`; it tells their place if they lie side by side in the arena."""
         if not pieces or pieces[0].numel() == 0:
-            return Notice(call.packed())
+            return OpNotice(call.packed())
         first, nbytes = pieces[0].data_ptr(), pieces[0].nbytes
         beside = all(piece.data_ptr() == first + index * nbytes for index, piece in enumerate(pieces))
         place = self._arena.locate(pieces[0], len(pieces) * nbytes) if beside else None
         if place is None or not self._tell(place[0]):
-            return Notice(call.packed())
-        return Notice(call.packed(), *place)
+            return OpNotice(call.packed())
+        return OpNotice(call.packed(), *place)
 
     def _tell(self, segment: int) -> bool:
         """Hand the others a segment of our arena, and return whether all of them have it."""
@@ -157,7 +157,7 @@ class Routes(Meeting):
                 self._told.add(key)
         return True
 
-    def _region(self, index: int, notice: Notice, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _region(self, index: int, notice: OpNotice, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor that another rank told of, mapped here."""
         if index == self.index:
             return self._arena.segments[notice.segment].tensor(notice.offset, numel, dtype)

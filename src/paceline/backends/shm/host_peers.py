@@ -28,14 +28,14 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from paceline._core.process_exit import Exit, exit_of, has_ended
+from paceline._core.process_exit import ExitStatus, exit_status_of, has_ended
 from paceline.backends.shm.shared_arena import Segment
 from paceline.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Card", "Neighbours", "NotShared", "exchange_cards"]
+__all__ = ["HostPeers", "MemoryNotShared", "PeerCard", "exchange_cards"]
 
 _HELLO = struct.Struct("<i16s")  # rank, token of the one that is dialled
 _CREDENTIALS = struct.Struct("<iII")  # pid, uid, gid (unix(7))
@@ -45,12 +45,12 @@ _COMMON = -1  # the number of the memory that all share from the start
 _LOOK_SECONDS = 0.2
 
 
-class NotShared(Exception):
+class MemoryNotShared(Exception):
     """Shared memory can't be had between the ranks of this host; the text says why, or nothing if others know."""
 
 
 @dataclass(frozen=True)
-class Card:
+class PeerCard:
     """What a rank tells the others of its group about itself.
 
     Attributes:
@@ -70,7 +70,7 @@ class Card:
     problem: str = ""
 
 
-def exchange_cards(store: Store, mine: Card, size: int, timeout: float) -> list[Card]:
+def exchange_cards(store: Store, mine: PeerCard, size: int, timeout: float) -> list[PeerCard]:
     """Tell `mine` to all ranks of the group and return everybody's, by rank; blocks.
 
     Raises:
@@ -78,7 +78,7 @@ def exchange_cards(store: Store, mine: Card, size: int, timeout: float) -> list[
     """
     store.set(f"card/{mine.rank}", json.dumps(asdict(mine)))
     found = _everybodys(store, "card", size, timeout)
-    return [Card(**json.loads(text)) for text in found]
+    return [PeerCard(**json.loads(text)) for text in found]
 
 
 def _everybodys(store: Store, key: str, size: int, seconds: float) -> list[str]:
@@ -97,7 +97,7 @@ def _everybodys(store: Store, key: str, size: int, seconds: float) -> list[str]:
     return [store.get(each).decode() for each in keys]
 
 
-class Listener:
+class PeerListener:
     """Where this rank is dialled. On Linux the address is abstract: it leaves no file behind."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Listener:
 
 @dataclass(eq=False)
 class _Neighbour:
-    card: Card
+    card: PeerCard
     socket: socket.socket
     pid: int
     pidfd: int
@@ -143,7 +143,7 @@ class _Neighbour:
             os.close(self.pidfd)
 
 
-class Neighbours:
+class HostPeers:
     """Connections of this rank to the other ranks of its group on this host.
 
     Args:
@@ -163,10 +163,10 @@ class Neighbours:
 
     def __init__(
         self,
-        me: Card,
-        cards: Sequence[Card],
-        here: Sequence[Card],
-        listener: Listener | None,
+        me: PeerCard,
+        cards: Sequence[PeerCard],
+        here: Sequence[PeerCard],
+        listener: PeerListener | None,
         store: Store,
         timeout: float,
         nbytes: int,
@@ -182,7 +182,7 @@ class Neighbours:
                 try:
                     self._meet(listener, store, deadline)
                     self.common = self._share(nbytes, store, deadline)
-                except (OSError, NotShared) as error:
+                except (OSError, MemoryNotShared) as error:
                     problem = f"rank {me.rank}: {error}" if str(error) else "no"
             self._vote(store, problem, len(cards), timeout)
         except BaseException:
@@ -192,7 +192,7 @@ class Neighbours:
             if listener is not None:
                 listener.close()
 
-    def _meet(self, listener: Listener, store: Store, deadline: float) -> None:
+    def _meet(self, listener: PeerListener, store: Store, deadline: float) -> None:
         for card in self.cards:
             if card.rank < self.me.rank:
                 self._by_rank[card.rank] = self._dial(card)
@@ -205,9 +205,9 @@ class Neighbours:
             elif answered is not None:
                 answered[1].close()
             elif any(store.check([f"shared/{rank}"]) for rank in missing):
-                raise NotShared
+                raise MemoryNotShared
             elif time.monotonic() > deadline:
-                raise NotShared(f"ranks {sorted(missing)} did not connect in time")
+                raise MemoryNotShared(f"ranks {sorted(missing)} did not connect in time")
 
     def _share(self, nbytes: int, store: Store, deadline: float) -> Segment:
         """Have the first rank of the host make memory and hand it to the others."""
@@ -216,7 +216,7 @@ class Neighbours:
             common = Segment.new(nbytes)
             for rank in others:
                 if not self.send_fd(rank, _COMMON, common.fd):
-                    raise NotShared(f"rank {rank} took no descriptor")
+                    raise MemoryNotShared(f"rank {rank} took no descriptor")
             return common
         watch = select.poll()
         watch.register(self._by_rank[first].socket, select.POLLIN)
@@ -225,21 +225,21 @@ class Neighbours:
             if (fd := self.take_fd(first, _COMMON)) is not None:
                 return Segment.of(fd)
             if over or self._gone(self._by_rank[first]):
-                raise NotShared
+                raise MemoryNotShared
             if time.monotonic() > deadline:
-                raise NotShared(f"rank {first} shared no memory in time")
+                raise MemoryNotShared(f"rank {first} shared no memory in time")
             watch.poll(_LOOK_SECONDS * 1e3)
 
-    def _dial(self, card: Card) -> _Neighbour:
+    def _dial(self, card: PeerCard) -> _Neighbour:
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             caller.connect(f"\0{card.address}")
             if _credentials(caller)[1] != os.getuid():
-                raise NotShared(f"rank {card.rank} belongs to another user")
+                raise MemoryNotShared(f"rank {card.rank} belongs to another user")
             caller.sendall(_HELLO.pack(self.me.rank, bytes.fromhex(card.token)))
         except ConnectionRefusedError:
             caller.close()
-            raise NotShared(
+            raise MemoryNotShared(
                 f"rank {card.rank} can't be reached by a Unix socket (another network namespace?)"
             ) from None
         except BaseException:
@@ -247,7 +247,7 @@ class Neighbours:
             raise
         return self._known(card, caller)
 
-    def _known(self, card: Card, connection: socket.socket) -> _Neighbour:
+    def _known(self, card: PeerCard, connection: socket.socket) -> _Neighbour:
         connection.setblocking(False)
         pid, pidfd = _credentials(connection)[0], -1
         with contextlib.suppress(OSError, AttributeError):  # no pidfd: its exit code stays unknown
@@ -260,7 +260,7 @@ class Neighbours:
         votes = _everybodys(store, "shared", size, timeout)
         if any(vote != "yes" for vote in votes):
             reasons = [vote for vote in votes if vote not in ("yes", "no")]
-            raise NotShared(reasons[0] if reasons else "a rank ended while the group was made")
+            raise MemoryNotShared(reasons[0] if reasons else "a rank ended while the group was made")
 
     def send_fd(self, rank: int, number: int, fd: int) -> bool:
         """Hand a descriptor to `rank`, under a number of our own; return whether that was possible just now."""
@@ -287,14 +287,14 @@ class Neighbours:
             )
         return fd
 
-    def ended(self) -> list[tuple[Card, bool]]:
+    def ended(self) -> list[tuple[PeerCard, bool]]:
         """Return the neighbours that are gone, and whether each took its leave."""
         return [(each.card, each.said_goodbye) for each in self._by_rank.values() if self._gone(each)]
 
-    def exit_of(self, rank: int) -> Exit:
+    def exit_of(self, rank: int) -> ExitStatus:
         """Return how the process of `rank` ended, waiting a moment for it to be through with that."""
         neighbour = self._by_rank[rank]
-        return exit_of(neighbour.pidfd, neighbour.pid)
+        return exit_status_of(neighbour.pidfd, neighbour.pid)
 
     def stopped(self, rank: int) -> bool:
         """Tell whether the process of `rank` is stopped (SIGSTOP, a debugger)."""

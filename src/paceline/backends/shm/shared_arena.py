@@ -37,7 +37,7 @@ import torch
 
 from paceline._core.units import format_bytes
 
-__all__ = ["Arena", "Heap", "Segment", "arena"]
+__all__ = ["Arena", "FreeList", "Segment", "arena"]
 
 _PAGE_NBYTES = 2 << 20
 """Segments are multiples of a huge page."""
@@ -156,7 +156,7 @@ class Arena:
 
     def _begin(self) -> None:
         self.segments: list[Segment] = []
-        self._heaps: list[Heap] = []
+        self._heaps: list[FreeList] = []
         self._starts: list[tuple[int, int]] = []  # (address, segment), ascending
         self._lock = threading.Lock()
         # What comes back waits here: a tensor may be freed at any moment, also while the lock is held.
@@ -209,7 +209,7 @@ class Arena:
                 return segment, offset
         half = sum(segment.nbytes for segment in self.segments) // 2
         made = self._make_segment(nbytes, half)
-        heap = Heap(made.nbytes)
+        heap = FreeList(made.nbytes)
         self.segments.append(made)
         self._heaps.append(heap)
         insort(self._starts, (made.address, len(self.segments) - 1))
@@ -259,7 +259,7 @@ Stretch = tuple[int, int, int]
 """Offset and length of a free stretch, and how much of its front may hold pages."""
 
 
-class Heap:
+class FreeList:
     """The free stretches of `nbytes` bytes, in order, no two of them adjacent.
 
     Attributes:

@@ -13,19 +13,19 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from paceline._core.process_exit import Exit
-from paceline.backends.op_signature import Call
+from paceline._core.process_exit import ExitStatus
+from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm import futex
-from paceline.backends.shm.control_block import Board, Failure, Notice
-from paceline.backends.shm.host_peers import Card, Neighbours
+from paceline.backends.shm.control_block import ControlBlock, GroupFailure, OpNotice
+from paceline.backends.shm.host_peers import HostPeers, PeerCard
 from paceline.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerLost, UsageError
 
-__all__ = ["Meeting"]
+__all__ = ["ShmBarrier"]
 
 _LOOK_SECONDS = 0.1
 
 
-class Meeting:
+class ShmBarrier:
     """The ranks of a group on this host; `index` counts them, and everything here is in that order.
 
     Calls block, and are made in the same order by all ranks.
@@ -36,20 +36,20 @@ class Meeting:
         patience: seconds to look again and again before sleeping; 0 where ranks share cores.
     """
 
-    def __init__(self, neighbours: Neighbours, board: Board, timeout: float, patience: float) -> None:
+    def __init__(self, neighbours: HostPeers, board: ControlBlock, timeout: float, patience: float) -> None:
         self.index, self.size = board.index, board.size
         self.timeout = timeout
         self.board = board
         self._neighbours, self._patience = neighbours, patience
         self._turn = 0
-        self._failure: Failure | None = None
+        self._failure: GroupFailure | None = None
         self._left = self._forked = False
         self.abandoned: CollectiveError | None = None
         """Why this rank makes no calls any more, although the group is there."""
-        self._call, self._limit = Call("barrier"), timeout
+        self._call, self._limit = OpSignature("barrier"), timeout
         _all.add(self)
 
-    def _begin(self, call: Call, notice: Notice) -> list[Notice]:
+    def _begin(self, call: OpSignature, notice: OpNotice) -> list[OpNotice]:
         """Post a notice, meet, and return all ranks' notices.
 
         Raises:
@@ -74,7 +74,7 @@ class Meeting:
             if other.call != notice.call and not call.agrees(other.call):
                 raise MismatchError(
                     f"this rank calls {call}, rank {self._neighbours.cards[rank].world_rank} "
-                    f"calls {Call.unpacked(other.call)}",
+                    f"calls {OpSignature.unpacked(other.call)}",
                     rank=self._neighbours.me.world_rank,
                     remedy="all ranks of a group must make the same calls in the same order",
                 )
@@ -140,21 +140,21 @@ class Meeting:
         self.board.fail(self._lateness([index], self.timeout))
         self._raise()
 
-    def _gone(self, indices: Collection[int]) -> list[tuple[Card, bool]]:
+    def _gone(self, indices: Collection[int]) -> list[tuple[PeerCard, bool]]:
         return [
             (card, left)
             for card, left in self._neighbours.ended()
             if self._neighbours.cards.index(card) in indices
         ]
 
-    def _describe(self, gone: Sequence[tuple[Card, bool]]) -> Failure:
+    def _describe(self, gone: Sequence[tuple[PeerCard, bool]]) -> GroupFailure:
         """Return what became of the neighbours that are gone: of the one most likely to be the cause."""
         ends = [(card, None if left else self._neighbours.exit_of(card.rank)) for card, left in gone]
         card, end = min(ends, key=lambda each: _innocence(each[1]))
         step = self.board.step_of(self._neighbours.cards.index(card))
         if end is None:
-            return Failure(card.world_rank, card.name, step, None, "left the group")
-        return Failure(card.world_rank, card.name, step, end.code, f"ended ({end})")
+            return GroupFailure(card.world_rank, card.name, step, None, "left the group")
+        return GroupFailure(card.world_rank, card.name, step, end.code, f"ended ({end})")
 
     def _time_out(self) -> None:
         late = self.board.late()
@@ -162,7 +162,7 @@ class Meeting:
             self.board.fail(self._lateness(late, self._limit))
             self._raise()
 
-    def _lateness(self, late: Sequence[int], limit: float) -> Failure:
+    def _lateness(self, late: Sequence[int], limit: float) -> GroupFailure:
         """Return what to say of ranks that did not come in time; the first of them is at fault."""
         cards = [self._neighbours.cards[index] for index in late]
         stopped = any(self._neighbours.stopped(card.rank) for card in cards)
@@ -171,7 +171,7 @@ class Meeting:
         more = f"; missing in all: {names}" if len(cards) > 1 else ""
         text = f"did not come within the timeout of {limit:g} s ({state}){more}"
         step = self.board.step_of(late[0])
-        return Failure(cards[0].world_rank, cards[0].name, step, None, text, dead=False)
+        return GroupFailure(cards[0].world_rank, cards[0].name, step, None, text, dead=False)
 
     def _raise(self) -> NoReturn:
         """Raise what was told first."""
@@ -179,7 +179,7 @@ class Meeting:
         assert failure is not None, "somebody told"
         raise self.fail(failure)
 
-    def error(self, failure: Failure) -> CollectiveError:
+    def error(self, failure: GroupFailure) -> CollectiveError:
         """Return the error that tells `failure` to this rank's caller."""
         kind = PeerLost if failure.dead else CollectiveTimeout
         where = f" in step {failure.step}" if failure.step >= 0 else ""
@@ -197,11 +197,11 @@ class Meeting:
         if self._failure is None and not self._left:
             me = self._neighbours.me
             text = f"gave up in {self._call}: {type(error).__name__}: {error}"
-            failure = Failure(me.world_rank, me.name, self.board.step, None, text[:500])
+            failure = GroupFailure(me.world_rank, me.name, self.board.step, None, text[:500])
             self.board.fail(failure)
             self.fail(failure)
 
-    def fail(self, failure: Failure) -> CollectiveError:
+    def fail(self, failure: GroupFailure) -> CollectiveError:
         """Make every later call raise, and return the error."""
         self._failure = failure
         return self.error(failure)
@@ -237,7 +237,7 @@ class Meeting:
         self._neighbours.forsake()
 
 
-_all: weakref.WeakSet[Meeting] = weakref.WeakSet()
+_all: weakref.WeakSet[ShmBarrier] = weakref.WeakSet()
 
 
 def _forsake_all() -> None:
@@ -248,7 +248,7 @@ def _forsake_all() -> None:
 os.register_at_fork(after_in_child=_forsake_all)
 
 
-def _innocence(end: Exit | None) -> int:
+def _innocence(end: ExitStatus | None) -> int:
     """Return how little an end tells of its cause: a signal most, leaving the group least."""
     if end is None:
         return 3

@@ -24,14 +24,14 @@ import torch
 
 from paceline.backends.block_reduction import Reduction, Scratch, blocks, divide, reduce_everywhere
 from paceline.backends.op_arguments import bytes_of, copy, flat_of, overlap, same_memory
-from paceline.backends.op_signature import Call
-from paceline.backends.shm.control_block import SMALL_NBYTES, WINDOW_NBYTES, Board, Notice
-from paceline.backends.shm.data_paths import ALIGN_NUMEL, Routes
-from paceline.backends.shm.host_peers import Neighbours
+from paceline.backends.op_signature import OpSignature
+from paceline.backends.shm.control_block import SMALL_NBYTES, WINDOW_NBYTES, ControlBlock, OpNotice
+from paceline.backends.shm.data_paths import ALIGN_NUMEL, DataPaths
+from paceline.backends.shm.host_peers import HostPeers
 from paceline.backends.shm.shared_arena import Arena
 from paceline.errors import MismatchError
 
-__all__ = ["HostGroup", "span"]
+__all__ = ["ShmCollectives", "span"]
 
 
 def span(numel: int, parts: int, index: int) -> tuple[int, int]:
@@ -45,7 +45,7 @@ def span(numel: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * length, numel), min((index + 1) * length, numel)
 
 
-class HostGroup(Routes):
+class ShmCollectives(DataPaths):
     """The collectives of a group on this host; ranks are counted on the host.
 
     Args:
@@ -61,16 +61,16 @@ class HostGroup(Routes):
     )
 
     def __init__(
-        self, neighbours: Neighbours, board: Board, arena: Arena, timeout: float, patience: float
+        self, neighbours: HostPeers, board: ControlBlock, arena: Arena, timeout: float, patience: float
     ) -> None:
         super().__init__(neighbours, board, arena, timeout, patience)
         self._scratch = Scratch()
 
-    def barrier(self, call: Call) -> None:
+    def barrier(self, call: OpSignature) -> None:
         """Return when all ranks have called."""
-        self._begin(call, Notice(call.packed()))
+        self._begin(call, OpNotice(call.packed()))
 
-    def all_reduce(self, call: Call, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
+    def all_reduce(self, call: OpSignature, tensor: torch.Tensor, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks, in place; a mean divides by `ranks`."""
         flat = tensor.view(-1)
         if tensor.nbytes <= SMALL_NBYTES:
@@ -142,7 +142,7 @@ class HostGroup(Routes):
             if rank != self.index and own.numel():
                 own.copy_(self.board.result(rank, number, own.numel(), own.dtype))
 
-    def reduce(self, call: Call, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None:
+    def reduce(self, call: OpSignature, tensor: torch.Tensor, root: int, how: Reduction, ranks: int) -> None:
         """Reduce `tensor` over all ranks into that of `root`; the others' stay as they are."""
         flat = tensor.view(-1)
         for part in self._parts(call, [flat], range(self.size)):
@@ -152,7 +152,12 @@ class HostGroup(Routes):
                     how(block, out, root, self._scratch, ranks)
 
     def reduce_scatter(
-        self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], how: Reduction, ranks: int
+        self,
+        call: OpSignature,
+        output: torch.Tensor,
+        inputs: Sequence[torch.Tensor],
+        how: Reduction,
+        ranks: int,
     ) -> None:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         own = self.index if same_memory(output, inputs[self.index]) else 0
@@ -165,16 +170,18 @@ class HostGroup(Routes):
         if result is not output:
             output.copy_(result)
 
-    def all_gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    def all_gather(self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         self._collect(call, outputs, tensor, True)
 
-    def gather(self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> None:
+    def gather(
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int
+    ) -> None:
         """Copy the `tensor` of every rank r into ``outputs[r]`` on `root`; elsewhere `outputs` is empty."""
         self._collect(call, outputs, tensor, self.index == root)
 
     def _collect(
-        self, call: Call, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, takes: bool
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, takes: bool
     ) -> None:
         mine = bytes_of(tensor.clone() if _clash(tensor, outputs, self.index) else tensor)
         places = [bytes_of(output) for output in outputs]
@@ -183,14 +190,16 @@ class HostGroup(Routes):
             for rank in order if takes else ():  # the next one first: not all at the same source
                 copy(places[rank][part.low : part.high], part.read(rank, 0))
 
-    def broadcast(self, call: Call, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, call: OpSignature, tensor: torch.Tensor, root: int) -> None:
         """Copy `tensor` from `root` to all ranks."""
         mine = bytes_of(tensor)
         for part in self._parts(call, [mine], [root]):
             if self.index != root:
                 copy(mine[part.low : part.high], part.read(root, 0))
 
-    def scatter(self, call: Call, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
+    def scatter(
+        self, call: OpSignature, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int
+    ) -> None:
         """Copy ``inputs[r]`` of `root` into the `output` of rank r; elsewhere `inputs` is empty."""
         result = torch.empty_like(output) if _clash(output, inputs, root) else output
         mine = bytes_of(result)
@@ -200,7 +209,9 @@ class HostGroup(Routes):
         if result is not output:
             output.copy_(result)
 
-    def all_to_all(self, call: Call, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def all_to_all(
+        self, call: OpSignature, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         """Copy ``inputs[r]`` of every rank q into ``outputs[q]`` of rank r; sizes may differ.
 
         Raises:
@@ -217,7 +228,7 @@ class HostGroup(Routes):
                 copy(place, part.read(rank, self.index)[: place.numel()])
 
     def _agree_on_sizes(
-        self, call: Call, shown: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+        self, call: OpSignature, shown: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
     ) -> int:
         """Compare what everybody sends with what everybody expects; return the longest piece."""
         mine = torch.tensor([[each.numel() for each in shown], [each.numel() for each in places]])

@@ -24,11 +24,11 @@ import torch
 from paceline.backends.async_work import CollectiveWork
 from paceline.backends.op_arguments import bytes_of, check_peer
 from paceline.backends.shm import futex
-from paceline.backends.shm.control_block import RING_NBYTES, Board
-from paceline.backends.shm.shm_barrier import Meeting
+from paceline.backends.shm.control_block import RING_NBYTES, ControlBlock
+from paceline.backends.shm.shm_barrier import ShmBarrier
 from paceline.errors import CollectiveError, UsageError
 
-__all__ = ["Mailbox"]
+__all__ = ["ShmPointToPoint"]
 
 _HEADER = struct.Struct("<qq")  # tag, bytes
 _PAGE = 4096
@@ -39,7 +39,7 @@ _SLEEP_SECONDS = 0.1
 class Ring:
     """Bytes under way from one rank to another, as seen from either end."""
 
-    def __init__(self, board: Board, source: int, target: int) -> None:
+    def __init__(self, board: ControlBlock, source: int, target: int) -> None:
         self._board, self._at = board, board.ring(source, target)
         # Words are read and written whole; struct's pack_into() writes zeros first, which the other end would see.
         self._counts = memoryview(board.segment.map)[self._at : self._at + _PAGE].cast("Q")
@@ -126,14 +126,14 @@ class _Peer:
     stored: list[_Message] = field(default_factory=list)
 
 
-class Mailbox:
+class ShmPointToPoint:
     """The messages of this rank.
 
     Args:
         meeting: the ranks of the host; knows who is gone, and how long to wait for a rank.
     """
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: ShmBarrier) -> None:
         board = meeting.board
         self._board, self._meeting = board, meeting
         self._me = board.index

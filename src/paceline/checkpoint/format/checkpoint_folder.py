@@ -20,11 +20,11 @@ import uuid
 from pathlib import Path
 
 from paceline._core.file_lock import FileLock
-from paceline._core.files import flush
+from paceline._core.files import fsync
 from paceline.checkpoint.format.manifest import MANIFEST, SUM, Manifest
 from paceline.errors import CheckpointError, UsageError
 
-__all__ = ["Folder", "Lock", "name_of"]
+__all__ = ["CheckpointFolder", "CheckpointLock", "name_of"]
 
 _COPIES = (
     "s3fs",
@@ -48,7 +48,7 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-class Folder:
+class CheckpointFolder:
     """Where the checkpoints of one run are.
 
     Args:
@@ -139,11 +139,11 @@ class Folder:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        flush(growing)
+        fsync(growing)
         if final.exists():  # an earlier try of this step, passed over when the run resumed
             self.set_aside(final)
         os.rename(growing, final)
-        flush(self.path)
+        fsync(self.path)
         return final
 
     def set_aside(self, path: Path) -> None:
@@ -167,7 +167,7 @@ class Folder:
                 shutil.rmtree(gone, ignore_errors=True)
 
 
-class Lock:
+class CheckpointLock:
     """Makes one run the only one that writes to a folder, until it is closed or its process ends.
 
     Args:

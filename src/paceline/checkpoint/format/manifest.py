@@ -23,7 +23,7 @@ from xxhash import xxh3_128_hexdigest
 
 from paceline.errors import DamagedCheckpoint, UsageError
 
-__all__ = ["FORMAT", "MANIFEST", "SUM", "Manifest", "Stored", "TensorFile", "nbytes_of", "state_file"]
+__all__ = ["FORMAT", "MANIFEST", "SUM", "Manifest", "StoredObject", "TensorFile", "nbytes_of", "state_file"]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -53,7 +53,7 @@ def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredObject:
     """A tensor in a file: the bytes start … stop - 1 of the whole file, and their xxh3 checksum (64 bits, hex)."""
 
     dtype: str
@@ -70,7 +70,7 @@ class TensorFile:
     nbytes: int
     header_nbytes: int
     header_checksum: str
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredObject]
 
     @classmethod
     def of(cls, plain: Any) -> TensorFile:
@@ -86,7 +86,7 @@ class TensorFile:
             start, stop = _whole(told["start"]), _whole(told["stop"])
             if start != at or stop - start != nbytes_of(told["dtype"], shape):
                 raise ValueError(f"tensor {label!r} at {start} to {stop}")
-            tensors[label] = Stored(told["dtype"], shape, start, stop, _text(told["checksum"]))
+            tensors[label] = StoredObject(told["dtype"], shape, start, stop, _text(told["checksum"]))
             at = stop
         if _whole(plain["nbytes"]) != at:
             raise ValueError(f"{plain['nbytes']} bytes, where {at} are told of")

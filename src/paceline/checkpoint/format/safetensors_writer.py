@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from paceline._core.files import FlushedEarly
-from paceline.checkpoint.format.manifest import Stored, TensorFile
+from paceline._core.files import EarlyFlush
+from paceline.checkpoint.format.manifest import StoredObject, TensorFile
 from paceline.testing import fault_injection
 
 __all__ = ["dtype_name", "write_file"]
@@ -56,7 +56,7 @@ def write_file(
     header = _header({label: tensors[label] for label in order}, metadata or {})
     at, stored = len(header), {}
     with open(path, "xb", buffering=0) as file:
-        stream = FlushedEarly(file.fileno())
+        stream = EarlyFlush(file.fileno())
         _write(stream, memoryview(header))
         for label in order:
             tensor = tensors[label]
@@ -65,7 +65,9 @@ def write_file(
                 checksum.update(block)
                 _write(stream, block)
             stop = at + tensor.nbytes
-            stored[label] = Stored(dtype_name(tensor), tuple(tensor.shape), at, stop, checksum.hexdigest())
+            stored[label] = StoredObject(
+                dtype_name(tensor), tuple(tensor.shape), at, stop, checksum.hexdigest()
+            )
             at = stop
         os.fsync(file.fileno())
     return TensorFile(at, len(header), xxh3_64_hexdigest(header), stored)
@@ -95,7 +97,7 @@ def _blocks(whole: memoryview) -> Iterator[memoryview]:
         yield whole[start : start + BLOCK_NBYTES]
 
 
-def _write(stream: FlushedEarly, block: memoryview) -> None:
+def _write(stream: EarlyFlush, block: memoryview) -> None:
     fault_injection.writing(len(block))
     while block:
         block = block[stream.write(block) :]

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-from paceline.checkpoint.format.manifest import Stored, TensorFile
+from paceline.checkpoint.format.manifest import StoredObject, TensorFile
 from paceline.errors import DamagedCheckpoint
 
-__all__ = ["Reader"]
+__all__ = ["VerifiedReader"]
 
 _BLOCK_NBYTES = 1 << 20
 _STRETCH_NBYTES = 32 << 20
 _THREADS = 4
 
 
-class Reader:
+class VerifiedReader:
     """The tensors of a checkpoint's files.
 
     Args:
@@ -110,7 +110,7 @@ class Reader:
         self._compare(checksum, file.header_checksum, name, "the header")
 
     def _check_stretch(
-        self, handle: int, name: str, stretch: Sequence[tuple[str, Stored]], *, keep: bool
+        self, handle: int, name: str, stretch: Sequence[tuple[str, StoredObject]], *, keep: bool
     ) -> None:
         """Compare the checksums of neighbouring tensors."""
         buffer = memoryview(bytearray(0 if keep else _BLOCK_NBYTES))
@@ -131,13 +131,13 @@ class Reader:
             raise DamagedCheckpoint(f"{name}: the checksum of {what} does not fit")
 
 
-def _empty(one: Stored) -> Tensor:
+def _empty(one: StoredObject) -> Tensor:
     return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
 
 
-def _stretches(tensors: Mapping[str, Stored]) -> Iterator[list[tuple[str, Stored]]]:
+def _stretches(tensors: Mapping[str, StoredObject]) -> Iterator[list[tuple[str, StoredObject]]]:
     """Yield the tensors of a file in runs of neighbours, each about as long as the others."""
-    run: list[tuple[str, Stored]] = []
+    run: list[tuple[str, StoredObject]] = []
     for label, one in tensors.items():
         run.append((label, one))
         if one.stop - run[0][1].start >= _STRETCH_NBYTES:

@@ -26,19 +26,19 @@ from torch import Tensor, nn
 
 from paceline.checkpoint.format.manifest import Manifest, state_file
 from paceline.checkpoint.format.state_tree import pack, unpack
-from paceline.checkpoint.format.verified_reader import Reader
+from paceline.checkpoint.format.verified_reader import VerifiedReader
 from paceline.checkpoint.parts.model_weights import check_weights, load_weights, part_names, part_of
-from paceline.checkpoint.parts.named_objects import Subjects, bare
+from paceline.checkpoint.parts.named_objects import NamedObjects, bare
 from paceline.checkpoint.parts.optimizer_state import check_optimizer, load_optimizer, optimizer_state
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
 
-__all__ = ["Contents", "contents_of", "places_of", "random_state", "set_random_state", "take_up"]
+__all__ = ["CheckpointContents", "contents_of", "places_of", "random_state", "set_random_state", "take_up"]
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """What one rank has of a checkpoint.
 
     Attributes:
@@ -52,7 +52,7 @@ class Contents:
     state: Any
 
 
-def contents_of(subjects: Subjects, rank: int, ranks: int, *, epoch: int) -> Contents:
+def contents_of(subjects: NamedObjects, rank: int, ranks: int, *, epoch: int) -> CheckpointContents:
     """Return what `rank` answers for; all ranks call this, since sharded weights are gathered.
 
     Raises:
@@ -95,10 +95,12 @@ def contents_of(subjects: Subjects, rank: int, ranks: int, *, epoch: int) -> Con
     packed, tensors = pack(state)
     if tensors:
         files[state_file(rank)] = tensors
-    return Contents(files, weights, packed)
+    return CheckpointContents(files, weights, packed)
 
 
-def take_up(path: Path, manifest: Manifest, reader: Reader, subjects: Subjects, rank: int, ranks: int) -> int:
+def take_up(
+    path: Path, manifest: Manifest, reader: VerifiedReader, subjects: NamedObjects, rank: int, ranks: int
+) -> int:
     """Check that an intact checkpoint fits, then give everything its part of it; return the epochs done.
 
     Raises:
@@ -151,7 +153,7 @@ def _give_back(name: str, other: Any, states: Sequence[Mapping[str, Any]], rank:
     other.load_state_dict(state, states[rank].get("own", {}).get(name) if same else None)
 
 
-def _shared(model: nn.Module, subjects: Subjects) -> Mapping[str, Tensor]:
+def _shared(model: nn.Module, subjects: NamedObjects) -> Mapping[str, Tensor]:
     """Return the parameters of a model whose ranks train apart, as they share them; of others nothing."""
     loops = [each for each in subjects.others.values() if isinstance(each, OuterLoop)]
     return {
@@ -169,7 +171,7 @@ def places_of(manifest: Manifest, model: str) -> dict[str, tuple[str, str]]:
 def _check(
     path: Path,
     manifest: Manifest,
-    subjects: Subjects,
+    subjects: NamedObjects,
     groups: Mapping[str, Any],
     others: Mapping[str, Any],
     places: Mapping[str, Mapping[str, tuple[str, str]]],

@@ -14,7 +14,7 @@ from paceline.data.loader import Loader
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 
-__all__ = ["Subjects", "bare"]
+__all__ = ["NamedObjects", "bare"]
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -24,7 +24,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Subjects:
+class NamedObjects:
     """Models, optimizers and others, by name."""
 
     models: Mapping[str, nn.Module]
@@ -32,7 +32,7 @@ class Subjects:
     others: Mapping[str, Any]
 
     @classmethod
-    def of(cls, unnamed: Sequence[Any], named: Mapping[str, Any]) -> Subjects:
+    def of(cls, unnamed: Sequence[Any], named: Mapping[str, Any]) -> NamedObjects:
         """Return `unnamed` under the names of their kinds, and `named` under their own.
 
         Raises:
@@ -58,9 +58,9 @@ class Subjects:
         rest = {name: each for name, each in objects.items() if name not in models and name not in optimizers}
         return cls(models, optimizers, rest)
 
-    def with_other(self, name: str, other: Any) -> Subjects:
+    def with_other(self, name: str, other: Any) -> NamedObjects:
         """Return the same with one more."""
-        return Subjects(self.models, self.optimizers, {**self.others, name: other})
+        return NamedObjects(self.models, self.optimizers, {**self.others, name: other})
 
     @cached_property
     def name_of_param(self) -> Mapping[int, str]:

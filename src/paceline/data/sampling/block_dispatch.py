@@ -1,6 +1,6 @@
 """Who gets which block of the data: round-robin, by shares, or at random; computed, never listed.
 
-The data are a row of samples, cut into blocks of equal size (the last may be short). A `Dealing` says whose
+The data are a row of samples, cut into blocks of equal size (the last may be short). A `BlockDispatch` says whose
 each block is, and which are a rank's own. All of it is arithmetic on numbers of blocks: 10^12 samples take
 no more memory than 10^3.
 """
@@ -16,12 +16,12 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._core.keyed_random import key_of, mixed
-from paceline.data.sampling.rank_shares import Shares, Turns
+from paceline._core.keyed_random import derive_key, keyed_hash
+from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 from paceline.data.sampling.shuffle import LARGEST, Shuffle
 from paceline.errors import UsageError, unknown
 
-__all__ = ["Dealing", "Scheme", "deal"]
+__all__ = ["BlockDispatch", "Scheme", "dispatch_blocks"]
 
 Scheme = Literal["round_robin", "random", "shares"]
 Numbers = NDArray[np.int64]
@@ -30,7 +30,7 @@ COUNTED = 1 << 16
 """Up to so many blocks are drawn one by one; of more, each rank's number is drawn at once."""
 
 
-class Order(Protocol):
+class BlockOrder(Protocol):
     """Whose the blocks are, and which are a rank's own."""
 
     def owners(self, blocks: Numbers) -> Numbers:
@@ -47,10 +47,10 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class InTurns:
+class RoundRobinOrder:
     """Blocks dealt in turns, as often as each rank's share says."""
 
-    turns: Turns
+    turns: TurnOrder
     blocks: int
 
     def owners(self, blocks: Numbers) -> Numbers:
@@ -67,7 +67,7 @@ class InTurns:
 
 
 @dataclass(frozen=True)
-class AtRandom:
+class RandomOrder:
     """Each block drawn for a rank by chance; see [Note: random in constant memory].
 
     [Note: random in constant memory] To draw each block's owner independently is to draw how many blocks each
@@ -111,7 +111,7 @@ class AtRandom:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class BlockDispatch:
     """Which of `samples` samples, in a row, each rank gets.
 
     Attributes:
@@ -134,7 +134,7 @@ class Dealing:
     """
 
     samples: int
-    shares: Shares
+    shares: RankShares
     block: int = 1
     scheme: Scheme = "round_robin"
     seed: int = 0
@@ -218,11 +218,11 @@ class Dealing:
     # ------------------------------------------------------------------ the order of blocks
 
     @cached_property
-    def _order(self) -> Order:
+    def _order(self) -> BlockOrder:
         if self.scheme != "random":
-            return InTurns(Turns.of(self.shares), self.blocks)
-        counts = draw_counts(self.blocks, self.shares, key_of(self.seed, 1))
-        return AtRandom(counts, Shuffle(self.blocks, key_of(self.seed, 2)))
+            return RoundRobinOrder(TurnOrder.of(self.shares), self.blocks)
+        counts = draw_counts(self.blocks, self.shares, derive_key(self.seed, 1))
+        return RandomOrder(counts, Shuffle(self.blocks, derive_key(self.seed, 2)))
 
     @cached_property
     def _counts(self) -> tuple[int, ...]:
@@ -232,19 +232,19 @@ class Dealing:
         return tuple(counts)
 
 
-def deal(
+def dispatch_blocks(
     samples: int,
     ranks: int,
     *,
     block: int = 1,
     scheme: Scheme = "round_robin",
-    shares: Sequence[float] | Shares | None = None,
+    shares: Sequence[float] | RankShares | None = None,
     seed: int = 0,
-) -> Dealing:
+) -> BlockDispatch:
     """Return how `samples` samples are dealt to `ranks` ranks.
 
     Args:
-        samples, block, scheme, seed: as in `Dealing`.
+        samples, block, scheme, seed: as in `BlockDispatch`.
         ranks: how many.
         shares: one a rank, 1 in all; None: all the same. With ``"random"``: the chances.
 
@@ -256,7 +256,7 @@ def deal(
         raise UsageError(f"{ranks!r} ranks", remedy="pass 1 or more")
     if scheme == "shares" and shares is None:
         raise UsageError("dispatch by shares without shares", remedy="pass one share a rank, 1 in all")
-    dealing = Dealing(samples, Shares.of(shares, ranks), block, scheme, seed)
+    dealing = BlockDispatch(samples, RankShares.of(shares, ranks), block, scheme, seed)
     if 0 < samples < block:
         raise UsageError(
             f"a block of {block} samples is larger than the data ({samples} samples)",
@@ -265,7 +265,7 @@ def deal(
     return dealing
 
 
-def draw_counts(blocks: int, shares: Shares, key: int) -> tuple[int, ...]:
+def draw_counts(blocks: int, shares: RankShares, key: int) -> tuple[int, ...]:
     """Return how many of `blocks` blocks each rank gets if each is drawn with the chances `shares`.
 
     Up to 65,536 blocks are drawn one by one. Of more, the ranks' numbers are drawn one after another, each
@@ -276,7 +276,7 @@ def draw_counts(blocks: int, shares: Shares, key: int) -> tuple[int, ...]:
         takers = np.flatnonzero(shares.parts)
         ends = np.cumsum(np.array(shares.parts, dtype=object)[takers]) * 2**64 // shares.whole
         upper = np.array([int(end) - 1 for end in ends], dtype=np.uint64)
-        drawn = mixed(np.arange(blocks, dtype=np.uint64), key)
+        drawn = keyed_hash(np.arange(blocks, dtype=np.uint64), key)
         found = np.zeros(shares.ranks, dtype=np.int64)
         found[takers] = np.bincount(np.searchsorted(upper, drawn), minlength=len(takers))
         return tuple(found.tolist())
@@ -289,7 +289,7 @@ def draw_counts(blocks: int, shares: Shares, key: int) -> tuple[int, ...]:
 
 def _deviates(number: int, key: int) -> list[int]:
     """Draw normal deviates as whole numbers, of mean 0 and standard deviation 2^33: each a sum of 48 even ones."""
-    even = mixed(np.arange(number * 48, dtype=np.uint64), key) >> np.uint64(32)
+    even = keyed_hash(np.arange(number * 48, dtype=np.uint64), key) >> np.uint64(32)
     return (even.reshape(number, 48).sum(axis=1).astype(np.int64) - 24 * 2**32).tolist()
 
 

@@ -30,7 +30,15 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 
-__all__ = ["FINEST", "Pace", "Shares", "Turns", "blended", "largest_change", "shares_of"]
+__all__ = [
+    "FINEST",
+    "RankShares",
+    "ThroughputEstimate",
+    "TurnOrder",
+    "blended",
+    "largest_change",
+    "shares_of",
+]
 
 FINEST = 1 << 16
 """Most parts: shares that are no fractions of at most so many parts are rounded to them."""
@@ -40,7 +48,7 @@ SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Shares:
+class RankShares:
     """How much of the data each rank gets, in whole parts.
 
     Attributes:
@@ -64,12 +72,12 @@ class Shares:
             )
 
     @classmethod
-    def equal(cls, ranks: int) -> Shares:
+    def equal(cls, ranks: int) -> RankShares:
         """Return the same share for each of `ranks`."""
         return cls((1,) * ranks)
 
     @classmethod
-    def of(cls, values: Sequence[float] | Shares | None, ranks: int) -> Shares:
+    def of(cls, values: Sequence[float] | RankShares | None, ranks: int) -> RankShares:
         """Return the shares that `values` mean; None: all the same.
 
         Fractions of at most 1000 parts each (.25, 1/3) are taken as they are, where 65,536 parts express all
@@ -84,7 +92,7 @@ class Shares:
         """
         if values is None:
             return cls.equal(ranks)
-        if isinstance(values, Shares):
+        if isinstance(values, RankShares):
             _check_number(len(values.parts), ranks, values.parts)
             return values
         try:
@@ -160,7 +168,7 @@ def by_largest_remainder(values: Sequence[float], whole: int) -> tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnOrder:
     """One period of turns by share; see [Note: turns by share].
 
     Attributes:
@@ -177,7 +185,7 @@ class Turns:
         return len(self.owners)
 
     @classmethod
-    def of(cls, shares: Shares) -> Turns:
+    def of(cls, shares: RankShares) -> TurnOrder:
         """Return the turns of `shares`."""
         return _turns(shares.parts)
 
@@ -201,12 +209,12 @@ class Turns:
 
 
 @lru_cache(maxsize=64)
-def _turns(parts: tuple[int, ...]) -> Turns:
+def _turns(parts: tuple[int, ...]) -> TurnOrder:
     common = math.gcd(*parts)
     parts = tuple(part // common for part in parts)
     owners = np.array(_earliest_deadline_first(parts), dtype=np.int64)
     by_rank = np.argsort(owners, kind="stable")
-    return Turns(owners, tuple(np.split(by_rank, np.cumsum(parts)[:-1])))
+    return TurnOrder(owners, tuple(np.split(by_rank, np.cumsum(parts)[:-1])))
 
 
 def _earliest_deadline_first(parts: Sequence[int]) -> list[int]:
@@ -243,7 +251,7 @@ WORTH_IT = 0.05
 
 
 @dataclass
-class Pace:
+class ThroughputEstimate:
     """What one rank measured of itself since it last told the others."""
 
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
@@ -270,15 +278,15 @@ def blended(before: Sequence[float] | None, now: Sequence[float]) -> list[float]
     ]
 
 
-def shares_of(speeds: Sequence[float]) -> Shares:
+def shares_of(speeds: Sequence[float]) -> RankShares:
     """Return shares in proportion to `speeds`, within bounds; equal ones while some speed is not known."""
     ranks = len(speeds)
     if not all(speed > 0 for speed in speeds):
-        return Shares.equal(ranks)
-    return Shares(by_largest_remainder(_within_bounds(speeds), FINEST))
+        return RankShares.equal(ranks)
+    return RankShares(by_largest_remainder(_within_bounds(speeds), FINEST))
 
 
-def largest_change(before: Shares, after: Shares) -> float:
+def largest_change(before: RankShares, after: RankShares) -> float:
     """Return by how much the share that changes most does, as a fraction of what it was."""
     return max(
         abs(new - old) / old if old else float(new > 0) for old, new in zip(before, after, strict=True)

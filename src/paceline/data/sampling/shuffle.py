@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline._core.keyed_random import key_of, mixed
+from paceline._core.keyed_random import derive_key, keyed_hash
 from paceline.errors import UsageError
 
 __all__ = ["LARGEST", "Shuffle"]
@@ -74,7 +74,9 @@ class Shuffle:
     @cached_property
     def _listed(self) -> tuple[Numbers, Numbers]:
         """What stands at each place, and where each element stands."""
-        order = np.argsort(mixed(np.arange(self.size, dtype=np.uint64), key_of(self.key)), kind="stable")
+        order = np.argsort(
+            keyed_hash(np.arange(self.size, dtype=np.uint64), derive_key(self.key)), kind="stable"
+        )
         return order, np.argsort(order, kind="stable")
 
     @cached_property
@@ -85,7 +87,7 @@ class Shuffle:
 
     @cached_property
     def _keys(self) -> list[int]:
-        return [key_of(self.key, number) for number in range(ROUNDS)]
+        return [derive_key(self.key, number) for number in range(ROUNDS)]
 
     def _walk(self, numbers: Numbers, once: Callable[[NDArray[np.uint64]], NDArray[np.uint64]]) -> Numbers:
         found = once(numbers.view(np.uint64))
@@ -124,7 +126,7 @@ class Shuffle:
 def _below(limit: np.uint64, numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     """Return a mixture of each of `numbers` in ``range(limit)``; `limit` is below 2^31.
 
-    Two multiplications and a shift between them: weaker than `mixed`, but every number passes several rounds.
+    Two multiplications and a shift between them: weaker than `keyed_hash`, but every number passes several rounds.
     """
     z = numbers + np.uint64(key)
     z *= np.uint64(0x9E3779B97F4A7C15)

@@ -20,16 +20,16 @@ from typing import Literal, get_args
 
 from paceline.errors import UnevenData, UsageError, unknown
 
-__all__ = ["EXACT", "Policy", "Portions", "check_cut"]
+__all__ = ["EXACT", "RankPortions", "UnevenPolicy", "check_cut"]
 
-Policy = Literal["join", "rebalance", "truncate", "pad", "drop", "error"]
+UnevenPolicy = Literal["join", "rebalance", "truncate", "pad", "drop", "error"]
 
-EXACT: tuple[Policy, ...] = ("join", "rebalance", "error")
+EXACT: tuple[UnevenPolicy, ...] = ("join", "rebalance", "error")
 """Policies under which every sample is used exactly once."""
 
 
 @dataclass(frozen=True)
-class Portions:
+class RankPortions:
     """The batches of all ranks in one epoch.
 
     Attributes:
@@ -50,7 +50,7 @@ class Portions:
 
     counts: tuple[int, ...]
     batch_size: int
-    policy: Policy = "join"
+    policy: UnevenPolicy = "join"
 
     def __post_init__(self) -> None:
         check_cut(self.batch_size, self.policy)
@@ -161,8 +161,8 @@ class Portions:
 
 def check_cut(batch_size: int, policy: str) -> None:
     """Raise a `UsageError` for an unknown policy, or a batch size below 1."""
-    if policy not in get_args(Policy):
-        raise unknown("policy for uneven data", policy, get_args(Policy))
+    if policy not in get_args(UnevenPolicy):
+        raise unknown("policy for uneven data", policy, get_args(UnevenPolicy))
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size={batch_size!r}", remedy="pass a whole number, 1 or more")
 
@@ -174,11 +174,11 @@ def tell(numbers: Sequence[int], most: int = 8) -> str:
     return f"{min(numbers)} to {max(numbers)}"
 
 
-def _share(part: int, portions: Portions) -> str:
+def _share(part: int, portions: RankPortions) -> str:
     return f"{part} of {sum(portions.counts)} samples ({part / sum(portions.counts):.1%})"
 
 
-def _of_join(portions: Portions) -> str:
+def _of_join(portions: RankPortions) -> str:
     if not portions.empty:
         return "every sample is used once"
     return (
@@ -187,17 +187,17 @@ def _of_join(portions: Portions) -> str:
     )
 
 
-def _of_rebalance(portions: Portions) -> str:
+def _of_rebalance(portions: RankPortions) -> str:
     sizes = [-(-count // portions.steps) for count in portions.counts]
     return f"every sample is used once, in batches of up to {tell(sizes)}"
 
 
-def _of_dropping(portions: Portions) -> str:
+def _of_dropping(portions: RankPortions) -> str:
     dropped = portions.dropped
     return f"{_share(dropped, portions)} are never used" if dropped else "every sample is used once"
 
 
-def _of_pad(portions: Portions) -> str:
+def _of_pad(portions: RankPortions) -> str:
     repeated = portions.repeated
     return f"{_share(repeated, portions)} are used again" if repeated else "every sample is used once"
 

@@ -42,16 +42,16 @@ from paceline._core import graceful_shutdown
 from paceline._core.child_process import end
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import signal_name
-from paceline.launch.agent.elastic_rendezvous import Meeting
-from paceline.launch.agent.job_outcome import Over, failed
-from paceline.launch.agent.job_spec import Job
-from paceline.launch.agent.job_store import Board, too_few
-from paceline.launch.agent.rank_failure import Failure, is_echo
-from paceline.launch.agent.restart_log import Journal
-from paceline.launch.agent.world_agreement import Member, Verdict
-from paceline.launch.process.rank_process import Logs, Rank, await_end, start_rank
+from paceline.launch.agent.elastic_rendezvous import ElasticRendezvous
+from paceline.launch.agent.job_outcome import JobOutcome, failed
+from paceline.launch.agent.job_spec import JobSpec
+from paceline.launch.agent.job_store import JobStore, too_few
+from paceline.launch.agent.rank_failure import RankFailure, is_echo
+from paceline.launch.agent.restart_log import RestartLog
+from paceline.launch.agent.world_agreement import HostMember, WorldAgreement
+from paceline.launch.process.rank_process import RankLogs, RankProcess, await_end, start_rank
 
-__all__ = ["Agent", "RunOver"]
+__all__ = ["ElasticAgent", "RunOver"]
 
 _LOOK_SECONDS = 0.1
 _STEADY_SECONDS = 60.0  # ranks that ran so long count as having got on, where nobody knows better
@@ -60,7 +60,7 @@ _STEADY_SECONDS = 60.0  # ranks that ran so long count as having got on, where n
 class RunOver(Exception):
     """The run has ended on all hosts."""
 
-    def __init__(self, over: Over) -> None:
+    def __init__(self, over: JobOutcome) -> None:
         super().__init__(over.text)
         self.over = over
 
@@ -69,7 +69,7 @@ class _Again(Exception):
     """This world is not to begin: a host leaves it first."""
 
 
-class Agent(SimpleElasticAgent):
+class ElasticAgent(SimpleElasticAgent):
     """Runs the ranks of this host as part of a run; :meth:`run` returns when the run has ended well.
 
     Args:
@@ -80,7 +80,9 @@ class Agent(SimpleElasticAgent):
         serving: whether the run ends with this host, since it serves the rendezvous.
     """
 
-    def __init__(self, job: Job, meeting: Meeting, board: Board, logs: Logs, *, serving: bool) -> None:
+    def __init__(
+        self, job: JobSpec, meeting: ElasticRendezvous, board: JobStore, logs: RankLogs, *, serving: bool
+    ) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.ranks,
@@ -93,9 +95,9 @@ class Agent(SimpleElasticAgent):
         super().__init__(spec)
         self._job, self._meeting, self._board, self._logs = job, meeting, board, logs
         self._serving = serving
-        self._journal = Journal(job.log_dir)
-        self._me = Member(socket.gethostname(), uuid.uuid4().hex, job.ranks)
-        self._running: list[Rank] = []
+        self._journal = RestartLog(job.log_dir)
+        self._me = HostMember(socket.gethostname(), uuid.uuid4().hex, job.ranks)
+        self._running: list[RankProcess] = []
         self._number, self._started = -1, time.monotonic()
         self._news, self._finished, self._ending = -1, False, False
         self._reason: graceful_shutdown.Reason = "failed"
@@ -114,7 +116,7 @@ class Agent(SimpleElasticAgent):
             while not self._look():
                 pass
         except KeyboardInterrupt:
-            self._end_run(Over(130, f"interrupted on {self._me.host}", remedy="start it anew to go on"))
+            self._end_run(JobOutcome(130, f"interrupted on {self._me.host}", remedy="start it anew to go on"))
             raise
         except SystemExit as error:
             self._leave(int(error.code or 0))
@@ -135,7 +137,7 @@ class Agent(SimpleElasticAgent):
             except DistStoreError:  # a host was lost between joining and telling so
                 continue
             except RendezvousTimeoutError:
-                self._end_run(Over(1, str(too_few(self._job))))
+                self._end_run(JobOutcome(1, str(too_few(self._job))))
                 raise
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 over = self._board.over()
@@ -150,10 +152,10 @@ class Agent(SimpleElasticAgent):
         store.set(f"member/{group_rank}", json.dumps(asdict(self._me)))
         if group_rank == 0:
             told = store.multi_get([f"member/{number}" for number in range(group_world_size)])
-            members = [Member(**json.loads(text)) for text in told]
+            members = [HostMember(**json.loads(text)) for text in told]
             verdict = self._board.judge(members, self._job)
             store.set("verdict", json.dumps(verdict.to_json()))
-        verdict = Verdict.from_json(json.loads(store.get("verdict")))
+        verdict = WorldAgreement.from_json(json.loads(store.get("verdict")))
         self._obey(verdict)
         spec.local_world_size = self._me.ranks
         return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)  # type: ignore[call-arg]
@@ -198,11 +200,11 @@ class Agent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         files = {one.rank: self._logs.leave_file(one.local_rank) for one in self._running}
         for file in files.values():
-            graceful_shutdown.ask(file, self._reason)
+            graceful_shutdown.request_shutdown(file, self._reason)
         deadline = time.monotonic() + self._job.patience.leave
         while (left := deadline - time.monotonic()) > 0:
             there = [one for one in self._running if one.exit_code() is None]
-            if not any(graceful_shutdown.listens(files[one.rank]) for one in there):
+            if not any(graceful_shutdown.is_listening(files[one.rank]) for one in there):
                 break
             await_end(there, min(left, _LOOK_SECONDS))
         end(self._running, self._job.patience.end)
@@ -226,7 +228,7 @@ class Agent(SimpleElasticAgent):
         if not self._finished and all(code == 0 for code in codes):
             self._finished = True
             if self._board.finish(self._number) == self._worker_group.group_world_size:
-                self._end_run(Over(0))
+                self._end_run(JobOutcome(0))
         news = self._board.news()
         if news != self._news:
             over = self._board.over()
@@ -240,7 +242,7 @@ class Agent(SimpleElasticAgent):
             self._restart(reason)
         return False
 
-    def _end(self, over: Over) -> bool:
+    def _end(self, over: JobOutcome) -> bool:
         if over.code:
             raise RunOver(over)
         return True
@@ -270,8 +272,8 @@ class Agent(SimpleElasticAgent):
                 return
             await_end(self._running, min(left, _LOOK_SECONDS))
 
-    def _failure(self, one: Rank) -> Failure:
-        return Failure(
+    def _failure(self, one: RankProcess) -> RankFailure:
+        return RankFailure(
             self._me.host,
             self._me.member,
             one.rank,
@@ -285,12 +287,12 @@ class Agent(SimpleElasticAgent):
         """Tell that this host was asked to end; the others go on without it, unless it serves the rendezvous."""
         how = f"asked to end ({signal_name(code - 128)})"
         if self._serving:
-            self._end_run(Over(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
+            self._end_run(JobOutcome(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
             return
         seconds = time.monotonic() - self._started
         with contextlib.suppress(DistError):
             self._board.fail(
-                self._number, Failure(self._me.host, self._me.member, seconds=seconds, lines=(how,))
+                self._number, RankFailure(self._me.host, self._me.member, seconds=seconds, lines=(how,))
             )
 
     # Agreeing with the others.
@@ -307,7 +309,7 @@ class Agent(SimpleElasticAgent):
             return self._job.progress()
         return time.monotonic() - self._started > _STEADY_SECONDS
 
-    def _obey(self, verdict: Verdict) -> None:
+    def _obey(self, verdict: WorldAgreement) -> None:
         """Note the verdict on the world that is about to begin, and do what it says."""
         self._number = verdict.restart
         if verdict.restart:
@@ -319,15 +321,15 @@ class Agent(SimpleElasticAgent):
         if verdict.shrinks:
             self._shrink(verdict)
 
-    def _shrink(self, verdict: Verdict) -> None:
+    def _shrink(self, verdict: WorldAgreement) -> None:
         """Run one rank fewer where a rank failed again and again; a host that is left with none leaves the run."""
         mine = verdict.shrinks == self._me.member
         if mine:
-            self._me = Member(self._me.host, self._me.member, self._me.ranks - 1)
+            self._me = HostMember(self._me.host, self._me.member, self._me.ranks - 1)
         if verdict.leaves:
             raise RunOver(failed(verdict)) if mine else _Again
 
-    def _end_run(self, over: Over) -> None:
+    def _end_run(self, over: JobOutcome) -> None:
         """End the run on all hosts, also on those that wait to be let in."""
         with contextlib.suppress(DistError):
             self._board.end(over)

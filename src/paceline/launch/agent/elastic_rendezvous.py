@@ -29,26 +29,26 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from paceline.errors import UsageError, WorldError
-from paceline.launch.agent.job_spec import Job, Patience
-from paceline.launch.agent.job_store import Board
+from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
+from paceline.launch.agent.job_store import JobStore
 from paceline.launch.agent.rendezvous_address import (
-    Address,
+    RendezvousAddress,
     await_server,
     check_free,
     is_here,
     is_taken,
     own_address,
 )
-from paceline.launch.agent.restart_log import say
+from paceline.launch.agent.restart_log import log_line
 
 __all__ = [
     "SILENT_SECONDS",
-    "Meeting",
-    "Place",
-    "Pulse",
-    "board_of",
+    "ElasticRendezvous",
+    "RendezvousPlace",
+    "StoreHeartbeat",
     "check_place",
-    "meet",
+    "job_store_of",
+    "join_rendezvous",
     "open_place",
     "serve",
 ]
@@ -58,15 +58,15 @@ _CLOCK_SECONDS = 0.5
 _MARK = "paceline"
 _YEAR_SECONDS = 365 * 86400.0
 _NEVER = 1_000_000_000  # a host alone is not lost, however long it was suspended
-_HERE = Address("127.0.0.1", 0)
+_HERE = RendezvousAddress("127.0.0.1", 0)
 SILENT_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class Place:
+class RendezvousPlace:
     """A rendezvous as one process sees it: its address, and the store if this process serves it."""
 
-    address: Address
+    address: RendezvousAddress
     served: TCPStore | None
 
     def store(self) -> TCPStore:
@@ -74,7 +74,7 @@ class Place:
         return _connect(self.address)
 
 
-class Meeting(DynamicRendezvousHandler):
+class ElasticRendezvous(DynamicRendezvousHandler):
     """torch's rendezvous, which also tells when a host of the world has left it."""
 
     _size = 1
@@ -99,7 +99,7 @@ class Meeting(DynamicRendezvousHandler):
         return len(there) < self._size or self._this_node not in there
 
 
-class Pulse:
+class StoreHeartbeat:
     """Watches whether the store answers; see [Note: silence].
 
     Args:
@@ -107,7 +107,7 @@ class Pulse:
         lost: called, in a thread, when it has not answered for `SILENT_SECONDS`.
     """
 
-    def __init__(self, place: Place, lost: Callable[[], None]) -> None:
+    def __init__(self, place: RendezvousPlace, lost: Callable[[], None]) -> None:
         self._beats = 0
         self._stop = threading.Event()
         self._store = place.store()
@@ -137,7 +137,7 @@ class Pulse:
                 return
 
 
-def open_place(job: Job) -> Place:
+def open_place(job: JobSpec) -> RendezvousPlace:
     """Return where the agents meet; this process serves it if it is on this host and nobody does yet.
 
     Raises:
@@ -148,18 +148,18 @@ def open_place(job: Job) -> Place:
     address = job.address
     if address is None:
         server = _serve(_HERE)
-        return Place(Address(_HERE.host, server.port), server)
+        return RendezvousPlace(RendezvousAddress(_HERE.host, server.port), server)
     if is_here(address) and not is_taken(address.port):
         check_free(address)
         with contextlib.suppress(UsageError):  # another one on this host was faster
             return serve(address)
-    await_server(address, job.patience.join, say)
-    place = Place(address, None)
+    await_server(address, job.patience.join, log_line)
+    place = RendezvousPlace(address, None)
     check_place(place, job.patience)
     return place
 
 
-def serve(address: Address) -> Place:
+def serve(address: RendezvousAddress) -> RendezvousPlace:
     """Serve a rendezvous at `address` until this process ends.
 
     Raises:
@@ -175,10 +175,12 @@ def serve(address: Address) -> Place:
     clock = _connect(address)
     tell_time = threading.Thread(target=_tell_time, args=(clock,), name="paceline-clock", daemon=True)
     tell_time.start()
-    return Place(address, server)
+    return RendezvousPlace(address, server)
 
 
-def meet(job: Job, place: Place, store: Store, *, late: bool = False) -> Meeting:
+def join_rendezvous(
+    job: JobSpec, place: RendezvousPlace, store: Store, *, late: bool = False
+) -> ElasticRendezvous:
     """Return this host's handler of the rendezvous, whose state is on `store`.
 
     Args:
@@ -191,7 +193,7 @@ def meet(job: Job, place: Place, store: Store, *, late: bool = False) -> Meeting
         "close": 5.0,
         "heartbeat": patience.lost,
     }
-    handler = Meeting.from_backend(
+    handler = ElasticRendezvous.from_backend(
         job.name,
         store,
         C10dRendezvousBackend(store, job.name),
@@ -202,21 +204,21 @@ def meet(job: Job, place: Place, store: Store, *, late: bool = False) -> Meeting
         keep_alive_interval=patience.beat,  # type: ignore[arg-type] — a timedelta takes parts of a second
         keep_alive_max_attempt=max(1, round(patience.lost / patience.beat)) if job.address else _NEVER,
     )
-    assert isinstance(handler, Meeting)
+    assert isinstance(handler, ElasticRendezvous)
     return handler
 
 
-def board_of(job: Job, place: Place) -> Board:
+def job_store_of(job: JobSpec, place: RendezvousPlace) -> JobStore:
     """Return the board of a run, on a connection of its own."""
-    return Board(PrefixStore(f"paceline/run/{job.name}", place.store()))
+    return JobStore(PrefixStore(f"paceline/run/{job.name}", place.store()))
 
 
-def _serve(address: Address) -> TCPStore:
+def _serve(address: RendezvousAddress) -> TCPStore:
     seconds = timedelta(seconds=_STORE_SECONDS)
     return TCPStore(address.host, address.port, is_master=True, timeout=seconds, wait_for_workers=False)
 
 
-def _connect(address: Address) -> TCPStore:
+def _connect(address: RendezvousAddress) -> TCPStore:
     seconds = timedelta(seconds=_STORE_SECONDS)
     return TCPStore(address.host, address.port, is_master=False, timeout=seconds, wait_for_workers=False)
 
@@ -240,7 +242,7 @@ def _quiet() -> Iterator[None]:
         os.close(terminal)
 
 
-def check_place(place: Place, patience: Patience) -> None:
+def check_place(place: RendezvousPlace, patience: JobTimeouts) -> None:
     """Raise WorldError unless what listens there is a rendezvous of ours, and its clock and this one agree."""
     answers: queue.Queue[float | str] = queue.Queue()
     # In a thread: torch waits for the answer of a foreign server without a limit.
@@ -263,7 +265,7 @@ def check_place(place: Place, patience: Patience) -> None:
         )
 
 
-def _ask(place: Place, answers: queue.Queue[float | str]) -> None:
+def _ask(place: RendezvousPlace, answers: queue.Queue[float | str]) -> None:
     """Find out how many seconds this clock is ahead of that of the rendezvous, or why nobody can tell."""
     try:
         store = place.store()

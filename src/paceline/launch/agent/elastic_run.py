@@ -13,11 +13,11 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline._core.child_process import termination_raises
-from paceline.launch.agent.job_spec import Job, check_log_dir, check_program
-from paceline.launch.agent.rendezvous_address import Address, check_free, is_here
-from paceline.launch.agent.restart_log import say
-from paceline.launch.process.rank_process import Logs
+from paceline._core.child_process import sigterm_raises
+from paceline.launch.agent.job_spec import JobSpec, check_log_dir, check_program
+from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_free, is_here
+from paceline.launch.agent.restart_log import log_line
+from paceline.launch.process.rank_process import RankLogs
 from paceline.testing import fault_injection
 
 __all__ = ["run_elastic", "run_job", "serve_rendezvous"]
@@ -66,7 +66,7 @@ def run_elastic(
     Example:
         >>> run_elastic(["-c", "import os; assert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1'"], 2)
     """
-    job = Job(
+    job = JobSpec(
         argv,
         ranks,
         ranks if min_ranks is None else min_ranks,
@@ -78,7 +78,7 @@ def run_elastic(
     run_job(job)
 
 
-def run_job(job: Job) -> None:
+def run_job(job: JobSpec) -> None:
     """Run the ranks of this host as part of a run, and return when the run has ended well on all hosts.
 
     Raises:
@@ -94,24 +94,24 @@ def run_job(job: Job) -> None:
     fault_injection.read_environment()  # to refuse what can't be read before it is refused on every rank
     if job.address is not None:
         is_here(job.address)  # raises where the name means nothing
-    with termination_raises(), Logs(job.log_dir) as logs:
+    with sigterm_raises(), RankLogs(job.log_dir) as logs:
         with _few_words():
             from paceline.launch.agent.host_participation import take_part
         take_part(job, logs)
 
 
-def serve_rendezvous(address: Address) -> None:
+def serve_rendezvous(address: RendezvousAddress) -> None:
     """Serve the rendezvous of runs whose hosts all may fail, from a host that does not train; until Ctrl-C or SIGTERM.
 
     Raises:
         UsageError: it can't be served there.
     """
     check_free(address)
-    with termination_raises():
+    with sigterm_raises():
         with _few_words():
             from paceline.launch.agent.elastic_rendezvous import serve
         place = serve(address)
-        say(f"serving the rendezvous at {place.address}; end with Ctrl-C")
+        log_line(f"serving the rendezvous at {place.address}; end with Ctrl-C")
         while True:
             signal.pause()
 

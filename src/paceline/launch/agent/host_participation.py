@@ -10,12 +10,19 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from paceline.errors import WorldError
-from paceline.launch.agent.elastic_agent import Agent, RunOver
-from paceline.launch.agent.elastic_rendezvous import SILENT_SECONDS, Place, Pulse, board_of, meet, open_place
-from paceline.launch.agent.job_spec import Job
-from paceline.launch.agent.job_store import Board, too_few
-from paceline.launch.agent.restart_log import say
-from paceline.launch.process.rank_process import Logs
+from paceline.launch.agent.elastic_agent import ElasticAgent, RunOver
+from paceline.launch.agent.elastic_rendezvous import (
+    SILENT_SECONDS,
+    RendezvousPlace,
+    StoreHeartbeat,
+    job_store_of,
+    join_rendezvous,
+    open_place,
+)
+from paceline.launch.agent.job_spec import JobSpec
+from paceline.launch.agent.job_store import JobStore, too_few
+from paceline.launch.agent.restart_log import log_line
+from paceline.launch.process.rank_process import RankLogs
 
 __all__ = ["take_part"]
 
@@ -25,15 +32,17 @@ _LINGER_SECONDS = 5.0  # whoever serves the rendezvous waits so long for the oth
 _LOOK_SECONDS = 0.05
 
 
-def take_part(job: Job, logs: Logs) -> None:
+def take_part(job: JobSpec, logs: RankLogs) -> None:
     """Run the ranks of this host; errors are those of :func:`paceline.launch.agent.elastic_run.run_job`."""
     place = open_place(job)
     serving = place.served is not None
     try:
-        board = board_of(job, place)
+        board = job_store_of(job, place)
         board.arrive(job)
-        agent = Agent(job, meet(job, place, place.store(), late=board.begun()), board, logs, serving=serving)
-        pulse = None if serving else Pulse(place, lambda: _lost_in_silence(place, agent, logs))
+        agent = ElasticAgent(
+            job, join_rendezvous(job, place, place.store(), late=board.begun()), board, logs, serving=serving
+        )
+        pulse = None if serving else StoreHeartbeat(place, lambda: _lost_in_silence(place, agent, logs))
         try:
             agent.run()
         finally:
@@ -43,14 +52,14 @@ def take_part(job: Job, logs: Logs) -> None:
     except RunOver as told:
         if told.over.code:
             raise told.over.error() from None
-        say("the run ended well while this host waited to be let in")
+        log_line("the run ended well while this host waited to be let in")
     except RendezvousTimeoutError:
         raise too_few(job) from None
     except (DistError, RendezvousConnectionError) as error:
         raise _lost(place, str(error.__cause__ or error).splitlines()[0]) from None
 
 
-def _part(board: Board, hosts: int) -> None:
+def _part(board: JobStore, hosts: int) -> None:
     """Leave the store; whoever serves it lets `hosts` hosts hear of the end first."""
     with contextlib.suppress(DistError):
         board.leave()
@@ -59,7 +68,7 @@ def _part(board: Board, hosts: int) -> None:
             time.sleep(_LOOK_SECONDS)
 
 
-def _lost(place: Place, why: str) -> WorldError:
+def _lost(place: RendezvousPlace, why: str) -> WorldError:
     return WorldError(
         f"the rendezvous at {place.address} was lost: {why}",
         remedy="the host there has ended or is out of reach, and the run with it; "
@@ -67,9 +76,9 @@ def _lost(place: Place, why: str) -> WorldError:
     )
 
 
-def _lost_in_silence(place: Place, agent: Agent, logs: Logs) -> None:
+def _lost_in_silence(place: RendezvousPlace, agent: ElasticAgent, logs: RankLogs) -> None:
     """End this process, whose main thread waits for an answer that does not come."""
     agent.kill()
-    say(f"Error: {_lost(place, f'no answer for {SILENT_SECONDS} s')}")
+    log_line(f"Error: {_lost(place, f'no answer for {SILENT_SECONDS} s')}")
     logs.__exit__(None, None, None)
     os._exit(1)

@@ -6,16 +6,16 @@ import signal
 from dataclasses import dataclass
 
 from paceline.errors import RankFailed
-from paceline.launch.agent.rank_failure import Failure
-from paceline.launch.agent.world_agreement import Verdict
+from paceline.launch.agent.rank_failure import RankFailure
+from paceline.launch.agent.world_agreement import WorldAgreement
 
-__all__ = ["Over", "exit_status", "failed", "remedy_of"]
+__all__ = ["JobOutcome", "exit_status", "failed", "remedy_of"]
 
 _FOLLOWERS = 4
 
 
 @dataclass(frozen=True)
-class Over:
+class JobOutcome:
     """The end of a run: its exit code, and for any but 0 what to tell."""
 
     code: int
@@ -38,11 +38,11 @@ def exit_status(code: int | None) -> int:
     return 1 if code is None else code if code >= 0 else 128 - code
 
 
-def failed(verdict: Verdict) -> Over:
+def failed(verdict: WorldAgreement) -> JobOutcome:
     """Return the end of a run that is not to go on."""
     first = verdict.first
     if first is None:
-        return Over(1, verdict.decision.why, remedy="start it anew with more hosts")
+        return JobOutcome(1, verdict.decision.why, remedy="start it anew with more hosts")
     where = f" on {first.host}" if first.rank is not None and verdict.hosts_before > 1 else ""
     subject = first.host + " " if first.rank is None else ""
     after = [f"{_who(one)} ({one.how})" for one in verdict.after]
@@ -52,14 +52,14 @@ def failed(verdict: Verdict) -> Over:
         "".join(f"\n  rank {first.rank} | {line}" for line in first.lines) if first.rank is not None else ""
     )
     text = f"{subject}{first.how}{where} after {first.seconds:.0f} s{followed}; {verdict.decision.why}{lines}"
-    return Over(exit_status(first.exit_code), text, first.rank, _remedy(first))
+    return JobOutcome(exit_status(first.exit_code), text, first.rank, _remedy(first))
 
 
-def _who(one: Failure) -> str:
+def _who(one: RankFailure) -> str:
     return one.host if one.rank is None else f"rank {one.rank}"
 
 
-def _remedy(first: Failure) -> str:
+def _remedy(first: RankFailure) -> str:
     if first.rank is None:
         return "look at that host: power, network, its own terminal; then start the same command again"
     return remedy_of(first.exit_code)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.launch.agent.rendezvous_address import Address
+from paceline.launch.agent.rendezvous_address import RendezvousAddress
 
-__all__ = ["Job", "Patience", "check_log_dir", "check_program"]
+__all__ = ["JobSpec", "JobTimeouts", "check_log_dir", "check_program"]
 
 
 @dataclass(frozen=True)
-class Patience:
+class JobTimeouts:
     """How long things may take, in seconds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """A program to be run as ranks, restarted after failures.
 
     Attributes:
@@ -67,13 +67,13 @@ class Job:
     min_ranks: int
     hosts: int = 1
     max_restarts: int = 3
-    address: Address | None = None
+    address: RendezvousAddress | None = None
     name: str = "run"
     rejoin: bool = True
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
     progress: Callable[[], bool] | None = None
-    patience: Patience = field(default_factory=Patience)
+    patience: JobTimeouts = field(default_factory=JobTimeouts)
 
     def __post_init__(self) -> None:
         most = self.ranks * self.hosts

@@ -14,23 +14,23 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from paceline.errors import MissingRanks, UsageError, WorldError
-from paceline.launch.agent.job_outcome import Over
-from paceline.launch.agent.job_spec import Job
-from paceline.launch.agent.rank_failure import Failure
-from paceline.launch.agent.restart_log import say
-from paceline.launch.agent.restart_policy import Life
-from paceline.launch.agent.world_agreement import Before, Member, Verdict, judge
+from paceline.launch.agent.job_outcome import JobOutcome
+from paceline.launch.agent.job_spec import JobSpec
+from paceline.launch.agent.rank_failure import RankFailure
+from paceline.launch.agent.restart_log import log_line
+from paceline.launch.agent.restart_policy import WorldRun
+from paceline.launch.agent.world_agreement import HostMember, PreviousWorld, WorldAgreement, agree_on_world
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["Board", "too_few"]
+__all__ = ["JobStore", "too_few"]
 
 _LOOK_SECONDS = 0.1
 _TELL_SECONDS = 3.0
 
 
-def too_few(job: Job) -> MissingRanks:
+def too_few(job: JobSpec) -> MissingRanks:
     """Return the error for a run that has not the hosts that it needs."""
     return MissingRanks(
         f"fewer than {job.min_hosts} of {job.hosts} hosts were there within {job.patience.join:g} s",
@@ -38,7 +38,7 @@ def too_few(job: Job) -> MissingRanks:
     )
 
 
-class Board:
+class JobStore:
     """The board of one run.
 
     Args:
@@ -48,7 +48,7 @@ class Board:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def arrive(self, job: Job) -> None:
+    def arrive(self, job: JobSpec) -> None:
         """Take part in a run; at its start, wait a while for all hosts to come.
 
         Raises:
@@ -78,7 +78,7 @@ class Board:
         if job.hosts > 1:
             self._await_hosts(job)
 
-    def _await_hosts(self, job: Job) -> None:
+    def _await_hosts(self, job: JobSpec) -> None:
         """At the start of a run, wait for all hosts to come, and after a while for as many as it needs."""
         start, told = time.monotonic(), False
         while not self.begun() and (came := self._store.add("came", 0)) < job.hosts:
@@ -89,7 +89,7 @@ class Board:
                 raise too_few(job)
             if not told and waited > _TELL_SECONDS:
                 told = True
-                say(f"waiting for hosts: {came} of {job.hosts} came")
+                log_line(f"waiting for hosts: {came} of {job.hosts} came")
             time.sleep(_LOOK_SECONDS)
 
     def begun(self) -> bool:
@@ -100,19 +100,19 @@ class Board:
         """Return a number that grows with whatever is told."""
         return self._store.add("news", 0)
 
-    def fail(self, number: int, failure: Failure) -> None:
+    def fail(self, number: int, failure: RankFailure) -> None:
         """Tell that something failed in world `number`."""
         order = self._store.add(f"{number}/failures", 1)
         self._store.set(f"{number}/failure/{order}", json.dumps(asdict(failure)))
         self._store.add("news", 1)
 
-    def failures(self, number: int) -> tuple[Failure, ...]:
+    def failures(self, number: int) -> tuple[RankFailure, ...]:
         """Return what failed in world `number`, in the order in which it was told."""
         keys = [
             f"{number}/failure/{order}" for order in range(1, self._store.add(f"{number}/failures", 0) + 1)
         ]
         told = [self._store.get(key) for key in keys if self._store.check([key])]
-        return tuple(Failure.from_json(json.loads(text)) for text in told)
+        return tuple(RankFailure.from_json(json.loads(text)) for text in told)
 
     def failed(self, number: int) -> bool:
         """Return whether something failed in world `number`."""
@@ -132,14 +132,14 @@ class Board:
         """Return how many hosts have told that their ranks ended well."""
         return self._store.add(f"{number}/finished", 0)
 
-    def end(self, over: Over) -> None:
+    def end(self, over: JobOutcome) -> None:
         """End the run, unless it has ended."""
         self._store.compare_set("over", "", json.dumps(asdict(over)))
         self._store.add("news", 1)
 
-    def over(self) -> Over | None:
+    def over(self) -> JobOutcome | None:
         """Return how the run ended, None while it goes on."""
-        return Over(**json.loads(self._store.get("over"))) if self._store.check(["over"]) else None
+        return JobOutcome(**json.loads(self._store.get("over"))) if self._store.check(["over"]) else None
 
     def leave(self) -> None:
         """Tell that this host needs the store no more."""
@@ -149,24 +149,26 @@ class Board:
         """Return how many hosts need the store no more."""
         return self._store.add("left", 0)
 
-    def judge(self, now: Sequence[Member], job: Job) -> Verdict:
+    def judge(self, now: Sequence[HostMember], job: JobSpec) -> WorldAgreement:
         """Decide how the run goes on with the hosts that are there `now`; one host does this for all."""
         number = self._store.add("worlds", 1) - 1
         before, past = None, ()
         if self._store.check(["latest"]):
             latest = json.loads(self._store.get("latest"))
             last = latest["number"]
-            before = Before(
-                members=tuple(Member(**one) for one in latest["members"]),
+            before = PreviousWorld(
+                members=tuple(HostMember(**one) for one in latest["members"]),
                 told=self.failures(last),
                 progress=self._store.add(f"{last}/progress", 0) > 0,
                 seconds=time.time() - latest["began"],
             )
-            past = tuple(Life(**one) for one in latest["past"])
-        verdict, past = judge(
+            past = tuple(WorldRun(**one) for one in latest["past"])
+        verdict, past = agree_on_world(
             number, before, now, past, min_ranks=job.min_ranks, max_restarts=job.max_restarts
         )
-        members = [Member(one.host, one.member, one.ranks - (one.member == verdict.shrinks)) for one in now]
+        members = [
+            HostMember(one.host, one.member, one.ranks - (one.member == verdict.shrinks)) for one in now
+        ]
         latest = {
             "number": number,
             "began": time.time(),

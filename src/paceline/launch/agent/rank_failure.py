@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline._core.process_exit import how_ended
+from paceline._core.process_exit import describe_exit
 
-__all__ = ["Failure", "first_failure", "is_echo"]
+__all__ = ["RankFailure", "first_failure", "is_echo"]
 
 _PEER_LOST = re.compile(
     r"\b(PeerLost|PeerFailed|BackwardFailed|MissingRanks)\b|Connection (reset|closed|refused) by peer|Connection reset|"
     r"Connection closed|Connection refused|Broken pipe|remote process exited|DistNetworkError|failed to recv"
 )
-_QUOTED = "| "  # before lines that `paceline.Watch` cites of another rank
+_QUOTED = "| "  # before lines that `paceline.Watchdog` cites of another rank
 _OF_THE_END = 5  # the last lines tell why a process ended
 _REFUSED = (
     2  # exit code of a program that was called wrongly: of argparse, of typer, of Paceline's own commands
@@ -30,7 +30,7 @@ _USED_WRONGLY = re.compile(r"^(paceline\.errors\.)?UsageError: ")
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """A rank that ended with an error, or a host that was lost.
 
     Attributes:
@@ -52,7 +52,7 @@ class Failure:
     lines: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Failure:
+    def from_json(cls, record: dict[str, Any]) -> RankFailure:
         """Return the failure that `dataclasses.asdict` made `record` of."""
         return cls(**{**record, "lines": tuple(record["lines"])})
 
@@ -64,7 +64,7 @@ class Failure:
     @property
     def how(self) -> str:
         """What became of it."""
-        return "was lost" if self.exit_code is None else how_ended(self.exit_code)
+        return "was lost" if self.exit_code is None else describe_exit(self.exit_code)
 
     @property
     def why(self) -> str:
@@ -86,7 +86,7 @@ class Failure:
         return f"{who} {self.how} after {self.seconds:.0f} s" + (f" ({self.why})" if self.why else "")
 
 
-def is_echo(failure: Failure) -> bool:
+def is_echo(failure: RankFailure) -> bool:
     """Return whether a rank ended because it lost another one, by its own last lines; see [Note: echoes].
 
     Example:
@@ -96,7 +96,7 @@ def is_echo(failure: Failure) -> bool:
     return any(_PEER_LOST.search(line) or line.startswith(_QUOTED) for line in failure.last_words())
 
 
-def first_failure(told: Sequence[Failure]) -> Failure | None:
+def first_failure(told: Sequence[RankFailure]) -> RankFailure | None:
     """Return the failure that caused the others, None of none; see [Note: echoes].
 
     Args:

@@ -14,7 +14,7 @@ from paceline.errors import MissingRanks, UsageError
 
 __all__ = [
     "DEFAULT_PORT",
-    "Address",
+    "RendezvousAddress",
     "await_server",
     "check_free",
     "is_here",
@@ -29,7 +29,7 @@ _PATIENCE_SECONDS = 2.0  # then it is said what is waited for
 
 
 @dataclass(frozen=True)
-class Address:
+class RendezvousAddress:
     """Where a rendezvous is served."""
 
     host: str
@@ -39,7 +39,7 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def read_address(text: str) -> Address:
+def read_address(text: str) -> RendezvousAddress:
     """Return the address that `text` says: HOST or HOST:PORT, an IPv6 address in brackets.
 
     Raises:
@@ -55,10 +55,10 @@ def read_address(text: str) -> Address:
     port = int(found[3] or DEFAULT_PORT)
     if not 0 < port < 65536:
         raise UsageError(f"{text!r} names port {port}", remedy="valid: 1 to 65535")
-    return Address(found[1] or found[2], port)
+    return RendezvousAddress(found[1] or found[2], port)
 
 
-def is_here(address: Address) -> bool:
+def is_here(address: RendezvousAddress) -> bool:
     """Return whether `address` is one of this machine.
 
     Raises:
@@ -74,7 +74,7 @@ def is_here(address: Address) -> bool:
     return False
 
 
-def check_free(address: Address) -> None:
+def check_free(address: RendezvousAddress) -> None:
     """Refuse to serve where it is not possible.
 
     Raises:
@@ -101,7 +101,7 @@ def is_taken(port: int) -> bool:
     return reason is not None and reason.errno == errno.EADDRINUSE
 
 
-def own_address(toward: Address, *, serving: bool) -> str:
+def own_address(toward: RendezvousAddress, *, serving: bool) -> str:
     """Return the address of this machine that hosts can reach which reach the rendezvous.
 
     Args:
@@ -118,7 +118,7 @@ def own_address(toward: Address, *, serving: bool) -> str:
         return str(probe.getsockname()[0])
 
 
-def await_server(address: Address, seconds: float, say: Callable[[str], None]) -> None:
+def await_server(address: RendezvousAddress, seconds: float, say: Callable[[str], None]) -> None:
     """Return when something listens at `address`.
 
     Args:
@@ -166,7 +166,7 @@ def _refusal(port: int) -> OSError | None:
     return None
 
 
-def _resolve(address: Address) -> list[tuple]:
+def _resolve(address: RendezvousAddress) -> list[tuple]:
     try:
         return socket.getaddrinfo(address.host, address.port, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:

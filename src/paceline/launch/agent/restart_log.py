@@ -9,18 +9,18 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-from paceline.launch.agent.rank_failure import Failure
-from paceline.launch.agent.world_agreement import Verdict
+from paceline.launch.agent.rank_failure import RankFailure
+from paceline.launch.agent.world_agreement import WorldAgreement
 
-__all__ = ["Journal", "say"]
+__all__ = ["RestartLog", "log_line"]
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Write one line about the run itself on the terminal."""
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-class Journal:
+class RestartLog:
     """Where this host writes down why worlds ended.
 
     Args:
@@ -30,10 +30,10 @@ class Journal:
     def __init__(self, log_dir: Path | None) -> None:
         self._file = log_dir / "restarts.jsonl" if log_dir else None
 
-    def restarted(self, verdict: Verdict) -> None:
+    def restarted(self, verdict: WorldAgreement) -> None:
         """Note a restart, or that there will be none."""
         if verdict.decision.action != "end":
-            say(str(verdict))
+            log_line(str(verdict))
         record = {
             "event": "end" if verdict.decision.action == "end" else "restart",
             "time": datetime.now().astimezone().isoformat(timespec="milliseconds"),
@@ -58,7 +58,7 @@ class Journal:
                 file.write(json.dumps(record) + "\n")
 
 
-def _told(failure: Failure) -> dict[str, object]:
+def _told(failure: RankFailure) -> dict[str, object]:
     record = asdict(failure) | {"how": failure.how, "seconds": round(failure.seconds, 3)}
     del record["member"]
     return record

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["STRIKES", "Decision", "Life", "decide"]
+__all__ = ["STRIKES", "RestartDecision", "WorldRun", "decide_restart"]
 
 STRIKES = 2
 """How often in a row, without progress, the same rank fails until it is given up."""
 
 
 @dataclass(frozen=True)
-class Life:
+class WorldRun:
     """One world of a run, from its start to the failure that ended it.
 
     Attributes:
-        place: what failed first, as :attr:`paceline.launch.agent.rank_failure.Failure.place` says.
+        place: what failed first, as :attr:`paceline.launch.agent.rank_failure.RankFailure.place` says.
         ranks: its size.
         progress: whether it got further than the one before it.
         of_rank: whether a rank failed whose host is still there, rather than a whole host.
@@ -38,14 +38,16 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RestartDecision:
     """How to go on, and why if not at the same size."""
 
     action: Literal["same", "fewer", "end"]
     why: str = ""
 
 
-def decide(past: Sequence[Life], ranks: int, *, min_ranks: int, max_restarts: int) -> Decision:
+def decide_restart(
+    past: Sequence[WorldRun], ranks: int, *, min_ranks: int, max_restarts: int
+) -> RestartDecision:
     """Return how a run goes on.
 
     Args:
@@ -60,21 +62,23 @@ def decide(past: Sequence[Life], ranks: int, *, min_ranks: int, max_restarts: in
         'fewer'
     """
     if past and past[-1].refused:
-        return Decision("end", "it was called wrongly, and would be again")
+        return RestartDecision("end", "it was called wrongly, and would be again")
     if len(past) > max_restarts:
         times = f"restarted {max_restarts} time{'s' * (max_restarts != 1)} already"
-        return Decision("end", times if max_restarts else "no restarts were asked for")
+        return RestartDecision("end", times if max_restarts else "no restarts were asked for")
     if ranks < min_ranks:
-        return Decision("end", f"{ranks} rank{'s' * (ranks != 1)} left, at least {min_ranks} wanted")
+        return RestartDecision("end", f"{ranks} rank{'s' * (ranks != 1)} left, at least {min_ranks} wanted")
     if not _stuck(past):
-        return Decision("same")
+        return RestartDecision("same")
     why = f"the same rank failed {STRIKES} times in a row without progress"
     if ranks - 1 < min_ranks:
-        return Decision("end", f"{why}, and {min_ranks} rank{'s' * (min_ranks != 1)} are wanted at least")
-    return Decision("fewer", why)
+        return RestartDecision(
+            "end", f"{why}, and {min_ranks} rank{'s' * (min_ranks != 1)} are wanted at least"
+        )
+    return RestartDecision("fewer", why)
 
 
-def _stuck(past: Sequence[Life]) -> bool:
+def _stuck(past: Sequence[WorldRun]) -> bool:
     """Return whether the same rank failed time and again, with no progress since it first did."""
     last = past[-STRIKES:]
     same = len(last) == STRIKES and len({(life.place, life.ranks) for life in last}) == 1

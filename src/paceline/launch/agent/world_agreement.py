@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.launch.agent.rank_failure import Failure, first_failure, is_echo
-from paceline.launch.agent.restart_policy import Decision, Life, decide
+from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_echo
+from paceline.launch.agent.restart_policy import RestartDecision, WorldRun, decide_restart
 
-__all__ = ["Before", "Member", "Verdict", "judge"]
+__all__ = ["HostMember", "PreviousWorld", "WorldAgreement", "agree_on_world"]
 
 
 @dataclass(frozen=True)
-class Member:
+class HostMember:
     """A host that takes part: its name, its agent (unlike any other), how many ranks it runs."""
 
     host: str
@@ -26,17 +26,17 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Before:
+class PreviousWorld:
     """The world that ended: who took part, which failures were told, in order, and whether it made progress."""
 
-    members: tuple[Member, ...]
-    told: tuple[Failure, ...]
+    members: tuple[HostMember, ...]
+    told: tuple[RankFailure, ...]
     progress: bool
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WorldAgreement:
     """What is known and decided before a world begins.
 
     Attributes:
@@ -51,9 +51,9 @@ class Verdict:
     """
 
     restart: int
-    decision: Decision
-    first: Failure | None
-    after: tuple[Failure, ...]
+    decision: RestartDecision
+    first: RankFailure | None
+    after: tuple[RankFailure, ...]
     lost: tuple[str, ...]
     joined: tuple[str, ...]
     ranks_before: int
@@ -68,15 +68,15 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Verdict:
+    def from_json(cls, record: dict[str, Any]) -> WorldAgreement:
         """Return the verdict that :meth:`to_json` made `record` of."""
         first = record["first"]
         return cls(
             **{
                 **record,
-                "decision": Decision(**record["decision"]),
-                "first": first and Failure.from_json(first),
-                "after": tuple(Failure.from_json(one) for one in record["after"]),
+                "decision": RestartDecision(**record["decision"]),
+                "first": first and RankFailure.from_json(first),
+                "after": tuple(RankFailure.from_json(one) for one in record["after"]),
                 "lost": tuple(record["lost"]),
                 "joined": tuple(record["joined"]),
             }
@@ -93,15 +93,15 @@ class Verdict:
         return f"restart {self.restart}: {'; '.join(causes) or 'a host left'}; {sizes}{hosts}"
 
 
-def judge(
+def agree_on_world(
     restart: int,
-    before: Before | None,
-    now: Sequence[Member],
-    past: Sequence[Life],
+    before: PreviousWorld | None,
+    now: Sequence[HostMember],
+    past: Sequence[WorldRun],
     *,
     min_ranks: int,
     max_restarts: int,
-) -> tuple[Verdict, tuple[Life, ...]]:
+) -> tuple[WorldAgreement, tuple[WorldRun, ...]]:
     """Return the verdict on the world that is about to begin, and the lives that failures ended, with the last one.
 
     Args:
@@ -109,7 +109,7 @@ def judge(
         before: the world that ended, None at the start of a run.
         now: the hosts that are there, in the order of the rendezvous.
         past: the lives that failures ended so far.
-        min_ranks, max_restarts: as for :func:`paceline.launch.agent.restart_policy.decide`.
+        min_ranks, max_restarts: as for :func:`paceline.launch.agent.restart_policy.decide_restart`.
     """
     there = {one.member for one in now}
     members = before.members if before else ()
@@ -122,11 +122,11 @@ def judge(
     lives = tuple(past)
     here = first is not None and first.rank is not None and first.member in there
     if first and before:
-        lives += (Life(first.place, ranks_before, before.progress, here, first.refused),)
-    decision = decide(lives if first else (), ranks, min_ranks=min_ranks, max_restarts=max_restarts)
+        lives += (WorldRun(first.place, ranks_before, before.progress, here, first.refused),)
+    decision = decide_restart(lives if first else (), ranks, min_ranks=min_ranks, max_restarts=max_restarts)
     shrinks = first.member if first and decision.action == "fewer" else ""
     leaves = any(one.member == shrinks and one.ranks == 1 for one in now)
-    verdict = Verdict(
+    verdict = WorldAgreement(
         restart,
         decision,
         first,
@@ -143,8 +143,8 @@ def judge(
     return verdict, lives
 
 
-def _with_hosts(before: Before, lost: Sequence[Member]) -> list[Failure]:
+def _with_hosts(before: PreviousWorld, lost: Sequence[HostMember]) -> list[RankFailure]:
     """Return what was told, and the hosts that were lost without having told a reason."""
     reasons = {failure.member for failure in before.told if not is_echo(failure)}
     silent = [one for one in lost if one.member not in reasons]
-    return [*before.told, *(Failure(one.host, one.member, seconds=before.seconds) for one in silent)]
+    return [*before.told, *(RankFailure(one.host, one.member, seconds=before.seconds) for one in silent)]

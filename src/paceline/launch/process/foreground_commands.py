@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from shutil import which
 from typing import IO
 
-from paceline._core.child_process import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline._core.child_process import POLL_SECONDS, ChildProcess, end, sigterm_raises, with_pdeathsig
 from paceline.errors import UsageError
 from paceline.launch.agent.job_outcome import exit_status
 
@@ -37,9 +37,9 @@ def run_commands(command_of_host: Mapping[str, Sequence[str]], follow: float = _
     Raises:
         UsageError: there is no such program.
     """
-    running: dict[str, Child] = {}
+    running: dict[str, ChildProcess] = {}
     copies: list[threading.Thread] = []
-    with termination_raises():
+    with sigterm_raises():
         try:
             for host, command in command_of_host.items():
                 running[host] = child = _start(command, piped=len(command_of_host) > 1)
@@ -52,12 +52,12 @@ def run_commands(command_of_host: Mapping[str, Sequence[str]], follow: float = _
                 copy.join(timeout=1.0)  # a child of the command may live on and hold the other end
 
 
-def _start(command: Sequence[str], *, piped: bool) -> Child:
+def _start(command: Sequence[str], *, piped: bool) -> ChildProcess:
     output = subprocess.PIPE if piped else None
     error = subprocess.STDOUT if piped else None
     env = {"PYTHONUNBUFFERED": "1", **os.environ}
-    line = on_leash(_found(command))
-    return Child(
+    line = with_pdeathsig(_found(command))
+    return ChildProcess(
         subprocess.Popen(
             line, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=error, process_group=0
         )
@@ -87,7 +87,7 @@ def _copy(host: str, lines: IO[bytes]) -> threading.Thread:
     return thread
 
 
-def _await(running: Mapping[str, Child], follow: float) -> int:
+def _await(running: Mapping[str, ChildProcess], follow: float) -> int:
     """Return the first exit code that is an error, once all have ended or have had time to; else 0."""
     first, deadline = 0, float("inf")
     while time.monotonic() < deadline:
@@ -97,5 +97,5 @@ def _await(running: Mapping[str, Child], follow: float) -> int:
             first, deadline = failed, time.monotonic() + follow
         if None not in codes:
             break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     return exit_status(first)

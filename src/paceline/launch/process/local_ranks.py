@@ -14,13 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline._core.child_process import LOOK_SECONDS, end, termination_raises
+from paceline._core.child_process import POLL_SECONDS, end, sigterm_raises
 from paceline._core.cpu_cores import usable_cores
-from paceline._core.process_exit import how_ended
+from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.agent.job_outcome import remedy_of
 from paceline.launch.agent.job_spec import check_log_dir
-from paceline.launch.process.rank_process import Rank, start_rank
+from paceline.launch.process.rank_process import RankProcess, start_rank
 
 __all__ = ["run_ranks"]
 
@@ -58,10 +58,10 @@ def run_ranks(
         raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
-    running: list[Rank] = []
+    running: list[RankProcess] = []
     private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     try:
-        with termination_raises():
+        with sigterm_raises():
             logs = private if log_dir is None else Path(log_dir)
             check_log_dir(logs)
             variables = {
@@ -77,7 +77,9 @@ def run_ranks(
         shutil.rmtree(private, ignore_errors=True)
 
 
-def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path) -> Rank:
+def _start(
+    argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path
+) -> RankProcess:
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
     place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     threads = str(max(1, int(usable_cores() / ranks)))
@@ -86,7 +88,7 @@ def _start(argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, s
     return start_rank(argv, env, rank, rank, logs / f"rank{rank}.log" if rank else None)
 
 
-def _watch(running: Sequence[Rank], timeout: float | None, *, logs_stay: bool) -> None:
+def _watch(running: Sequence[RankProcess], timeout: float | None, *, logs_stay: bool) -> None:
     """Return when all ranks have ended well; raise when one has not, or when time is up."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -104,10 +106,10 @@ def _watch(running: Sequence[Rank], timeout: float | None, *, logs_stay: bool) -
                 rank=still[0].rank,
                 remedy="raise the time limit, or find out what the rank waits for",
             )
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
-def _failure(running: Sequence[Rank], failed: list[Rank], *, logs_stay: bool) -> RankFailed:
+def _failure(running: Sequence[RankProcess], failed: list[RankProcess], *, logs_stay: bool) -> RankFailed:
     """Return the error for the rank that failed first; whoever follows within a moment is named too."""
     first = min(
         failed, key=lambda one: (one.exit_code() or 0, one.rank)
@@ -115,7 +117,7 @@ def _failure(running: Sequence[Rank], failed: list[Rank], *, logs_stay: bool) ->
     others = [one for one in running if one is not first]
     deadline = time.monotonic() + _FOLLOW_SECONDS
     while time.monotonic() < deadline and any(one.exit_code() is None for one in others):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     followed = [f"rank {one.rank} ({_how(one)})" for one in others if one.exit_code()]
     after = f"; after it {', '.join(followed)}" if followed else ""
     where = f"; its whole output is in {first.log}" if first.log and logs_stay else ""
@@ -125,11 +127,11 @@ def _failure(running: Sequence[Rank], failed: list[Rank], *, logs_stay: bool) ->
     )
 
 
-def _how(one: Rank) -> str:
-    return how_ended(one.exit_code() or 0)
+def _how(one: RankProcess) -> str:
+    return describe_exit(one.exit_code() or 0)
 
 
-def _tail(one: Rank) -> str:
+def _tail(one: RankProcess) -> str:
     """Return the last lines that a rank wrote, to be appended to a message."""
     if one.log is None:
         return ""

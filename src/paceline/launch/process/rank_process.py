@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from paceline._core.child_process import LOOK_SECONDS, Child, on_leash
+from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 
-__all__ = ["Copy", "Logs", "Rank", "await_end", "start_rank"]
+__all__ = ["OutputCopy", "RankLogs", "RankProcess", "await_end", "start_rank"]
 
 _TAIL_LINES = 20
 
@@ -31,7 +31,7 @@ _TAIL_LINES = 20
 _TAIL_NBYTES = 16384
 
 
-class Copy:
+class OutputCopy:
     """Error output on its way to this terminal, of which the end is kept.
 
     Whoever writes finds a terminal where this process has one: its progress bars look as usual.
@@ -62,13 +62,13 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Rank(Child):
+class RankProcess(ChildProcess):
     """A rank of a world; its output goes to `log`, or to this terminal, which `copy` may follow."""
 
     rank: int
     local_rank: int
     log: Path | None = None
-    copy: Copy | None = None
+    copy: OutputCopy | None = None
 
     def tail(self, lines: int = _TAIL_LINES) -> tuple[str, ...]:
         """Return the last lines that it wrote, as far as they were kept."""
@@ -88,7 +88,7 @@ def start_rank(
     log: Path | None,
     *,
     follow: bool = False,
-) -> Rank:
+) -> RankProcess:
     """Start ``python *argv`` with the variables `env` as a rank that ends with this process.
 
     Args:
@@ -98,27 +98,27 @@ def start_rank(
         log: file for its output; None: this terminal.
         follow: keep the end of what it writes as errors to this terminal.
     """
-    copy = Copy() if follow and log is None else None
+    copy = OutputCopy() if follow and log is None else None
     with contextlib.ExitStack() as files:
         output = files.enter_context(log.open("wb")) if log else None
         if copy:
             files.callback(os.close, copy.write)
         process = subprocess.Popen(
-            on_leash([sys.executable, *argv]),
+            with_pdeathsig([sys.executable, *argv]),
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT if output else copy and copy.write,
             process_group=0,
         )
-    return Rank(process, rank, local_rank, log, copy)
+    return RankProcess(process, rank, local_rank, log, copy)
 
 
-def await_end(running: Sequence[Child], seconds: float) -> None:
+def await_end(running: Sequence[ChildProcess], seconds: float) -> None:
     """Return as soon as one of the processes that still run ends, and after `seconds` at the latest."""
     still = [one for one in running if one.exit_code() is None]
     if not still or not hasattr(os, "pidfd_open"):
-        time.sleep(min(seconds, LOOK_SECONDS) if still else seconds)
+        time.sleep(min(seconds, POLL_SECONDS) if still else seconds)
         return
     ends = select.poll()
     with contextlib.ExitStack() as files:
@@ -129,7 +129,7 @@ def await_end(running: Sequence[Child], seconds: float) -> None:
         ends.poll(seconds * 1000)
 
 
-class Logs:
+class RankLogs:
     """Files of one host, as long as a with-statement lasts; logs in a folder that was named, for good.
 
     Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
@@ -142,7 +142,7 @@ class Logs:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def __enter__(self) -> Logs:
+    def __enter__(self) -> RankLogs:
         self._private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
         return self
 

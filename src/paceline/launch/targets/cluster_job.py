@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
 
-__all__ = ["Work", "run_command"]
+__all__ = ["ClusterJob", "run_command"]
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,52}[a-z0-9])?")
 
@@ -33,7 +33,7 @@ _NUMBERS = ("hosts", "ranks_per_host", "cpus_per_rank", "gpus_per_rank", "max_re
 
 
 @dataclass(frozen=True)
-class Work:
+class ClusterJob:
     """A program to be run as ranks on the hosts of a cluster.
 
     Attributes:
@@ -186,7 +186,7 @@ def _check_text(what: str, text: str) -> None:
         raise UsageError(f"{what} has a zero byte: {text!r}", remedy="no program can be given that")
 
 
-def run_command(work: Work, rendezvous: str = "") -> list[str]:
+def run_command(work: ClusterJob, rendezvous: str = "") -> list[str]:
     """Return the command that runs the ranks of one host, the same on each.
 
     Args:

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.cluster_job import ClusterJob
 
-__all__ = ["Pods", "manifest", "pytorch_job", "yaml_text"]
+__all__ = ["PodOptions", "manifest", "pytorch_job", "yaml_text"]
 
 _SHARED_MEMORY = {"name": "shared-memory", "mountPath": "/dev/shm"}
 
 
 @dataclass(frozen=True)
-class Pods:
+class PodOptions:
     """What Kubernetes wants to be told besides the work.
 
     Attributes:
@@ -51,7 +51,7 @@ class Pods:
             )
 
 
-def pytorch_job(work: Work, pods: Pods) -> dict[str, Any]:
+def pytorch_job(work: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     """Return the PyTorchJob, as plain values.
 
     Raises:
@@ -95,12 +95,12 @@ def pytorch_job(work: Work, pods: Pods) -> dict[str, Any]:
     }
 
 
-def manifest(work: Work, pods: Pods) -> str:
+def manifest(work: ClusterJob, pods: PodOptions) -> str:
     """Return the PyTorchJob as YAML, for ``kubectl apply -f``."""
     return yaml_text(pytorch_job(work, pods))
 
 
-def _pod(work: Work, pods: Pods) -> dict[str, Any]:
+def _pod(work: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     memory = {"medium": "Memory", "sizeLimit": str(pods.shared_memory)}
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
     mounts = [dict(_SHARED_MEMORY)]
@@ -121,7 +121,7 @@ def _pod(work: Work, pods: Pods) -> dict[str, Any]:
     return {"containers": [container], "volumes": volumes}
 
 
-def _resources(work: Work) -> dict[str, dict[str, str]]:
+def _resources(work: ClusterJob) -> dict[str, dict[str, str]]:
     asked = {"cpu": str(work.cpus_per_host)}
     if work.memory is not None:
         asked["memory"] = str(work.memory)

@@ -14,14 +14,22 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
-from paceline._core.child_process import LOOK_SECONDS, Child, end, on_leash, termination_raises
+from paceline._core.child_process import POLL_SECONDS, ChildProcess, end, sigterm_raises, with_pdeathsig
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.world.mpi_world import INSTALL, find_mpiexec
 
-__all__ = ["Mpi", "host_file", "mpi_command", "mpich_settings", "mpiexec_command", "need_mpi", "run_mpi"]
+__all__ = [
+    "MpiImplementation",
+    "host_file",
+    "mpi_command",
+    "mpich_settings",
+    "mpiexec_command",
+    "need_mpi",
+    "run_mpi",
+]
 
-Mpi = Literal["mpich", "openmpi"]
+MpiImplementation = Literal["mpich", "openmpi"]
 
 _YIELD_OFTEN = {"MPIR_CVAR_POLLS_BEFORE_YIELD": "1", "MPIR_CVAR_POSIX_POLL_FREQUENCY": "1"}
 _RELEASE_GATHER = {
@@ -68,7 +76,9 @@ def mpi_command(ranks: int, program: Sequence[str], mpiexec: str) -> list[str]:
     return [mpiexec, "-n", str(ranks), sys.executable, *program]
 
 
-def mpiexec_command(work: Work, mpi: Mpi, mpiexec: str = "mpiexec", hosts: str = "") -> list[str]:
+def mpiexec_command(
+    work: ClusterJob, mpi: MpiImplementation, mpiexec: str = "mpiexec", hosts: str = ""
+) -> list[str]:
     """Return the command that runs a program as the ranks of one world on its hosts.
 
     MPI tells ranks their numbers, but not where to meet: the first host is told to all.
@@ -101,7 +111,7 @@ def mpiexec_command(work: Work, mpi: Mpi, mpiexec: str = "mpiexec", hosts: str =
     return [*command, work.python, "-u", *work.program]
 
 
-def host_file(work: Work, mpi: Mpi) -> str:
+def host_file(work: ClusterJob, mpi: MpiImplementation) -> str:
     """Return the text of a file of hosts and their ranks for mpiexec.
 
     Example:
@@ -135,11 +145,13 @@ def run_mpi(
     """
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
-    command = on_leash(mpi_command(ranks, program, need_mpi()))
+    command = with_pdeathsig(mpi_command(ranks, program, need_mpi()))
     variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
     deadline = None if timeout is None else time.monotonic() + timeout
-    with termination_raises():
-        child = Child(subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0))
+    with sigterm_raises():
+        child = ChildProcess(
+            subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0)
+        )
         try:
             while (code := child.exit_code()) is None:
                 if deadline is not None and time.monotonic() > deadline:
@@ -147,7 +159,7 @@ def run_mpi(
                         f"the ranks under mpiexec had not ended after {timeout:g} s",
                         remedy="raise the time limit, or find out what they wait for",
                     )
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             return code
         finally:
             end([child])

@@ -26,16 +26,16 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from paceline._core.child_process import Child, end, on_leash, termination_raises
+from paceline._core.child_process import ChildProcess, end, sigterm_raises, with_pdeathsig
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.job_outcome import exit_status
-from paceline.launch.agent.rendezvous_address import Address, await_server
-from paceline.launch.targets.cluster_job import Work, run_command
+from paceline.launch.agent.rendezvous_address import RendezvousAddress, await_server
+from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
 __all__ = ["ray_driver", "run_on_ray", "work_from_json"]
 
 
-def ray_driver(work: Work) -> str:
+def ray_driver(work: ClusterJob) -> str:
     """Return the text of a Python program that runs `work` on the Ray cluster where it is started.
 
     It joins the cluster that it runs in (``ray job submit`` too), or the one that RAY_ADDRESS names; else it makes one
@@ -57,12 +57,12 @@ def ray_driver(work: Work) -> str:
     )
 
 
-def work_from_json(text: str) -> Work:
+def work_from_json(text: str) -> ClusterJob:
     """Return the work that a driver carries."""
     told = json.loads(text)
     for name in ("program", "host_names"):
         told[name] = tuple(told[name])
-    return Work(**told)
+    return ClusterJob(**told)
 
 
 _RESERVE_SECONDS = 300.0
@@ -80,7 +80,7 @@ _STORE_NBYTES = 80 << 20  # nothing is exchanged through Ray's object store; thi
 _INSTALL = "pip install 'paceline[ray]'"
 
 
-def run_on_ray(work: Work, address: str | None = None, *, wait: float = _RESERVE_SECONDS) -> int:
+def run_on_ray(work: ClusterJob, address: str | None = None, *, wait: float = _RESERVE_SECONDS) -> int:
     """Run `work` on a Ray cluster, and return the first exit code of a host that is not 0, else 0.
 
     Args:
@@ -98,7 +98,7 @@ def run_on_ray(work: Work, address: str | None = None, *, wait: float = _RESERVE
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    with termination_raises(), _cluster(ray, address), _room(ray, work, wait) as group:
+    with sigterm_raises(), _cluster(ray, address), _room(ray, work, wait) as group:
         node = ray.util.get_node_ip_address()
         with _rendezvous(work, node) as rendezvous:
             hosts = [_host(ray, work, group, number) for number in range(work.hosts)]
@@ -147,7 +147,7 @@ def _check_reachable(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _room(ray: Any, work: Work, wait: float) -> Iterator[Any]:
+def _room(ray: Any, work: ClusterJob, wait: float) -> Iterator[Any]:
     """Reserve what the hosts need, each on a machine of its own, all or none."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -171,16 +171,16 @@ def _room(ray: Any, work: Work, wait: float) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _rendezvous(work: Work, node: str) -> Iterator[str]:
+def _rendezvous(work: ClusterJob, node: str) -> Iterator[str]:
     """Serve the place where several hosts meet, here, so that it outlives any of them."""
     if work.hosts == 1:
         yield ""
         return
     with socket.socket() as probe:
         probe.bind((node, 0))
-        address = Address(node, probe.getsockname()[1])
-    command = on_leash([sys.executable, "-m", "paceline", "run", "--serve", str(address)])
-    server = Child(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
+        address = RendezvousAddress(node, probe.getsockname()[1])
+    command = with_pdeathsig([sys.executable, "-m", "paceline", "run", "--serve", str(address)])
+    server = ChildProcess(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
     try:
         await_server(address, _SERVE_SECONDS, lambda told: None)  # else a host on this machine would serve it
         yield str(address)
@@ -188,7 +188,7 @@ def _rendezvous(work: Work, node: str) -> Iterator[str]:
         end([server])
 
 
-def _host(ray: Any, work: Work, group: Any, number: int) -> Any:
+def _host(ray: Any, work: ClusterJob, group: Any, number: int) -> Any:
     """Return the actor on the host of that number, to be made anew by Ray where it is lost."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -208,7 +208,10 @@ class _Host:
             name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
         }  # Ray sets it
         process = subprocess.Popen(
-            on_leash(command), env=variables | threads | env, cwd=folder or None, stdin=subprocess.DEVNULL
+            with_pdeathsig(command),
+            env=variables | threads | env,
+            cwd=folder or None,
+            stdin=subprocess.DEVNULL,
         )
         return exit_status(process.wait())
 

@@ -22,15 +22,15 @@ from pathlib import Path
 from shutil import which
 
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.targets.cluster_job import Work, run_command
+from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
-__all__ = ["Cluster", "JobState", "batch_script", "need_slurm", "read_job", "submit_script", "watch_job"]
+__all__ = ["JobState", "SlurmOptions", "batch_script", "need_slurm", "read_job", "submit_script", "watch_job"]
 
 _FIRST_PORT, _PORTS = 20000, 20000
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SlurmOptions:
     """What a Slurm cluster wants to be told besides the work.
 
     Attributes:
@@ -58,7 +58,7 @@ class Cluster:
             raise UsageError(f"warn={self.warn}", remedy="give at least 1 second")
 
 
-def batch_script(work: Work, cluster: Cluster | None = None) -> str:
+def batch_script(work: ClusterJob, cluster: SlurmOptions | None = None) -> str:
     """Return the text of a script for sbatch.
 
     Raises:
@@ -68,7 +68,7 @@ def batch_script(work: Work, cluster: Cluster | None = None) -> str:
         >>> "#SBATCH --requeue" in batch_script(Work(("train.py",))).splitlines()
         True
     """
-    cluster = cluster or Cluster()
+    cluster = cluster or SlurmOptions()
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(work, cluster)), "", *_set_up(work)]
     if work.seconds is not None:
         lines += [
@@ -79,7 +79,7 @@ def batch_script(work: Work, cluster: Cluster | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _options(work: Work, cluster: Cluster) -> list[str]:
+def _options(work: ClusterJob, cluster: SlurmOptions) -> list[str]:
     """Return the options of sbatch, each as one line of the script."""
     options = {
         "job-name": work.name,
@@ -98,7 +98,7 @@ def _options(work: Work, cluster: Cluster) -> list[str]:
     return [*told, "--open-mode=append", "--requeue", *cluster.options]
 
 
-def _log(work: Work) -> str:
+def _log(work: ClusterJob) -> str:
     """Return the path of the job's log, in which Slurm replaces what follows a %."""
     if "\\" in work.folder:
         raise UsageError(
@@ -114,7 +114,7 @@ def _quoted(text: str) -> str:
     return "" if not text else '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"'))
 
 
-def _minutes(work: Work, cluster: Cluster) -> str:
+def _minutes(work: ClusterJob, cluster: SlurmOptions) -> str:
     if work.seconds is None:
         return ""
     if work.seconds <= cluster.warn:
@@ -126,7 +126,7 @@ def _minutes(work: Work, cluster: Cluster) -> str:
     return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
-def _set_up(work: Work) -> list[str]:
+def _set_up(work: ClusterJob) -> list[str]:
     lines = ["set -u"]
     if work.folder:
         lines.append(f"cd {shlex.quote(work.folder)} || exit 2")
@@ -141,7 +141,7 @@ def _set_up(work: Work) -> list[str]:
     return lines
 
 
-def _run(work: Work) -> list[str]:
+def _run(work: ClusterJob) -> list[str]:
     """Return the lines that run a command on every host, wait for all, and end as they did."""
     words = [shlex.quote(word) for word in run_command(work, "-")]
     if work.hosts > 1:

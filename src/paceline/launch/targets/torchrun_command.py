@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 
-from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.cluster_job import ClusterJob
 
 __all__ = ["torchrun_command", "torchrun_line", "torchrun_script"]
 
 
-def torchrun_command(work: Work) -> list[str]:
+def torchrun_command(work: ClusterJob) -> list[str]:
     """Return torchrun's command for every host; they meet at the first one's port.
 
     Raises:
@@ -28,7 +28,7 @@ def torchrun_command(work: Work) -> list[str]:
     return [work.python, "-m", "torch.distributed.run", *options, *work.program]
 
 
-def torchrun_line(work: Work) -> str:
+def torchrun_line(work: ClusterJob) -> str:
     """Return the line for a shell on every host: folder, variables, command.
 
     The ranks' store is not the rendezvous' own, by which a host that comes back would wait in vain (torch 2.13).
@@ -40,13 +40,13 @@ def torchrun_line(work: Work) -> str:
     return f"cd {shlex.quote(work.folder)} && {line}" if work.folder else line
 
 
-def torchrun_script(work: Work) -> str:
+def torchrun_script(work: ClusterJob) -> str:
     """Return the text of a shell script that is to be started on every host."""
     where = f"on each of {', '.join(work.host_names)}" if work.host_names else "here"
     told = f"# Start this {where}. Run again after whatever ended it, it goes on from the newest checkpoint."
     return f"#!/bin/sh\n{told}\n{torchrun_line(work)}\n"
 
 
-def _address(work: Work) -> str:
+def _address(work: ClusterJob) -> str:
     host = work.first_host
     return f"[{host}]:{work.port}" if ":" in host else f"{host}:{work.port}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.compression.stochastic_rounding import Dither
+from paceline.parallel.compression.stochastic_rounding import RoundingBits
 
 __all__ = ["CHUNK", "Blockwise", "Layout", "padded", "part"]
 
@@ -92,7 +92,7 @@ class Blockwise(ABC):
         dither: the random bits it rounds with; None: it rounds to the nearest.
     """
 
-    def __init__(self, name: str, layout: Layout, dither: Dither | None) -> None:
+    def __init__(self, name: str, layout: Layout, dither: RoundingBits | None) -> None:
         self.name, self.layout, self.dither = name, layout, dither
 
     def nbytes(self, numel: int) -> int:

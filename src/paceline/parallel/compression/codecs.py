@@ -24,9 +24,9 @@ from torch import Tensor
 
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.blockwise import Blockwise, Layout, padded, part
-from paceline.parallel.compression.stochastic_rounding import Dither, dither_of
+from paceline.parallel.compression.stochastic_rounding import RoundingBits, rounding_bits_of
 
-__all__ = ["Blocks", "Codec", "Half", "Raw", "ratio"]
+__all__ = ["BlockCodec", "Codec", "HalfCodec", "RawCodec", "ratio"]
 
 _LEAST_SCALE = 2.0**-120
 """Smaller scales have no reciprocal to trust: numbers of less than half of it come out as 0."""
@@ -94,7 +94,7 @@ def ratio(codec: Codec, numel: int) -> float:
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawCodec:
     """Numbers as they are, so that the uncompressed case goes through the same door.
 
     Args:
@@ -134,7 +134,7 @@ class Raw:
         pass
 
 
-class Half(Blockwise):
+class HalfCodec(Blockwise):
     """Two bytes a number: bfloat16, rounded to the nearest (ties to even), or float16 with a scale a block.
 
     The scales are powers of two, so they cost no precision: numbers down to 2⁻²⁸ of their block's largest keep all 11
@@ -158,7 +158,7 @@ class Half(Blockwise):
         layout = (
             Layout(_FP16_BLOCK, torch.float16, _FP16_BLOCK) if scaled else Layout(1, torch.bfloat16, 1, False)
         )
-        super().__init__(kind, layout, dither_of(rounding, seed, rank))
+        super().__init__(kind, layout, rounding_bits_of(rounding, seed, rank))
 
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
         if self.layout.scaled:
@@ -179,7 +179,7 @@ class Half(Blockwise):
         return math.isfinite(error.sum())
 
 
-class Blocks(Blockwise):
+class BlockCodec(Blockwise):
     """Whole levels of 8 or 4 bits, from −127 to 127 or −7 to 7, and a float32 scale for each block.
 
     A level is the block's largest |number| / 127 or / 7, and an error at most half of that. int4 lies two to a byte:
@@ -207,7 +207,7 @@ class Blocks(Blockwise):
         self.bits, self._most = bits, 2 ** (bits - 1) - 1
         layout = Layout(block, torch.int8, block * bits // 8)
         name = f"int{bits}" if block == _BLOCK else f"int{bits} in blocks of {block}"
-        super().__init__(name, layout, dither_of(rounding, seed, rank))
+        super().__init__(name, layout, rounding_bits_of(rounding, seed, rank))
 
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
         _largest(rows, work, scales)
@@ -247,7 +247,7 @@ def _largest(rows: Tensor, work: Tensor, scales: Tensor) -> None:
     torch.amax(torch.abs(rows, out=work), 1, keepdim=True, out=scales)
 
 
-def _dithered_bf16(rows: Tensor, dither: Dither, levels: Tensor) -> None:
+def _dithered_bf16(rows: Tensor, dither: RoundingBits, levels: Tensor) -> None:
     """Write float32 as bfloat16, rounded away from 0 as likely as is the part of a step that is cut off."""
     words = rows.view(torch.int32) + dither.bits(rows.numel(), rows.device).view_as(rows)
     words.add_(1 << 15).bitwise_right_shift_(16)

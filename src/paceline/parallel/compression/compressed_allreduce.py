@@ -11,7 +11,7 @@ With error feedback both compressions remember what they left out (Tang et al., 
 residual is enough for both: a rank compresses the parts of others before the swap, and its own part after the sum.
 
 [Note: sparse sums] The sum of sparse packets has other indices than each, and would have to be thinned once more. So
-`Gathered` sends every rank's packet to all, and each rank adds up all of them, in the order of ranks.
+`AllGatherReduce` sends every rank's packet to all, and each rank adds up all of them, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.compression.codecs import Codec
-from paceline.parallel.compression.error_feedback import Feedback
-from paceline.parallel.compression.exchange_thread import Courier, Ticket
-from paceline.parallel.engine.comm import Pending, Wire
+from paceline.parallel.compression.error_feedback import ErrorFeedback
+from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.engine.comm import Comm, PendingCollective
 
-__all__ = ["COUNTS_ONCE", "Error", "Gathered", "Label", "Parcel", "Swapped"]
+__all__ = [
+    "COUNTS_ONCE",
+    "AllGatherReduce",
+    "AllToAllReduce",
+    "CompressedReduce",
+    "CompressionLoss",
+    "PacketHeader",
+]
 
 _LABEL_NBYTES = 32
 """Behind each packet: its sender's label, four float64."""
 
 
 @dataclass(frozen=True)
-class Label:
+class PacketHeader:
     """What a rank says beside its numbers.
 
     Attributes:
@@ -56,17 +63,17 @@ class Label:
         )
 
     @classmethod
-    def read(cls, rows: Tensor) -> list[Label]:
+    def read(cls, rows: Tensor) -> list[PacketHeader]:
         """Return the labels that rows of bytes hold."""
         return [cls(*numbers[:3]) for numbers in rows.contiguous().view(torch.float64).tolist()]
 
 
-COUNTS_ONCE = Label()
+COUNTS_ONCE = PacketHeader()
 """Of a sum whose ranks all count alike."""
 
 
 @dataclass
-class Error:
+class CompressionLoss:
     """How far what was sent is from what was to be sent, as sums of squares of this rank's own compressions."""
 
     left_out: float = 0.0
@@ -83,7 +90,7 @@ class Error:
         return math.sqrt(self.left_out / self.given) if self.given else math.nan
 
 
-class Parcel(Protocol):
+class CompressedReduce(Protocol):
     """A buffer that can be summed again and again.
 
     Attributes:
@@ -93,10 +100,10 @@ class Parcel(Protocol):
     """
 
     sent_nbytes: int
-    error: Error
-    labels: list[Label]
+    error: CompressionLoss
+    labels: list[PacketHeader]
 
-    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
+    def launch(self, label: PacketHeader = COUNTS_ONCE, *, measure: bool = False) -> None:
         """Start summing the buffer times its weight over all ranks; until `wait`, nobody may write to it."""
         ...
 
@@ -108,16 +115,16 @@ class Parcel(Protocol):
 class _Packer:
     """Compresses parts of a buffer on this rank, with or without error feedback."""
 
-    def __init__(self, flat: Tensor, codec: Codec, feedback: Feedback | None) -> None:
+    def __init__(self, flat: Tensor, codec: Codec, feedback: ErrorFeedback | None) -> None:
         self.flat, self.codec, self.feedback = flat, codec, feedback
-        self.error: Error | None = None
+        self.error: CompressionLoss | None = None
         # Codecs read float32 (the raw one also float64); gradients that are kept in less are widened here.
         low = flat.dtype in (torch.bfloat16, torch.float16)
         self.wide = torch.empty_like(flat, dtype=torch.float32) if low else flat
 
     def begin(self, measure: bool) -> None:
         """Take up what is in the buffer now."""
-        self.error = Error() if measure else None
+        self.error = CompressionLoss() if measure else None
         if self.wide is not self.flat:
             self.wide.copy_(self.flat)
 
@@ -167,7 +174,7 @@ def _on(device: torch.device, packet: Tensor) -> Iterator[Tensor]:
     packet.copy_(own)
 
 
-class Swapped:
+class AllToAllReduce:
     """A buffer that is summed in two stages; all ranks make theirs in the same order.
 
     Args:
@@ -183,11 +190,11 @@ class Swapped:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Comm,
         flat: Tensor,
         codec: Codec,
-        courier: Courier,
-        feedback: Feedback | None = None,
+        courier: ExchangeThread,
+        feedback: ErrorFeedback | None = None,
         *,
         mean: bool = False,
         scatter: bool = False,
@@ -204,14 +211,14 @@ class Swapped:
         self._incoming = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._sums = torch.zeros(0 if scatter else wire.size, self._body, dtype=torch.uint8, device=device)
         self._tag = wire.reserve_tags(2) if tag is None else tag
-        self._ticket: Ticket | None = None
-        self._gathering: Pending | None = None
+        self._ticket: PendingExchange | None = None
+        self._gathering: PendingCollective | None = None
         self.sent_nbytes = (wire.size - 1) * (rows[1] + (0 if scatter else self._body))
-        self.error = Error()
-        self.labels: list[Label] = []
+        self.error = CompressionLoss()
+        self.labels: list[PacketHeader] = []
 
-    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
-        """Start summing; see `Parcel`."""
+    def launch(self, label: PacketHeader = COUNTS_ONCE, *, measure: bool = False) -> None:
+        """Start summing; see `CompressedReduce`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._packer.begin(measure)
         label.write(self._incoming[self._wire.rank, self._body :])
@@ -229,11 +236,11 @@ class Swapped:
     def _span(self, rank: int) -> tuple[int, int]:
         return rank * self._part, (rank + 1) * self._part
 
-    def _sum_up(self, swapping: Pending, expected: list[dist.Work]) -> None:
+    def _sum_up(self, swapping: PendingCollective, expected: list[dist.Work]) -> None:
         """Sum this rank's part of all ranks, and send it on."""
         swapping.wait()
         rank, packer = self._wire.rank, self._packer
-        self.labels = Label.read(self._incoming[:, self._body :])
+        self.labels = PacketHeader.read(self._incoming[:, self._body :])
         weights = [label.weight for label in self.labels]
         start, stop = self._span(rank)
         own = packer.wide[start:stop]
@@ -252,7 +259,7 @@ class Swapped:
             self._gathering = self._wire.give_row(self._sums, expected, self._tag + 1)
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum; see `Parcel`."""
+        """Block until the buffer holds the sum; see `CompressedReduce`."""
         ticket, self._ticket = self._ticket, None
         if ticket is None:
             return
@@ -267,16 +274,21 @@ class Swapped:
             self.error = self._packer.error
 
 
-class Gathered:
+class AllGatherReduce:
     """A buffer whose packets all ranks send to all; see [Note: sparse sums].
 
     Args:
-        wire, flat, codec, feedback: as for `Swapped`; the buffer may have any length.
+        wire, flat, codec, feedback: as for `AllToAllReduce`; the buffer may have any length.
         tag: that was reserved; None: reserve one.
     """
 
     def __init__(
-        self, wire: Wire, flat: Tensor, codec: Codec, feedback: Feedback | None = None, tag: int | None = None
+        self,
+        wire: Comm,
+        flat: Tensor,
+        codec: Codec,
+        feedback: ErrorFeedback | None = None,
+        tag: int | None = None,
     ) -> None:
         self._wire, self._packer = wire, _Packer(flat, codec, feedback)
         body = codec.nbytes(flat.numel())
@@ -284,13 +296,13 @@ class Gathered:
         self._rows = torch.zeros(wire.size, body + _LABEL_NBYTES, dtype=torch.uint8, device=device)
         self._body = body
         self._tag = wire.reserve_tags(1) if tag is None else tag
-        self._gathering: Pending | None = None
+        self._gathering: PendingCollective | None = None
         self.sent_nbytes = (wire.size - 1) * (body + _LABEL_NBYTES)
-        self.error = Error()
-        self.labels: list[Label] = []
+        self.error = CompressionLoss()
+        self.labels: list[PacketHeader] = []
 
-    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
-        """Start summing; see `Parcel`."""
+    def launch(self, label: PacketHeader = COUNTS_ONCE, *, measure: bool = False) -> None:
+        """Start summing; see `CompressedReduce`."""
         assert self._gathering is None, "the sum before it was waited for"
         self._packer.begin(measure)
         expected = self._wire.expect_rows(self._rows, self._tag)
@@ -300,13 +312,13 @@ class Gathered:
         self._gathering = self._wire.give_row(self._rows, expected, self._tag)
 
     def wait(self) -> None:
-        """Block until the buffer holds the sum; see `Parcel`."""
+        """Block until the buffer holds the sum; see `CompressedReduce`."""
         if self._gathering is None:
             return
         self._gathering.wait()
         self._gathering = None
         packer = self._packer
-        self.labels = Label.read(self._rows[:, self._body :])
+        self.labels = PacketHeader.read(self._rows[:, self._body :])
         packer.wide.zero_()
         for row, label in zip(self._rows, self.labels, strict=True):
             if label.weight != 0.0:

@@ -13,15 +13,19 @@ from typing import Any, Self
 from torch import Tensor
 
 from paceline.parallel.compression.codecs import Codec
-from paceline.parallel.compression.compressed_allreduce import Gathered, Parcel, Swapped
+from paceline.parallel.compression.compressed_allreduce import (
+    AllGatherReduce,
+    AllToAllReduce,
+    CompressedReduce,
+)
 from paceline.parallel.compression.compression_config import Compression
-from paceline.parallel.compression.error_feedback import Feedback
-from paceline.parallel.compression.exchange_thread import Courier
-from paceline.parallel.compression.powersgd_allreduce import TAGS, Factored
-from paceline.parallel.engine.bucket import Bucket, Slot
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.compression.error_feedback import ErrorFeedback
+from paceline.parallel.compression.exchange_thread import ExchangeThread
+from paceline.parallel.compression.powersgd_allreduce import TAGS, PowerSGDAllReduce
+from paceline.parallel.engine.bucket import Bucket, GradSlot
+from paceline.parallel.engine.comm import Comm
 
-__all__ = ["CompressedBucket", "Freight"]
+__all__ = ["CompressedBucket", "CompressionStats"]
 
 _MEASURED_EVERY = 100
 """Rounds between two in which the error of compression is measured, which costs passes over the memory. It is
@@ -29,7 +33,7 @@ measured too in the first round, and wherever packets become others (the end of 
 
 
 @dataclass(frozen=True)
-class CompressedBucket:
+class CompressionStats:
     """What compression does to one bucket.
 
     Attributes:
@@ -49,7 +53,7 @@ class CompressedBucket:
     step: int
 
 
-class Freight:
+class CompressedBucket:
     """Sends one bucket.
 
     Args:
@@ -58,14 +62,14 @@ class Freight:
     """
 
     def __init__(
-        self, bucket: Bucket, compression: Compression, wire: Wire, courier: Courier, *, sharded: bool
+        self, bucket: Bucket, compression: Compression, wire: Comm, courier: ExchangeThread, *, sharded: bool
     ) -> None:
         self._bucket, self._compression, self._wire, self._courier = bucket, compression, wire, courier
         self._sharded = sharded
         self._tag = wire.reserve_tags(TAGS)  # no parcel needs more
         self._phase: Hashable = None
-        self._parcel: Parcel | None = None
-        self.feedback: Feedback | None = None
+        self._parcel: CompressedReduce | None = None
+        self.feedback: ErrorFeedback | None = None
         self._codec: Codec | None = None
         self._taken_up: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
         self._error, self._measured = float("nan"), -1
@@ -97,17 +101,17 @@ class Freight:
         parcel.wait()
         self._error = parcel.error.relative
 
-    def _pack(self, step: int) -> Parcel:
+    def _pack(self, step: int) -> CompressedReduce:
         bucket, wire, compression = self._bucket, self._wire, self._compression
         codec = self._codec = compression.codec(rank=wire.rank, step=step)
         if self.feedback is not None:
             self.feedback.codec = codec
         elif compression.feedback:
-            self.feedback = Feedback(
+            self.feedback = ErrorFeedback(
                 codec, bucket.flat.numel(), bucket.flat.device, momentum=compression.momentum
             )
         if compression.factors(step):
-            return Factored(
+            return PowerSGDAllReduce(
                 wire,
                 bucket.flat,
                 lambda flat: [_shaped(flat, slot) for slot in bucket.slots],
@@ -119,12 +123,12 @@ class Freight:
                 tag=self._tag,
             )
         if compression.is_sparse and not self._sharded:
-            return Gathered(wire, bucket.flat, codec, self.feedback, tag=self._tag)
-        return Swapped(
+            return AllGatherReduce(wire, bucket.flat, codec, self.feedback, tag=self._tag)
+        return AllToAllReduce(
             wire, bucket.flat, codec, self._courier, self.feedback, scatter=self._sharded, tag=self._tag
         )
 
-    def _engaged(self) -> Parcel:
+    def _engaged(self) -> CompressedReduce:
         assert self._parcel is not None, "nothing was launched"
         return self._parcel
 
@@ -133,9 +137,9 @@ class Freight:
     @property
     def calls(self) -> int:
         """Collectives that one sum consists of."""
-        if isinstance(self._parcel, Factored):
+        if isinstance(self._parcel, PowerSGDAllReduce):
             return 5
-        return 1 if self._sharded or isinstance(self._parcel, Gathered) else 2
+        return 1 if self._sharded or isinstance(self._parcel, AllGatherReduce) else 2
 
     @property
     def sent_nbytes(self) -> int:
@@ -147,11 +151,11 @@ class Freight:
         """The payload of these collectives, by the rule of `SyncTimings.nbytes`."""
         return self.sent_nbytes * self._wire.size / (self._wire.size - 1)
 
-    def told(self) -> CompressedBucket:
+    def told(self) -> CompressionStats:
         """Return what compression does to the bucket."""
         ways = 1 if self._sharded else 2
         whole = self._bucket.grads.nbytes
-        return CompressedBucket(
+        return CompressionStats(
             self._bucket.index,
             tuple(slot.name for slot in self._bucket.slots),
             whole,
@@ -172,7 +176,7 @@ class Freight:
                 kept[slot.name] = {"residual": self.feedback.residual[part]}
                 if self.feedback.velocity is not None:
                     kept[slot.name]["velocity"] = self.feedback.velocity[part]
-        if isinstance(self._parcel, Factored):
+        if isinstance(self._parcel, PowerSGDAllReduce):
             for slot, thin in zip(self._bucket.slots, self._parcel.low.thin_q(), strict=True):
                 kept.setdefault(slot.name, {})["q"] = thin
         return kept
@@ -203,7 +207,7 @@ class Freight:
                     self.feedback.residual[part] += parts["residual"].to(self.feedback.residual.device)
                 if self.feedback is not None and self.feedback.velocity is not None and "velocity" in parts:
                     self.feedback.velocity[part] += parts["velocity"].to(self.feedback.velocity.device)
-        if isinstance(self._parcel, Factored):
+        if isinstance(self._parcel, PowerSGDAllReduce):
             for slot, thin in zip(self._bucket.slots, self._parcel.low.thin_q(), strict=True):
                 for parts in (each[slot.name] for each in kept[:1] if slot.name in each):
                     thin.copy_(parts["q"])
@@ -214,7 +218,7 @@ class Freight:
             self.feedback.scale(factor)
 
 
-def _shaped(flat: Tensor, slot: Slot) -> Tensor:
+def _shaped(flat: Tensor, slot: GradSlot) -> Tensor:
     """Return a parameter's part of a buffer laid out like its bucket, as a matrix.
 
     Its numbers are taken as they lie in memory, so a transposed parameter is another matrix of the same rank.

@@ -169,16 +169,16 @@ class Compression:
         """Return what makes the packets of `rank` at optimizer step `step`."""
         import torch
 
-        from paceline.parallel.compression.codecs import Blocks, Half, Raw
+        from paceline.parallel.compression.codecs import BlockCodec, HalfCodec, RawCodec
         from paceline.parallel.compression.topk import TopK
 
         if self.name in ("bf16", "fp16"):
-            return Half(self.name, self.rounding, self.seed, rank)
+            return HalfCodec(self.name, self.rounding, self.seed, rank)
         if self.name in ("int8", "int4"):
-            return Blocks(int(self.name[3:]), self.block, self.rounding, self.seed, rank)
+            return BlockCodec(int(self.name[3:]), self.block, self.rounding, self.seed, rank)
         if self.name == "topk":
             return TopK(self.phase(step))
-        return Raw(torch.float32)  # what powersgd sends, before and after it begins
+        return RawCodec(torch.float32)  # what powersgd sends, before and after it begins
 
     def factors(self, step: int) -> bool:
         """Tell whether matrices are sent as products at optimizer step `step`."""

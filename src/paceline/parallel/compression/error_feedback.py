@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.codecs import Codec, Raw
+from paceline.parallel.compression.codecs import Codec, RawCodec
 from paceline.parallel.compression.topk import TopK
 
-__all__ = ["Feedback", "density_at"]
+__all__ = ["ErrorFeedback", "density_at"]
 
 
-class Feedback:
+class ErrorFeedback:
     """A codec together with what it has lost so far, for one buffer of numbers.
 
     Args:
@@ -77,7 +77,7 @@ class Feedback:
                 f"numbers {start} to {stop} of a buffer of {len(self.residual)}",
                 remedy="compress parts that lie inside the buffer",
             )
-        if isinstance(self.codec, Raw):  # loses nothing, and may be float64
+        if isinstance(self.codec, RawCodec):  # loses nothing, and may be float64
             self.codec.compress(values, packet)
             return
         residual = self.residual[start:stop]

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Courier", "Ticket"]
+__all__ = ["ExchangeThread", "PendingExchange"]
 
-_Job = tuple[Callable[[], None], "Ticket"]
+_Job = tuple[Callable[[], None], "PendingExchange"]
 
 
-class Ticket:
+class PendingExchange:
     """Stands for a job that was given to a courier."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Ticket:
             self._event = stream.record_event()
 
 
-class Courier:
+class ExchangeThread:
     """Does jobs one after another, beside the thread that gives them.
 
     Args:
@@ -67,9 +67,9 @@ class Courier:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def give(self, job: Callable[[], None]) -> Ticket:
+    def give(self, job: Callable[[], None]) -> PendingExchange:
         """Have `job` done after those that were given before; returns at once."""
-        ticket = Ticket()
+        ticket = PendingExchange()
         if self._stream is not None:
             ticket.run_on(self._stream, job)
             return ticket

@@ -32,11 +32,11 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-__all__ = ["Factors", "LowRank", "Thin", "as_matrix", "factors_of"]
+__all__ = ["LowRankMatrix", "MatrixSplit", "PowerSGD", "as_matrix", "factors_of"]
 
 
 @dataclass(frozen=True)
-class Thin:
+class LowRankMatrix:
     """One tensor that is sent as two thin matrices.
 
     Attributes:
@@ -54,7 +54,7 @@ class Thin:
 
 
 @dataclass(frozen=True)
-class Factors:
+class MatrixSplit:
     """Which tensors of a bucket are sent as thin matrices, and where those lie.
 
     Attributes:
@@ -62,7 +62,7 @@ class Factors:
         p_numel, q_numel: numbers in the packed buffers.
     """
 
-    thin: tuple[Thin, ...]
+    thin: tuple[LowRankMatrix, ...]
     raw: tuple[int, ...]
     p_numel: int
     q_numel: int
@@ -73,7 +73,7 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor.view(tensor.shape[0], -1)
 
 
-def factors_of(shapes: Sequence[Sequence[int]], rank: int, min_ratio: float = 2.0) -> Factors:
+def factors_of(shapes: Sequence[Sequence[int]], rank: int, min_ratio: float = 2.0) -> MatrixSplit:
     """Decide which tensors are worth it: those with rows × columns > min_ratio × (rows + columns) × rank.
 
     Args:
@@ -91,21 +91,21 @@ def factors_of(shapes: Sequence[Sequence[int]], rank: int, min_ratio: float = 2.
         raise UsageError(
             f"rank={rank}, min_ratio={min_ratio}", remedy="use a rank from 1 and a ratio above 0"
         )
-    thin: list[Thin] = []
+    thin: list[LowRankMatrix] = []
     raw: list[int] = []
     p_numel = q_numel = 0
     for index, shape in enumerate(shapes):
         rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
         columns_kept = min(rank, rows, columns)
         if rows * columns > min_ratio * (rows + columns) * columns_kept:
-            thin.append(Thin(index, rows, columns, columns_kept, p_numel, q_numel))
+            thin.append(LowRankMatrix(index, rows, columns, columns_kept, p_numel, q_numel))
             p_numel, q_numel = p_numel + rows * columns_kept, q_numel + columns * columns_kept
         else:
             raw.append(index)
-    return Factors(tuple(thin), tuple(raw), p_numel, q_numel)
+    return MatrixSplit(tuple(thin), tuple(raw), p_numel, q_numel)
 
 
-class LowRank:
+class PowerSGD:
     """The packed P and Q of one bucket, and what turns matrices into them and back.
 
     Every method takes all tensors of the bucket, in the order of the shapes, and leaves out those that are sent raw.
@@ -165,7 +165,7 @@ class LowRank:
         """Return each thin tensor's Q, flattened, in the order of `factors.thin`."""
         return [q.view(-1) for _, _, q in self._views()]
 
-    def _views(self) -> list[tuple[Thin, Tensor, Tensor]]:
+    def _views(self) -> list[tuple[LowRankMatrix, Tensor, Tensor]]:
         """Return each tensor's part of the packed buffers: its P, and its Qᵀ."""
         views = []
         for thin in self.factors.thin:

@@ -17,19 +17,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.parallel.compression.codecs import Raw
-from paceline.parallel.compression.compressed_allreduce import COUNTS_ONCE, Error, Label, Swapped
-from paceline.parallel.compression.exchange_thread import Courier, Ticket
-from paceline.parallel.compression.powersgd import LowRank
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.compression.codecs import RawCodec
+from paceline.parallel.compression.compressed_allreduce import (
+    COUNTS_ONCE,
+    AllToAllReduce,
+    CompressionLoss,
+    PacketHeader,
+)
+from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
+from paceline.parallel.compression.powersgd import PowerSGD
+from paceline.parallel.engine.comm import Comm
 
-__all__ = ["TAGS", "Factored"]
+__all__ = ["TAGS", "PowerSGDAllReduce"]
 
 TAGS = 5
-"""How many a `Factored` needs."""
+"""How many a `PowerSGDAllReduce` needs."""
 
 
-class Factored:
+class PowerSGDAllReduce:
     """A buffer of matrices that is summed as thin ones; all ranks make theirs in the same order.
 
     Args:
@@ -43,11 +48,11 @@ class Factored:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Comm,
         flat: Tensor,
         views: Callable[[Tensor], Sequence[Tensor]],
         shapes: Sequence[Sequence[int]],
-        courier: Courier,
+        courier: ExchangeThread,
         *,
         rank: int,
         seed: int,
@@ -57,20 +62,20 @@ class Factored:
         self._wire, self._courier, self._flat, self._views = wire, courier, flat, views
         self._residual = residual
         self._given = torch.zeros_like(flat, dtype=torch.float32) if residual is None else residual
-        self.low = LowRank(shapes, rank, seed=seed, device=flat.device)
+        self.low = PowerSGD(shapes, rank, seed=seed, device=flat.device)
         self._p, self._q = (_padded(thin, wire.size) for thin in (self.low.p, self.low.q))
-        raw = Raw(torch.float32)
-        self._sum_p = Swapped(wire, self._p, raw, courier, tag=tag)
-        self._sum_q = Swapped(wire, self._q, raw, courier, tag=tag + 2)
+        raw = RawCodec(torch.float32)
+        self._sum_p = AllToAllReduce(wire, self._p, raw, courier, tag=tag)
+        self._sum_q = AllToAllReduce(wire, self._q, raw, courier, tag=tag + 2)
         self._tag = tag + 4
-        self._ticket: Ticket | None = None
+        self._ticket: PendingExchange | None = None
         self._measure = False
         gathered = (wire.size - 1) * self._p.nbytes // wire.size
         self.sent_nbytes = self._sum_p.sent_nbytes + gathered + self._sum_q.sent_nbytes
-        self.error = Error()
-        self.labels: list[Label] = []
+        self.error = CompressionLoss()
+        self.labels: list[PacketHeader] = []
 
-    def launch(self, label: Label = COUNTS_ONCE, *, measure: bool = False) -> None:
+    def launch(self, label: PacketHeader = COUNTS_ONCE, *, measure: bool = False) -> None:
         """Start summing; see `packets.Parcel`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._measure = measure
@@ -81,7 +86,7 @@ class Factored:
         if label.weight != 1.0:
             self._given.mul_(label.weight)
         self._p[: self.low.p.numel()].copy_(self.low.project(self._views(self._given)))
-        self._sum_p.launch(Label(1.0, label.note, label.rate))
+        self._sum_p.launch(PacketHeader(1.0, label.note, label.rate))
         self._ticket = self._courier.give(self._second)
 
     def _second(self) -> None:
@@ -118,7 +123,7 @@ class Factored:
         if not left < float("inf"):
             self._given.nan_to_num_(0.0, 0.0, 0.0)
         if self._measure:
-            self.error = Error(left, given)
+            self.error = CompressionLoss(left, given)
 
     def wait(self) -> None:
         """Block until the buffer holds the sum; see `packets.Parcel`."""

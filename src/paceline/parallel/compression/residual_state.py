@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.parallel.compression.compressed_bucket import Freight
-from paceline.parallel.engine.launch_queue import Flight
+from paceline.parallel.compression.compressed_bucket import CompressedBucket
+from paceline.parallel.engine.launch_queue import LaunchQueue
 
-__all__ = ["Leftovers"]
+__all__ = ["ResidualState"]
 
 
-class Leftovers:
+class ResidualState:
     """Of one rank; nothing where nothing is compressed.
 
     Args:
         flight: the buckets.
     """
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, flight: LaunchQueue) -> None:
         self._flight = flight
         self._kept: list[dict[str, Any]] = []  # of ranks before a restart, until there are buckets
 
@@ -55,7 +55,7 @@ class Leftovers:
             own = codecs[number] if len(codecs) == len(freights) else {}
             freight.take_up([state["parts"] for state in kept], own)
 
-    def _freights(self) -> list[Freight]:
+    def _freights(self) -> list[CompressedBucket]:
         return [bucket.freight for bucket in self._flight.buckets if bucket.freight is not None]
 
 

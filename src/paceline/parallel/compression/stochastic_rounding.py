@@ -14,12 +14,12 @@ import torch
 
 from paceline.errors import UsageError
 
-__all__ = ["ROUNDINGS", "Dither", "dither_of"]
+__all__ = ["ROUNDINGS", "RoundingBits", "rounding_bits_of"]
 
 ROUNDINGS = ("nearest", "stochastic")
 
 
-class Dither:
+class RoundingBits:
     """A source of random bits of one rank, whose state can be kept.
 
     Args:
@@ -60,7 +60,7 @@ class Dither:
         return self._generator
 
 
-def dither_of(rounding: str, seed: int, rank: int) -> Dither | None:
+def rounding_bits_of(rounding: str, seed: int, rank: int) -> RoundingBits | None:
     """Return the source of random bits that a rounding needs: none for ``"nearest"``.
 
     Raises:
@@ -68,4 +68,4 @@ def dither_of(rounding: str, seed: int, rank: int) -> Dither | None:
     """
     if rounding not in ROUNDINGS:
         raise UsageError(f"rounding={rounding!r}", remedy=f"choose one of {', '.join(map(repr, ROUNDINGS))}")
-    return Dither(seed, rank) if rounding == "stochastic" else None
+    return RoundingBits(seed, rank) if rounding == "stochastic" else None

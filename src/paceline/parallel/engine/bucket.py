@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from paceline.parallel.compression.compressed_bucket import Freight
+    from paceline.parallel.compression.compressed_bucket import CompressedBucket
 
 __all__ = [
     "ALIGN",
     "Allocate",
     "Bucket",
-    "Piece",
-    "Slot",
+    "GradSlot",
+    "ShardPiece",
     "shaped_as",
     "storage_dtype",
     "storage_numel",
@@ -55,7 +55,7 @@ def storage_numel(param: torch.Tensor) -> int:
 
 
 @dataclass(eq=False)
-class Slot:
+class GradSlot:
     """One parameter and the place of its gradient.
 
     Attributes:
@@ -116,7 +116,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """The part of one parameter that lies in one rank's shard.
 
     Attributes:
@@ -125,7 +125,7 @@ class Piece:
         data: 1-D view of the parameter's elements; grad: of its gradient's.
     """
 
-    slot: Slot
+    slot: GradSlot
     start: int
     stop: int
     data: torch.Tensor
@@ -136,7 +136,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+def _shaped(flat: torch.Tensor, slot: GradSlot) -> torch.Tensor:
     """Return `slot`'s part of `flat` with the parameter's shape and, where it is dense, its strides."""
     return shaped_as(slot.param, flat[slot.start : slot.start + slot.numel])
 
@@ -171,7 +171,7 @@ class Bucket:
     def __init__(
         self,
         index: int,
-        slots: list[Slot],
+        slots: list[GradSlot],
         dtype: torch.dtype,
         device: torch.device,
         *,
@@ -186,7 +186,7 @@ class Bucket:
         self.launched = False
         self.ready: float | None = None
         """When the last gradient of the latest backward was there, while a timeline is recorded."""
-        self.freight: Freight | None = None
+        self.freight: CompressedBucket | None = None
         """What sends it in fewer bytes, where it is compressed."""
         used = 0
         for slot in slots:
@@ -259,7 +259,7 @@ class Bucket:
         length = self.flat.numel() // shards
         return rank * length, (rank + 1) * length
 
-    def pieces(self, rank: int, shards: int) -> list[Piece]:
+    def pieces(self, rank: int, shards: int) -> list[ShardPiece]:
         """Return the parts of parameters that lie in `rank`'s shard (after `adopt_parameters`)."""
         assert self.params is not None, "parameters were not adopted"
         low, high = self.span(rank, shards)
@@ -269,6 +269,6 @@ class Bucket:
             if first < last:
                 at = slice(first, last)
                 found.append(
-                    Piece(slot, first - slot.start, last - slot.start, self.params[at], self.flat[at])
+                    ShardPiece(slot, first - slot.start, last - slot.start, self.params[at], self.flat[at])
                 )
         return found

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from paceline.cost_model.bucket_layout import plan_buckets
-from paceline.parallel.compression.compressed_bucket import Freight
-from paceline.parallel.compression.exchange_thread import Courier
+from paceline.parallel.compression.compressed_bucket import CompressedBucket
+from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.bucket import ALIGN, Bucket, Slot, storage_dtype, storage_numel
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.bucket import ALIGN, Bucket, GradSlot, storage_dtype, storage_numel
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.strategy import Sync
 
 __all__ = ["agree_order", "build_buckets", "return_freed_memory"]
@@ -21,7 +21,7 @@ _COMPRESSED_UNIT = 64
 """A rank's part of a compressed bucket is a multiple of so many elements."""
 
 
-def agree_order(wire: Wire, slots: Sequence[Slot], firings: Sequence[int]) -> list[int]:
+def agree_order(wire: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -> list[int]:
     """Return the ready order that all ranks will use, and set every slot's `expected` firings.
 
     Both are rank 0's: a parameter is ready at its last firing, and those that rank 0 did not see come last,
@@ -53,10 +53,10 @@ def return_freed_memory() -> None:
 
 
 def build_buckets(
-    slots: Sequence[Slot],
+    slots: Sequence[GradSlot],
     order: Sequence[int],
     plan: Sync,
-    wire: Wire,
+    wire: Comm,
     *,
     flags: int,
     sharded: bool,
@@ -99,8 +99,8 @@ def build_buckets(
             )
         )
         if squeeze is not None and compressed:
-            courier = courier or Courier(held[0].param.device, on_stream=wire.orders_itself)
-            buckets[-1].freight = Freight(buckets[-1], squeeze, wire, courier, sharded=sharded)
+            courier = courier or ExchangeThread(held[0].param.device, on_stream=wire.orders_itself)
+            buckets[-1].freight = CompressedBucket(buckets[-1], squeeze, wire, courier, sharded=sharded)
         buckets[-1].adopt_gradients()
         return_freed_memory()
         if sharded:

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import PacelineError, SyncError, UsageError
 
-__all__ = ["Pending", "Wire"]
+__all__ = ["Comm", "PendingCollective"]
 
 _FIRST_TAG = 71_000
 """Tags of our own messages start here, so that a program's own send and recv never meet them."""
@@ -63,7 +63,7 @@ def _named_loss() -> Iterator[None]:
         ) from error
 
 
-class Pending:
+class PendingCollective:
     """A collective under way.
 
     Args:
@@ -118,7 +118,7 @@ class Pending:
         self._works, self._finish = [], None
 
 
-class Wire:
+class Comm:
     """A process group as the engine sees it; of size 1 without one.
 
     All ranks of a group make their wires in the same order: that is how they agree on tags.
@@ -198,7 +198,7 @@ class Wire:
         if note is not None:
             note(step)
 
-    def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> Pending:
+    def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> PendingCollective:
         """Start summing (or averaging) `flat` over all ranks, in place."""
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         lanes = _GLOO_LANES if self.backend == "gloo" and flat.nbytes >= _SPLIT_NBYTES else 1
@@ -206,11 +206,11 @@ class Wire:
             works = [
                 dist.all_reduce(part, op=op, group=self.group, async_op=True) for part in flat.chunk(lanes)
             ]
-        return Pending([work for work in works if work is not None])
+        return PendingCollective([work for work in works if work is not None])
 
     def reduce_scatter(
         self, flat: torch.Tensor, into: torch.Tensor | None = None, *, mean: bool = False
-    ) -> Pending:
+    ) -> PendingCollective:
         """Start summing (or averaging) `flat` over all ranks; each rank ends with its own N-th of the result.
 
         Args:
@@ -224,7 +224,7 @@ class Wire:
         if self._takes_parts(flat):
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
-            return Pending([work] if work is not None else [])
+            return PendingCollective([work] if work is not None else [])
         peers = self.peers
         inbox = own.new_empty(len(peers), own.numel())
         works = [self._receive(inbox[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)]
@@ -237,7 +237,7 @@ class Wire:
             if mean:
                 result.div_(self.size)
 
-        return Pending(works, add_received, self._under_way)
+        return PendingCollective(works, add_received, self._under_way)
 
     def expect_parts(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` ahead of time.
@@ -248,7 +248,7 @@ class Wire:
             return []
         return self.expect_rows(flat.view(self.size, -1), self._tag_all_gather)
 
-    def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> Pending:
+    def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> PendingCollective:
         """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
 
         Args:
@@ -258,7 +258,7 @@ class Wire:
         rows = flat.view(self.size, -1)
         if self._takes_parts(flat):
             work = _all_gather(flat, rows[self.rank], group=self.group, async_op=True)
-            return Pending([work] if work is not None else [])
+            return PendingCollective([work] if work is not None else [])
         return self.give_row(
             rows, self.expect_parts(flat) if expected is None else expected, self._tag_all_gather
         )
@@ -269,7 +269,7 @@ class Wire:
         """Post the receives of every other rank's row of `rows` [ranks, …]; none where calls order themselves."""
         return [] if self.orders_itself else [self._receive(rows[peer], peer, tag) for peer in self.peers]
 
-    def give_row(self, rows: torch.Tensor, expected: list[dist.Work], tag: int) -> Pending:
+    def give_row(self, rows: torch.Tensor, expected: list[dist.Work], tag: int) -> PendingCollective:
         """Start sending this rank's row of `rows` to all others, whose rows come into the same place.
 
         Unlike a collective this may be called at any time, from any thread: messages are matched by `tag`.
@@ -282,13 +282,13 @@ class Wire:
         own = rows[self.rank]
         if self.orders_itself:
             work = _all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
-            return Pending([work] if work is not None else [])
+            return PendingCollective([work] if work is not None else [])
         works = [*expected, *(self._send(own, peer, tag) for peer in self.peers)]
-        return Pending(works, under_way=self._under_way)
+        return PendingCollective(works, under_way=self._under_way)
 
     def swap_rows(
         self, rows: torch.Tensor, into: torch.Tensor, fill: Callable[[int], None], tag: int
-    ) -> Pending:
+    ) -> PendingCollective:
         """Start sending row r of `rows` to rank r; every other rank's row for this one comes into its row of `into`.
 
         Args:
@@ -300,12 +300,12 @@ class Wire:
             for peer in self.peers:
                 fill(peer)
             work = dist.all_to_all_single(into, rows, group=self.group, async_op=True)
-            return Pending([work] if work is not None else [])
+            return PendingCollective([work] if work is not None else [])
         works = self.expect_rows(into, tag)
         for peer in self.peers:
             fill(peer)
             works.append(self._send(rows[peer], peer, tag))
-        return Pending(works, under_way=self._under_way)
+        return PendingCollective(works, under_way=self._under_way)
 
     def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Return the p-norm of everything from the p-norm `norm` of each rank's part, in float64; blocks."""
@@ -313,14 +313,14 @@ class Wire:
         op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         if norm_type != math.inf:
             total = total**norm_type
-        with _named_loss(), here.awaited():
+        with _named_loss(), step_state.awaited():
             dist.all_reduce(total, op=op, group=self.group)
         return total if norm_type == math.inf else total ** (1 / norm_type)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy `flat` from the group's rank `source` to all ranks; blocks."""
         if self.size > 1:
-            with here.awaited():
+            with step_state.awaited():
                 dist.broadcast(flat, group=self.group, group_src=source)
 
     # ------------------------------------------------------------------ numbers by which the engine decides

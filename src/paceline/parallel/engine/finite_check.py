@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.world.object_collectives import sum_over_ranks
 
-__all__ = ["Broken", "Gauge", "bad_peaks", "examine", "peak_of", "surely_finite"]
+__all__ = ["FiniteCheck", "NonFiniteReport", "bad_peaks", "examine", "peak_of", "surely_finite"]
 
 _MOST = 1e38
 """Larger finite peaks are told as this: a ledger may be float32."""
 
 
 @dataclass(frozen=True)
-class Broken:
+class NonFiniteReport:
     """A gradient that is not finite.
 
     Attributes:
@@ -81,7 +81,7 @@ def surely_finite(peaks: Sequence[float], factor: float, largest: float) -> bool
     return len(peaks) > 0 and sum(peaks) * max(factor, 1.0) < min(largest, _MOST) / 2
 
 
-class Gauge:
+class FiniteCheck:
     """Measures what this rank brings to a round.
 
     Args:
@@ -118,7 +118,7 @@ class Gauge:
         self.losses.clear()
         self._peaks.clear()
 
-    def bad_losses(self, wire: Wire) -> tuple[int, ...]:
+    def bad_losses(self, wire: Comm) -> tuple[int, ...]:
         """Return the ranks that had a loss that is not finite; all ranks call this."""
         mine = torch.zeros(wire.size)
         mine[wire.rank] = sum(not math.isfinite(loss) for loss in self.losses)
@@ -132,8 +132,8 @@ def bad_peaks(peaks: Sequence[float]) -> tuple[int, ...]:
 
 
 def examine(
-    parts: Mapping[str, Sequence[torch.Tensor]], wire: Wire, step: int, ranks: tuple[int, ...], *, split: bool
-) -> Broken | None:
+    parts: Mapping[str, Sequence[torch.Tensor]], wire: Comm, step: int, ranks: tuple[int, ...], *, split: bool
+) -> NonFiniteReport | None:
     """Look at a result that may not be finite; all ranks of a split one call this.
 
     Args:
@@ -147,4 +147,4 @@ def examine(
     names = tuple(name for name, broken in zip(parts, found, strict=True) if broken)
     if not names:
         return None
-    return Broken(step, ranks, names, len(parts))
+    return NonFiniteReport(step, ranks, names, len(parts))

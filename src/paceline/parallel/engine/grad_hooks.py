@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.engine.bucket import Slot
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.bucket import GradSlot
+from paceline.parallel.engine.comm import Comm
 
 __all__ = ["LateGradients", "hook"]
 
@@ -25,7 +25,7 @@ Event = Callable[[T, int], None]
 
 
 def hook(
-    engine: T, slots: Sequence[Slot], arriving: Event[T] | None, accumulated: Event[T]
+    engine: T, slots: Sequence[GradSlot], arriving: Event[T] | None, accumulated: Event[T]
 ) -> list[RemovableHandle]:
     """Have `engine` told of every gradient until it is gone; return the handles of the hooks.
 
@@ -70,7 +70,7 @@ class LateGradients:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, slot: Slot) -> None:
+    def keep(self, slot: GradSlot) -> None:
         """Take the gradient that autograd has just put beside the launched bucket of `slot`."""
         grad = slot.param.grad
         assert grad is not None, "the hook runs after accumulation"
@@ -79,7 +79,7 @@ class LateGradients:
         self._kept[slot.index] = late if before is None else before + late
         slot.param.grad = None
 
-    def reduce(self, slots: Sequence[Slot], wire: Wire, device: torch.device, *, mean: bool) -> None:
+    def reduce(self, slots: Sequence[GradSlot], wire: Comm, device: torch.device, *, mean: bool) -> None:
         """Add all ranks' late gradients to the reduced ones, and mend the expected number of firings.
 
         All ranks call this when the ledger reports a late gradient on any of them.

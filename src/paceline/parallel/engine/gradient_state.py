@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline._core.step_state import tally
+from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.compression.residual_state import Leftovers
-from paceline.parallel.engine.bucket import Bucket, Piece, Slot
+from paceline.parallel.compression.residual_state import ResidualState
+from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
 from paceline.parallel.engine.bucket_builder import build_buckets
-from paceline.parallel.engine.comm import Wire
-from paceline.parallel.engine.finite_check import Broken, Gauge
+from paceline.parallel.engine.comm import Comm
+from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_hooks import LateGradients
-from paceline.parallel.engine.launch_queue import Flight, SyncTimings
-from paceline.parallel.engine.loss_weights import Weights
-from paceline.parallel.engine.round_status import Page
+from paceline.parallel.engine.launch_queue import LaunchQueue, SyncTimings
+from paceline.parallel.engine.loss_weights import LossWeights
+from paceline.parallel.engine.round_status import RoundSummary
 from paceline.parallel.strategy import Sync
 
 if TYPE_CHECKING:
     from paceline.parallel.tuning.tuner import Tuner
 
-__all__ = ["Gradients"]
+__all__ = ["GradientState"]
 
 
-class Gradients:
+class GradientState:
     """The gradients of a list of parameters on one rank.
 
     Args:
@@ -45,18 +45,18 @@ class Gradients:
     def __init__(
         self,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        wire: Wire,
+        wire: Comm,
         plan: Sync,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.wire, self.plan, self.reduce_dtype = wire, plan, reduce_dtype
         self.sharded = plan.shard == "optimizer" and wire.size > 1
-        self.slots = [Slot(index, name, param) for index, (name, param) in enumerate(named)]
-        self.flight = Flight(wire, sharded=self.sharded, overlap=plan.overlap)
-        self.leftovers = Leftovers(self.flight)
+        self.slots = [GradSlot(index, name, param) for index, (name, param) in enumerate(named)]
+        self.flight = LaunchQueue(wire, sharded=self.sharded, overlap=plan.overlap)
+        self.leftovers = ResidualState(self.flight)
         self.order: list[int] = []
         """The order in which gradients become ready, as all ranks adopted it; empty before there are buckets."""
-        self.weights = Weights(wire.rank, wire.size)
+        self.weights = LossWeights(wire.rank, wire.size)
         self.tuner: Tuner | None = None
         """Changes the plan between steps, where that is asked."""
         self.arrivals: dict[int, float] | None = None
@@ -65,9 +65,9 @@ class Gradients:
         """Is told of every round that no rank failed in, on all ranks together, with how many rounds there were."""
         self.step = 0
         """Rounds so far: optimizer steps, where every step has one."""
-        self.gauge: Gauge | None = None
+        self.gauge: FiniteCheck | None = None
         """Measures what this rank brings, where somebody asks whether gradients are finite."""
-        self.broken: Broken | None = None
+        self.broken: NonFiniteReport | None = None
         """What is wrong with the latest result, where it is known to be not finite."""
 
         self._local = False  # there are gradients of this rank that no round has seen
@@ -105,9 +105,9 @@ class Gradients:
         """Count `seconds` in which this rank did nothing but wait for collectives or complete them."""
         self.timings.exposed_seconds += seconds
         if self.sees_waiting:
-            tally.wait(seconds)
+            wait_counters.wait(seconds)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ShardPiece]:
         """Return this rank's parts of the parameters, in bucket order; sharded plans, after the first round."""
         return [
             piece
@@ -202,7 +202,7 @@ class Gradients:
                     self._restore(slot)
                 slot.param.grad = None if slot.staged else slot.view
 
-    def _attach_early(self, slot: Slot) -> None:
+    def _attach_early(self, slot: GradSlot) -> None:
         """Before there are buckets: keep what was not dropped, in the dtype of the reduction."""
         slot.fired, slot.used = 0, slot.param.grad is not None
         if not slot.used:
@@ -211,7 +211,7 @@ class Gradients:
             slot.param.grad = None
 
     @staticmethod
-    def _restore(slot: Slot) -> None:
+    def _restore(slot: GradSlot) -> None:
         """Bring a view that is kept up to date with what the program did to ``param.grad``."""
         grad = slot.param.grad
         if grad is not None and grad is not slot.view and not slot.staged:
@@ -245,7 +245,7 @@ class Gradients:
 
     # ------------------------------------------------------------------ in backward
 
-    def _move_in(self, slot: Slot) -> None:
+    def _move_in(self, slot: GradSlot) -> None:
         """Take a gradient that autograd put elsewhere (staged dtype, create_graph, set by the program)."""
         grad = slot.param.grad
         assert grad is not None, "the hook runs after accumulation"
@@ -256,7 +256,7 @@ class Gradients:
             slot.view.copy_(grad.detach())
             slot.param.grad = slot.view
 
-    def _refuse_sparse(self, slot: Slot) -> None:
+    def _refuse_sparse(self, slot: GradSlot) -> None:
         if slot.param.grad is not None and slot.param.grad.is_sparse:
             slot.param.grad = None
             raise SyncError(
@@ -286,7 +286,7 @@ class Gradients:
         elif factor != 1.0 and (results := self._results()):
             torch._foreach_mul_(results, factor)
 
-    def _attach_result(self, page: Page) -> None:
+    def _attach_result(self, page: RoundSummary) -> None:
         """Show the result as ``param.grad`` where any rank has a gradient."""
         for slot, used in zip(self.slots, page.used, strict=False):
             slot.used = used

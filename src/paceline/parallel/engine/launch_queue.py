@@ -9,16 +9,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline._core.step_state import here
-from paceline.parallel.compression.compressed_bucket import Freight
+from paceline._core.step_state import step_state
+from paceline.parallel.compression.compressed_bucket import CompressedBucket
 from paceline.parallel.engine.bucket import Bucket
-from paceline.parallel.engine.comm import Pending, Wire
-from paceline.parallel.engine.finite_check import Gauge
+from paceline.parallel.engine.comm import Comm, PendingCollective
+from paceline.parallel.engine.finite_check import FiniteCheck
 
-__all__ = ["Flight", "SyncTimings"]
+__all__ = ["LaunchQueue", "SyncTimings"]
 
 
-class Flight:
+class LaunchQueue:
     """Launches the buckets of one round and waits for them.
 
     Args:
@@ -27,13 +27,13 @@ class Flight:
         overlap: launch without waiting for the one before.
     """
 
-    def __init__(self, wire: Wire, *, sharded: bool, overlap: bool) -> None:
+    def __init__(self, wire: Comm, *, sharded: bool, overlap: bool) -> None:
         self.wire, self.sharded, self.overlap = wire, sharded, overlap
         self.buckets: list[Bucket] = []
         self.timings = SyncTimings()
         self.step = 0  # the round
         self._next = 0  # all buckets before this one are launched
-        self._under_way: dict[int, tuple[Pending | Freight, float]] = {}
+        self._under_way: dict[int, tuple[PendingCollective | CompressedBucket, float]] = {}
         self._factor = 1.0  # for results that are still under way
         self._looked = 0.0
 
@@ -41,7 +41,7 @@ class Flight:
         """Begin round number `step`: nothing is launched yet."""
         self._next, self.step = 0, step
         self.timings = SyncTimings()
-        if (recorder := here.recording(self.wire)) is not None and self.buckets:
+        if (recorder := step_state.recording(self.wire)) is not None and self.buckets:
             recorder.planned(self.buckets, self._told)
 
     def _told(self) -> dict[str, object]:
@@ -58,7 +58,7 @@ class Flight:
         ]
         return {"step": self.step, "overlap": self.overlap, "buckets": buckets}
 
-    def launch_full(self, mean: bool, gauge: Gauge | None = None) -> None:
+    def launch_full(self, mean: bool, gauge: FiniteCheck | None = None) -> None:
         """Launch the buckets that are full, in order; the last one with gradients waits for the ledger.
 
         A launched bucket's parameters let go of their views; see [Note: late gradients] in `reducer`. `gauge`
@@ -75,13 +75,13 @@ class Flight:
             self._launch(bucket, mean)
             self._next += 1
 
-    def measure_rest(self, gauge: Gauge) -> None:
+    def measure_rest(self, gauge: FiniteCheck) -> None:
         """Measure what is about to leave with the ledger."""
         for bucket in self.buckets[self._next :]:
             self._measure(bucket, gauge)
 
     @staticmethod
-    def _measure(bucket: Bucket, gauge: Gauge) -> None:
+    def _measure(bucket: Bucket, gauge: FiniteCheck) -> None:
         for slot in bucket.slots:
             slot.freshen()
         if bucket.slots:
@@ -119,13 +119,13 @@ class Flight:
         nbytes = bucket.flat.nbytes if freight is None else freight.payload_nbytes
         ways = 2 if bucket.slots and not self.sharded else 1
         sent = ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
-        if (recorder := here.recording(self.wire)) is not None:
+        if (recorder := step_state.recording(self.wire)) is not None:
             recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
         self.timings.calls += 1 if freight is None else freight.calls
         self.timings.nbytes += nbytes
         self.timings.sent_nbytes += sent
 
-    def _send(self, bucket: Bucket, mean: bool) -> Pending | Freight:
+    def _send(self, bucket: Bucket, mean: bool) -> PendingCollective | CompressedBucket:
         if not bucket.slots:
             return self.wire.all_gather(bucket.flat)
         mean = self.takes_mean(bucket, mean)
@@ -141,12 +141,12 @@ class Flight:
             return 0.0
         before = time.perf_counter()
         pending, started = self._under_way.pop(bucket.index)
-        here.wait(bucket.index)
+        step_state.wait(bucket.index)
         pending.wait()
-        here.arrive()
+        step_state.arrive()
         self._scale(bucket)
         now = time.perf_counter()
-        if (recorder := here.recording(self.wire)) is not None:
+        if (recorder := step_state.recording(self.wire)) is not None:
             recorder.arrived("reduce", bucket.index, pending.ended, now)
             self.look()
         self.timings.call_seconds.append(now - started)

@@ -8,9 +8,9 @@ the mean over all samples. If it has, one multiplication by reference / total me
 from __future__ import annotations
 
 from paceline.errors import SyncError
-from paceline.parallel.engine.round_status import Page, Status
+from paceline.parallel.engine.round_status import RoundSummary, Status
 
-__all__ = ["Weights", "counted_filler"]
+__all__ = ["LossWeights", "counted_filler"]
 
 
 def counted_filler(rank: int, step: int) -> SyncError:
@@ -23,7 +23,7 @@ def counted_filler(rank: int, step: int) -> SyncError:
     )
 
 
-class Weights:
+class LossWeights:
     """The weights of one rank among `ranks`.
 
     Attributes:
@@ -74,7 +74,7 @@ class Weights:
         self.samples = self.total if self.carries else 0.0
         return self.total / self.reference
 
-    def close(self, page: Page) -> float:
+    def close(self, page: RoundSummary) -> float:
         """Take note of a round's totals; return the factor that makes its result the mean.
 
         Args:

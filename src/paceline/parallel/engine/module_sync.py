@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 
-__all__ = ["broadcast_tensors", "describe"]
+__all__ = ["broadcast_tensors", "model_signature"]
 
 
-def describe(module: torch.nn.Module, plan: object) -> list[str]:
+def model_signature(module: torch.nn.Module, plan: object) -> list[str]:
     """Return one line per fact about `module` and `plan` on which all ranks must agree, in order."""
     lines = [f"sync plan: {plan}"]
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
@@ -23,7 +23,7 @@ def describe(module: torch.nn.Module, plan: object) -> list[str]:
 
 
 def broadcast_tensors(
-    wire: Wire, tensors: Iterable[torch.Tensor], *, source: int = 0, cap_nbytes: int = 64 << 20
+    wire: Comm, tensors: Iterable[torch.Tensor], *, source: int = 0, cap_nbytes: int = 64 << 20
 ) -> None:
     """Copy the values of rank `source` to all ranks, many tensors to a message.
 
@@ -55,7 +55,7 @@ def _batches(tensors: Sequence[torch.Tensor], cap_nbytes: int) -> Iterable[list[
     yield batch
 
 
-def _broadcast_packed(wire: Wire, tensors: Sequence[torch.Tensor], source: int) -> None:
+def _broadcast_packed(wire: Comm, tensors: Sequence[torch.Tensor], source: int) -> None:
     """Send the tensors as bytes, so that every dtype travels (gloo refuses some)."""
     packed = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
     wire.broadcast(packed, source)

@@ -7,10 +7,10 @@ import torch
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 
-__all__ = ["refuse_foreign"]
+__all__ = ["check_optimizer_owned"]
 
 
-def refuse_foreign(name: str, model: object, optimizer: object, *, wrapped: bool = True) -> None:
+def check_optimizer_owned(name: str, model: object, optimizer: object, *, wrapped: bool = True) -> None:
     """Raise unless `model` is wrapped and `optimizer` updates parameters of it.
 
     Args:

@@ -27,16 +27,16 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline._core.step_state import here, tally
+from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.bucket import Bucket, Slot, storage_dtype
+from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.finite_check import bad_peaks, examine, surely_finite
 from paceline.parallel.engine.grad_hooks import hook
-from paceline.parallel.engine.gradient_state import Gradients
-from paceline.parallel.engine.loss_weights import Weights, counted_filler
+from paceline.parallel.engine.gradient_state import GradientState
+from paceline.parallel.engine.loss_weights import LossWeights, counted_filler
 from paceline.parallel.engine.round_status import Status
 from paceline.parallel.strategy import Sync
 
@@ -46,7 +46,7 @@ _LOOK_SECONDS = 1e-3
 """Between two looks, in backward, at what has ended: each look takes microseconds."""
 
 
-class Reducer(Gradients):
+class Reducer(GradientState):
     """Synchronises the gradients of a list of parameters.
 
     Args:
@@ -61,7 +61,7 @@ class Reducer(Gradients):
     def __init__(
         self,
         named: list[tuple[str, torch.nn.Parameter]],
-        wire: Wire,
+        wire: Comm,
         plan: Sync,
         reduce_dtype: torch.dtype | None = None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
@@ -121,7 +121,7 @@ class Reducer(Gradients):
         assert not self.splits_gradients, "where ranks hold parts, none can train on its own"
         self.drop()
         self.apart = apart
-        self.weights = Weights(self.wire.rank, 1 if apart else self.wire.size)
+        self.weights = LossWeights(self.wire.rank, 1 if apart else self.wire.size)
 
     # ------------------------------------------------------------------ begin
 
@@ -163,7 +163,7 @@ class Reducer(Gradients):
                 step=self.step,
                 remedy="load a checkpoint before training goes on",
             )
-        here.begin(self.step, "backward")
+        step_state.begin(self.step, "backward")
         self.wire.note_step(self.step)
         self.flight.arrive_all()  # the result of the last round, if nobody used it
         self._let_tune()
@@ -202,7 +202,7 @@ class Reducer(Gradients):
         if not self._open:
             self._begin_late(slot)
         slot.fired += 1
-        if here.recorder is not None:
+        if step_state.recorder is not None:
             self.flight.look(_LOOK_SECONDS)
         if not self.settled:
             self._refuse_sparse(slot)
@@ -226,7 +226,7 @@ class Reducer(Gradients):
 
     def _full(self, bucket: Bucket) -> None:
         """Launch what is full, where that is done in backward."""
-        if (recorder := here.recording(self.wire)) is not None:
+        if (recorder := step_state.recording(self.wire)) is not None:
             bucket.ready = time.perf_counter()
             if recorder.quiet:
                 return
@@ -237,14 +237,14 @@ class Reducer(Gradients):
         """Open the backward that is running, if nobody has, and have it closed at its end."""
         if not self._open:
             self.begin(Status.EQUAL)
-            if tally.samples == 0:
+            if wait_counters.samples == 0:
                 refusal = counted_filler(self.wire.rank, self.step)
                 with contextlib.suppress(SyncError):
                     self.finish(failed=True)
                 raise refusal
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
-    def _begin_late(self, slot: Slot) -> None:
+    def _begin_late(self, slot: GradSlot) -> None:
         """Open a backward that came by no output of the wrapped forward: one gradient is here already."""
         fresh = slot.param.grad
         moved = not (self.settled and fresh is slot.view)
@@ -287,7 +287,7 @@ class Reducer(Gradients):
         elif failed:
             self.drop()
         else:
-            here.enter("outside")
+            step_state.enter("outside")
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
                 slot.show(slot.used)
@@ -298,8 +298,8 @@ class Reducer(Gradients):
         Raises: as `finish`.
         """
         self._open = False
-        here.begin(self.step, "exchange")
-        if self.weights.counted and (recorder := here.recording(self.wire)) is not None:
+        step_state.begin(self.step, "exchange")
+        if self.weights.counted and (recorder := step_state.recording(self.wire)) is not None:
             recorder.samples = self.weights.samples
         ended = time.perf_counter()
         if self.wire.size == 1 or self.apart:
@@ -310,8 +310,8 @@ class Reducer(Gradients):
             page = self._exchange(failed)
         self.timings.exposed_seconds = 0.0
         self.note_waiting(time.perf_counter() - ended)
-        here.end_round(sees_waiting=self.sees_waiting)
-        here.enter("outside")
+        step_state.end_round(sees_waiting=self.sees_waiting)
+        step_state.enter("outside")
         self._local = False
         self.step += 1
         self._conclude(page, failed)
@@ -324,13 +324,13 @@ class Reducer(Gradients):
         self.order = agree_order(self.wire, self.slots, self._firings)
         self._lay_out()
 
-    def _alone(self, failed: bool) -> round_status.Page:
+    def _alone(self, failed: bool) -> round_status.RoundSummary:
         """Return the page of a world of one, where this rank's own gradients are the result."""
         used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
         status = Status.FAILED if failed else self.weights.status
-        return round_status.Page((self.weights.samples,), (status,), used)
+        return round_status.RoundSummary((self.weights.samples,), (status,), used)
 
-    def _exchange(self, failed: bool) -> round_status.Page:
+    def _exchange(self, failed: bool) -> round_status.RoundSummary:
         """Launch what is left with the ledger, wait for everything, return the page."""
         weights, last = self.weights, self.buckets[-1]
         status = Status.FAILED if failed else weights.status
@@ -351,7 +351,7 @@ class Reducer(Gradients):
 
     # ------------------------------------------------------------------ conclude
 
-    def _conclude(self, page: round_status.Page, failed: bool) -> None:
+    def _conclude(self, page: round_status.RoundSummary, failed: bool) -> None:
         """Turn the sums into means and attach them, or drop them all and say why."""
         try:
             page.judge(self.wire.rank, self.step - 1)
@@ -375,7 +375,7 @@ class Reducer(Gradients):
         if self.tuner is not None and not self.apart:
             self.tuner.round_ended()
 
-    def _look(self, page: round_status.Page, factor: float) -> None:
+    def _look(self, page: round_status.RoundSummary, factor: float) -> None:
         """Find out whether the result is finite; see [Note: peaks] in `gauge`."""
         assert self.gauge is not None, "somebody asks"
         if page.late or not surely_finite(page.peaks, factor, self.gauge.largest):

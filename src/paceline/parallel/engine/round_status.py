@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from paceline.errors import BackwardFailed, SyncError
 
-__all__ = ["Page", "Status", "alike", "decode", "encode", "length", "place_of_peak"]
+__all__ = ["RoundSummary", "Status", "alike", "decode", "encode", "length", "place_of_peak"]
 
 
 class Status(enum.IntEnum):
@@ -37,7 +37,7 @@ class Status(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Page:
+class RoundSummary:
     """A ledger as all ranks read it.
 
     Attributes:
@@ -125,10 +125,10 @@ def alike(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
     return [*columns, *(ranks * value for value in mine[4 * ranks :])]
 
 
-def decode(summed: Sequence[float], ranks: int) -> Page:
+def decode(summed: Sequence[float], ranks: int) -> RoundSummary:
     """Return the page that a summed ledger holds."""
     high, low, status = summed[:ranks], summed[ranks : 2 * ranks], summed[2 * ranks : 3 * ranks]
-    return Page(
+    return RoundSummary(
         samples=tuple(upper + lower for upper, lower in zip(high, low, strict=True)),
         status=tuple(Status(round(value)) for value in status),
         peaks=tuple(summed[3 * ranks : 4 * ranks]),

@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import UnsyncedGradients, UsageError
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.testing import fault_injection
 
 if TYPE_CHECKING:
     from paceline.parallel.tuning.tuner import Tuner
 
-__all__ = ["ConsumesShards", "Gated", "close", "guard"]
+__all__ = ["ConsumesShards", "GuardedEngine", "close", "guard"]
 
 
-class Gated(Protocol):
+class GuardedEngine(Protocol):
     """An engine that answers for the gradients of its parameters."""
 
-    wire: Wire
+    wire: Comm
     sharded: bool
     tuner: Tuner | None
     step: int
@@ -61,13 +61,13 @@ class ConsumesShards:
     """Marks optimizers that update shards, and so may step a sharded model."""
 
 
-_engines: weakref.WeakSet[Gated] = weakref.WeakSet()
-_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[Gated]]]]
+_engines: weakref.WeakSet[GuardedEngine] = weakref.WeakSet()
+_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[GuardedEngine]]]]
 _held = weakref.WeakKeyDictionary()
 _installed = False
 
 
-def guard(engine: Gated) -> None:
+def guard(engine: GuardedEngine) -> None:
     """Have `engine` asked before every optimizer step from now on, as long as it lives."""
     global _installed
     _engines.add(engine)
@@ -78,7 +78,7 @@ def guard(engine: Gated) -> None:
         _installed = True
 
 
-def close(engine: Gated) -> None:
+def close(engine: GuardedEngine) -> None:
     """Let nothing unsynchronised pass: synchronise what this rank has, or raise.
 
     Raises:
@@ -123,18 +123,18 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         if engine.tuner is not None:
             engine.tuner.stepped(optimizer)
         close(engine)
-        here.enter("optimizer")
+        step_state.enter("optimizer")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for reference in _engines_of(optimizer):
-        here.enter("outside")
+        step_state.enter("outside")
         engine = reference()
         if fault_injection.armed and engine is not None:
-            fault_injection.end_step(here.step, engine.named_parameters())
+            fault_injection.end_step(step_state.step, engine.named_parameters())
 
 
-def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Gated]]:
+def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[GuardedEngine]]:
     """Return the engines whose parameters `optimizer` holds; looked up again when it gets new groups."""
     known = _held.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)

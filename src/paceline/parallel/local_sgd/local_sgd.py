@@ -1,6 +1,6 @@
 """Training that synchronises parameters every H steps, rather than gradients every step: LocalSGD, DiLoCo, SlowMo.
 
-    with pl.DiLoCo(model, optim, every=20):
+    with paceline.DiLoCo(model, optim, every=20):
         for batch in loader:                                  # an ordinary loop
             model.backward(loss_of(model, batch), samples=batch.samples)
             optim.step(); optim.zero_grad()
@@ -19,7 +19,7 @@ from torch import nn
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, Nesterov, SlowMomentum
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 
 __all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
 
@@ -65,7 +65,7 @@ class LocalSGD(OuterLoop):
         super().__init__(
             model,
             optimizer,
-            cadence=Cadence(every, fragments, delay),
+            cadence=SyncSchedule(every, fragments, delay),
             outer=Averaging(),
             mix=mix,
             compression=Compression.of(compression),
@@ -111,7 +111,7 @@ class DiLoCo(OuterLoop):
         super().__init__(
             model,
             optimizer,
-            cadence=Cadence(every, fragments, delay),
+            cadence=SyncSchedule(every, fragments, delay),
             outer=Nesterov(outer_lr, outer_momentum),
             warmup=warmup,
             mix=mix,
@@ -152,7 +152,7 @@ class SlowMo(OuterLoop):
         super().__init__(
             model,
             optimizer,
-            cadence=Cadence(every),
+            cadence=SyncSchedule(every),
             outer=SlowMomentum(slow_lr, slow_momentum),
             warmup=warmup,
             compression=Compression.of(compression),

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.compression.codecs import Codec, Raw
-from paceline.parallel.compression.compressed_allreduce import Label, Swapped
-from paceline.parallel.compression.error_feedback import Feedback
-from paceline.parallel.compression.exchange_thread import Courier
-from paceline.parallel.engine.comm import Wire
-from paceline.parallel.local_sgd.outer_optimizers import Outer
+from paceline.parallel.compression.codecs import Codec, RawCodec
+from paceline.parallel.compression.compressed_allreduce import AllToAllReduce, PacketHeader
+from paceline.parallel.compression.error_feedback import ErrorFeedback
+from paceline.parallel.compression.exchange_thread import ExchangeThread
+from paceline.parallel.engine.comm import Comm
+from paceline.parallel.local_sgd.outer_optimizers import OuterOptimizer
 
-__all__ = ["Arrival", "Fragment", "Note"]
+__all__ = ["Arrival", "ModelFragment", "Note"]
 
 
 class Note:
@@ -55,7 +55,7 @@ class Arrival:
     inner_lr: float
 
     @classmethod
-    def of(cls, labels: Sequence[Label]) -> Arrival:
+    def of(cls, labels: Sequence[PacketHeader]) -> Arrival:
         """Return what the labels of all ranks say."""
         notes, total = [int(label.note) for label in labels], sum(label.weight for label in labels)
         return cls(
@@ -79,7 +79,7 @@ class _Place:
         return flat[self.start : self.start + self.param.numel()].view(self.param.shape)
 
 
-class Fragment:
+class ModelFragment:
     """A group of parameters; all ranks make theirs in the same order.
 
     Args:
@@ -96,21 +96,21 @@ class Fragment:
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        wire: Wire,
-        courier: Courier,
+        wire: Comm,
+        courier: ExchangeThread,
         codec: Codec | None,
         *,
         exempt: Sequence[str] = (),
         averaged: Sequence[tuple[str, Tensor]] = (),
         feedback: bool = False,
-        outer: Outer,
+        outer: OuterOptimizer,
         keeps_local: bool = False,
         piece_numel: int,
     ) -> None:
         self._wire = wire
         first = named[0][1]
         dtype = torch.float64 if any(param.dtype == torch.float64 for _, param in named) else torch.float32
-        raw = Raw(dtype)
+        raw = RawCodec(dtype)
         plain = [pair for pair in named if codec is None or pair[0] in exempt]
         squeezed = [pair for pair in named if not (codec is None or pair[0] in exempt)]
         self._places: list[_Place] = []
@@ -124,19 +124,19 @@ class Fragment:
         self._flat = torch.zeros_like(self.theta)  # Δ, then its mean
         self._sent = torch.zeros_like(self.theta) if keeps_local else None
         self.residuals = [
-            Feedback(its, stop - begin, first.device) if feedback and its is not raw else None
+            ErrorFeedback(its, stop - begin, first.device) if feedback and its is not raw else None
             for begin, stop, its in spans
         ]
         self._spans = spans
         self._parcels = (
             [
-                Swapped(wire, self._flat[begin:stop], its, courier, residual, mean=True)
+                AllToAllReduce(wire, self._flat[begin:stop], its, courier, residual, mean=True)
                 for (begin, stop, its), residual in zip(spans, self.residuals, strict=True)
             ]
             if wire.size > 1
             else []
         )
-        self._label = Label()
+        self._label = PacketHeader()
         self._arrival: Arrival | None = None
         self.under_way = False
         self.adopt()
@@ -207,7 +207,7 @@ class Fragment:
             weight = 0.0
             self._flat.zero_()  # or error feedback would remember it
         note = (0 if good else Note.REJECTED) | (Note.FINISHED if finished else 0)
-        self._label = Label(weight, float(note), inner_lr)
+        self._label = PacketHeader(weight, float(note), inner_lr)
         for parcel in self._parcels:
             parcel.launch(self._label)
         self._arrival = None
@@ -215,7 +215,7 @@ class Fragment:
         return good
 
     @torch.no_grad()
-    def merge(self, outer: Outer, mix: float = 0.0) -> Arrival:
+    def merge(self, outer: OuterOptimizer, mix: float = 0.0) -> Arrival:
         """Wait for the mean and take it in.
 
         Args:

@@ -25,19 +25,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
-from paceline.parallel.compression.exchange_thread import Courier
+from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Wire
-from paceline.parallel.engine.module_sync import broadcast_tensors, describe
-from paceline.parallel.engine.optimizer_ownership import refuse_foreign
-from paceline.parallel.local_sgd.model_fragment import Arrival, Fragment
-from paceline.parallel.local_sgd.outer_optimizers import Averaging, Outer
+from paceline.parallel.engine.comm import Comm
+from paceline.parallel.engine.module_sync import broadcast_tensors, model_signature
+from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
+from paceline.parallel.local_sgd.model_fragment import Arrival, ModelFragment
+from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
 from paceline.parallel.local_sgd.preconditions import check_numbers, engine_to_part, refuse_unfit
-from paceline.parallel.local_sgd.state_averaging import level_before_next_step, level_no_more
-from paceline.parallel.local_sgd.sync_schedule import Cadence, layers_of, strided
+from paceline.parallel.local_sgd.state_averaging import average_state_before_next_step, cancel_state_averaging
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of, strided
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.profiling import trace_file
 from paceline.world.object_collectives import verify_same
@@ -74,8 +74,8 @@ class OuterLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        cadence: Cadence,
-        outer: Outer,
+        cadence: SyncSchedule,
+        outer: OuterOptimizer,
         warmup: int = 0,
         mix: float = 0.0,
         compression: Compression | None = None,
@@ -83,14 +83,14 @@ class OuterLoop:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_numbers(warmup, mix, piece_mib)
-        refuse_foreign(type(self).__name__, model, optimizer, wrapped=False)
+        check_optimizer_owned(type(self).__name__, model, optimizer, wrapped=False)
         self.cadence, self.outer, self.warmup, self.mix = cadence, outer, warmup, mix
         self.compression = compression
         self.steps, self.syncs, self.sent_nbytes = 0, 0, 0
         self.exposed_seconds = 0.0
         self.rejected: dict[int, int] = {}
         self._model, self._optimizer = model, optimizer
-        self._wire = Wire(group)
+        self._wire = Comm(group)
         self._engine = engine_to_part(model, self._wire)
         self.module = model.module if isinstance(model, DataParallel) else model
         self._agree(group)
@@ -109,20 +109,20 @@ class OuterLoop:
         told = [
             f"{type(self).__name__}: {self.cadence}, {self.outer}, warmup={self.warmup}, mix={self.mix}",
             f"compression: {self.compression}",
-            *describe(self.module, "its own"),
+            *model_signature(self.module, "its own"),
         ]
         verify_same(told, type(self).__name__, self._wire.group, remedy="pass the same on every rank")
 
-    def _make_fragments(self, piece_mib: float) -> list[Fragment]:
+    def _make_fragments(self, piece_mib: float) -> list[ModelFragment]:
         named = dict(self.module.named_parameters())
         compression = self.compression
         exempt = refuse_unfit(type(self).__name__, named, compression)
         parts = strided(layers_of(self.module), self.cadence.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
-        courier = Courier(device, on_stream=self._wire.orders_itself)
+        courier = ExchangeThread(device, on_stream=self._wire.orders_itself)
         return [
-            Fragment(
+            ModelFragment(
                 [(name, named[name]) for name in part],
                 self._wire,
                 courier,
@@ -149,7 +149,7 @@ class OuterLoop:
                 f"this {name} was left by an exception, so parameters differ between ranks",
                 remedy="load a checkpoint that has its state, or begin anew",
             )
-        level_no_more(self._optimizer)
+        cancel_state_averaging(self._optimizer)
         if self._engine is not None:
             reference = self._engine.weights.reference if self._resumed else None
             self._engine.train_apart(True)
@@ -177,7 +177,7 @@ class OuterLoop:
                 self._engine.train_apart(False)
                 self._engine.parted = self._broken
         if self._engine is not None and not self._broken:
-            level_before_next_step(self._optimizer, self._wire)
+            average_state_before_next_step(self._optimizer, self._wire)
 
     def _begin_alike(self) -> None:
         """Give all ranks rank 0's parameters, where gradients have not kept them the same, and buffers; these are θ."""
@@ -222,15 +222,15 @@ class OuterLoop:
         """Take in the fragment that was sent first of those under way, all of it if this rank is finished."""
         number = self._flying.popleft()
         started = time.perf_counter()
-        here.enter("exchange")
-        with here.awaited():
+        step_state.enter("exchange")
+        with step_state.awaited():
             last = self._fragments[number].arrive().finished
         self.exposed_seconds += time.perf_counter() - started
         turn = self.syncs - (self.cadence.fragments if last else 0)  # at the end: as the time before
         outer = self.outer if self.cadence.step_of(turn) + self.cadence.delay >= self.warmup else Averaging()
         mix = 0.0 if finished else self.mix
         arrival = self._fragments[number].merge(outer, mix)
-        here.enter("outside")
+        step_state.enter("outside")
         trace_file.add("merge", started, time.perf_counter() - started, step=self.steps, fragment=number)
         self.syncs += 1
         for rank in arrival.rejected:
@@ -244,7 +244,7 @@ class OuterLoop:
             )
         return arrival
 
-    def _recover(self, fragment: Fragment) -> None:
+    def _recover(self, fragment: ModelFragment) -> None:
         """Say what of this rank is not finite, and forget the state that the optimizer has made of it."""
         bad = [name for name, param in fragment.params if not torch.isfinite(param).all()]
         log.warning(

@@ -14,10 +14,10 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Averaging", "Nesterov", "Outer", "SlowMomentum"]
+__all__ = ["Averaging", "Nesterov", "OuterOptimizer", "SlowMomentum"]
 
 
-class Outer(Protocol):
+class OuterOptimizer(Protocol):
     """An outer optimizer; all ranks run it on the same numbers, so its state is the same on all."""
 
     @property
@@ -46,7 +46,7 @@ class Averaging:
         return False
 
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
-        """See `Outer`."""
+        """See `OuterOptimizer`."""
         theta.sub_(gradient)
 
 
@@ -71,7 +71,7 @@ class Nesterov:
         return self.momentum > 0
 
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
-        """See `Outer`."""
+        """See `OuterOptimizer`."""
         if momentum is not None:
             momentum.mul_(self.momentum).add_(gradient)
             gradient.add_(momentum, alpha=self.momentum)
@@ -99,7 +99,7 @@ class SlowMomentum:
         return True
 
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
-        """See `Outer`."""
+        """See `OuterOptimizer`."""
         assert momentum is not None, "it remembers"
         if inner_lr == 0:
             theta.sub_(gradient)  # the limit of a rate that vanishes: nothing was learnt, nothing is kept

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
 
 __all__ = ["check_numbers", "engine_to_part", "refuse_unfit"]
@@ -28,7 +28,7 @@ def check_numbers(warmup: object, mix: object, piece_mib: object) -> None:
         raise UsageError(f"piece_mib={piece_mib!r}", remedy="give MiB above 0, such as 8")
 
 
-def engine_to_part(model: nn.Module, wire: Wire) -> Reducer | None:
+def engine_to_part(model: nn.Module, wire: Comm) -> Reducer | None:
     """Return the engine that must keep gradients to each rank; None where it has other ranks, or there is none.
 
     Raises:

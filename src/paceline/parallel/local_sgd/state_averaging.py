@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.world.object_collectives import gather_texts
 
-__all__ = ["level", "level_before_next_step", "level_no_more"]
+__all__ = ["average_state", "average_state_before_next_step", "cancel_state_averaging"]
 
 _Entry = tuple[int, str]
 """A parameter's place in the optimizer, and the name of one of its states."""
@@ -31,25 +31,25 @@ _Entry = tuple[int, str]
 _due: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
-def level_before_next_step(optimizer: torch.optim.Optimizer, wire: Wire) -> None:
+def average_state_before_next_step(optimizer: torch.optim.Optimizer, wire: Comm) -> None:
     """Have the state of `optimizer` levelled when its next step is about to be made, which all ranks make."""
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        level_no_more(optimizer)
-        level(optimizer, wire)
+        cancel_state_averaging(optimizer)
+        average_state(optimizer, wire)
 
-    level_no_more(optimizer)
+    cancel_state_averaging(optimizer)
     _due[optimizer] = optimizer.register_step_pre_hook(before)
 
 
-def level_no_more(optimizer: torch.optim.Optimizer) -> None:
+def cancel_state_averaging(optimizer: torch.optim.Optimizer) -> None:
     """Have it not levelled after all: ranks train apart again."""
     if optimizer in _due:
         _due.pop(optimizer).remove()
 
 
 @torch.no_grad()
-def level(optimizer: torch.optim.Optimizer, wire: Wire) -> None:
+def average_state(optimizer: torch.optim.Optimizer, wire: Comm) -> None:
     """Give all ranks the same state of `optimizer`; all ranks call this.
 
     Args:
@@ -89,7 +89,7 @@ def _form(value: Any) -> list[Any]:
     return [list(value.shape), str(value.dtype).removeprefix("torch.")]
 
 
-def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, wire: Wire) -> Any:
+def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, wire: Comm) -> Any:
     """Return an entry as all ranks shall have it.
 
     Args:

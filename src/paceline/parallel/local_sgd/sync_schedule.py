@@ -20,11 +20,11 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Cadence", "layers_of", "strided"]
+__all__ = ["SyncSchedule", "layers_of", "strided"]
 
 
 @dataclass(frozen=True)
-class Cadence:
+class SyncSchedule:
     """When fragments are sent and merged.
 
     Attributes:

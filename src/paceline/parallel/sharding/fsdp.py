@@ -31,13 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
-from paceline.parallel.engine.round_status import Page, Status
+from paceline.parallel.engine.round_status import RoundSummary, Status
 from paceline.parallel.sharding.fsdp_p2p import DirectAllGather, DirectReduceScatter
 from paceline.parallel.strategy import Sync
 
-__all__ = ["FullShard", "default_units"]
+__all__ = ["FSDPEngine", "default_units"]
 
 UNIT_NUMEL = 100_000
 """Smallest member of a ModuleList that is gathered on its own."""
@@ -54,7 +54,7 @@ def default_units(module: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-class FullShard(Reducer):
+class FSDPEngine(Reducer):
     """Applies FSDP2 to a module and keeps the rounds of the reducer around it.
 
     Args:
@@ -69,7 +69,7 @@ class FullShard(Reducer):
     def __init__(
         self,
         module: torch.nn.Module,
-        wire: Wire,
+        wire: Comm,
         plan: Sync,
         reduce_dtype: torch.dtype | None,
         units: Sequence[torch.nn.Module] | None,
@@ -93,7 +93,7 @@ class FullShard(Reducer):
         self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
         self._shaken = False  # every rank has seen inputs
 
-    def _shard(self, wire: Wire, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
+    def _shard(self, wire: Comm, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         mesh = wire.mesh(device)
         for part in [*self.units, self.module]:
@@ -248,7 +248,7 @@ class FullShard(Reducer):
         visible = bool(self._watched) or not self.shards
         return [*super()._used_flags(), *(used or not visible for used in self._shard_used.values())]
 
-    def _attach_result(self, page: Page) -> None:
+    def _attach_result(self, page: RoundSummary) -> None:
         super()._attach_result(page)
         for (name, param), used in zip(self.shards, page.used[len(self.slots) :], strict=True):
             self._shard_used[name] = used
@@ -267,7 +267,7 @@ class FullShard(Reducer):
     def _shard_grads(self) -> list[torch.Tensor]:
         return [param.grad.to_local() for _, param in self.shards if isinstance(param.grad, DTensor)]
 
-    def _look(self, page: Page, factor: float) -> None:
+    def _look(self, page: RoundSummary, factor: float) -> None:
         hidden = self.shards and not self._watched  # see [Note: torch internals]
         super()._look(replace(page, peaks=()) if hidden else page, factor)
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from paceline._core.step_state import here
-from paceline.parallel.engine.comm import Wire
+from paceline._core.step_state import step_state
+from paceline.parallel.engine.comm import Comm
 
 __all__ = ["DirectAllGather", "DirectReduceScatter"]
 
@@ -18,7 +18,7 @@ _DIRECT_NBYTES = 2 << 20
 class DirectAllGather(DefaultAllGather):
     """All-gather over `wire`; blocks, for gloo has no streams to order."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Comm) -> None:
         self._wire = wire
 
     def __call__(
@@ -34,7 +34,7 @@ class DirectAllGather(DefaultAllGather):
         own = output_tensor.chunk(self._wire.size)[self._wire.rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        with here.awaited():
+        with step_state.awaited():
             self._wire.all_gather(output_tensor).wait()
         return None
 
@@ -42,7 +42,7 @@ class DirectAllGather(DefaultAllGather):
 class DirectReduceScatter(DefaultReduceScatter):
     """Reduce-scatter (sum) over `wire`; blocks."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Comm) -> None:
         self._wire = wire
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -56,6 +56,6 @@ class DirectReduceScatter(DefaultReduceScatter):
         """Put the sum of all ranks' part of `input_tensor` for this rank into `output_tensor`."""
         if input_tensor.nbytes < _DIRECT_NBYTES:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        with here.awaited():
+        with step_state.awaited():
             self._wire.reduce_scatter(input_tensor, output_tensor).wait()
         return None

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.engine.bucket import Bucket, Piece, shaped_as, storage_numel
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, storage_numel
+from paceline.parallel.engine.comm import Comm
 from paceline.world.object_collectives import gather_texts
 
 __all__ = ["StateOf", "cut", "flattened", "gather", "shaped"]
@@ -40,7 +40,9 @@ def shaped(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
     }
 
 
-def gather(held: Sequence[tuple[Piece, Mapping[str, Any]]], buckets: Sequence[Bucket], wire: Wire) -> StateOf:
+def gather(
+    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], buckets: Sequence[Bucket], wire: Comm
+) -> StateOf:
     """Return the whole state of every parameter; all ranks call this.
 
     Args:
@@ -66,7 +68,7 @@ def gather(held: Sequence[tuple[Piece, Mapping[str, Any]]], buckets: Sequence[Bu
 
 
 def _told(
-    held: Sequence[tuple[Piece, Mapping[str, Any]]], wire: Wire
+    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], wire: Comm
 ) -> tuple[StateOf, dict[str, dict[str, torch.dtype]]]:
     """Return what belongs to whole parameters, and the dtypes of what is one number per element, from all ranks."""
     mine: dict[str, dict[str, list[Any]]] = {}
@@ -88,7 +90,7 @@ def _told(
     return whole, dtype_of
 
 
-def _described(value: Any, piece: Piece) -> list[Any]:
+def _described(value: Any, piece: ShardPiece) -> list[Any]:
     """Return [dtype, number]: no number where there is one per element, no dtype where it is no tensor."""
     if not isinstance(value, Tensor):
         return ["", value]

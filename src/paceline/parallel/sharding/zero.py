@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_layout import update_parts
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.bucket import Bucket, Piece, storage_numel
+from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.step_guard import ConsumesShards
 from paceline.parallel.sharding.elementwise_probe import elementwise_keys, is_elementwise, probe
@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if not self._expected:  # an update that raised has posted them already
             self._expected = [reducer.wire.expect_parts(flat) for flat in flats]
         exposed, under_way = 0.0, []
-        recorder = here.recording(reducer.wire)
+        recorder = step_state.recording(reducer.wire)
         arriving = iter(self._expected)
         for part in parts:
             exposed += sum(reducer.flight.arrive(bucket) for bucket in part.buckets)
@@ -175,12 +175,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                     recorder.launched("gather", len(under_way), flat.nbytes, sent, None, launched)
                 under_way.append(pending)
         started = time.perf_counter()
-        here.wait()
+        step_state.wait()
         for number, pending in enumerate(under_way):
             pending.wait()
             if recorder is not None:
                 recorder.arrived("gather", number, pending.ended, time.perf_counter())
-        here.arrive()
+        step_state.arrive()
         self._expected = []
         seconds = time.perf_counter() - started
         timings = reducer.timings
@@ -198,7 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         full = [bucket for bucket in reducer.buckets if bucket.slots]
         for members in update_parts([bucket.flat.nbytes for bucket in full]):
             buckets = [full[index] for index in members]
-            pieces: list[list[tuple[Piece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
+            pieces: list[list[tuple[ShardPiece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
             for piece in (
                 p for bucket in buckets for p in bucket.pieces(reducer.wire.rank, reducer.wire.size)
             ):
@@ -358,14 +358,14 @@ class _Part:
     """
 
     buckets: list[Bucket]
-    pieces: list[list[tuple[Piece, torch.nn.Parameter]]]
+    pieces: list[list[tuple[ShardPiece, torch.nn.Parameter]]]
     optimizer: torch.optim.Optimizer
 
     def flats(self) -> list[torch.Tensor]:
         """Return the buckets' parameters."""
         return [bucket.params for bucket in self.buckets if bucket.params is not None]
 
-    def flat_pieces(self) -> list[tuple[Piece, torch.nn.Parameter]]:
+    def flat_pieces(self) -> list[tuple[ShardPiece, torch.nn.Parameter]]:
         """Return the pieces of all groups."""
         return [pair for held in self.pieces for pair in held]
 

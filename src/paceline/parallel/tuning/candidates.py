@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline._core.units import MIB
-from paceline.cost_model.bucket_layout import Channel, Ready, plan_buckets, simulate
+from paceline.cost_model.bucket_layout import CommChannel, ReadyGradient, plan_buckets, simulate_backward
 from paceline.parallel.strategy import STRATEGIES, Shard, Sync
 
-__all__ = ["GAIN", "CallPrice", "Race", "candidates"]
+__all__ = ["GAIN", "CallCost", "CandidateRace", "candidates"]
 
 _CAPS_MIB = (0.0, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, math.inf)
 
@@ -38,7 +38,7 @@ _APART = 2.0
 
 
 @dataclass(frozen=True)
-class CallPrice:
+class CallCost:
     """Seconds of an all-reduce: `call_seconds` + `seconds_per_byte` · its bytes."""
 
     call_seconds: float
@@ -54,7 +54,7 @@ class CallPrice:
 
 
 def candidates(
-    ready: Sequence[Ready], price: CallPrice, *, may_shard: bool, most: int = 5
+    ready: Sequence[ReadyGradient], price: CallCost, *, may_shard: bool, most: int = 5
 ) -> tuple[Sync, ...]:
     """Return the plans to try, the default first.
 
@@ -70,11 +70,11 @@ def candidates(
         ['bucketed', 'sharded']
     """
     picked: list[tuple[Sync, int]] = [(Sync(), _buckets(ready, Sync()))]
-    whole = _ranked(ready, Channel(price.all_reduce), "none")
+    whole = _ranked(ready, CommChannel(price.all_reduce), "none")
     rows = [whole]
     if may_shard:
         usual = Sync(shard="optimizer")
-        ranked = _ranked(ready, Channel(price.reduce_scatter), "optimizer")
+        ranked = _ranked(ready, CommChannel(price.reduce_scatter), "optimizer")
         rows = [[(usual, _buckets(ready, usual)), *ranked], whole]
     flat = STRATEGIES["flat"]
     while rows and len(picked) < most - 1:
@@ -87,16 +87,16 @@ def candidates(
     return (*(plan for plan, _ in picked), flat)
 
 
-def _ranked(ready: Sequence[Ready], channel: Channel, shard: Shard) -> list[tuple[Sync, int]]:
+def _ranked(ready: Sequence[ReadyGradient], channel: CommChannel, shard: Shard) -> list[tuple[Sync, int]]:
     """Return plans with their numbers of buckets, the one with the shortest backward first."""
     found = []
     for plan in (Sync(bucket_mib=mib, shard=shard) for mib in _CAPS_MIB):
-        backward = simulate(ready, plan.bucket_nbytes, channel)
+        backward = simulate_backward(ready, plan.bucket_nbytes, channel)
         found.append((backward.end, len(backward.buckets), plan))
     return [(plan, count) for _, count, plan in sorted(found, key=lambda each: each[:2])]
 
 
-def _buckets(ready: Sequence[Ready], plan: Sync) -> int:
+def _buckets(ready: Sequence[ReadyGradient], plan: Sync) -> int:
     nbytes, kinds = [each.nbytes for each in ready], [each.kind for each in ready]
     return len(plan_buckets(range(len(ready)), nbytes, kinds, plan.bucket_mib * MIB))
 
@@ -117,7 +117,7 @@ _BEST = (2, 1)
 
 
 @dataclass
-class Race:
+class CandidateRace:
     """A race under way.
 
     Attributes:

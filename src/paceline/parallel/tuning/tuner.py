@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.cost_model.bucket_layout import Ready
-from paceline.parallel.engine.comm import Wire
+from paceline.cost_model.bucket_layout import ReadyGradient
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.strategy import Sync
-from paceline.parallel.tuning.candidates import CallPrice, Race, candidates
-from paceline.parallel.tuning.tuning_cache import Memory, Tuned
+from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidates
+from paceline.parallel.tuning.tuning_cache import TuningCache, TuningResult
 from paceline.world.object_collectives import gather_rows
 
 if TYPE_CHECKING:
@@ -56,23 +56,23 @@ _LONG_ENOUGH = 0.05  # seconds of a call: what it costs to begin hardly counts a
 _TURNS = 5
 
 
-def price_of_calls(wire: Wire, device: torch.device) -> CallPrice:
+def price_of_calls(wire: Comm, device: torch.device) -> CallCost:
     """Return what a call costs, and a byte; all ranks call this, with nothing else under way."""
     small = statistics.median(_seconds(wire, _SMALL_NBYTES, device) for _ in range(_TURNS))
     nbytes, seconds = _SMALL_NBYTES, small
     while seconds < _LONG_ENOUGH and nbytes * _FACTOR <= _MOST_NBYTES:
         nbytes *= _FACTOR
         seconds = min(_seconds(wire, nbytes, device) for _ in range(2))
-    return CallPrice(small, max(0.0, seconds - small) / max(nbytes - _SMALL_NBYTES, 1))
+    return CallCost(small, max(0.0, seconds - small) / max(nbytes - _SMALL_NBYTES, 1))
 
 
-def slowest(seconds: Sequence[float], wire: Wire) -> list[float]:
+def slowest(seconds: Sequence[float], wire: Comm) -> list[float]:
     """Return, number by number, the largest of all ranks."""
     rows = gather_rows(torch.tensor(seconds, dtype=torch.float64), wire.group)
     return torch.stack(rows).amax(0).tolist()
 
 
-def _seconds(wire: Wire, nbytes: int, device: torch.device) -> float:
+def _seconds(wire: Comm, nbytes: int, device: torch.device) -> float:
     """Return what an all-reduce takes on the slowest rank."""
     flat = wire.allocate(nbytes // 4, torch.float32, device).zero_()
     started = time.perf_counter()
@@ -119,14 +119,14 @@ class Tuner:
 
     def __init__(self, engine: Reducer) -> None:
         self.wanted = DEFAULT
-        self.settled: Tuned | None = None
+        self.settled: TuningResult | None = None
         self.sentences: list[str] = []
         self.tell: Callable[[str], object] = _on_stderr
         self._engine_ref = weakref.ref(engine)
         self._wire = engine.wire
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._others = False  # an optimizer that can't update shards has stepped the model
-        self._memory = Memory(engine.slots, engine.wire)
+        self._memory = TuningCache(engine.slots, engine.wire)
         self._course: Course | None = None
         self._since: float | None = None
 
@@ -185,14 +185,14 @@ class Tuner:
             yield from self._watch(self.settled.plan, usual)
             self.settled, usual = None, None
 
-    def _search(self) -> Generator[Sync, float, Tuned]:
+    def _search(self) -> Generator[Sync, float, TuningResult]:
         """Look, try, and return what was found."""
         if self._engine.plan != DEFAULT:
             yield DEFAULT
         self._engine.arrivals = {}
         yield DEFAULT
         plans = self._candidates()
-        race = Race(len(plans), _ROUNDS)
+        race = CandidateRace(len(plans), _ROUNDS)
         while (turn := race.turn) is not None:
             yield plans[turn]
             laps = yield from _steps(plans[turn], _MEASURED)
@@ -216,11 +216,11 @@ class Tuner:
         arrivals, engine.arrivals = engine.arrivals or {}, None
         began = min(arrivals.values(), default=0.0)
         seconds = [arrivals.get(index, began) - began for index in engine.order]
-        ready: list[Ready] = []
+        ready: list[ReadyGradient] = []
         for index, own in zip(engine.order, slowest(seconds, self._wire), strict=True):
             view = engine.slots[index].view
             at = max(own, ready[-1].seconds if ready else 0.0)
-            ready.append(Ready(view.nbytes, at, f"{view.dtype} on {view.device}"))
+            ready.append(ReadyGradient(view.nbytes, at, f"{view.dtype} on {view.device}"))
         price = price_of_calls(self._wire, engine.device)
         return candidates(ready, price, may_shard=self._may_shard())
 
@@ -233,7 +233,7 @@ class Tuner:
 
     # ------------------------------------------------------------------ what was found
 
-    def _remembered(self) -> Tuned | None:
+    def _remembered(self) -> TuningResult | None:
         """Return what an earlier run found, where that can be used."""
         tuned = self._memory.read()
         if tuned is None or (tuned.plan.shard == "optimizer" and not self._may_shard()):
@@ -244,7 +244,7 @@ class Tuner:
         )
         return tuned
 
-    def _found(self, plans: Sequence[Sync], race: Race) -> Tuned:
+    def _found(self, plans: Sequence[Sync], race: CandidateRace) -> TuningResult:
         """Return the result of a race, told and kept."""
         winner = race.winner
         rows = tuple(
@@ -253,7 +253,7 @@ class Tuner:
         )
         date = datetime.now(UTC).isoformat(timespec="seconds")
         times = race.step_seconds(winner), race.step_seconds(0), race.score(winner)
-        tuned = Tuned(plans[winner], *times, date, rows)
+        tuned = TuningResult(plans[winner], *times, date, rows)
         kept = self._memory.write(tuned)
         self._tell(" ".join(filter(None, (tuned.sentence, f"Kept in {kept}." if kept else ""))))
         return tuned

@@ -25,16 +25,16 @@ from paceline.parallel.strategy import Sync
 from paceline.world.object_collectives import gather_texts
 
 if TYPE_CHECKING:
-    from paceline.parallel.engine.bucket import Slot
-    from paceline.parallel.engine.comm import Wire
+    from paceline.parallel.engine.bucket import GradSlot
+    from paceline.parallel.engine.comm import Comm
 
-__all__ = ["Memory", "Tuned", "cache_folder", "file_of", "load", "save"]
+__all__ = ["TuningCache", "TuningResult", "cache_folder", "file_of", "load", "save"]
 
 KIND, SCHEMA = "paceline-tuned", 1
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuningResult:
     """The result of a search.
 
     Attributes:
@@ -85,7 +85,7 @@ class Tuned:
         }
 
     @classmethod
-    def from_json(cls, record: Any) -> Tuned | None:
+    def from_json(cls, record: Any) -> TuningResult | None:
         """Return what `to_json` wrote; None: it is something else, or of another version."""
         try:
             if (record["kind"], record["schema"]) != (KIND, SCHEMA):
@@ -110,16 +110,20 @@ def file_of(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / f"{xxhash.xxh3_64_hexdigest(told.encode())}.json"
 
 
-def load(folder: Path, key: Mapping[str, Any]) -> Tuned | None:
+def load(folder: Path, key: Mapping[str, Any]) -> TuningResult | None:
     """Return what was found for `key`; None: nothing, or nothing that can be read."""
     try:
         record = json.loads(file_of(folder, key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return Tuned.from_json(record) if isinstance(record, dict) and record.get("for") == dict(key) else None
+    return (
+        TuningResult.from_json(record)
+        if isinstance(record, dict) and record.get("for") == dict(key)
+        else None
+    )
 
 
-def save(folder: Path, key: Mapping[str, Any], tuned: Tuned) -> Path | None:
+def save(folder: Path, key: Mapping[str, Any], tuned: TuningResult) -> Path | None:
     """Keep what was found for `key` and return the file; None: the folder can't be written to."""
     file = file_of(folder, key)
     try:
@@ -132,18 +136,18 @@ def save(folder: Path, key: Mapping[str, Any], tuned: Tuned) -> Path | None:
     return file
 
 
-class Memory:
+class TuningCache:
     """Reads and writes the result of a search.
 
     Args:
         slots: the parameters. wire: the ranks.
     """
 
-    def __init__(self, slots: Sequence[Slot], wire: Wire) -> None:
+    def __init__(self, slots: Sequence[GradSlot], wire: Comm) -> None:
         self._slots, self._wire = slots, wire
         self._key: dict[str, Any] = {}
 
-    def read(self) -> Tuned | None:
+    def read(self) -> TuningResult | None:
         """Return what rank 0 has kept, None if nothing; all ranks call this, before `write`."""
         hosts = gather_texts(f"{socket.gethostname()}, {os.cpu_count()} cores", self._wire.group)
         shapes = [(slot.name, list(slot.param.shape), str(slot.view.dtype)) for slot in self._slots]
@@ -159,9 +163,9 @@ class Memory:
         if self._wire.rank == 0 and (found := load(_folder(), self._key)) is not None:
             text = json.dumps(found.to_json(self._key))
         told = gather_texts(text, self._wire.group)[0]
-        return Tuned.from_json(json.loads(told)) if told else None
+        return TuningResult.from_json(json.loads(told)) if told else None
 
-    def write(self, tuned: Tuned) -> Path | None:
+    def write(self, tuned: TuningResult) -> Path | None:
         """Keep `tuned`, on rank 0, and return the file; None: on another rank, or where that is not possible."""
         return save(_folder(), self._key, tuned) if self._wire.rank == 0 else None
 

@@ -11,8 +11,8 @@ is what runs within a host, `place` holds one, `job` follows a command on severa
 from __future__ import annotations
 
 from paceline.testing.netlab.lab import Lab
-from paceline.testing.netlab.lab_job import Job, Result
-from paceline.testing.netlab.lab_network import Traffic
+from paceline.testing.netlab.lab_job import LabJob, LabResult
+from paceline.testing.netlab.lab_network import InterfaceBytes
 from paceline.testing.netlab.lab_requirements import missing
 
-__all__ = ["Job", "Lab", "Result", "Traffic", "missing"]
+__all__ = ["InterfaceBytes", "Lab", "LabJob", "LabResult", "missing"]

@@ -15,17 +15,17 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_network, lab_requirements
-from paceline.testing.netlab.lab_host import Place
-from paceline.testing.netlab.lab_job import Job, Program, Result, torchrun_command
+from paceline.testing.netlab.lab_host import LabHost
+from paceline.testing.netlab.lab_job import LabJob, LabProgram, LabResult, torchrun_command
 from paceline.testing.netlab.lab_network import (
     INTERFACE,
-    Traffic,
+    InterfaceBytes,
     address_of,
     hosts_file,
     name_of,
+    plan_network,
     read_rate,
     read_traffic,
-    star,
 )
 from paceline.testing.netlab.lab_requirements import check_program, is_python, search_path
 
@@ -69,19 +69,19 @@ class Lab:
         slow: Mapping[int, str | float] | None = None,
         delay: str | float = 0.0,
     ) -> None:
-        asked = star(hosts, rate, slow, delay)
+        asked = plan_network(hosts, rate, slow, delay)
         lab_requirements.require(delay=asked.delay > 0)
         self.hosts, self.rates = asked.hosts, list(asked.rates)
         self.addresses = [address_of(host) for host in range(hosts)]
         self._delay = asked.delay
         self._ports = count()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._jobs: list[Job] = []
-        self._places: dict[int, Place] = {}
+        self._jobs: list[LabJob] = []
+        self._places: dict[int, LabHost] = {}
         try:
             for host in (lab_network.SWITCH, *range(hosts)):  # they start side by side
                 name = "switch" if host == lab_network.SWITCH else name_of(host)
-                self._places[host] = Place(name, hosts_file(hosts))
+                self._places[host] = LabHost(name, hosts_file(hosts))
             pids = {host: place.ready() for host, place in self._places.items()}
             ipv6 = Path("/proc/net/if_inet6").exists()
             self._carry_out(lab_network.build(asked, [pids[host] for host in range(hosts)], ipv6=ipv6))
@@ -118,7 +118,7 @@ class Lab:
         cwd: str | Path | None = None,
         timeout: float | None = None,
         check: bool = True,
-    ) -> list[Result]:
+    ) -> list[LabResult]:
         """Run a command on hosts, and return the results when it has ended on all of them.
 
         Args:
@@ -143,7 +143,7 @@ class Lab:
         on: int | Iterable[int] | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-    ) -> Job:
+    ) -> LabJob:
         """Start a command on hosts and return at once; the arguments are those of :meth:`run`."""
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         chosen = self._chosen(on)
@@ -162,7 +162,7 @@ class Lab:
         cwd: str | Path | None = None,
         timeout: float | None = None,
         check: bool = True,
-    ) -> list[Result]:
+    ) -> list[LabResult]:
         """Run a program as the ranks of one world on hosts, and return the results when all have ended.
 
         torchrun runs on every host: rank 0 is on the first one, and each host is a node. OMP_NUM_THREADS is 1
@@ -188,7 +188,7 @@ class Lab:
         on: int | Iterable[int] | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-    ) -> Job:
+    ) -> LabJob:
         """Start a program as ranks and return at once; the arguments are those of :meth:`torchrun`."""
         chosen = self._chosen(on)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -218,7 +218,7 @@ class Lab:
         self._processes.append(process)
         return process
 
-    def bytes(self, host: int) -> Traffic:
+    def bytes(self, host: int) -> InterfaceBytes:
         """Return what `host` has sent and received so far; the difference of two is what went between."""
         (host,) = self._chosen(host)
         return read_traffic(self._places[host].read("dev"))
@@ -255,7 +255,7 @@ class Lab:
         (host,) = self._chosen(host)
         self._places[host].signal_all(number)
 
-    def _carry_out(self, steps: Iterable[lab_network.Step]) -> None:
+    def _carry_out(self, steps: Iterable[lab_network.NetworkCommand]) -> None:
         for (host, tool), group in groupby(steps, lambda step: (step.host, step.tool)):
             self._places[host].network(tool, [step.line for step in group])
 
@@ -285,7 +285,7 @@ class Lab:
 
     def _start(
         self, command_of_host: Mapping[int, list[str]], variables: Mapping[str, str], folder: Path
-    ) -> Job:
+    ) -> LabJob:
         self._jobs = [job for job in self._jobs if job.running()]
         self._processes = [process for process in self._processes if process.poll() is None]
         programs = []
@@ -293,20 +293,20 @@ class Lab:
             for host, command in command_of_host.items():
                 programs.append(self._start_one(host, command, variables, folder))
         except BaseException:
-            Job(programs).end()
+            LabJob(programs).end()
             raise
-        self._jobs.append(Job(programs))
+        self._jobs.append(LabJob(programs))
         return self._jobs[-1]
 
     def _start_one(
         self, host: int, command: Sequence[str], variables: Mapping[str, str], folder: Path
-    ) -> Program:
+    ) -> LabProgram:
         # A file takes whatever comes while a pipe has to be emptied; a nameless one leaves nothing behind.
         out, err = (tempfile.TemporaryFile("ab+") for _ in range(2))  # noqa: SIM115 — the program closes them
         process = self.popen(
             host, command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
         )
-        return Program(host, process, out, err)
+        return LabProgram(host, process, out, err)
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the variables of a command: this Python and its scripts are found first."""
@@ -314,7 +314,7 @@ class Lab:
         return {**os.environ, "PATH": search_path(), **network, **env}
 
 
-def _finish(job: Job, timeout: float | None, check: bool) -> list[Result]:
+def _finish(job: LabJob, timeout: float | None, check: bool) -> list[LabResult]:
     try:
         return job.wait(timeout, check=check)
     except BaseException:

@@ -19,13 +19,13 @@ from paceline.errors import HostFailed
 from paceline.testing.netlab import namespace_main
 from paceline.testing.netlab.lab_requirements import tool_path
 
-__all__ = ["Place"]
+__all__ = ["LabHost"]
 
 _END_SECONDS = 10.0
 _MASK_CORES = 32  # a mask of more is written in groups
 
 
-class Place:
+class LabHost:
     """Namespaces that live as long as this object is not closed and this process lives.
 
     Starting takes place in the background: call `ready` before anything else.

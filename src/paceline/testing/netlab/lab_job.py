@@ -18,12 +18,12 @@ from typing import IO
 
 import psutil
 
-from paceline._core.process_exit import how_ended
+from paceline._core.process_exit import describe_exit
 from paceline.errors import HostFailed, UsageError
 from paceline.testing.netlab.lab_network import address_of, name_of
 from paceline.testing.netlab.lab_requirements import is_python
 
-__all__ = ["Job", "Program", "Result", "is_failure_report", "torchrun_command", "without_report"]
+__all__ = ["LabJob", "LabProgram", "LabResult", "is_failure_report", "torchrun_command", "without_report"]
 
 _LOOK_SECONDS = 0.05  # how often a job is looked at
 
@@ -38,7 +38,7 @@ _TAIL_LINES, _FOLLOWER_LINES = 40, 5  # a host has several ranks
 
 
 @dataclass(frozen=True)
-class Result:
+class LabResult:
     """What became of a command on one host.
 
     Attributes:
@@ -55,7 +55,7 @@ class Result:
     seconds: float
 
 
-class Program:
+class LabProgram:
     """A job's process on one host.
 
     Args:
@@ -69,7 +69,7 @@ class Program:
         self._file_of_name = {"stdout": out, "stderr": err}
         self._told = dict.fromkeys(self._file_of_name, 0)  # bytes that lines() has given
         self._started, self.ended = time.monotonic(), 0.0
-        self._result: Result | None = None
+        self._result: LabResult | None = None
 
     def code(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -78,13 +78,13 @@ class Program:
             self.ended = time.monotonic()
         return code
 
-    def result(self) -> Result:
+    def result(self) -> LabResult:
         """Return what became of it; call once it has ended."""
         code = self.code()
         assert code is not None
         if self._result is None:
             texts = {name: _read(file).decode(errors="replace") for name, file in self._file_of_name.items()}
-            self._result = Result(self.host, code, seconds=self.ended - self._started, **texts)
+            self._result = LabResult(self.host, code, seconds=self.ended - self._started, **texts)
             for file in self._file_of_name.values():
                 file.close()
         return self._result
@@ -116,10 +116,10 @@ class Program:
                         one.send_signal(number)
 
 
-class Job:
+class LabJob:
     """A command that was started on one or several hosts; :meth:`Lab.start` makes it."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[LabProgram]) -> None:
         self._programs = list(programs)
 
     def running(self) -> list[int]:
@@ -134,7 +134,7 @@ class Job:
 
     def wait(
         self, timeout: float | None = None, *, check: bool = True, look: Callable[[], object] | None = None
-    ) -> list[Result]:
+    ) -> list[LabResult]:
         """Return the results, in the order of hosts, when the command has ended on all of them.
 
         Args:
@@ -206,7 +206,7 @@ class Job:
                     one.signal(signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)
 
-    def _failed(self) -> list[Program]:
+    def _failed(self) -> list[LabProgram]:
         return [one for one in self._programs if one.code()]
 
     def _failure(self, look: Callable[[], object] | None) -> HostFailed:
@@ -238,11 +238,11 @@ class Job:
         )
 
 
-def _how(one: Program) -> str:
-    return how_ended(one.code() or 0)
+def _how(one: LabProgram) -> str:
+    return describe_exit(one.code() or 0)
 
 
-def _tail(one: Program, most: int = _TAIL_LINES) -> str:
+def _tail(one: LabProgram, most: int = _TAIL_LINES) -> str:
     """Return the last lines that a program wrote, to be appended to a message, unless they were followed."""
     if one.seen():
         return ""

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline._core.network_interfaces import Traffic, counted
+from paceline._core.network_interfaces import InterfaceBytes, read_interface_bytes
 from paceline._core.units import parse_rate, parse_seconds
 from paceline.errors import UsageError
 
@@ -32,9 +32,9 @@ __all__ = [
     "INTERFACE",
     "MAX_HOSTS",
     "SWITCH",
-    "Star",
-    "Step",
-    "Traffic",
+    "InterfaceBytes",
+    "LabNetwork",
+    "NetworkCommand",
     "address_of",
     "build",
     "burst_nbytes",
@@ -42,11 +42,11 @@ __all__ = [
     "hosts_file",
     "name_of",
     "packet_nbytes",
+    "plan_network",
     "port_of",
     "read_rate",
     "read_traffic",
     "set_port",
-    "star",
 ]
 
 INTERFACE = "eth0"  # the link's end at the host
@@ -62,7 +62,7 @@ _SLOWEST = 1000.0  # bytes per second: below, one packet takes more than a secon
 
 
 @dataclass(frozen=True)
-class Star:
+class LabNetwork:
     """Hosts around a switch.
 
     Attributes:
@@ -79,12 +79,12 @@ class Star:
         return len(self.rates)
 
 
-def star(
+def plan_network(
     hosts: int,
     rate: str | float | None = None,
     slow: Mapping[int, str | float] | None = None,
     delay: str | float = 0.0,
-) -> Star:
+) -> LabNetwork:
     """Return the star that is asked for.
 
     Args:
@@ -114,7 +114,7 @@ def star(
     seconds = parse_seconds(delay)
     if not 0 <= seconds <= 10:
         raise UsageError(f"delay={delay!r} is no delay of a network", remedy="give 0 to 10 s, such as 1ms")
-    return Star(tuple(rates), seconds)
+    return LabNetwork(tuple(rates), seconds)
 
 
 def read_rate(rate: str | float) -> float:
@@ -157,9 +157,9 @@ def hosts_file(hosts: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_traffic(table: str, interface: str = INTERFACE) -> Traffic:
+def read_traffic(table: str, interface: str = INTERFACE) -> InterfaceBytes:
     """Return the counters of one interface from the text of /proc/net/dev."""
-    found = counted(table)
+    found = read_interface_bytes(table)
     assert interface in found, f"no interface {interface} in\n{table}"
     return found[interface]
 
@@ -180,7 +180,7 @@ _QUEUE = "100ms"  # what waits longer is dropped
 
 
 @dataclass(frozen=True)
-class Step:
+class NetworkCommand:
     """One line for ``ip -batch`` or ``tc -batch``, and the host in whose network it is said (−1: the switch)."""
 
     host: int
@@ -188,7 +188,7 @@ class Step:
     line: str
 
 
-def build(star: Star, pids: Sequence[int], *, ipv6: bool = True) -> list[Step]:
+def build(star: LabNetwork, pids: Sequence[int], *, ipv6: bool = True) -> list[NetworkCommand]:
     """Return the steps that connect namespaces to a star.
 
     Args:
@@ -197,20 +197,24 @@ def build(star: Star, pids: Sequence[int], *, ipv6: bool = True) -> list[Step]:
         ipv6: whether the kernel knows IPv6, and so has to be told not to use it.
     """
     steps = [
-        Step(SWITCH, "ip", "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0"),
+        NetworkCommand(
+            SWITCH, "ip", "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+        ),
         *_bring_up(SWITCH, "switch", ipv6),
     ]
     for host, pid in enumerate(pids):
         steps += [
-            Step(SWITCH, "ip", f"link add name {port_of(host)} type veth peer name {INTERFACE} netns {pid}"),
-            Step(SWITCH, "ip", f"link set dev {port_of(host)} master switch"),
+            NetworkCommand(
+                SWITCH, "ip", f"link add name {port_of(host)} type veth peer name {INTERFACE} netns {pid}"
+            ),
+            NetworkCommand(SWITCH, "ip", f"link set dev {port_of(host)} master switch"),
             *_bring_up(SWITCH, port_of(host), ipv6),
         ]
     for host in range(star.hosts):
         steps += [
-            Step(host, "ip", "link set dev lo up"),
+            NetworkCommand(host, "ip", "link set dev lo up"),
             *_bring_up(host, INTERFACE, ipv6),
-            Step(host, "ip", f"address add {address_of(host)}/24 dev {INTERFACE}"),
+            NetworkCommand(host, "ip", f"address add {address_of(host)}/24 dev {INTERFACE}"),
         ]
     for host, rate in enumerate(star.rates):
         if rate is not None or star.delay:
@@ -218,21 +222,24 @@ def build(star: Star, pids: Sequence[int], *, ipv6: bool = True) -> list[Step]:
     return steps
 
 
-def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[Step]:
+def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[NetworkCommand]:
     """Return the steps that give a host's link a rate (bytes per second; None: unlimited) and a delay (seconds).
 
     The delay is added where the packet leaves the host, so that it counts once on the way to another host.
     """
     steps = []
     for place, device in ((host, INTERFACE), (SWITCH, port_of(host))):
-        steps += [Step(place, "tc", line) for line in _queue(device, rate, delay if place == host else 0.0)]
+        steps += [
+            NetworkCommand(place, "tc", line)
+            for line in _queue(device, rate, delay if place == host else 0.0)
+        ]
     packet = _LARGEST_PACKET if rate is None else packet_nbytes(rate)
-    return [Step(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}"), *steps]
+    return [NetworkCommand(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}"), *steps]
 
 
-def set_port(host: int, state: Literal["up", "down"]) -> list[Step]:
+def set_port(host: int, state: Literal["up", "down"]) -> list[NetworkCommand]:
     """Return the step that connects or cuts a host's link, at the switch."""
-    return [Step(SWITCH, "ip", f"link set dev {port_of(host)} {state}")]
+    return [NetworkCommand(SWITCH, "ip", f"link set dev {port_of(host)} {state}")]
 
 
 def burst_nbytes(rate: float) -> int:
@@ -245,10 +252,10 @@ def packet_nbytes(rate: float) -> int:
     return min(_LARGEST_PACKET, burst_nbytes(rate) // 2)
 
 
-def _bring_up(place: int, device: str, ipv6: bool) -> list[Step]:
+def _bring_up(place: int, device: str, ipv6: bool) -> list[NetworkCommand]:
     """Return the steps that put a device to use, without the address and the chatter that IPv6 gives it by itself."""
-    quiet = [Step(place, "ip", f"link set dev {device} addrgenmode none")] if ipv6 else []
-    return [*quiet, Step(place, "ip", f"link set dev {device} up")]
+    quiet = [NetworkCommand(place, "ip", f"link set dev {device} addrgenmode none")] if ipv6 else []
+    return [*quiet, NetworkCommand(place, "ip", f"link set dev {device} up")]
 
 
 def _queue(device: str, rate: float | None, delay: float) -> list[str]:

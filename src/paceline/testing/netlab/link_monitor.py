@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 
 from paceline.testing.netlab.lab import Lab
-from paceline.testing.netlab.lab_network import Traffic, name_of
+from paceline.testing.netlab.lab_network import InterfaceBytes, name_of
 
-__all__ = ["HostTotals", "Watch"]
+__all__ = ["HostTotals", "LinkMonitor"]
 
 _SPAN_SECONDS = 1.0  # a token bucket and a timer that is late blur whatever is shorter
 
@@ -33,7 +33,7 @@ class HostTotals:
     busiest: float
 
 
-class Watch:
+class LinkMonitor:
     """Counts from now until `stop`; meanwhile `look` has to be called often.
 
     Attributes:
@@ -84,5 +84,5 @@ class Watch:
             self.now = sum(one.sent for one in passed) / span
         self._latest, self.seconds = counts, seconds
 
-    def _count(self) -> list[Traffic]:
+    def _count(self) -> list[InterfaceBytes]:
         return [self._lab.bytes(host) for host in range(self._lab.hosts)]

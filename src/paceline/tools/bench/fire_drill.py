@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import paceline as pl
+import paceline
 from paceline.health import abort_collectives
 from paceline.testing import fault_effects, fault_injection
 
@@ -74,7 +74,7 @@ def _be_rank(folder: Path, number: int, drill: dict[str, Any], rank: int, size: 
     try:
         _note_faults(folder / f"fault-{number}-{rank}")
         place: dict[str, Any] = {"rank": rank, "size": size, "device": "cpu", "timeout": 120.0}
-        pl.init(drill["backend"], init_method=f"file://{folder}/world-{number}", **place)
+        paceline.init(drill["backend"], init_method=f"file://{folder}/world-{number}", **place)
         _train(drill, folder / f"training-{number}-{rank}")
     except BaseException as error:  # noqa: BLE001 — whatever it is, it is what is told
         _tell(told, error, freed=True)
@@ -93,11 +93,11 @@ def _tell(path: Path, error: BaseException, *, freed: bool) -> None:
 def _train(drill: dict[str, Any], training: Path) -> NoReturn:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 1))
-    model = pl.DataParallel(net, sync="bucketed")
+    model = paceline.DataParallel(net, sync="bucketed")
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
     batch, step = torch.ones(BATCH, WIDTH), 0
     fault_injection.arm(drill["faults"])
-    with pl.Watch(stall=drill["stall"], lost=drill["lost"]):
+    with paceline.Watchdog(stall=drill["stall"], lost=drill["lost"]):
         while True:
             model.backward(model(batch).mean(), samples=BATCH)
             optim.step()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.cpu_allocations import Allocated
 from paceline.tools.plan.memory.traced_training import Silent, train
 from paceline.tools.plan.memory.training_subject import Setting, Subject, subject_of
@@ -50,7 +50,7 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     if setting.device == "cuda":
         return _measure_gpu(subject, setting, steps)
     with Allocated() as allocated:
-        train(subject, setting, Wire(), Silent(), steps)
+        train(subject, setting, Comm(), Silent(), steps)
     peak = allocated.at_peak()
     return {
         "peak_nbytes": allocated.nbytes,
@@ -62,7 +62,7 @@ def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
 def _measure_gpu(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    train(subject, setting, Wire(), Silent(), steps)
+    train(subject, setting, Comm(), Silent(), steps)
     peak = torch.cuda.max_memory_allocated() - before
     return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
-from paceline.world.machine_facts import machine
+from paceline.world.machine_facts import read_machine_facts
 
 __all__ = ["head", "machine_record", "versions"]
 
@@ -31,7 +31,7 @@ def head(kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int
 
 def machine_record() -> dict[str, Any]:
     """Return the facts of this machine that bear on times; nothing that names the machine."""
-    here = machine()
+    here = read_machine_facts()
     return {
         "cpu": here.cpu,
         "usable_cores": here.usable_cores,

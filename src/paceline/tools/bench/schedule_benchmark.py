@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.collectives.alpha_beta_cost import Price, cost
+from paceline.collectives.alpha_beta_cost import ScheduleCost, cost
 from paceline.collectives.catalogue import algorithms_of, has_root, schedule
 from paceline.collectives.schedule import Schedule, pipelined
 from paceline.collectives.topology import Topology
@@ -64,7 +64,7 @@ class Case:
         made = schedule(self.op, self.algorithm, self.ranks, root=self.root, per_node=self.per_node)
         return pipelined(made, self.segments)
 
-    def price(self, topology: Topology, nbytes: float, gamma: float = 0.0) -> Price:
+    def price(self, topology: Topology, nbytes: float, gamma: float = 0.0) -> ScheduleCost:
         """Return what it costs."""
         return cost(self.schedule(), topology, nbytes, gamma)
 
@@ -128,7 +128,7 @@ class Priced:
     """
 
     case: Case
-    price: Price
+    price: ScheduleCost
     seconds: Sequence[float] = field(default=())
     receipts: Sequence[str] = field(default=())
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.run_schedule import SEGMENT_NBYTES, Outcome, run
+from paceline.collectives.run_schedule import SEGMENT_NBYTES, ScheduleRun, run_schedule
 from paceline.errors import CollectiveError
 from paceline.tools.bench.collectives import exact_buffers
 from paceline.tools.bench.progress_bar import TurnBar
@@ -42,7 +42,7 @@ def work(job: Mapping[str, Any]) -> None:
     shutdown()
 
 
-def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, Outcome]:
+def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, ScheduleRun]:
     """Carry out a case, check its result, and return the seconds of the slowest rank."""
     schedule = case.schedule()
     tensor = torch.zeros(job["nbytes"] // ELEMENT_NBYTES // case.ranks * case.ranks)
@@ -50,7 +50,7 @@ def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, Outco
     _fill(case, tensor, world.rank)
     dist.barrier()
     start = time.perf_counter()
-    outcome = run(
+    outcome = run_schedule(
         schedule,
         tensor,
         output,
@@ -67,7 +67,7 @@ def _one(world: World, case: Case, job: Mapping[str, Any]) -> tuple[float, Outco
     return took.item(), outcome
 
 
-def _told(outcome: Outcome, case: Case) -> list[str]:
+def _told(outcome: ScheduleRun, case: Case) -> list[str]:
     """Return the receipts, which the root has, in words on all ranks."""
     words: list[object] = [[str(receipt) for receipt in outcome.receipts or []]]
     dist.broadcast_object_list(words, src=case.root)

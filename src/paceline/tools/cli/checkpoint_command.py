@@ -12,7 +12,7 @@ from rich.table import Table
 
 from paceline._core.files import write_json
 from paceline._core.units import format_bytes
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.cli.output_files import check_writable
@@ -51,7 +51,7 @@ def checkpoint(
 ) -> None:
     """Show the checkpoints of a run, newest first; --verify reads them whole. Exit code 1: one is damaged."""
     place = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    complete = Folder(place).complete()
+    complete = CheckpointFolder(place).complete()
     if not complete:
         raise UsageError(
             f"no checkpoint in {str(place)!r}", remedy="name the folder that was given to paceline.Checkpoint"
@@ -84,9 +84,9 @@ def _look(path: Path, verify: bool) -> Row:
         return Row(path, None, str(error))
     if not verify:
         return Row(path, manifest, None)
-    from paceline.checkpoint.resume import problem_of
+    from paceline.checkpoint.resume import find_problem
 
-    return Row(path, manifest, problem_of(path))
+    return Row(path, manifest, find_problem(path))
 
 
 def _table(rows: list[Row]) -> Table:

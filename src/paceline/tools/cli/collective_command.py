@@ -188,14 +188,14 @@ def _cases(
     compare: bool,
 ) -> list[Case]:
     """Return what is asked for: one algorithm, or all of an operation, the cheapest first."""
-    from paceline.collectives.catalogue import named
+    from paceline.collectives.catalogue import find_algorithm
     from paceline.collectives.prove import OPS
     from paceline.tools.bench.schedule_benchmark import Case, best_segments, contenders
 
     if name in OPS and op is None:
         op, algorithm, compare = name, "", True
     else:
-        op, algorithm = named(name, op)
+        op, algorithm = find_algorithm(name, op)
     if compare:
         found = list(contenders(op, net, nbytes, gamma, root))
         return sorted(found, key=lambda case: case.price(net, nbytes, gamma).seconds)

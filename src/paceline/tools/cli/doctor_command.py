@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.cli.output_files import check_writable
 from paceline.tools.diagnostics.machine_findings import Finding, findings
-from paceline.world.machine_facts import Loopback, Machine, machine
+from paceline.world.machine_facts import Loopback, MachineFacts, read_machine_facts
 
 __all__ = ["doctor"]
 
@@ -38,7 +38,7 @@ def doctor(
         raise UsageError(f"--ranks {ranks}: an all-reduce needs two or more", remedy="give 0 to try none")
     if json_file is not None:
         check_writable(json_file, "--json")
-    facts = machine()
+    facts = read_machine_facts()
     loopback = try_loopback(ranks) if ranks and facts.torch else None
     found = findings(facts, loopback)
     if json_file is not None:
@@ -63,7 +63,7 @@ def try_loopback(ranks: int) -> Loopback | str:
         return Loopback(**json.loads(result.read_text()))
 
 
-def record(facts: Machine, loopback: Loopback | str | None, found: list[Finding]) -> dict[str, object]:
+def record(facts: MachineFacts, loopback: Loopback | str | None, found: list[Finding]) -> dict[str, object]:
     """Return everything the doctor knows, for a JSON file."""
     return {
         "kind": "doctor",

@@ -161,9 +161,9 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
 
 def _after_rank_0(carrier: MpiCarrier) -> None:
     """Wait until rank 0 has printed and written all: mpiexec ends it when another one fails."""
-    from paceline.transport.mpi_exchange.polled_agreement import Verdict, agree
+    from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, agree
 
-    agree(carrier, Verdict(carrier.rank), _WRITING_SECONDS)
+    agree(carrier, ExchangeAgreement(carrier.rank), _WRITING_SECONDS)
     if carrier.rank > 0:
         time.sleep(_BEHIND_SECONDS)
 

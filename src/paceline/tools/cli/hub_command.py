@@ -93,14 +93,15 @@ def hub(
 ) -> None:
     """Serve asynchronous training: take in what workers send, in the order in which it comes.
 
-    Workers are programs with pl.Star(model, optim, hub=...). The hub needs no model and no GPU. Killed and started
+    Workers are programs with paceline.AsyncDataParallel(model, optim, hub=...). The hub needs no model and no
+    GPU. Killed and started
     again with the same folder it goes on where it was, and workers connect again by themselves.
     """
     if context.invoked_subcommand is not None:
         return
-    from paceline.async_dp.hub.hub_rules import HubRules, Shard
+    from paceline.async_dp.hub.hub_rules import HubRules, HubShard
     from paceline.async_dp.hub.population import PopulationRules
-    from paceline.async_dp.hub.update_screening import ScreenRules, Staleness
+    from paceline.async_dp.hub.update_screening import ScreeningRules, Staleness
     from paceline.async_dp.worker.worker_resources import share_of_link
 
     if not (exploding == 0 or exploding > 1):
@@ -110,10 +111,10 @@ def hub(
     rules = HubRules(
         outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=Staleness(staleness, bound),
-        screen=ScreenRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
+        screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
         population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
         down=down,
-        shard=Shard(*_shard(shard)),
+        shard=HubShard(*_shard(shard)),
         bandwidth=share_of_link(bandwidth, None),
         silent_after=parse_seconds(silent_after),
         snapshot_every=snapshot_every,
@@ -135,7 +136,9 @@ def keygen(
 
     made = make_keys(folder, worker)
     typer.echo(f"hub:    paceline hub --bind 'tcp://*:{_PORT}' --keys {folder}")
-    typer.echo(f"worker: pl.Star(..., key={str(made)!r})   (copy the file there; it is a secret)")
+    typer.echo(
+        f"worker: paceline.AsyncDataParallel(..., key={str(made)!r})   (copy the file there; it is a secret)"
+    )
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -157,10 +160,10 @@ def _serve(
 ) -> None:
     """Serve until it is interrupted, or the time is up."""
     from paceline.async_dp.hub.hub import Hub
-    from paceline.async_dp.hub.hub_server import Server
-    from paceline.async_dp.wal.hub_journal import Journal
+    from paceline.async_dp.hub.hub_server import HubServer
+    from paceline.async_dp.wal.hub_journal import HubJournal
     from paceline.tools.cli.hub_live_table import HubTable
-    from paceline.transport.zmq import HubExchange, Settings
+    from paceline.transport.zmq import HubExchange, SocketSettings
     from paceline.transport.zmq.curve_keys import HubKeys
 
     exchange = HubExchange(
@@ -168,13 +171,13 @@ def _serve(
         "",
         keys=None if keys is None else HubKeys.read(keys),
         insecure=insecure,
-        settings=Settings(rate=rules.bandwidth),
+        settings=SocketSettings(rate=rules.bandwidth),
     )
     try:
-        with Journal.open(folder, resume=not new) as journal:
+        with HubJournal.open(folder, resume=not new) as journal:
             name = _name_of_run(run, journal)
             hub_ = Hub(name, rules, journal, time.time)
-            server, ended = Server(hub_, exchange), _Ended(seconds)
+            server, ended = HubServer(hub_, exchange), _Ended(seconds)
             with HubTable(hub_, exchange, folder) as table:
                 server.run(ended, table.look)
     finally:
@@ -182,9 +185,9 @@ def _serve(
 
 
 def _name_of_run(run: str, journal: object) -> str:
-    from paceline.async_dp.wal.hub_journal import Journal
+    from paceline.async_dp.wal.hub_journal import HubJournal
 
-    assert isinstance(journal, Journal)
+    assert isinstance(journal, HubJournal)
     known = str(journal.run_facts.get("run", ""))
     if known and run and run != known:
         raise UsageError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from paceline.async_dp.hub.outer_merge import Outer
+    from paceline.async_dp.hub.outer_merge import HubOptimizer
 
 __all__ = [
     "BoundOption",
@@ -49,13 +49,13 @@ MarginOption = Annotated[
 ]
 
 
-def outer_of(name: str, lr: float | None, momentum: float, warmup: int, unstable: bool) -> Outer:
+def outer_of(name: str, lr: float | None, momentum: float, warmup: int, unstable: bool) -> HubOptimizer:
     """Return the outer optimizer that the options ask for.
 
     Raises:
         UsageError: there is none of that name, or a number is out of range.
     """
-    from paceline.async_dp.hub.outer_merge import Outer
+    from paceline.async_dp.hub.outer_merge import HubOptimizer
 
     usual = 1.0 if name == "averaging" else 0.7
-    return Outer(name, usual if lr is None else lr, momentum, warmup, unstable)  # type: ignore[arg-type]
+    return HubOptimizer(name, usual if lr is None else lr, momentum, warmup, unstable)  # type: ignore[arg-type]

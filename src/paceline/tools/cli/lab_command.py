@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.testing.netlab.lab import Lab
-    from paceline.testing.netlab.lab_job import Job
-    from paceline.testing.netlab.link_monitor import HostTotals, Watch
+    from paceline.testing.netlab.lab_job import LabJob
+    from paceline.testing.netlab.link_monitor import HostTotals, LinkMonitor
 
 __all__ = ["lab"]
 
@@ -65,7 +65,7 @@ def lab(
     """
     from paceline.testing.netlab.lab import Lab
     from paceline.testing.netlab.lab_requirements import check_program
-    from paceline.testing.netlab.link_monitor import Watch
+    from paceline.testing.netlab.link_monitor import LinkMonitor
 
     if ranks < 0:
         raise UsageError(f"--ranks {ranks}: at least 0", remedy="0 runs the program once per host, by itself")
@@ -76,7 +76,7 @@ def lab(
     with Lab(hosts, rate, slow=read_slow(slow or ()), delay=delay) as net:
         console = _console()
         console.print(describe(net, ranks, delay), style="bold")
-        watch, well = Watch(net), False
+        watch, well = LinkMonitor(net), False
         job = net.start_torchrun(program, ranks_per_host=ranks) if ranks else net.start(program)
         try:
             _follow(job, watch, limit, console)
@@ -122,7 +122,7 @@ def describe(net: Lab, ranks: int, delay: str) -> str:
 
 
 def record(
-    totals: Sequence[HostTotals], watch: Watch, program: Sequence[str], ranks: int, well: bool
+    totals: Sequence[HostTotals], watch: LinkMonitor, program: Sequence[str], ranks: int, well: bool
 ) -> dict[str, object]:
     """Return what was measured, for a JSON file; rates in bytes per second."""
     return {
@@ -143,7 +143,7 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-def _follow(job: Job, watch: Watch, limit: float | None, console: Console) -> None:
+def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Console) -> None:
     """Print what the hosts say as they say it, below it what passes over the links, until all have ended."""
     from rich.text import Text
 
@@ -168,14 +168,14 @@ def _follow(job: Job, watch: Watch, limit: float | None, console: Console) -> No
             look()
 
 
-def _progress(watch: Watch) -> str:
+def _progress(watch: LinkMonitor) -> str:
     if not watch.seconds:
         return "starting"
     sent = sum(one.sent for one in watch.totals())
     return f"{format_seconds(round(watch.seconds))}: {format_bytes(sent)} sent, now {_rate(watch.now)}"
 
 
-def _show(totals: Sequence[HostTotals], watch: Watch, console: Console) -> None:
+def _show(totals: Sequence[HostTotals], watch: LinkMonitor, console: Console) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -19,7 +19,7 @@ def report(
     run: Annotated[
         Path,
         typer.Argument(
-            help="Folder of a run: of `paceline train --out`, `pl.Record` or `paceline hub --folder`."
+            help="Folder of a run: of `paceline train --out`, `paceline.Profiler` or `paceline hub --folder`."
         ),
     ],
     profile: Annotated[
@@ -71,7 +71,8 @@ def _write_trace(run: Path, file: Path) -> None:
     timelines = {rank: read_steps(spans) for rank, spans in read_run(run).spans_of_rank.items()}
     if not any(each.steps for each in timelines.values()):
         raise UsageError(
-            f"{run} has no timeline", remedy="record one: paceline train, or pl.Record in your own loop"
+            f"{run} has no timeline",
+            remedy="record one: paceline train, or paceline.Profiler in your own loop",
         )
     write_json(file, trace_events(timelines), indent=None)
     typer.echo(file)

@@ -13,7 +13,7 @@ import typer
 from paceline._core.units import parse_seconds
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.agent.elastic_run import run_job, serve_rendezvous
-from paceline.launch.agent.job_spec import Job, Patience
+from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.rendezvous_address import read_address
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
     "run",
 ]
 
-DEFAULT = Patience()
+DEFAULT = JobTimeouts()
 
 
 def run(
@@ -72,7 +72,7 @@ def run(
         return
     if not script:
         raise UsageError("there is no script to run", remedy="for example: paceline run --ranks 2 train.py")
-    job = Job(
+    job = JobSpec(
         ["-m", *script] if module else script,
         ranks,
         ranks * hosts if min_ranks is None else min_ranks,
@@ -82,7 +82,7 @@ def run(
         name=name,
         rejoin=rejoin,
         log_dir=log_dir,
-        patience=Patience(
+        patience=JobTimeouts(
             last_call=_seconds("--last-call", last_call),
             join=_seconds("--wait", wait),
             end=_seconds("--grace", grace),

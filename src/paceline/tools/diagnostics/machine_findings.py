@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline._core.network_interfaces import is_loopback
 from paceline._core.units import format_bytes, format_seconds
-from paceline.world.machine_facts import Loopback, Machine
+from paceline.world.machine_facts import Loopback, MachineFacts
 
 __all__ = ["Finding", "findings"]
 
@@ -37,7 +37,7 @@ class Finding:
     remedy: str = ""
 
 
-def findings(facts: Machine, loopback: Loopback | str | None) -> list[Finding]:
+def findings(facts: MachineFacts, loopback: Loopback | str | None) -> list[Finding]:
     """Return what `facts` mean, one finding for each subject.
 
     Args:
@@ -50,11 +50,11 @@ def findings(facts: Machine, loopback: Loopback | str | None) -> list[Finding]:
     return found
 
 
-def _system(facts: Machine) -> Finding:
+def _system(facts: MachineFacts) -> Finding:
     return Finding("system", "ok", f"{facts.host}: {facts.system}, Python {facts.python}")
 
 
-def _cores(facts: Machine) -> Finding:
+def _cores(facts: MachineFacts) -> Finding:
     value = f"{facts.usable_cores:g} of {facts.threads} hardware threads, {facts.cores} cores; {facts.cpu}"
     if facts.load > facts.usable_cores:
         busy = f"{value}; busy: {facts.load:.1f} processes want to run"
@@ -62,7 +62,7 @@ def _cores(facts: Machine) -> Finding:
     return Finding("cores", "ok", value)
 
 
-def _thread_variables(facts: Machine) -> Finding:
+def _thread_variables(facts: MachineFacts) -> Finding:
     value = ", ".join(f"{name}={count}" for name, count in facts.thread_variables.items()) or "none set"
     too_many = [
         name
@@ -76,7 +76,7 @@ def _thread_variables(facts: Machine) -> Finding:
     return Finding("thread variables", "ok", value)
 
 
-def _memory(facts: Machine) -> Finding:
+def _memory(facts: MachineFacts) -> Finding:
     value = f"{format_bytes(facts.memory_nbytes)}, {format_bytes(facts.available_nbytes)} available"
     if facts.available_nbytes < _MIN_AVAILABLE_NBYTES:
         return Finding(
@@ -85,7 +85,7 @@ def _memory(facts: Machine) -> Finding:
     return Finding("memory", "ok", value)
 
 
-def _shared_memory(facts: Machine) -> Finding:
+def _shared_memory(facts: MachineFacts) -> Finding:
     value = f"/dev/shm: {format_bytes(facts.shm_nbytes)}, {format_bytes(facts.shm_free_nbytes)} free"
     if not facts.shm_nbytes:
         return Finding(
@@ -100,14 +100,14 @@ def _shared_memory(facts: Machine) -> Finding:
     return Finding("shared memory", "ok", value)
 
 
-def _open_files(facts: Machine) -> Finding:
+def _open_files(facts: MachineFacts) -> Finding:
     if 0 <= facts.open_files < _MIN_OPEN_FILES:
         remedy = "ulimit -n 65536: each rank holds connections to all others"
         return Finding("open files", "warn", f"at most {facts.open_files}", remedy)
     return Finding("open files", "ok", "no limit" if facts.open_files < 0 else f"at most {facts.open_files}")
 
 
-def _locked_memory(facts: Machine) -> Finding:
+def _locked_memory(facts: MachineFacts) -> Finding:
     limit = "no limit" if facts.locked_nbytes < 0 else f"at most {format_bytes(facts.locked_nbytes)}"
     if facts.infiniband and facts.locked_nbytes >= 0:
         value = f"{limit}; InfiniBand: {', '.join(facts.infiniband)}"
@@ -115,7 +115,7 @@ def _locked_memory(facts: Machine) -> Finding:
     return Finding("locked memory", "ok", limit)
 
 
-def _torch(facts: Machine) -> Finding:
+def _torch(facts: MachineFacts) -> Finding:
     torch = facts.torch
     wanted = ".".join(map(str, OLDEST_TORCH))
     if torch is None:
@@ -128,7 +128,7 @@ def _torch(facts: Machine) -> Finding:
     return Finding("torch", "ok", value)
 
 
-def _backends(facts: Machine) -> Finding:
+def _backends(facts: MachineFacts) -> Finding:
     there = facts.torch.backends if facts.torch else ()
     value = ", ".join(there) or "none"
     if "gloo" not in there:
@@ -138,7 +138,7 @@ def _backends(facts: Machine) -> Finding:
     return Finding("backends", "ok", value)
 
 
-def _gpus(facts: Machine) -> Finding:
+def _gpus(facts: MachineFacts) -> Finding:
     gpus = facts.torch.gpus if facts.torch else ()
     if gpus:
         value = ", ".join(f"{gpu.name} ({format_bytes(gpu.memory_nbytes)})" for gpu in gpus)
@@ -175,7 +175,7 @@ def _loopback(loopback: Loopback | str | None) -> Finding:
     return Finding("all-reduce here", "ok", value)
 
 
-def _host_address(facts: Machine) -> Finding:
+def _host_address(facts: MachineFacts) -> Finding:
     outer = [one.name for one in facts.interfaces if one.up and not one.loopback]
     if facts.gloo_interface:
         value = f"GLOO_SOCKET_IFNAME={facts.gloo_interface}"
@@ -196,7 +196,7 @@ def _host_address(facts: Machine) -> Finding:
     return Finding("host name", "ok", value)
 
 
-def _interfaces(facts: Machine) -> Iterator[Finding]:
+def _interfaces(facts: MachineFacts) -> Iterator[Finding]:
     for one in facts.interfaces:
         gbit = one.bytes_per_second * 8 / 1e9
         speed = f"{gbit:g} Gbit/s" if gbit else "speed unknown"
@@ -206,7 +206,7 @@ def _interfaces(facts: Machine) -> Iterator[Finding]:
         )
 
 
-def _mpi(facts: Machine) -> Finding:
+def _mpi(facts: MachineFacts) -> Finding:
     parts = [f"mpi4py {facts.mpi.mpi4py}"] if facts.mpi.mpi4py else []
     parts += [facts.mpi.mpiexec] if facts.mpi.mpiexec else []
     if len(parts) == 2:
@@ -220,7 +220,7 @@ def _mpi(facts: Machine) -> Finding:
     )
 
 
-def _compiler(facts: Machine) -> Finding:
+def _compiler(facts: MachineFacts) -> Finding:
     if facts.compiler:
         return Finding("C++ compiler", "ok", f"{facts.compiler.path}: {facts.compiler.version}")
     return Finding(

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline._core.keyed_random import mixed
+from paceline._core.keyed_random import keyed_hash
 from paceline.errors import UsageError
 from paceline.tools.models.corpus import Tokens
 from paceline.tools.models.gpt import loss
@@ -49,7 +49,7 @@ def window_starts(numbers: NDArray[np.uint64], seed: int, places: int) -> NDArra
 
     Each start is a function of (seed, number) alone.
     """
-    drawn = mixed(numbers, seed * 0xD1342543DE82EF95 + 1)
+    drawn = keyed_hash(numbers, seed * 0xD1342543DE82EF95 + 1)
     return (drawn % np.uint64(places)).astype(np.int64)
 
 

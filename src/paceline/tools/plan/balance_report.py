@@ -10,9 +10,9 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.sampling.block_dispatch import Dealing
-from paceline.data.sampling.rank_shares import Shares, Turns
-from paceline.data.sampling.uneven_policies import Policy, Portions
+from paceline.data.sampling.block_dispatch import BlockDispatch
+from paceline.data.sampling.rank_shares import RankShares, TurnOrder
+from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 from paceline.errors import UnevenData, UsageError
 
 __all__ = ["Balance", "Outcome", "is_even", "safe_batch_sizes", "safe_blocks"]
@@ -64,7 +64,7 @@ class Balance:
         drop_last: whether a loader without a policy leaves out the short last batch.
     """
 
-    dealing: Dealing
+    dealing: BlockDispatch
     batch_size: int
     drop_last: bool = False
 
@@ -94,11 +94,11 @@ class Balance:
         """Whether ranks that each loop over their own batches end up waiting for one another."""
         return min(self.batches) < max(self.batches)
 
-    def outcome(self, policy: Policy) -> Outcome:
+    def outcome(self, policy: UnevenPolicy) -> Outcome:
         """Return what an epoch is like under `policy`; every sample weighs the same."""
         counts = self.dealing.counts
         try:
-            portions = Portions(counts, self.batch_size, policy)
+            portions = RankPortions(counts, self.batch_size, policy)
         except (UnevenData, UsageError) as error:
             return Outcome(policy, None, refused=str(error).partition("\n")[0])
         served = [portions.bounds(rank, portions.steps - 1)[1] for rank in range(len(counts))]
@@ -130,7 +130,7 @@ class Balance:
     @cached_property
     def outcomes(self) -> list[Outcome]:
         """Every policy's outcome, that of none first."""
-        return [self.without_policy, *(self.outcome(policy) for policy in get_args(Policy))]
+        return [self.without_policy, *(self.outcome(policy) for policy in get_args(UnevenPolicy))]
 
 
 def moved(weights: Sequence[int], counts: Sequence[int]) -> float:
@@ -149,7 +149,7 @@ def is_even(counts: Iterable[int], batch_size: int, *, drop_last: bool = False) 
 
 
 def safe_blocks(
-    samples: int, shares: Shares, batch_size: int, largest: int, *, drop_last: bool = False
+    samples: int, shares: RankShares, batch_size: int, largest: int, *, drop_last: bool = False
 ) -> list[int]:
     """Return the block sizes, dealt in turns, for which all ranks have the same number of batches.
 
@@ -158,7 +158,7 @@ def safe_blocks(
         batch_size, drop_last: how it is cut.
         largest: the largest block to look at.
     """
-    turns = Turns.of(shares)
+    turns = TurnOrder.of(shares)
     found = np.arange(1, largest + 1, dtype=np.int64)
     expected = None
     for rank in _telling(shares):
@@ -170,7 +170,7 @@ def safe_blocks(
     return found.tolist()
 
 
-def _telling(shares: Shares) -> list[int]:
+def _telling(shares: RankShares) -> list[int]:
     """Return the ranks to look at, those that differ most first.
 
     Of equal shares the first and the last tell all: no rank has more than the one before it.
@@ -181,7 +181,7 @@ def _telling(shares: Shares) -> list[int]:
     return [by_part[0], by_part[-1], *by_part[1:-1]]
 
 
-def _counts_in_turns(turns: Turns, rank: int, samples: int, sizes: Numbers) -> Numbers:
+def _counts_in_turns(turns: TurnOrder, rank: int, samples: int, sizes: Numbers) -> Numbers:
     """Return how many samples `rank` gets for each of the block `sizes`."""
     blocks = -(-samples // sizes)
     short = np.where(turns.owners[(blocks - 1) % turns.period] == rank, blocks * sizes - samples, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.data.sampling.block_dispatch import Dealing, Scheme, deal
-from paceline.data.sampling.rank_shares import Shares
+from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme, dispatch_blocks
+from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import check_cut
 from paceline.errors import UsageError
 from paceline.tools.plan.balance_report import Balance, is_even, safe_batch_sizes, safe_blocks
@@ -29,7 +29,7 @@ class Asked:
 
     Attributes:
         samples: to be dealt, 1 or more.
-        shares, scheme, seed: as in `Dealing`.
+        shares, scheme, seed: as in `BlockDispatch`.
         blocks, batch_sizes: every one of the first with every one of the second.
         drop_last: whether a loader without a policy leaves out the short last batch.
         draws: at random, beside the closed forms; None: 400, fewer for more than 500 ranks.
@@ -39,7 +39,7 @@ class Asked:
     """
 
     samples: int
-    shares: Shares
+    shares: RankShares
     scheme: Scheme = "round_robin"
     seed: int = 0
     blocks: tuple[int, ...] = (1,)
@@ -57,10 +57,10 @@ class Asked:
         for block in self.blocks:
             self.dealing(block)
 
-    def dealing(self, block: int) -> Dealing:
+    def dealing(self, block: int) -> BlockDispatch:
         """Return who gets what in blocks of `block`."""
         shares = self.shares
-        return deal(
+        return dispatch_blocks(
             self.samples, shares.ranks, block=block, scheme=self.scheme, shares=shares, seed=self.seed
         )
 
@@ -101,7 +101,7 @@ class Imbalance:
     random: Spread
 
     @classmethod
-    def of(cls, dealing: Dealing, draws: int) -> Imbalance:
+    def of(cls, dealing: BlockDispatch, draws: int) -> Imbalance:
         """Return the imbalance of `dealing`, and of its blocks dealt otherwise."""
         return cls(
             largest_above(dealing.counts, dealing.shares),

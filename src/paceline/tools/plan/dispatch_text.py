@@ -8,7 +8,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import get_args
 
-from paceline.data.sampling.uneven_policies import Policy
+from paceline.data.sampling.uneven_policies import UnevenPolicy
 from paceline.tools.plan.balance_report import Balance, Outcome
 
 __all__ = ["in_short", "of_bias", "of_loop", "of_outcome", "of_safe", "percent", "ranges"]
@@ -103,7 +103,7 @@ def of_bias(found: Sequence[tuple[str, Outcome]], samples: int) -> list[str]:
         samples: of all ranks.
     """
     told = []
-    for policy in get_args(Policy):
+    for policy in get_args(UnevenPolicy):
         amount, place, worst = max(
             ((each.dropped + each.repeated, place, each) for place, each in found if each.policy == policy),
             key=itemgetter(0),

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from paceline._core.keyed_random import key_of
-from paceline.data.sampling.block_dispatch import Dealing, draw_counts
-from paceline.data.sampling.rank_shares import Shares
+from paceline._core.keyed_random import derive_key
+from paceline.data.sampling.block_dispatch import BlockDispatch, draw_counts
+from paceline.data.sampling.rank_shares import RankShares
 
 __all__ = [
     "Spread",
@@ -63,7 +63,7 @@ def share_deviation(share: float, samples: int, block: int) -> float:
     return math.sqrt(share * (1 - share) * block / samples)
 
 
-def bound_in_turns(shares: Shares, samples: int, block: int) -> float:
+def bound_in_turns(shares: RankShares, samples: int, block: int) -> float:
     """Return what the largest amount above its share stays below where blocks are dealt in turns.
 
     No rank is a whole block above its share, which for the smallest one is the largest part of it.
@@ -71,7 +71,7 @@ def bound_in_turns(shares: Shares, samples: int, block: int) -> float:
     return block * shares.whole / (min(part for part in shares.parts if part) * samples)
 
 
-def spread_of(dealing: Dealing, draws: int = DRAWS) -> Spread:
+def spread_of(dealing: BlockDispatch, draws: int = DRAWS) -> Spread:
     """Return the spread of `dealing`, whatever its seed: over all draws that there could be.
 
     Args:
@@ -83,7 +83,7 @@ def spread_of(dealing: Dealing, draws: int = DRAWS) -> Spread:
         return Spread(expected=most, unlikely=most)
     found = [
         largest_above(
-            draw_counts(dealing.blocks, dealing.shares, key_of(number, dealing.block, 4)), dealing.shares
+            draw_counts(dealing.blocks, dealing.shares, derive_key(number, dealing.block, 4)), dealing.shares
         )
         for number in range(draws)
     ]
@@ -96,14 +96,14 @@ def spread_of(dealing: Dealing, draws: int = DRAWS) -> Spread:
     )
 
 
-def largest_above(amounts: Sequence[int], shares: Shares) -> float:
+def largest_above(amounts: Sequence[int], shares: RankShares) -> float:
     """Return by how much the largest of the ranks' `amounts` is above its share, as a fraction of that share."""
     whole, parts = sum(amounts), shares.whole
     pairs = zip(amounts, shares.parts, strict=True)
     return max((amount * parts - part * whole) / (part * whole) for amount, part in pairs if part)
 
 
-def expected_largest(shares: Shares, blocks: int) -> float:
+def expected_largest(shares: RankShares, blocks: int) -> float:
     """Return by how much the largest amount is above its share on average, as a fraction of that share.
 
     Multinomial counts are independent Poisson ones given their sum. To keep the sum takes the same fraction
@@ -122,7 +122,7 @@ def expected_largest(shares: Shares, blocks: int) -> float:
     return low + step * math.fsum(passed(low + (number + 0.5) * step) for number in range(STEPS))
 
 
-def unlikely_largest(shares: Shares, blocks: int, chance: float = UNLIKELY) -> float:
+def unlikely_largest(shares: RankShares, blocks: int, chance: float = UNLIKELY) -> float:
     """Return what the largest amount above its share passes with `chance`: the sum of all ranks' chances."""
     ranks_of_share = Counter(share for share in shares if 0 < share < 1)
     if not ranks_of_share:

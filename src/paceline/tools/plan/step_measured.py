@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cost_model.json_fields import Fields, read_result
-from paceline.cost_model.prediction_error import Accuracy, Checked
-from paceline.cost_model.step_strategy import STRATEGIES, Way
+from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
+from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy
 from paceline.cost_model.step_time import StepTime
 from paceline.errors import UsageError
 
@@ -26,7 +26,7 @@ class MeasuredStep:
 
     model: str
     ranks: int
-    way: Way
+    way: StepStrategy
     forward: float
     backward: float
     exposed: float
@@ -52,7 +52,9 @@ def load_measured(path: str | Path) -> list[MeasuredStep]:
     return found
 
 
-def ways_measured(measured: Iterable[MeasuredStep], model: str, ranks: int) -> dict[Way, MeasuredStep]:
+def ways_measured(
+    measured: Iterable[MeasuredStep], model: str, ranks: int
+) -> dict[StepStrategy, MeasuredStep]:
     """Return the measured steps of one model and number of ranks, by way.
 
     Raises:
@@ -69,22 +71,23 @@ def ways_measured(measured: Iterable[MeasuredStep], model: str, ranks: int) -> d
 
 
 def beside(
-    times: Iterable[StepTime], measured: dict[Way, MeasuredStep]
+    times: Iterable[StepTime], measured: dict[StepStrategy, MeasuredStep]
 ) -> list[tuple[StepTime, MeasuredStep]]:
     """Return the predicted steps that were measured too, each with its measurement."""
     return [(time, measured[time.way]) for time in times if time.way in measured]
 
 
-def accuracy_of(pairs: Iterable[tuple[StepTime, MeasuredStep]], ranks: int) -> Accuracy | None:
+def accuracy_of(pairs: Iterable[tuple[StepTime, MeasuredStep]], ranks: int) -> PredictionError | None:
     """Return how far predictions were from what was measured; None if there is nothing to compare."""
-    return Accuracy.of(
-        Checked(round(time.nbytes), ranks, measured.seconds, time.seconds) for time, measured in pairs
+    return PredictionError.of(
+        CheckedPrediction(round(time.nbytes), ranks, measured.seconds, time.seconds)
+        for time, measured in pairs
     )
 
 
-def _way(row: Fields) -> Way | None:
+def _way(row: Fields) -> StepStrategy | None:
     """Return the way of a row; None if steps of it are not predicted."""
     strategy, size = row.text("strategy"), row.size_or_none("bucket_mib")
     if strategy not in STRATEGIES or size == 0:
         return None
-    return Way(strategy, None if strategy in _NO_SIZE else size)
+    return StepStrategy(strategy, None if strategy in _NO_SIZE else size)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from paceline._core.units import MIB
 from paceline.cost_model.profile import Profile
-from paceline.cost_model.step_costs import StepCosts, pick
-from paceline.cost_model.step_strategy import Way, usual_ways
-from paceline.cost_model.step_time import StepTime, predict, predict_all
+from paceline.cost_model.step_costs import StepCosts, pick_step_costs
+from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
+from paceline.cost_model.step_time import StepTime, predict_step, predict_steps
 from paceline.errors import UsageError
 from paceline.tools.plan.slow_network import EFFECTS, advise, nbytes_of
 
@@ -53,7 +53,7 @@ class Point:
     """
 
     ranks: int
-    way: Way | None
+    way: StepStrategy | None
     seconds: float
     low: float
     high: float
@@ -94,12 +94,12 @@ class StepAdvice:
     remedies: tuple[Remedy, ...]
 
 
-def ways_for(costs: StepCosts, strategies: Sequence[str], *, torchs: bool = True) -> list[Way]:
+def ways_for(costs: StepCosts, strategies: Sequence[str], *, torchs: bool = True) -> list[StepStrategy]:
     """Return the ways to try: these strategies, those with buckets at usual sizes, and torch DDP's default."""
     whole = costs.step.nbytes / MIB
     sizes = [*(size for size in _SIZES_MIB if size < whole), math.inf]
-    ways = [way for way in usual_ways(sizes, torchs=False) if way.strategy in strategies]
-    return [*ways, Way("ddp")] if torchs and costs.torchs is not None else ways
+    ways = [way for way in usual_strategies(sizes, torchs=False) if way.strategy in strategies]
+    return [*ways, StepStrategy("ddp")] if torchs and costs.torchs is not None else ways
 
 
 def advise_step(
@@ -120,7 +120,7 @@ def advise_step(
         ranks: numbers of ranks, 1 or more; the largest is what the advice is for, 2 or more.
         batch: of a rank. Computing is taken to grow with the micro-batch, from the nearest that was measured.
         strategies: that memory allows; names of `paceline.cost_model.step_strategy.STRATEGIES`.
-        model, shape, backend, network: as for `paceline.cost_model.step_costs.pick`.
+        model, shape, backend, network: as for `paceline.cost_model.step_costs.pick_step_costs`.
 
     Raises:
         UsageError: nothing of it was measured, or a number makes no sense.
@@ -143,7 +143,7 @@ def advise_step(
     ways = ways_for(target, strategies)
     return StepAdvice(
         best,
-        next((predict(target, way) for way in ways if way.default_ddp), None),
+        next((predict_step(target, way) for way in ways if way.default_ddp), None),
         tuple(_points(numbers, costs_of, best_of, batch)),
         max(shares, key=shares.__getitem__),
         shares,
@@ -162,7 +162,7 @@ def pick_nearest(
     network: str | None = None,
 ) -> StepCosts:
     """Return what a profile knows of the batch nearest to a micro-batch; else as
-    `paceline.cost_model.step_costs.pick`."""
+    `paceline.cost_model.step_costs.pick_step_costs`."""
     asked = ((model, "model"), (shape, "shape"), (backend, "backend"))
     batches = [
         each.batch
@@ -170,7 +170,9 @@ def pick_nearest(
         if all(value in (None, getattr(each, name)) for value, name in asked)
     ]
     nearest = min(batches, key=lambda batch: abs(math.log(batch / micro)), default=None)
-    return pick(profile, model, ranks=ranks, backend=backend, network=network, batch=nearest, shape=shape)
+    return pick_step_costs(
+        profile, model, ranks=ranks, backend=backend, network=network, batch=nearest, shape=shape
+    )
 
 
 def _computing(costs: StepCosts, micro: int = 0, factor: float = 1.0) -> StepCosts:
@@ -203,7 +205,7 @@ def _best(costs: StepCosts, strategies: Sequence[str]) -> StepTime:
     ways = ways_for(costs, strategies, torchs=False)
     if not ways:
         raise UsageError(f"strategies {list(strategies)}", remedy="give one or more that have a prediction")
-    times = predict_all(costs, ways)
+    times = predict_steps(costs, ways)
     least = min(time.seconds for time in times)
     good = [time for time in times if time.seconds <= _HARDLY * least]
     usual = [time for time in good if time.way.strategy == "bucketed" and time.way.caps == 25 * MIB]
@@ -236,7 +238,7 @@ def _points(
         seconds = extra + time.seconds
         low, high = extra * (1 - spread) + time.low, extra * (1 + spread) + time.high
         rate = number * batch.samples / seconds
-        cheap, dear = (extra + predict(costs, time.way, calls=by).seconds for by in (1 / error, error))
+        cheap, dear = (extra + predict_step(costs, time.way, calls=by).seconds for by in (1 / error, error))
         points.append(
             Point(
                 *(number, time.way, seconds, low, high, rate),
@@ -266,11 +268,11 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
 
     faster, larger = _computing(costs, factor=0.5), _computing(costs, micro=2 * costs.step.batch)
     found = [
-        times("a network twice as fast", predict(costs, best.way, calls=0.5).seconds + extra),
-        times("processors twice as fast", predict(faster, best.way).seconds + _extra(faster, batch)),
+        times("a network twice as fast", predict_step(costs, best.way, calls=0.5).seconds + extra),
+        times("processors twice as fast", predict_step(faster, best.way).seconds + _extra(faster, batch)),
         times(
             "a micro-batch twice as large",
-            predict(larger, best.way).seconds + _extra(larger, batch),
+            predict_step(larger, best.way).seconds + _extra(larger, batch),
             work=2.0,
             cost="fewer updates for the same data, and more memory",
         ),
@@ -285,7 +287,7 @@ def _remedies(costs: StepCosts, best: StepTime, batch: Batch, strategies: Sequen
         sharded = _best(costs, ["sharded"])
         found.append(times("sharding the optimizer", sharded.seconds + extra))
     if best.way.strategy in ("bucketed", "sharded"):
-        squeezed = predict(costs, Way(best.way.strategy, best.way.bucket_mib, "int8"))
+        squeezed = predict_step(costs, StepStrategy(best.way.strategy, best.way.bucket_mib, "int8"))
         found.append(
             times(
                 'compression="int8"',

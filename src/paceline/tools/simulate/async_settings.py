@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import NormalDist
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.async_dp.hub.hub_rules import HubRules
-from paceline.async_dp.worker.selection_policy import Policy
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.errors import UsageError
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.transport.transport_interface import Envelope
 
 __all__ = ["AsyncPlan", "Churn", "Machine", "Schedule", "Spoil", "churned", "jittered", "paces"]
@@ -40,7 +40,7 @@ def jittered(jitter: float, key: int, step: int) -> float:
     """
     if not jitter:
         return 1.0
-    drawn = key_of(step, after=key) / 2**64
+    drawn = derive_key(step, after=key) / 2**64
     return max(0.1, 1 + jitter * _SPREAD * (drawn - 0.5))
 
 
@@ -101,9 +101,9 @@ class AsyncPlan:
     machines: Sequence[Machine]
     seconds: float = math.inf
     steps: int | None = None
-    cadence: Cadence = field(default_factory=lambda: Cadence(10, 1, 5))
+    cadence: SyncSchedule = field(default_factory=lambda: SyncSchedule(10, 1, 5))
     rules: HubRules = field(default_factory=HubRules)
-    policy: Policy = field(default_factory=Policy)
+    policy: SelectionPolicy = field(default_factory=SelectionPolicy)
     compression: str | None = "int4"
     stagger: bool = True
     alike: bool = True
@@ -215,9 +215,9 @@ def churned(share: float, workers: int, seconds: float, seed: int = 0) -> list[C
     away: set[int] = set()
     turns: list[Churn] = []
     for number in range(1, _PARTS - 2):
-        here = sorted(set(range(workers)) - away, key=lambda worker: key_of(seed, 6, number, worker))
+        here = sorted(set(range(workers)) - away, key=lambda worker: derive_key(seed, 6, number, worker))
         away = set(here[: min(many, len(here) - 1)])
         for worker in sorted(away):
-            at = part * (number + key_of(seed, 7, number, worker) / 2**64)
+            at = part * (number + derive_key(seed, 7, number, worker) / 2**64)
             turns += [Churn(at, worker, False), Churn(at + part, worker, True)]
     return turns

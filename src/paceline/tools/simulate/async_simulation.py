@@ -19,8 +19,8 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from paceline.async_dp.hub.hub import Hub
-from paceline.async_dp.protocol.message_assembly import cut
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_rows import Point
@@ -93,7 +93,9 @@ class Simulation:
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
         self._judge = task.learner(0, 1)
         self._initial_loss = self._judge.score()
-        self.layout = Layout.of(self._judge.module, plan.cadence.fragments, Compression.of(plan.compression))
+        self.layout = ParameterLayout.of(
+            self._judge.module, plan.cadence.fragments, Compression.of(plan.compression)
+        )
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
         self.network = Network(self.clock, plan.spoil, scale)
         self._hub: Hub | None = None
@@ -130,7 +132,7 @@ class Simulation:
             return
         hub.receive(envelope, now)
         for message in hub.settle(now):
-            for out in cut(message, _RUN, self._sequence):
+            for out in split_message(message, _RUN, self._sequence):
                 self._sequence += 1
                 self._exchange.send(out)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.simulate.async_rows import Point, Row
 from paceline.tools.simulate.async_settings import AsyncPlan
 from paceline.tools.simulate.async_simulation import AsyncResult, simulate
@@ -22,7 +22,7 @@ _Tick = Callable[[Point], object]
 
 def sweep(
     plan: AsyncPlan,
-    cadences: Sequence[Cadence],
+    cadences: Sequence[SyncSchedule],
     task: Task,
     *,
     beside: bool = True,
@@ -79,7 +79,7 @@ def _lockstep_row(plan: AsyncPlan, task: Task, initial: float, tick: _Tick) -> R
     )
 
 
-def _star_row(cadence: Cadence, found: AsyncResult, workers: int, initial: float) -> Row:
+def _star_row(cadence: SyncSchedule, found: AsyncResult, workers: int, initial: float) -> Row:
     counts: Counter[str] = Counter()
     for each in found.counts:
         counts.update(each)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import decode, encode
 from paceline.transport.transport_interface import Envelope
@@ -38,16 +38,16 @@ class Spoiling:
             raise UsageError(
                 f"{share!r} of all messages spoilt", remedy="give a share from 0 to below 1, or 1%"
             )
-        self._share, self._key, self._seen = share, key_of(seed, 5), 0
+        self._share, self._key, self._seen = share, derive_key(seed, 5), 0
         self.counts: Counter[str] = Counter()
 
     def __call__(self, envelope: Envelope) -> list[tuple[float, Envelope]]:
         """Return what arrives in the envelope's place, each so many seconds later."""
         self._seen += 1
-        drawn = key_of(self._seen, after=self._key)
+        drawn = derive_key(self._seen, after=self._key)
         if (drawn >> 11) / 2**53 >= self._share:
             return [(0.0, envelope)]
-        drawn = key_of(1, after=drawn)
+        drawn = derive_key(1, after=drawn)
         way = _WAYS[drawn % len(_WAYS)]
         self.counts[way] += 1
         later = _MOST_LATE_SECONDS * (drawn >> 32) / 2**32

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import loss as loss_of
@@ -95,7 +95,7 @@ class LinearTask:
         self, width: int = 16, lr: float = 0.05, noise: float = 0.1, seed: int = 0, steepness: float = 1.0
     ) -> None:
         self.lr, self.seed = lr, seed
-        drawn = np.random.default_rng(key_of(seed, 1))
+        drawn = np.random.default_rng(derive_key(seed, 1))
         self.truth = drawn.standard_normal((width // 2, width), dtype=np.float32)
         scales = np.geomspace(1.0, steepness**-0.5, width, dtype=np.float32)
         inputs = scales * drawn.standard_normal((_BATCHES, _BATCH, width), dtype=np.float32)
@@ -123,14 +123,14 @@ class Linear:
     def __init__(self, task: LinearTask, worker: int, alike: bool, lr: float | None) -> None:
         self._task, self._lr = task, task.lr if lr is None else lr
         self.module = nn.Linear(task.truth.shape[1], task.truth.shape[0], bias=False)
-        drawn = np.random.default_rng(key_of(task.seed, 2, 0 if alike else worker + 1))
+        drawn = np.random.default_rng(derive_key(task.seed, 2, 0 if alike else worker + 1))
         with torch.no_grad():
             self.module.weight.copy_(torch.from_numpy(0.1 * drawn.standard_normal(task.truth.shape)).float())
         self._weight = (
             self.module.weight.detach().numpy()
         )  # the same memory; numpy is quicker on so few numbers
         self._scratch = np.empty_like(self._weight)
-        self._first = key_of(task.seed, 3, worker) % _BATCHES
+        self._first = derive_key(task.seed, 3, worker) % _BATCHES
 
     def steps(self, number: int, count: int, lr: float) -> float:
         weight, scratch, add = self._weight, self._scratch, np.add
@@ -197,7 +197,7 @@ class _GPTLearner:
     def __init__(self, task: GPTTask, worker: int, workers: int, alike: bool, lr: float | None) -> None:
         self._task, self._lr = task, task.lr if lr is None else lr
         state = torch.get_rng_state()
-        torch.manual_seed(key_of(task.seed, 0 if alike else worker + 1) % 2**31)
+        torch.manual_seed(derive_key(task.seed, 0 if alike else worker + 1) % 2**31)
         self.module = GPT(task.size)
         torch.set_rng_state(state)
         self.params: Sequence[Tensor] = list(self.module.parameters())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from xxhash import xxh3_64_hexdigest
 
-from paceline._core.keyed_random import key_of
+from paceline._core.keyed_random import derive_key
 from paceline.errors import UsageError
 from paceline.tools.plan.slow_network import BACKWARD_SHARE
 from paceline.tools.simulate.async_rows import Point
@@ -120,7 +120,7 @@ class _Lockstep:
     def __init__(self, plan: LockstepPlan, task: Task, tick: Callable[[Point], object]) -> None:
         self._plan, self._tick = plan, tick
         workers = len(plan.machines)
-        self._keys = [key_of(plan.seed, worker + 1) for worker in range(workers)]
+        self._keys = [derive_key(plan.seed, worker + 1) for worker in range(workers)]
         members = plan.members or workers
         self._learners = [task.learner(worker, members) for worker in range(workers)]
         self._params = [list(each.module.parameters()) for each in self._learners]

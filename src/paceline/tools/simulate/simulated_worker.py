@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from paceline._core.keyed_random import key_of
-from paceline.async_dp.protocol.message_assembly import cut
-from paceline.async_dp.protocol.update_codec import Packing
+from paceline._core.keyed_random import derive_key
+from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
-from paceline.async_dp.worker.async_worker import Worker
-from paceline.async_dp.worker.fragment_replica import Side
-from paceline.async_dp.worker.hub_session import Spoke
+from paceline.async_dp.worker.async_worker import AsyncWorker
+from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_settings import jittered
 from paceline.transport.transport_interface import Envelope
@@ -52,7 +52,7 @@ class Node:
         self._machine = machine = plan.machines[index]
         self.learner = simulation.task.learner(index, len(plan.machines), alike=plan.alike, lr=machine.lr)
         self._lr = machine.lr if machine.lr is not None else simulation.task.lr
-        self._key = key_of(plan.seed, self.number)
+        self._key = derive_key(plan.seed, self.number)
         self.made, self.alive = 0, False
         self.link = Link(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
@@ -61,18 +61,18 @@ class Node:
         self._alarms: list[float] = []  # when it is to be woken, the next one last
         self.spoke, self.worker = self._born()
 
-    def _born(self) -> tuple[Spoke, Worker]:
+    def _born(self) -> tuple[HubSession, AsyncWorker]:
         """Return what talks and decides for this worker, from the beginning of a life."""
         plan, layout = self._plan, self._simulation.layout
         compression, module = Compression.of(plan.compression), self.learner.module
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         sides = [
-            Side(fragment, tensors, Packing.with_compression(fragment, compression))
+            FragmentReplica(fragment, tensors, UpdateCodec.with_compression(fragment, compression))
             for fragment in layout.fragments
         ]
         self._life += 1
         sessions = iter(range(self._life * _SESSIONS_OF_A_LIFE, 2**53))
-        spoke = Spoke(
+        spoke = HubSession(
             self.number,
             f"worker{self.number}",
             layout,
@@ -82,7 +82,7 @@ class Node:
             new_session=lambda: next(sessions),
         )
         spoke.beat_seconds = plan.rules.silent_after / 3
-        worker = Worker(
+        worker = AsyncWorker(
             sides,
             [spoke],
             plan.cadence,
@@ -178,7 +178,7 @@ class Node:
             return
         spoke, now = self.spoke, self._clock.now
         for message in spoke.pump(now):
-            for envelope in cut(message, spoke.terms.run, spoke.sequence, spoke.session):
+            for envelope in split_message(message, spoke.terms.run, spoke.sequence, spoke.session):
                 spoke.sequence += 1
                 if not self._exchange.send(envelope):
                     spoke.lost(now)

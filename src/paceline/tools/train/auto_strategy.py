@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from paceline._core.units import format_decimal, format_seconds
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import loss as loss_of
 from paceline.tools.models.gpt_sizes import Size
@@ -74,7 +74,7 @@ def choose(settings: Settings, size: Size, batches: Batches, world: World) -> Ch
     if world.size == 1:
         alone = settings_for(None, settings)
         return Choice(alone, ("--sync auto: there is one rank, nothing is sent",), {"chosen": alone.told})
-    rate = measure_rate(Wire(), torch.device(world.device))
+    rate = measure_rate(Comm(), torch.device(world.device))
     step = max(_everybodys(measure_step(settings, size, batches, torch.device(world.device))))
     advice = advise(size.parameters(), world.size, rate, step, layers=layers_of_gpt(size.layers))
     return _choice(advice, settings)
@@ -128,7 +128,7 @@ def _as_begun(settings: Settings, world: World) -> Settings | None:
 # ---------------------------------------------------------------------- measuring
 
 
-def measure_rate(wire: Wire, device: torch.device) -> float:
+def measure_rate(wire: Comm, device: torch.device) -> float:
     """Return how many bytes a second a rank sends to the others together, while all do; all ranks call this."""
     device = device if wire.orders_itself else torch.device("cpu")
     tag = wire.reserve_tags(1)
@@ -144,7 +144,7 @@ def measure_rate(wire: Wire, device: torch.device) -> float:
     return (wire.size - 1) * row / statistics.median(times)
 
 
-def _swap(wire: Wire, nbytes: int, device: torch.device, tag: int) -> float:
+def _swap(wire: Comm, nbytes: int, device: torch.device, tag: int) -> float:
     """Send `nbytes` to every other rank, and receive as many; return the slowest rank's seconds."""
     rows = torch.zeros(wire.size, nbytes, dtype=torch.uint8, device=device)
     into = torch.empty_like(rows)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.local_sgd.outer_optimizers import Nesterov, SlowMomentum
-from paceline.parallel.local_sgd.sync_schedule import Cadence
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ class Apart:
     def __post_init__(self) -> None:
         if self.outer not in OUTERS:
             raise unknown("outer", self.outer, OUTERS)
-        _ = Cadence(self.every, self.fragments, self.delay)
+        _ = SyncSchedule(self.every, self.fragments, self.delay)
         if type(self.warmup) is not int or self.warmup < 0:
             raise UsageError(f"warmup_outer={self.warmup!r}, must be a whole number of 0 or more")
         if self.outer == "average":

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.models.corpus import Corpus
@@ -54,7 +54,7 @@ def to_resume(settings: Settings, size: Size, corpus: Corpus) -> int | None:
 
 def begun_with(settings: Settings) -> dict[str, Any] | None:
     """Return the settings of the run that is resumed, as its newest checkpoint tells; None: there is none."""
-    if settings.existing != "resume" or not Folder(RunFolder(settings.out).checkpoint).complete():
+    if settings.existing != "resume" or not CheckpointFolder(RunFolder(settings.out).checkpoint).complete():
         return None
     saved = _newest(RunFolder(settings.out).checkpoint)[1].facts.get("settings")
     return saved if isinstance(saved, dict) else None
@@ -62,7 +62,7 @@ def begun_with(settings: Settings) -> dict[str, Any] | None:
 
 def _newest(folder: Path) -> tuple[Path, Manifest]:
     """Return the newest checkpoint whose manifest is intact."""
-    for path in Folder(folder).complete():
+    for path in CheckpointFolder(folder).complete():
         try:
             return path, Manifest.read(path)
         except DamagedCheckpoint:  # passed over, and told of, when it is loaded

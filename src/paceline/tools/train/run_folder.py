@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_text
-from paceline.checkpoint.format.checkpoint_folder import Folder
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.errors import UsageError
 from paceline.tools.train.train_settings import Existing, Settings
 
@@ -53,7 +53,7 @@ class RunFolder:
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the checkpoints that are whole, the latest last."""
-        return Folder(self.checkpoint).complete()[::-1]
+        return CheckpointFolder(self.checkpoint).complete()[::-1]
 
     def prepare(self, existing: Existing) -> None:
         """Make the folder ready for a run; on rank 0, before anything else is written.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline._core.network_interfaces import counted
+from paceline._core.network_interfaces import read_interface_bytes
 from paceline._core.units import format_decimal
 
 __all__ = ["Traffic", "interface_nbytes", "would_be_nbytes"]
@@ -95,5 +95,5 @@ def interface_nbytes(table: str | None = None) -> tuple[int, int] | None:
             table = _TABLE.read_text(encoding="ascii")
         except OSError:
             return None
-    found = [traffic for name, traffic in counted(table).items() if name != _LOOPBACK]
+    found = [traffic for name, traffic in read_interface_bytes(table).items() if name != _LOOPBACK]
     return sum(each.sent for each in found), sum(each.received for each in found)

@@ -19,7 +19,7 @@ from paceline.tools.models import corpus as corpora
 from paceline.tools.train.resume_check import to_resume
 from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.train_settings import Settings
-from paceline.world import Place, read_environment
+from paceline.world import ProcessPlace, read_environment
 from paceline.world.device import choose_device
 
 __all__ = ["start"]
@@ -101,7 +101,7 @@ def _how_to_go_on(folder: RunFolder) -> str:
     return f" before the first checkpoint in {folder.path}\n  → start anew with --overwrite"
 
 
-def _join(settings: Settings, place: Place) -> None:
+def _join(settings: Settings, place: ProcessPlace) -> None:
     """Be the rank that a launcher started this process as."""
     if settings.ranks not in (None, place.size):
         raise UsageError(

@@ -17,8 +17,8 @@ import torch
 
 from paceline._core.units import format_bytes, format_count, format_seconds
 from paceline.errors import CollectiveError, PacelineError, UsageError, WorldError
-from paceline.health.watchdog import Watch
-from paceline.profiling.rank_timeline import Timeline
+from paceline.health.watchdog import Watchdog
+from paceline.profiling.rank_timeline import RankTimeline
 from paceline.profiling.run_facts import machine_facts, versions
 from paceline.tools.models.gpt import GPT
 from paceline.tools.train.run_folder import RunFolder
@@ -93,7 +93,7 @@ def _train(settings: Settings, world: World) -> None:
     job = build(settings, world)
     shown = world.rank == 0
     progress = Progress(settings.steps, first_step=job.step, shown=shown)
-    with Watch() as watch, Timeline(settings.out, job.model), progress:
+    with Watchdog() as watch, RankTimeline(settings.out, job.model), progress:
         _begin(job, progress)
         started = time.perf_counter()
         val_loss = train(job, progress, watch)

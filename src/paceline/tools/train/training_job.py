@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.checkpoint.api import Checkpoint
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
 from paceline.parallel.sharding.zero import ShardedOptimizer
-from paceline.profiling.step_metrics import Scalars
+from paceline.profiling.step_metrics import StepMetrics
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.corpus import Corpus
 from paceline.tools.models.gpt import GPT
@@ -68,7 +68,7 @@ class Job:
     keep: Checkpoint
     batches: Batches
     held_out: HeldOut
-    scalars: Scalars
+    scalars: StepMetrics
     loop: OuterLoop | None = None
     traffic: Traffic = field(default_factory=Traffic)
     choice: Choice | None = None
@@ -165,7 +165,7 @@ def build(settings: Settings, world: World) -> Job:
         keep,
         Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where),
         HeldOut(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
-        Scalars(folder.path),
+        StepMetrics(folder.path),
         loop,
         traffic,
         choice,
@@ -207,7 +207,7 @@ def held_out_loss(model: nn.Module, held_out: HeldOut, world: World) -> float:
 
     Every rank must call this; each sums over its own windows, and sums and counts are added up.
     """
-    with here.during("eval"):
+    with step_state.during("eval"):
         mine = torch.tensor(summed_loss(model, held_out, world.device), dtype=torch.float64)
         summed, count = sum_over_ranks(mine).tolist()
     return summed / count

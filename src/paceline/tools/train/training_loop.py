@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from paceline._core.step_state import here
+from paceline._core.step_state import step_state
 from paceline.errors import PacelineError
-from paceline.health.watchdog import Watch
+from paceline.health.watchdog import Watchdog
 from paceline.tools.models.gpt import loss as loss_of
 from paceline.tools.train.training_job import Job, cosine
 from paceline.tools.train.training_progress import Progress
@@ -51,7 +51,7 @@ class Taken:
     exposed_seconds: float
 
 
-def train(job: Job, progress: Progress, watch: Watch | None = None) -> float:
+def train(job: Job, progress: Progress, watch: Watchdog | None = None) -> float:
     """Train to the last step and return the final held-out loss in nats per token; every rank calls this.
 
     Args:
@@ -78,7 +78,7 @@ def train(job: Job, progress: Progress, watch: Watch | None = None) -> float:
 
 
 def _after_step(
-    job: Job, taken: Taken, val_loss: float, progress: Progress, watch: Watch | None, *, last: bool
+    job: Job, taken: Taken, val_loss: float, progress: Progress, watch: Watchdog | None, *, last: bool
 ) -> float:
     """Evaluate, log, show and save what is due after a step; return the latest held-out loss."""
     record: dict[str, Any] = {"step": job.step}
@@ -106,9 +106,9 @@ def take_step(job: Job) -> Taken:
 
     loss_sum, samples = torch.zeros((), device=job.world.device), 0
     for micro in range(micros):
-        here.enter("data")
+        step_state.enter("data")
         batch = job.batches.at(job.step, micro).to(job.world.device)
-        here.enter("outside")
+        step_state.enter("outside")
         loss = loss_of(model(batch.inputs), batch.targets)
         with model.accumulate() if micro < micros - 1 else nullcontext():
             model.backward(loss, samples=batch.samples)

@@ -15,7 +15,7 @@ from paceline.errors import DamagedEnvelope, EnvelopeError, UsageError
 from paceline.transport.envelope import HEAD_LIMIT_NBYTES, TAIL_NBYTES, encode_sealed, seal
 from paceline.transport.envelope_check import check_place, open_whole
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Carrier, Flight, Tag
+from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Carrier, PendingSend, Tag
 from paceline.transport.transport_interface import HUB, Envelope, payload_to_send
 
 __all__ = ["MpiExchange"]
@@ -50,10 +50,10 @@ class MpiExchange:
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
         self._carrier, self._frame_nbytes, self._queue = carrier, frame_nbytes, queue
-        self._out: Mapping[int, deque[tuple[Flight, bytes]]] = {
+        self._out: Mapping[int, deque[tuple[PendingSend, bytes]]] = {
             rank: deque() for rank in range(carrier.size) if rank != carrier.rank
         }
-        self._coming: dict[int, tuple[Flight, bytearray]] = {}
+        self._coming: dict[int, tuple[PendingSend, bytearray]] = {}
         self._woken = Event()
 
     def send(self, envelope: Envelope) -> bool:
@@ -157,7 +157,7 @@ class MpiExchange:
             came.append(envelope)
 
 
-def _settle(out: deque[tuple[Flight, bytes]]) -> None:
+def _settle(out: deque[tuple[PendingSend, bytes]]) -> None:
     """Let go of what has left."""
     while out and out[0][0].Test():
         out.popleft()

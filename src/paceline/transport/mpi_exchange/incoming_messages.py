@@ -28,8 +28,8 @@ from paceline.errors import (
 )
 from paceline.transport.envelope import check_payload, check_tail, decode, decode_head
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import Inbox, frames_of, message_checksum
-from paceline.transport.mpi_exchange.message_carrier import Arrival, Carrier, Flight, Tag
+from paceline.transport.message_frames import ReceiveLedger, frames_of, message_checksum
+from paceline.transport.mpi_exchange.message_carrier import Arrival, Carrier, PendingSend, Tag
 
 __all__ = ["Incoming"]
 
@@ -58,7 +58,13 @@ class Incoming:
     """
 
     def __init__(
-        self, carrier: Carrier, inbox: Inbox, source: int, round: int, place: memoryview, frame_nbytes: int
+        self,
+        carrier: Carrier,
+        inbox: ReceiveLedger,
+        source: int,
+        round: int,
+        place: memoryview,
+        frame_nbytes: int,
     ) -> None:
         self._carrier, self._inbox, self._round = carrier, inbox, round
         self._place = place
@@ -70,7 +76,7 @@ class Incoming:
         self._last, self._disorder = self._first - 1, ""
         self._expected, self._header, self._seal = Tag.HEAD, None, b""
         self._skipping = False
-        self._coming: deque[tuple[Flight, Tag, bytearray | memoryview]] = deque()
+        self._coming: deque[tuple[PendingSend, Tag, bytearray | memoryview]] = deque()
         self._placed: set[int] = set()  # frames whose place was given to a payload
         self.source, self.done = source, False
         self.problems: list[EnvelopeError] = []

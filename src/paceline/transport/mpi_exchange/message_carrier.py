@@ -9,7 +9,7 @@ from typing import Protocol
 
 from paceline.transport.envelope import Bytes
 
-__all__ = ["GIVEN_UP", "Arrival", "Carrier", "Flight", "Tag"]
+__all__ = ["GIVEN_UP", "Arrival", "Carrier", "PendingSend", "Tag"]
 
 GIVEN_UP: list[object] = []
 """Messages that were under way when somebody gave them up: MPI may still read and write their memory, so it stays."""
@@ -29,7 +29,7 @@ class Tag(IntEnum):
     """A whole envelope, of no round."""
 
 
-class Flight(Protocol):
+class PendingSend(Protocol):
     """A message under way, out or in."""
 
     def Test(self) -> bool:
@@ -48,7 +48,7 @@ class Arrival:
 
     tag: int
     nbytes: int
-    receive: Callable[[bytearray | memoryview], Flight]
+    receive: Callable[[bytearray | memoryview], PendingSend]
 
 
 class Carrier(Protocol):
@@ -59,7 +59,7 @@ class Carrier(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, buffer: Bytes, target: int, tag: Tag) -> Flight:
+    def send(self, buffer: Bytes, target: int, tag: Tag) -> PendingSend:
         """Start sending; the buffer must stay as it is until the flight has ended."""
         ...
 

@@ -9,7 +9,7 @@ from paceline.transport.envelope import Bytes, encode, seal
 from paceline.transport.envelope_faults import Message, messages_of, order_of
 from paceline.transport.envelope_header import Header
 from paceline.transport.message_frames import frames_of, message_checksum
-from paceline.transport.mpi_exchange.message_carrier import Carrier, Flight, Tag
+from paceline.transport.mpi_exchange.message_carrier import Carrier, PendingSend, Tag
 
 __all__ = ["Outgoing"]
 
@@ -41,7 +41,7 @@ class Outgoing:
         self._frames = frames_of(self._data.nbytes, frame_nbytes)
         self._order = deque(order_of(fault, len(self._frames)))
         self._waiting: deque[Message] = deque()
-        self._flights: list[tuple[Flight, Bytes]] = []
+        self._flights: list[tuple[PendingSend, Bytes]] = []
         self._checksum_of_frame: dict[int, int] = {}
         self._first, self._closed = header.sequence, False
         self.source, self.target = header.source, header.target

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline._core.backoff import Idle
+from paceline._core.backoff import Backoff
 from paceline.errors import EnvelopeError, MissingEnvelope
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Carrier, Flight, Tag
+from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Carrier, PendingSend, Tag
 
-__all__ = ["Problem", "Verdict", "agree"]
+__all__ = ["ExchangeAgreement", "Problem", "agree"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ExchangeAgreement:
     """What a rank tells the others at the end of a round.
 
     Attributes:
@@ -59,13 +59,13 @@ class Verdict:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray) -> Verdict:
+    def unpacked(cls, data: bytes | bytearray) -> ExchangeAgreement:
         """Return what `packed` packed."""
         told = json.loads(data)
         return cls(told["rank"], tuple(Problem(**each) for each in told["problems"]), told["facts"])
 
 
-def agree(carrier: Carrier, mine: Verdict, timeout: float) -> list[Verdict]:
+def agree(carrier: Carrier, mine: ExchangeAgreement, timeout: float) -> list[ExchangeAgreement]:
     """Return the verdicts of all ranks, by rank; every rank gets the same.
 
     Raises:
@@ -74,9 +74,9 @@ def agree(carrier: Carrier, mine: Verdict, timeout: float) -> list[Verdict]:
     others = [rank for rank in range(carrier.size) if rank != carrier.rank]
     packed = mine.packed()
     sends = {rank: carrier.send(packed, rank, Tag.VERDICT) for rank in others}
-    found: dict[int, Verdict] = {carrier.rank: mine}
-    arriving: dict[int, tuple[Flight, bytearray]] = {}
-    idle, deadline = Idle(), time.monotonic() + timeout
+    found: dict[int, ExchangeAgreement] = {carrier.rank: mine}
+    arriving: dict[int, tuple[PendingSend, bytearray]] = {}
+    idle, deadline = Backoff(), time.monotonic() + timeout
     while len(found) < carrier.size or sends:
         before = len(found), len(arriving), len(sends)
         sends = {rank: flight for rank, flight in sends.items() if not flight.Test()}
@@ -93,7 +93,10 @@ def agree(carrier: Carrier, mine: Verdict, timeout: float) -> list[Verdict]:
 
 
 def _look_for(
-    rank: int, carrier: Carrier, arriving: dict[int, tuple[Flight, bytearray]], found: dict[int, Verdict]
+    rank: int,
+    carrier: Carrier,
+    arriving: dict[int, tuple[PendingSend, bytearray]],
+    found: dict[int, ExchangeAgreement],
 ) -> None:
     if rank in found:
         return
@@ -105,11 +108,11 @@ def _look_for(
         arriving[rank] = arrival.receive(buffer), buffer
     flight, buffer = arriving[rank]
     if flight.Test():
-        found[rank] = Verdict.unpacked(buffer)
+        found[rank] = ExchangeAgreement.unpacked(buffer)
         del arriving[rank]
 
 
-def _silent(mine: Verdict, silent: list[int], deaf: list[int], timeout: float) -> MissingEnvelope:
+def _silent(mine: ExchangeAgreement, silent: list[int], deaf: list[int], timeout: float) -> MissingEnvelope:
     """Return the error that names who told nothing, or, if all did, who did not take what this rank told."""
     ranks, what = (silent, "told nothing") if silent else (deaf, "took nothing of what it was told")
     names = ", ".join(map(str, ranks))

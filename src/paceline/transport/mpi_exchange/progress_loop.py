@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from paceline._core.backoff import Idle
+from paceline._core.backoff import Backoff
 from paceline.errors import MissingEnvelope
 from paceline.transport.mpi_exchange.incoming_messages import Incoming
 from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
@@ -32,7 +32,7 @@ def drive(
     Raises:
         MissingEnvelope: nothing moved for `timeout` seconds; the message names who did not send or take what.
     """
-    idle, moved_at, under_way = Idle(), time.monotonic(), 0
+    idle, moved_at, under_way = Backoff(), time.monotonic(), 0
     while not all(each.done for each in (*outgoing, *incoming)):
         moved = False
         for each in (*incoming, *outgoing):

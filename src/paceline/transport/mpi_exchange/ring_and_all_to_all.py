@@ -28,13 +28,13 @@ from uuid import uuid4
 from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import Bytes
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import FRAME_NBYTES, Inbox, frames_of, message_checksum
+from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, frames_of, message_checksum
 from paceline.transport.mpi_exchange.incoming_messages import Incoming
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Arrival, Flight, Tag
+from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Arrival, PendingSend, Tag
 from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
-from paceline.transport.mpi_exchange.polled_agreement import Problem, Verdict, agree
+from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
 from paceline.transport.mpi_exchange.progress_loop import Work, drive
-from paceline.world.mpi_world import let_go_of_names, load_mpi
+from paceline.world.mpi_world import load_mpi, release_mpi_names
 
 __all__ = ["AllToAll", "MpiCarrier", "Outcome", "RankExchange", "Ring"]
 
@@ -53,11 +53,11 @@ class MpiCarrier:
         given = self._mpi.COMM_WORLD if comm is None else comm
         self._data, self._verdicts = given.Dup(), given.Dup()
         if given.size == self._mpi.COMM_WORLD.size:
-            let_go_of_names(self._data)
+            release_mpi_names(self._data)
         self.rank: int = given.rank
         self.size: int = given.size
 
-    def send(self, buffer: Bytes, target: int, tag: Tag) -> Flight:
+    def send(self, buffer: Bytes, target: int, tag: Tag) -> PendingSend:
         """Start sending a buffer."""
         comm = self._verdicts if tag == Tag.VERDICT else self._data
         return comm.Isend([buffer, self._mpi.BYTE], target, tag)
@@ -156,7 +156,7 @@ class RankExchange:
         self._closed = True
         self._round, self._sequence_to = 0, dict.fromkeys(range(self.carrier.size), 0)
         self._run = run or str(self.meet({"run": uuid4().hex})[0]["run"])
-        self.inbox = Inbox(self._run, self.carrier.rank, range(self.carrier.size))
+        self.inbox = ReceiveLedger(self._run, self.carrier.rank, range(self.carrier.size))
 
     def meet(self, facts: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
         """Return the facts that all ranks tell, by rank, once all have come.
@@ -164,7 +164,7 @@ class RankExchange:
         Raises:
             MissingEnvelope: some rank did not come in time; it is named.
         """
-        mine = Verdict(self.carrier.rank, facts=facts or {})
+        mine = ExchangeAgreement(self.carrier.rank, facts=facts or {})
         return [each.facts for each in agree(self.carrier, mine, self.timeout)]
 
     def exchange_pieces(
@@ -224,11 +224,11 @@ class RankExchange:
             message_checksum(each.told_checksum for each in incoming),
         )
 
-    def _agree(self, problems: Sequence[EnvelopeError], *, closed: bool) -> list[Verdict]:
+    def _agree(self, problems: Sequence[EnvelopeError], *, closed: bool) -> list[ExchangeAgreement]:
         """Return what all ranks found; they may be as late here as their time-outs let them."""
         rank = self.carrier.rank
         found = tuple(Problem.of(each, rank) for each in problems)
-        return agree(self.carrier, Verdict(rank, found, {"closed": closed}), 2 * self.timeout + 5)
+        return agree(self.carrier, ExchangeAgreement(rank, found, {"closed": closed}), 2 * self.timeout + 5)
 
     def _outgoing(self, target: int, piece: Any, fault: str) -> Outgoing:
         header = Header(

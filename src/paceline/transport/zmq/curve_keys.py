@@ -21,7 +21,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from paceline._core.files import flush
+from paceline._core.files import fsync
 from paceline.errors import UsageError
 from paceline.transport.hub_address import parse_address
 
@@ -193,7 +193,7 @@ def _write(path: Path, values: Mapping[str, str], what: str) -> bool:
             beside.flush()
             os.fsync(beside.fileno())
             os.link(beside.name, path)
-        flush(path.parent)
+        fsync(path.parent)
     except FileExistsError:
         return False
     except OSError as error:

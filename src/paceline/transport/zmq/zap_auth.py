@@ -17,7 +17,7 @@ from zmq.utils import z85
 from paceline.errors import UsageError
 from paceline.transport.zmq.curve_keys import HubKeys, read_public
 
-__all__ = ["Door"]
+__all__ = ["ZapAuthenticator"]
 
 _DOMAIN = b"paceline"
 _ENDPOINT = "inproc://zeromq.zap.01"
@@ -27,7 +27,7 @@ _REQUEST_PARTS = 7
 _Seen = dict[Path, tuple[int, int, int]]
 
 
-class Door:
+class ZapAuthenticator:
     """Admits the workers that are recorded, by their public keys; without keys everybody.
 
     Args:

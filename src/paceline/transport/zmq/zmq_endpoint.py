@@ -14,32 +14,32 @@ from paceline.errors import EnvelopeError
 from paceline.transport.envelope import Bytes, encode_sealed, seal
 from paceline.transport.envelope_check import PARTS, check_place, open_parts
 from paceline.transport.transport_interface import Envelope, payload_to_send
-from paceline.transport.zmq.zmq_socket import Bell, Settings, Wire
+from paceline.transport.zmq.zmq_socket import SocketSettings, WakeupFd, ZmqSocket
 
-__all__ = ["End"]
+__all__ = ["ZmqEndpoint"]
 
 _MESSAGES_A_POLL, _NBYTES_A_POLL = 64, 16 << 20
 
 
-class End(ABC):
+class ZmqEndpoint(ABC):
     """One end of a star, an `Exchange`; see `HubExchange` and `WorkerExchange`.
 
     Args:
         me: its number.
         run: whose envelopes it takes; "": any.
-        settings: see `Settings`.
+        settings: see `SocketSettings`.
 
     Attributes:
         refused, sent_nbytes, received_nbytes: as of every `Exchange`.
     """
 
-    def __init__(self, me: int, run: str, settings: Settings) -> None:
+    def __init__(self, me: int, run: str, settings: SocketSettings) -> None:
         self.me, self.run, self.settings = me, run, settings
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
         self._context: zmq.Context[Any] = zmq.Context()
-        self._bell = Bell()
-        self._wire: Wire
+        self._bell = WakeupFd()
+        self._wire: ZmqSocket
 
     def send(self, envelope: Envelope) -> bool:
         """Take an envelope to ``envelope.header.target``; it is sealed here, and may be given again if it is not taken.

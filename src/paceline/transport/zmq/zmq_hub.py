@@ -16,9 +16,9 @@ from paceline.transport.hub_address import Address, parse_address
 from paceline.transport.token_bucket import kernel_pacing
 from paceline.transport.transport_interface import HUB, Envelope
 from paceline.transport.zmq.curve_keys import HubKeys
-from paceline.transport.zmq.zap_auth import Door
-from paceline.transport.zmq.zmq_endpoint import End
-from paceline.transport.zmq.zmq_socket import MOST_NUMBER, Settings, Wire, identity_of, number_of
+from paceline.transport.zmq.zap_auth import ZapAuthenticator
+from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
+from paceline.transport.zmq.zmq_socket import MOST_NUMBER, SocketSettings, ZmqSocket, identity_of, number_of
 
 __all__ = ["HubExchange"]
 
@@ -29,7 +29,7 @@ _FAILED: dict[int, str] = {
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
-class HubExchange(End):
+class HubExchange(ZmqEndpoint):
     """Binds an address, and carries envelopes from and to the workers that connect to it; an `Exchange`.
 
     Args:
@@ -38,7 +38,7 @@ class HubExchange(End):
         run: whose envelopes it takes; "": any.
         keys: its own; None: everybody is let in, and nothing is encrypted.
         insecure: without keys, let even those in who come from other machines.
-        settings: see `Settings`.
+        settings: see `SocketSettings`.
         recent: seconds since it last heard of a worker that `peers` tells.
         most_peers: it remembers the latest so many.
 
@@ -63,7 +63,7 @@ class HubExchange(End):
         *,
         keys: HubKeys | None = None,
         insecure: bool = False,
-        settings: Settings | None = None,
+        settings: SocketSettings | None = None,
         recent: float = 60.0,
         most_peers: int = 4096,
     ) -> None:
@@ -74,13 +74,13 @@ class HubExchange(End):
                 remedy="make keys (`paceline hub keygen FOLDER`) and give them (--keys FOLDER), "
                 "bind tcp://127.0.0.1:PORT, or let everybody in (--insecure)",
             )
-        super().__init__(HUB, run, settings or Settings())
+        super().__init__(HUB, run, settings or SocketSettings())
         self._recent, self._most_peers = recent, most_peers
         self._heard_at: OrderedDict[int, float] = OrderedDict()  # the latest last
-        self._wire = Wire(self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=asked.is_ipv6)
-        self._door: Door | None = None
+        self._wire = ZmqSocket(self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=asked.is_ipv6)
+        self._door: ZapAuthenticator | None = None
         try:
-            self._door = Door(self._context, keys)
+            self._door = ZapAuthenticator(self._context, keys)
             self._prepare()
             self.address = _bind(self._wire.socket, asked)
         except BaseException:

@@ -2,7 +2,8 @@
 
 One ZeroMQ socket with what belongs to it: its context, its monitor, and a bell that wakes who waits for it.
 
-[Note: bounds] A socket takes `Settings.queue` envelopes for each peer and holds as many that came from it; then who
+[Note: bounds] A socket takes `SocketSettings.queue` envelopes for each peer and holds as many that came from
+it; then who
 sends is told so. A part of an envelope that is longer than a frame may be ends the connection before memory is taken
 for it. What libzmq does not bound is how many parts one message has while its last is still to come: only peers that
 are trusted with a key, or with this machine, can send that.
@@ -26,10 +27,10 @@ from paceline.transport.envelope import HEAD_LIMIT_NBYTES, PAYLOAD_LIMIT_NBYTES,
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["MOST_NUMBER", "Bell", "Settings", "Wire", "identity_of", "number_of"]
+__all__ = ["MOST_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "identity_of", "number_of"]
 
 
-class Bell:
+class WakeupFd:
     """Has a file descriptor that can be read from once it was rung (eventfd(2)).
 
     Example:
@@ -95,7 +96,7 @@ _WORKER_BIT = 1 << 63  # ZeroMQ keeps identities that begin with a zero byte to 
 
 
 @dataclass(frozen=True)
-class Settings:
+class SocketSettings:
     """How a socket of a star is set.
 
     Args:
@@ -157,19 +158,25 @@ def number_of(identity: Bytes) -> int | None:
     return number if HUB < number <= MOST_NUMBER else None
 
 
-class Wire:
+class ZmqSocket:
     """A socket that is neither bound nor connected yet; for one thread, but for its bell.
 
     Args:
         context: of the exchange that it belongs to.
         kind: ``zmq.ROUTER`` or ``zmq.DEALER``.
-        settings: see `Settings`.
+        settings: see `SocketSettings`.
         events: those of the monitor that are wanted.
         ipv6: the address is one of IPv6.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], kind: int, settings: Settings, *, events: int, ipv6: bool = False
+        self,
+        context: zmq.Context[Any],
+        kind: int,
+        settings: SocketSettings,
+        *,
+        events: int,
+        ipv6: bool = False,
     ) -> None:
         self.socket = context.socket(kind)
         silence = max(1, round(settings.silence * 1000))
@@ -194,7 +201,7 @@ class Wire:
         for each in (self.socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
 
-    def listen_to(self, other: zmq.Socket[bytes] | Bell) -> None:
+    def listen_to(self, other: zmq.Socket[bytes] | WakeupFd) -> None:
         """Have `wait` end when there is something for `other` too."""
         self._poller.register(other, zmq.POLLIN)
 

@@ -18,8 +18,8 @@ from paceline.transport.hub_address import parse_address
 from paceline.transport.token_bucket import kernel_pacing
 from paceline.transport.transport_interface import HUB, Envelope
 from paceline.transport.zmq.curve_keys import WorkerKeys
-from paceline.transport.zmq.zmq_endpoint import End
-from paceline.transport.zmq.zmq_socket import Settings, Wire, identity_of
+from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
+from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, identity_of
 
 __all__ = ["WorkerExchange"]
 
@@ -47,7 +47,7 @@ _TROUBLE: dict[int, str] = {
 }
 
 
-class WorkerExchange(End):
+class WorkerExchange(ZmqEndpoint):
     """Connects to a hub, and carries envelopes from and to it; an `Exchange`. The hub need not be there yet.
 
     Args:
@@ -55,7 +55,7 @@ class WorkerExchange(End):
         me: its own number, drawn at random; a worker that starts again may keep it.
         run: whose envelopes it takes; "": any.
         keys: what it was given; None: the hub has none either.
-        settings: see `Settings`.
+        settings: see `SocketSettings`.
 
     Raises:
         UsageError: the address or the number is none.
@@ -74,11 +74,11 @@ class WorkerExchange(End):
         run: str = "",
         *,
         keys: WorkerKeys | None = None,
-        settings: Settings | None = None,
+        settings: SocketSettings | None = None,
     ) -> None:
         self._place = parse_address(address, bind=False)
         identity_of(me)
-        super().__init__(me, run, settings or Settings())
+        super().__init__(me, run, settings or SocketSettings())
         self.address, self._keys = str(self._place), keys
         self._connected, self._trouble, self._refused = False, "", False
         self._dial_at = math.inf
@@ -95,9 +95,9 @@ class WorkerExchange(End):
         self._note()
         return [HUB] if self._connected else []
 
-    def _dialled(self) -> Wire:
+    def _dialled(self) -> ZmqSocket:
         """Return a socket that connects to the hub."""
-        wire = Wire(self._context, zmq.DEALER, self.settings, events=_EVENTS, ipv6=self._place.is_ipv6)
+        wire = ZmqSocket(self._context, zmq.DEALER, self.settings, events=_EVENTS, ipv6=self._place.is_ipv6)
         options = {
             zmq.IMMEDIATE: 1,  # nothing is taken before there is a connection
             zmq.RECONNECT_IVL: _RECONNECT_MS,

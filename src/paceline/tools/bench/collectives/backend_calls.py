@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from paceline.backends.mpi_collectives import WIDENED, MpiTypes
 from paceline.collectives.catalogue import schedule
-from paceline.collectives.run_schedule import run
+from paceline.collectives.run_schedule import run_schedule
 from paceline.tools.bench.collectives.benchmarked_backends import MPI, backend_of
 from paceline.tools.bench.collectives.exact_buffers import Allocate, Buffers
 from paceline.world import World
@@ -80,7 +80,7 @@ class Carrier:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A backend at one case: `run` does the operation once on `buffers`."""
+    """A backend at one case: `run_schedule` does the operation once on `buffers`."""
 
     carrier: Carrier
     buffers: Buffers
@@ -137,7 +137,7 @@ def _scheduled(carrier: Carrier, buffers: Buffers) -> Callable[[], object]:
     made = schedule(buffers.op, carrier.algorithm, buffers.ranks)
     tensor = buffers.taken if buffers.op == "all-gather" else buffers.given
     output = buffers.taken if buffers.op in ("all-to-all", "send-recv") else None
-    return partial(run, made, tensor, output, group=carrier.group, check=False)
+    return partial(run_schedule, made, tensor, output, group=carrier.group, check=False)
 
 
 def mpi_call(mpi: Any, comm: Any, buffers: Buffers) -> Callable[[], object] | None:

@@ -21,7 +21,7 @@ from paceline.tools.bench.collectives.collectives_settings import (
     parse_sizes,
 )
 from paceline.tools.bench.collectives.memory_needed import Room, fitting_cases, refuse_what_does_not_fit
-from paceline.world import Place
+from paceline.world import ProcessPlace
 from paceline.world.machine_facts import available_nbytes
 from paceline.world.mpi_world import INSTALL
 
@@ -55,13 +55,13 @@ class Request:
         return [case for case, fits in zip(self.cases, self.fits, strict=True) if fits]
 
 
-def is_joined(place: Place) -> bool:
+def is_joined(place: ProcessPlace) -> bool:
     """Return whether a launcher started this process as a rank."""
     return place.source != "arguments"
 
 
 def make_request(
-    place: Place,
+    place: ProcessPlace,
     starters: Collection[str],
     *,
     backends: str | None,
@@ -111,7 +111,7 @@ def make_request(
     )
 
 
-def _ranks(text: str | None, place: Place) -> tuple[int, ...]:
+def _ranks(text: str | None, place: ProcessPlace) -> tuple[int, ...]:
     if not is_joined(place):
         return parse_ranks(DEFAULT_RANKS if text is None else text)
     if text is not None and parse_ranks(text) != (place.size,):
@@ -136,7 +136,7 @@ def _without_gpu(settings: CollectiveSettings, local: int | None) -> tuple[list[
     return cases, list(dict.fromkeys(left_out))
 
 
-def _check_starters(settings: CollectiveSettings, place: Place, starters: Collection[str]) -> None:
+def _check_starters(settings: CollectiveSettings, place: ProcessPlace, starters: Collection[str]) -> None:
     """Refuse backends whose ranks nothing here can start, or that another launcher must start."""
     for name in settings.backends:
         needed = backend_of(name).starter

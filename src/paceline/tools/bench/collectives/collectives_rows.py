@@ -232,7 +232,7 @@ def write_csv(path: Path, rows: Iterable[Row]) -> None:
             writer.writeheader()
             writer.writerows(row.to_json() for row in rows)
 
-    files.write_whole(path, write)
+    files.write_atomic(path, write)
 
 
 FOOTER = (

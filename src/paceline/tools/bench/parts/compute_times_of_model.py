@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.cost_model.profile_entries import ModelStep, Parameter, Source
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.parts.device_clock import Moment, mark, now, of_all_ranks, seconds_between
 from paceline.tools.bench.parts.workload import Workload, fingerprint, unit_of_parameter
 
@@ -183,7 +183,7 @@ def _entry(
         batch=workload.batch,
         shape=workload.shape,
         device="cpu" if on_cpu else torch.cuda.get_device_name(),
-        backend=Wire().backend,
+        backend=Comm().backend,
         ranks=dist.get_world_size(),
         threads=torch.get_num_threads() if on_cpu else 0,
         forward=found.forward.median().item(),

@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.cost_model.fit_measurements import Point, fit_points
+from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile_entries import ExchangeCost, Source
 from paceline.parallel.engine.bucket import ALIGN
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.parts.device_clock import now, slowest
 
 __all__ = ["OPS", "Exchanger", "Key", "Pending", "measure_points", "priced", "sizes_up_to"]
@@ -46,14 +46,14 @@ class Exchanger:
     """Makes the exchanges of one caller on its group.
 
     Attributes:
-        caller: ``"paceline"``: through the engine's `Wire`; ``"torch"``: by a call of ``torch.distributed``.
+        caller: ``"paceline"``: through the engine's `Comm`; ``"torch"``: by a call of ``torch.distributed``.
         backend: of the group.
         wire: the ranks. device: of the buffers.
     """
 
     caller: str
     backend: str
-    wire: Wire
+    wire: Comm
     device: str
 
     @property
@@ -98,14 +98,14 @@ def sizes_up_to(nbytes: int) -> list[int]:
 
 def measure_points(
     exchanger: Exchanger, sizes: Sequence[int], seconds: float, tick: Callable[[], None]
-) -> dict[Key, list[Point]]:
+) -> dict[Key, list[MeasuredPoint]]:
     """Return the times of a caller's exchanges; all ranks call it.
 
     Args:
         exchanger: who makes them. sizes: in bytes. seconds: a size takes about so long, at most.
         tick: says that one more size is measured.
     """
-    points: dict[Key, list[Point]] = {}
+    points: dict[Key, list[MeasuredPoint]] = {}
     for op in exchanger.ops:
         for nbytes in sizes:
             count = next((calls for below, calls in _QUEUED_BELOW if nbytes < below), _QUEUED_LARGEST)
@@ -113,7 +113,7 @@ def measure_points(
             alone, several = _in_turns(exchanger, op, buffers, seconds)
             each = max((several - alone) / (count - 1), several / (2 * count))
             for queued, value in ((False, alone), (True, each)):
-                point = Point(buffers[0].nbytes, exchanger.wire.size, value)
+                point = MeasuredPoint(buffers[0].nbytes, exchanger.wire.size, value)
                 points.setdefault((exchanger.caller, op, queued), []).append(point)
             tick()
     return points
@@ -147,7 +147,7 @@ def priced(
     key: Key,
     backend: str,
     network: str,
-    points: Sequence[Point],
+    points: Sequence[MeasuredPoint],
     earlier: Sequence[ExchangeCost],
     source: Source,
 ) -> ExchangeCost:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep, Source
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.parts.compute_times_of_model import Wrapped, measure_model
 from paceline.tools.bench.parts.contention import measure_contention
 from paceline.tools.bench.parts.exchange_times import Exchanger, measure_points, priced, sizes_up_to
@@ -56,11 +56,11 @@ def measure_parts(
 
 def _exchangers(world: World, *, torchs: bool) -> list[Exchanger]:
     """Return who makes exchanges: the engine on the world's group, torch on gloo where the world's backend is ours."""
-    made = [Exchanger("paceline", world.backend, Wire(), world.device)]
+    made = [Exchanger("paceline", world.backend, Comm(), world.device)]
     if torchs:
         group = dist.new_group(backend="gloo") if world.backend == "paceline" else None
         assert not isinstance(group, int), "every rank belongs to it"
-        made.append(Exchanger("torch", "gloo" if group else world.backend, Wire(group), world.device))
+        made.append(Exchanger("torch", "gloo" if group else world.backend, Comm(group), world.device))
     return made
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.epoch_plan import Epoch, Row
-from paceline.data.loader_position import Position, Recipe
-from paceline.data.sampling.block_dispatch import deal
+from paceline.data.epoch_plan import BatchRow, Epoch
+from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
 from paceline.tools.plan.balance_report import Balance
 
@@ -21,7 +21,7 @@ __all__ = ["EXAMPLE", "Setup"]
 
 Numbers = NDArray[np.int64]
 
-EXAMPLE = Balance(deal(1100, 2, block=100), batch_size=64)
+EXAMPLE = Balance(dispatch_blocks(1100, 2, block=100), batch_size=64)
 """Eleven blocks for two ranks: 10 batches and 8."""
 
 BACKENDS = ("gloo", "paceline")
@@ -126,11 +126,11 @@ class Setup:
     def _epoch(self, number: int) -> Epoch:
         return self._start(number).epoch
 
-    def _start(self, epoch: int) -> Position:
+    def _start(self, epoch: int) -> LoaderPosition:
         dealing = self.balance.dealing
-        row = Row(dealing.samples, seed=dealing.seed, epoch=epoch)
-        recipe = Recipe(dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join")
-        return Position.start(row, recipe)
+        row = BatchRow(dealing.samples, seed=dealing.seed, epoch=epoch)
+        recipe = LoaderRecipe(dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join")
+        return LoaderPosition.start(row, recipe)
 
     # ------------------------------------------------------------------ as JSON
 
@@ -141,7 +141,7 @@ class Setup:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Setup:
         """Return what `to_json` gave."""
-        epoch = Position.of(stored["position"]).epoch
+        epoch = LoaderPosition.of(stored["position"]).epoch
         return cls(Balance(epoch.dealing, epoch.portions.batch_size), stored["timeout"], stored["backend"])
 
     def told(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings
 from paceline.tools.bench.collectives.benchmarked_backends import MPI, RANKS
 from paceline.tools.bench.step.step_benchmark import StartRanks
 from paceline.tools.cli.shared_options import CsvOption, JsonRowsOption
-from paceline.world import Place
+from paceline.world import ProcessPlace
 from paceline.world.mpi_world import under_mpi
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def starters() -> dict[str, StartRanks]:
     return {RANKS: run_ranks} | ({MPI: _start_under_mpi} if find_mpiexec() else {})
 
 
-def joined(place: Place) -> set[str]:
+def joined(place: ProcessPlace) -> set[str]:
     """Return whose ranks those are that a launcher started: MPI's too, if it was a launcher of MPI."""
     return {RANKS} | ({MPI} if under_mpi(os.environ) == place.size else set())
 

@@ -15,16 +15,16 @@ import typer
 from rich.table import Table
 
 from paceline._core.units import format_seconds, format_size
-from paceline.cost_model.collective_fit import Fit
-from paceline.cost_model.piecewise_fit import Segment
-from paceline.cost_model.prediction_error import Accuracy, Checked
+from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.piecewise_fit import FitSegment
+from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.errors import UsageError
 from paceline.tools.cli.output_files import check_writable
 
 if TYPE_CHECKING:
-    from paceline.cost_model.collective_fit import Fit
+    from paceline.cost_model.collective_fit import CollectiveFit
     from paceline.cost_model.measured_times import Measured, Measurement
-    from paceline.cost_model.prediction_error import Accuracy, Checked
+    from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
     from paceline.cost_model.profile import Profile
 
 __all__ = ["FOOTER", "LARGE_NBYTES", "fit", "fit_table"]
@@ -35,10 +35,10 @@ class _Fitted:
     """One group of times, its fit, and what was predicted of what was held out."""
 
     group: Measured
-    fit: Fit
-    sizes: Sequence[Checked]
-    ranks: Sequence[Checked]
-    plain: Accuracy | None
+    fit: CollectiveFit
+    sizes: Sequence[CheckedPrediction]
+    ranks: Sequence[CheckedPrediction]
+    plain: PredictionError | None
 
 
 def fit(
@@ -60,10 +60,10 @@ def fit(
 ) -> None:
     """Fit latency and bandwidth to measured times, and say how well they predict what was held out."""
     pass  # moved
-    from paceline.cost_model.measured_times import load, pooled
+    from paceline.cost_model.measured_times import load_measured_times, pooled
     from paceline.tools.cli.output_files import load_or_new
 
-    measurements = pooled(load(path) for path in results)
+    measurements = pooled(load_measured_times(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")
     profile = None if path is None else load_or_new(path)
     charts = {} if out is None else _charts(measurements, out)
@@ -112,7 +112,7 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
     """
     from paceline.cost_model.algorithm_terms import MESSAGES
     from paceline.cost_model.fit_measurements import fit_points, held_out_ranks, held_out_sizes
-    from paceline.cost_model.prediction_error import Accuracy
+    from paceline.cost_model.prediction_error import PredictionError
 
     found, refused = [], []
     for group in measurement.groups:
@@ -128,7 +128,7 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
         sizes = held_out_sizes(group.points, group.op, forms=group.forms)
         ranks = held_out_ranks(group.points, group.op, forms=group.forms)
         plain = held_out_sizes(group.points, group.op, forms=[MESSAGES], most_segments=1, own=False)
-        found.append(_Fitted(group, made, sizes, ranks, Accuracy.of(plain)))
+        found.append(_Fitted(group, made, sizes, ranks, PredictionError.of(plain)))
     if not found:
         raise UsageError(
             f"nothing to fit: {', '.join(refused) or 'the file has no rows'}",
@@ -201,7 +201,9 @@ FOOTER = (
 )
 
 
-def fit_table(rows: Sequence[tuple[str, Fit, Sequence[Checked], Accuracy | None]]) -> Table:
+def fit_table(
+    rows: Sequence[tuple[str, CollectiveFit, Sequence[CheckedPrediction], PredictionError | None]],
+) -> Table:
     """Return the table.
 
     Args:
@@ -218,7 +220,7 @@ def fit_table(rows: Sequence[tuple[str, Fit, Sequence[Checked], Accuracy | None]
             format_size(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
             _share(fit.sizes_error),
             _share(fit.ranks_error),
-            _share(Accuracy.of(held_out, least_nbytes=LARGE_NBYTES)),
+            _share(PredictionError.of(held_out, least_nbytes=LARGE_NBYTES)),
             _share(plain),
         ]
         algorithm = f"{fit.form}{'' if fit.told else ' (assumed)'}"
@@ -232,7 +234,7 @@ def fit_table(rows: Sequence[tuple[str, Fit, Sequence[Checked], Accuracy | None]
     return table
 
 
-def _cells(segment: Segment) -> list[str]:
+def _cells(segment: FitSegment) -> list[str]:
     """Return range of sizes, α and 1/β with their standard errors."""
     line = segment.line
     alpha = format_seconds(line.alpha) if line.alpha else "0"
@@ -248,7 +250,7 @@ def _cells(segment: Segment) -> list[str]:
     ]
 
 
-def _share(accuracy: Accuracy | None) -> str:
+def _share(accuracy: PredictionError | None) -> str:
     if accuracy is None:
         return ""
     return f"{100 * accuracy.median:.1f} % ({100 * accuracy.maximum:.0f} %)"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep, Source
     from paceline.tools.bench.parts.parts_settings import PartsSettings
-    from paceline.world import Place
+    from paceline.world import ProcessPlace
 
 __all__ = [
     "FOOTER",
@@ -110,7 +110,7 @@ def parts(
         typer.echo(profile_file)
 
 
-def _ranks(asked: int | None, place: Place, *, joined: bool) -> int:
+def _ranks(asked: int | None, place: ProcessPlace, *, joined: bool) -> int:
     if not joined:
         return 2 if asked is None else asked
     if asked is not None and asked != place.size:

@@ -17,7 +17,7 @@ import typer
 from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import UsageError
-from paceline.launch.targets.cluster_job import Work
+from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.tools.cli.output_files import check_writable
 
 __all__ = [
@@ -128,10 +128,10 @@ def slurm(
 
     Without --submit or --watch the batch script is shown, for sbatch.
     """
-    from paceline.launch.targets.slurm import Cluster, batch_script
+    from paceline.launch.targets.slurm import SlurmOptions, batch_script
 
     work = described(context.params)
-    text = batch_script(work, Cluster(partition, account, tuple(option or ()), warn))
+    text = batch_script(work, SlurmOptions(partition, account, tuple(option or ()), warn))
     if submit or watch:
         from paceline.tools.cli.launch.launch_submit import submit_and_watch
 
@@ -245,10 +245,10 @@ def kubernetes(
     train.py | kubectl apply -f -
     """
     from paceline._core.units import parse_bytes
-    from paceline.launch.targets.kubernetes_manifest import Pods, manifest
+    from paceline.launch.targets.kubernetes_manifest import PodOptions, manifest
 
     work = described(context.params)
-    _put(manifest(work, Pods(image, claim, namespace, parse_bytes(shared_memory))), out)
+    _put(manifest(work, PodOptions(image, claim, namespace, parse_bytes(shared_memory))), out)
 
 
 def _words(shell: str) -> list[str]:
@@ -348,10 +348,10 @@ OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it t
 SubmitOption = Annotated[bool, typer.Option("--submit", help="Start it, rather than show it.")]
 
 
-DEFAULT = Work(("train.py",))
+DEFAULT = ClusterJob(("train.py",))
 
 
-def described(options: Mapping[str, Any]) -> Work:
+def described(options: Mapping[str, Any]) -> ClusterJob:
     """Return the work that options describe; the number of hosts is that of their names, if they have any.
 
     Args:
@@ -361,7 +361,7 @@ def described(options: Mapping[str, Any]) -> Work:
         UsageError: an option that can't be.
     """
     host, memory, time, folder = (options.get(name) for name in ("host", "memory", "time", "folder"))
-    return Work(
+    return ClusterJob(
         tuple(options["program"]),
         name=options.get("name", DEFAULT.name),
         hosts=len(host) if host else options.get("hosts", 1),

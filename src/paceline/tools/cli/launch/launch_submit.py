@@ -15,28 +15,28 @@ import typer
 from paceline._core.files import write_text
 from paceline.errors import UsageError, unknown
 from paceline.launch.process.foreground_commands import run_commands
-from paceline.launch.targets.mpiexec_command import Mpi, host_file, mpiexec_command
+from paceline.launch.targets.mpiexec_command import MpiImplementation, host_file, mpiexec_command
 from paceline.launch.targets.slurm import need_slurm, submit_script, watch_job
 from paceline.tools.cli.output_files import check_writable
 from paceline.world.mpi_world import find_mpiexec
 
 if TYPE_CHECKING:
-    from paceline.launch.targets.cluster_job import Work
+    from paceline.launch.targets.cluster_job import ClusterJob
 
 __all__ = ["command_of", "run_again", "submit_and_watch"]
 
 _CALLED_WRONGLY = 2
 
 
-def command_of(work: Work, flavour: str, hostfile: Path | None, *, submit: bool) -> list[str]:
+def command_of(work: ClusterJob, flavour: str, hostfile: Path | None, *, submit: bool) -> list[str]:
     """Return mpiexec's command, and write the file of hosts that it names, if one is asked for.
 
     Raises:
         UsageError: an MPI that is none, no mpiexec to submit it to, a file of no hosts or that can't be written.
     """
-    if flavour not in get_args(Mpi):
-        raise unknown("MPI", flavour, get_args(Mpi))
-    mpi: Mpi = "mpich" if flavour == "mpich" else "openmpi"
+    if flavour not in get_args(MpiImplementation):
+        raise unknown("MPI", flavour, get_args(MpiImplementation))
+    mpi: MpiImplementation = "mpich" if flavour == "mpich" else "openmpi"
     mpiexec = find_mpiexec() if submit else "mpiexec"
     if mpiexec is None:
         raise UsageError(
@@ -66,7 +66,7 @@ def run_again(command: Sequence[str], max_restarts: int) -> int:
     return code
 
 
-def submit_and_watch(work: Work, text: str, out: Path | None, *, watch: bool) -> int:
+def submit_and_watch(work: ClusterJob, text: str, out: Path | None, *, watch: bool) -> int:
     """Submit the script `text`, and return 0; or follow the job, and return its exit code.
 
     Ctrl-C ends the following, not the job.

@@ -144,7 +144,7 @@ def _asked(
         UsageError: one that makes no sense, or two that don't fit.
     """
     from paceline.data.sampling.block_dispatch import Scheme
-    from paceline.data.sampling.rank_shares import Shares
+    from paceline.data.sampling.rank_shares import RankShares
     from paceline.tools.plan.dispatch_forecast import Asked
 
     if samples is None:
@@ -160,7 +160,7 @@ def _asked(
         raise UsageError("--scheme shares without --shares", remedy="pass for example --shares .25,.25,.1,.4")
     return Asked(
         samples,
-        Shares.of(given, len(given or ()) if ranks is None else ranks),
+        RankShares.of(given, len(given or ()) if ranks is None else ranks),
         cast(Scheme, scheme.replace("-", "_")),
         seed,
         tuple(dict.fromkeys(numbers_of("--block", block, int, "2,10,100"))),

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.cost_model.bucket_closed_form import Buckets
-    from paceline.cost_model.bucket_layout import Best
+    from paceline.cost_model.bucket_layout import BestBucket
     from paceline.cost_model.step_costs import StepCosts
-    from paceline.cost_model.step_strategy import Way
+    from paceline.cost_model.step_strategy import StepStrategy
     from paceline.cost_model.step_time import StepTime
     from paceline.tools.plan.step_measured import MeasuredStep
     from paceline.tools.report.charts.plan_charts import BucketLine
@@ -80,14 +80,14 @@ def step(
     """
     pass  # moved
     from paceline.cost_model.profile import Profile
-    from paceline.cost_model.step_costs import pick
-    from paceline.cost_model.step_time import predict_all
+    from paceline.cost_model.step_costs import pick_step_costs
+    from paceline.cost_model.step_time import predict_steps
     from paceline.tools.cli.console_table import print_wide
     from paceline.tools.plan.step_measured import load_measured, ways_measured
 
     sizes, squeezed = _sizes(bucket_mib), _names(compression)
     writer_of = _writers(json_file, out)
-    costs = pick(
+    costs = pick_step_costs(
         Profile.load(profile_file),
         model,
         ranks=ranks,
@@ -98,7 +98,7 @@ def step(
         threads=threads,
     )
     seen = {} if measured is None else ways_measured(load_measured(measured), costs.step.model, costs.ranks)
-    times = predict_all(costs, _ways(costs, sizes, squeezed, seen))
+    times = predict_steps(costs, _ways(costs, sizes, squeezed, seen))
     print_wide(step_table(costs, times, seen))
     typer.echo("\n".join(sentences(costs, times, seen)))
     for path, write in writer_of.items():
@@ -107,16 +107,19 @@ def step(
 
 
 def _ways(
-    costs: StepCosts, sizes: tuple[float, ...], compressions: tuple[str, ...], seen: dict[Way, MeasuredStep]
-) -> list[Way]:
+    costs: StepCosts,
+    sizes: tuple[float, ...],
+    compressions: tuple[str, ...],
+    seen: dict[StepStrategy, MeasuredStep],
+) -> list[StepStrategy]:
     """Return the ways to predict: the usual ones, and those that were measured; one bucket for all only once."""
     from paceline._core.units import MIB
-    from paceline.cost_model.step_strategy import usual_ways
+    from paceline.cost_model.step_strategy import usual_strategies
 
     whole = costs.step.nbytes / MIB
     parts = [size for size in sizes if size < whole]
     kept = parts + ([math.inf] if len(parts) < len(sizes) else [])
-    ways = usual_ways(kept, torchs=costs.torchs is not None, compressions=compressions)
+    ways = usual_strategies(kept, torchs=costs.torchs is not None, compressions=compressions)
     there = [way for way in seen if costs.torchs is not None or not way.is_torchs]
     return list(dict.fromkeys([*ways, *there]))
 
@@ -149,7 +152,7 @@ def _sizes(text: str) -> tuple[float, ...]:
     return tuple(sorted(sizes))
 
 
-Seen = Mapping["Way", "MeasuredStep"]
+Seen = Mapping["StepStrategy", "MeasuredStep"]
 
 
 Writer = Callable[[Path, "StepCosts", "Sequence[StepTime]", Seen], None]
@@ -169,7 +172,7 @@ def write_facts(path: Path, costs: StepCosts, times: Sequence[StepTime], measure
 
 def facts(costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> dict[str, Any]:
     """Return a prediction for JSON, which has no infinity."""
-    from paceline.cost_model.step_time import best_of, simulated_bucket
+    from paceline.cost_model.step_time import best_step, simulated_bucket
 
     step, buckets = costs.step, {}
     for op in ("all-reduce", "reduce-scatter"):
@@ -190,7 +193,7 @@ def facts(costs: StepCosts, times: Sequence[StepTime], measured: Seen) -> dict[s
         "ranks": costs.ranks,
         "backend": costs.backend,
         "network": costs.network,
-        "best": best_of(times).way.label,
+        "best": best_step(times).way.label,
         "buckets": buckets,
         "rows": [_row(time, measured.get(time.way)) for time in times],
     }
@@ -203,7 +206,7 @@ def _row(time: StepTime, seen: MeasuredStep | None) -> dict[str, Any]:
     return {"label": time.way.label, **way, "seconds": time.seconds, **parts, "measured": told}
 
 
-def _told(entry: Buckets | Way) -> dict[str, Any]:
+def _told(entry: Buckets | StepStrategy) -> dict[str, Any]:
     return {name: _finite(value) for name, value in vars(entry).items()}
 
 
@@ -242,8 +245,8 @@ def _title(costs: StepCosts) -> str:
 
 def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
     """Return a line for each way with buckets, from 1/4 MiB to the whole model; measured sizes beside."""
-    from paceline.cost_model.step_strategy import Way
-    from paceline.cost_model.step_time import predict
+    from paceline.cost_model.step_strategy import StepStrategy
+    from paceline.cost_model.step_time import predict_step
     from paceline.tools.report.charts.plan_charts import BucketLine
 
     whole = max(costs.step.nbytes / MIB, 2 * _LEAST_MIB)
@@ -254,7 +257,7 @@ def _lines(costs: StepCosts, measured: Seen) -> list[BucketLine]:
             continue
         points = []
         for size in sizes:
-            time = predict(costs, Way(strategy, size))
+            time = predict_step(costs, StepStrategy(strategy, size))
             points.append((size, time.seconds, time.low, time.high))
         seen = [
             (min(way.bucket_mib, whole), each.seconds)
@@ -272,11 +275,13 @@ _FOOTER = (
 )
 
 
-def step_table(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Way, MeasuredStep]) -> Table:
+def step_table(
+    costs: StepCosts, times: Sequence[StepTime], measured: Mapping[StepStrategy, MeasuredStep]
+) -> Table:
     """Return a row for each way, the shortest step and torch's default marked."""
     from rich.table import Table
 
-    from paceline.cost_model.step_time import best_of
+    from paceline.cost_model.step_time import best_step
 
     step, where = costs.step, f"{costs.backend}, {costs.network}"
     title = f"{step.model}, {step.batch} samples a rank ({step.shape}), {costs.ranks} ranks, {where}"
@@ -288,7 +293,7 @@ def step_table(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Wa
     if measured:
         table.add_column("measured", justify="right", no_wrap=True)
         table.add_column("off", justify="right", no_wrap=True)
-    best = best_of(times)
+    best = best_step(times)
     for time in times:
         mark = "→" if time is best else "DDP" if time.way.default_ddp else ""
         told = f"{format_seconds(time.low)} – {format_seconds(time.high)}"
@@ -309,12 +314,14 @@ def step_table(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Wa
     return table
 
 
-def sentences(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Way, MeasuredStep]) -> list[str]:
+def sentences(
+    costs: StepCosts, times: Sequence[StepTime], measured: Mapping[StepStrategy, MeasuredStep]
+) -> list[str]:
     """Return what the table means: the best way, beside torch's default; the best bucket; how good predictions were."""
-    from paceline.cost_model.step_time import best_of, simulated_bucket
+    from paceline.cost_model.step_time import best_step, simulated_bucket
     from paceline.tools.plan.step_measured import accuracy_of, beside
 
-    best = best_of(times)
+    best = best_step(times)
     default = next((each for each in times if each.way.default_ddp), None)
     told = [_FOOTER, "", f"The shortest step: {best.way.label}, {format_seconds(best.seconds)}."]
     if default is not None:
@@ -336,7 +343,7 @@ def sentences(costs: StepCosts, times: Sequence[StepTime], measured: Mapping[Way
     return told
 
 
-def _bucket(costs: StepCosts, op: str, simulated: Best) -> str:
+def _bucket(costs: StepCosts, op: str, simulated: BestBucket) -> str:
     """Return the best bucket for an exchange: simulated with the model's gradients, and by the closed form."""
     told = (
         f"Best bucket for {op}: {_size(simulated.cap)}, which adds {format_seconds(simulated.backward.exposed)} to "

@@ -15,7 +15,7 @@ from paceline.tools.cli.shared_options import numbers_of
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub_rules import HubRules
-    from paceline.parallel.local_sgd.sync_schedule import Cadence
+    from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
     from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
 
 __all__ = ["POINTS", "TASKS", "Asked", "asked_of"]
@@ -44,7 +44,7 @@ class Asked:
     """
 
     plan: AsyncPlan
-    cadences: Sequence[Cadence]
+    cadences: Sequence[SyncSchedule]
     left_out: Sequence[str]
     task: str
     lr: float | None
@@ -153,15 +153,15 @@ def _bad_rates(text: str | None, workers: int) -> dict[int, float]:
     return rates
 
 
-def _cadences(options: Mapping[str, Any]) -> tuple[list[Cadence], list[str]]:
+def _cadences(options: Mapping[str, Any]) -> tuple[list[SyncSchedule], list[str]]:
     """Return the settings that make sense, and what is left out and why."""
-    from paceline.parallel.local_sgd.sync_schedule import Cadence
+    from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 
     found, left_out = [], []
     for every in numbers_of("--every", options["every"], int, "4,10,25"):
         for delay in numbers_of("--delay", options["delay"], int, "0,5"):
             try:
-                found.append(Cadence(every, options["fragments"], delay))
+                found.append(SyncSchedule(every, options["fragments"], delay))
             except UsageError as error:
                 if every < 1 or delay < 0 or options["fragments"] < 1:
                     raise
@@ -176,7 +176,7 @@ def _cadences(options: Mapping[str, Any]) -> tuple[list[Cadence], list[str]]:
 
 
 def _plan(options: Mapping[str, Any], machines: Sequence[Machine], seconds: float, about: float) -> AsyncPlan:
-    from paceline.async_dp.worker.selection_policy import Policy
+    from paceline.async_dp.worker.selection_policy import SelectionPolicy
     from paceline.tools.simulate.async_settings import AsyncPlan
 
     hub = options["hub_link"]
@@ -187,7 +187,7 @@ def _plan(options: Mapping[str, Any], machines: Sequence[Machine], seconds: floa
         seconds=seconds,
         steps=options["steps"],
         rules=_rules(options),
-        policy=Policy(options["send"], options["receive"]),
+        policy=SelectionPolicy(options["send"], options["receive"]),
         compression=None if options["compression"] == "none" else options["compression"],
         alike=not options["different"],
         warmup=options["warmup"],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from paceline.async_dp.protocol.parameter_layout import Layout
+from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.cli.simulate.simulate_async_request import POINTS, Asked
@@ -42,7 +42,7 @@ def run(asked: Asked) -> list[Row]:
 def _rows(asked: Asked, task: Task) -> list[Row]:
     module = task.learner(0, len(asked.plan.machines)).module
     for fragments in {each.fragments for each in asked.cadences}:
-        Layout.of(module, fragments, Compression.of(asked.plan.compression))
+        ParameterLayout.of(module, fragments, Compression.of(asked.plan.compression))
     settings = len(asked.cadences) + asked.beside
     rows: list[Row] = []
     with _calmly(), TurnBar("simulated", POINTS * settings) as tick:

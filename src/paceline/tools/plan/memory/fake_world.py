@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import UsageError
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 
 __all__ = ["RehearsedWire", "rehearsed_world"]
 
 
-class RehearsedWire(Wire):
+class RehearsedWire(Comm):
     """A wire of torch's fake process group that does what one of `backend` does.
 
     Args:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from paceline._core.units import format_bytes
 from paceline.errors import UsageError, unknown
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.tools.plan.memory.fake_world import RehearsedWire, rehearsed_world
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_timeline import Timeline
@@ -142,7 +142,7 @@ def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Predictio
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with rehearsed_world(setting.ranks) if setting.ranks > 1 else nullcontext():
-            wire = RehearsedWire(setting.backend) if setting.ranks > 1 else Wire()
+            wire = RehearsedWire(setting.backend) if setting.ranks > 1 else Comm()
             with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
                 train(subject, _shortened(setting), wire, tracer, steps)
     return Prediction(

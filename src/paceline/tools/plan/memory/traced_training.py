@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Wire
+from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.parallel.strategy import STRATEGIES, Sync
@@ -67,7 +67,7 @@ class _Trained:
     backward: Callable[[Tensor], None]
 
 
-def train(subject: Subject, setting: Setting, wire: Wire, observer: Observer, steps: int = STEPS) -> None:
+def train(subject: Subject, setting: Setting, wire: Comm, observer: Observer, steps: int = STEPS) -> None:
     """Build the subject and train it for some steps.
 
     Args:
@@ -119,7 +119,7 @@ def _autocast(setting: Setting) -> AbstractContextManager[object]:
     )  # a prediction's tensors are on the CPU, of any device
 
 
-def _wrapped(built: Built, setting: Setting, wire: Wire) -> _Trained:
+def _wrapped(built: Built, setting: Setting, wire: Comm) -> _Trained:
     kind, options = optimizer_of(setting)
     if setting.strategy == ALONE:
         return _Trained(built.module, kind(built.module.parameters(), **options), Tensor.backward)

@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from paceline._core.files import write_whole
+from paceline._core.files import write_atomic
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Chart:
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {"Date": None} if path.suffix == ".svg" else None
         with _style(path.stem):
-            write_whole(
+            write_atomic(
                 path,
                 lambda beside: self.figure.savefig(beside, dpi=200, facecolor=PAPER, metadata=metadata),
             )

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline._core.units import format_seconds, format_size
-from paceline.cost_model.collective_fit import Fit
-from paceline.cost_model.fit_measurements import Point
-from paceline.cost_model.prediction_error import Checked
+from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.fit_measurements import MeasuredPoint
+from paceline.cost_model.prediction_error import CheckedPrediction
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     MARKERS,
@@ -134,9 +134,9 @@ class Series:
     """
 
     label: str
-    fit: Fit
-    points: Sequence[Point]
-    checked: Sequence[Checked] = ()
+    fit: CollectiveFit
+    points: Sequence[MeasuredPoint]
+    checked: Sequence[CheckedPrediction] = ()
 
 
 @drawn

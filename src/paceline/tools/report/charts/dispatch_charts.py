@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.data.sampling.uneven_policies import Policy
+from paceline.data.sampling.uneven_policies import UnevenPolicy
 from paceline.tools.plan.dispatch_forecast import Forecast
 from paceline.tools.plan.dispatch_text import percent
 from paceline.tools.plan.imbalance_statistics import bound_in_turns, expected_largest, unlikely_largest
@@ -35,7 +35,7 @@ MOST_PANELS = 6
 
 _RANDOM, _TURNS = COLOURS[0], COLOURS[1]
 _TOGETHER, _ALONE, _WITHOUT = COLOURS[5], COLOURS[4], "#e4e7eb"
-_POLICIES: tuple[Policy, ...] = ("join", "truncate", "drop", "rebalance")
+_POLICIES: tuple[UnevenPolicy, ...] = ("join", "truncate", "drop", "rebalance")
 _STEPS = 48
 _NAMED = 24  # ranks: more of them get no name each
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.units import format_seconds
-from paceline.collectives.alpha_beta_cost import Price, Timed
+from paceline.collectives.alpha_beta_cost import ScheduleCost, TimedMessage
 from paceline.collectives.schedule import Schedule
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
@@ -32,7 +32,7 @@ _NAMED_SHARE = 0.07  # of the whole time: a shorter arrow has no room for a name
 
 
 @drawn
-def round_chart(schedule: Schedule, price: Price, *, title: str) -> Chart:
+def round_chart(schedule: Schedule, price: ScheduleCost, *, title: str) -> Chart:
     """Return a picture of all messages: time to the right, ranks downwards, an arrow for each message.
 
     An arrow leaves its sender when the message starts and reaches its receiver when it is there. Blue replaces what
@@ -64,17 +64,17 @@ def round_chart(schedule: Schedule, price: Price, *, title: str) -> Chart:
     return Chart(figure)
 
 
-def _colour(timed: Timed) -> str:
+def _colour(timed: TimedMessage) -> str:
     return _ADD if any(send.add for send in timed.message.sends) else _COPY
 
 
-def _arrow(axes: Axes, timed: Timed, *, head: bool) -> None:
+def _arrow(axes: Axes, timed: TimedMessage, *, head: bool) -> None:
     style: dict[str, Any] = {"arrowstyle": "-|>" if head else "-", "shrinkA": 0, "shrinkB": 0}
     style |= {"color": _colour(timed), "linewidth": 1.3, "alpha": 0.85}
     axes.annotate("", (timed.end, timed.message.dst), (timed.start, timed.message.src), arrowprops=style)
 
 
-def _name(axes: Axes, timed: Timed) -> None:
+def _name(axes: Axes, timed: TimedMessage) -> None:
     """Write a message's chunks beside the middle of its arrow."""
     names = [
         str(send.chunk) if send.width == 1 else f"{send.chunk}–{send.chunk + send.width - 1}"

@@ -17,7 +17,7 @@ from paceline._core.units import format_seconds
 from paceline.async_dp.hub.update_screening import Histogram
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_folder import LEDGER
-from paceline.async_dp.wal.json_values import read_page
+from paceline.async_dp.wal.json_values import read_checked_file
 from paceline.errors import DamagedCheckpoint
 from paceline.tools.report.hub.downsample import Sketch, Thinned
 from paceline.tools.report.hub.hub_decisions import HUB, Decision, Decisions
@@ -114,7 +114,7 @@ def read_hub(folder: Path) -> HubRun:
     """
     run = HubRun(folder)
     try:
-        run.name = plain(read_page(folder / "run.json").get("run", ""))
+        run.name = plain(read_checked_file(folder / "run.json").get("run", ""))
     except FileNotFoundError:
         pass
     except DamagedCheckpoint:

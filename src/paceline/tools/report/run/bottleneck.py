@@ -109,7 +109,7 @@ def _tasks(between: float) -> Limit:
             "losses and checkpoints.",
         ),
         (
-            Remedy("Do it less often", "--eval-every, --checkpoint-every; pl.Checkpoint(every=…)"),
+            Remedy("Do it less often", "--eval-every, --checkpoint-every; paceline.Checkpoint(every=…)"),
             Remedy("Measure on less text", "--eval-windows"),
         ),
     )
@@ -120,7 +120,9 @@ def _data(data: float) -> Limit:
         "data",
         (f"Data limits this run: ranks wait {percent(data)} of the time for their next batch.",),
         (
-            Remedy("Fetch ahead", "pl.Loader(…, num_workers=4, persistent_workers=True, prefetch_factor=4)"),
+            Remedy(
+                "Fetch ahead", "paceline.Loader(…, num_workers=4, persistent_workers=True, prefetch_factor=4)"
+            ),
             Remedy("Prepare the data once", "tokenised, decoded, on a local disk"),
         ),
     )
@@ -215,8 +217,8 @@ def _smaller(summary: Summary, facts: Mapping[str, object], rate: float | None, 
 def _in_python(option: Option) -> str:
     """Return how a loop of one's own asks for it."""
     if option.every == 1:
-        return f'pl.Sync(compression="{option.compression}")'
-    block = "pl.LocalSGD" if option.outer == "average" else "pl.DiLoCo"
+        return f'paceline.Sync(compression="{option.compression}")'
+    block = "paceline.LocalSGD" if option.outer == "average" else "paceline.DiLoCo"
     more = f", fragments={option.fragments}" if option.fragments > 1 else ""
     more += f", delay={option.delay}" if option.delay else ""
     return f'{block}(model, optim, every={option.every}, compression="{option.compression}"{more})'
@@ -233,7 +235,7 @@ def _rarer(step: float, exposed: float) -> list[Remedy]:
         ),
         Remedy(
             "Let it be tuned",
-            '--sync auto, or pl.DataParallel(net, sync="auto")',
+            '--sync auto, or paceline.DataParallel(net, sync="auto")',
             "exact; bucket size and sharding",
         ),
     ]

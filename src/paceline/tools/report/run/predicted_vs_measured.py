@@ -8,9 +8,9 @@ from statistics import fmean
 
 from paceline._core.units import format_seconds
 from paceline.cost_model.profile import Profile
-from paceline.cost_model.step_costs import pick
-from paceline.cost_model.step_strategy import STRATEGIES, Way
-from paceline.cost_model.step_time import StepTime, predict
+from paceline.cost_model.step_costs import pick_step_costs
+from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy
+from paceline.cost_model.step_time import StepTime, predict_step
 from paceline.errors import UsageError
 from paceline.tools.report.html_page import Listing
 from paceline.tools.report.run.run_summary import Summary
@@ -65,12 +65,12 @@ def predicted_step(profile: Profile, facts: Mapping[str, object]) -> StepTime:
             remedy="leave --profile out: it goes with runs of paceline train",
         )
     backend = world.get("backend")
-    costs = pick(
+    costs = pick_step_costs(
         profile, name, ranks=ranks, batch=batch, backend=backend if isinstance(backend, str) else None
     )
     compression = settings.get("compression") or "none"
     bucket = float(size) if isinstance(size, int | float) and strategy in ("bucketed", "sharded") else None
-    return predict(costs, Way(strategy, bucket, str(compression)))
+    return predict_step(costs, StepStrategy(strategy, bucket, str(compression)))
 
 
 def _strategy(facts: Mapping[str, object], settings: Mapping[str, object]) -> str:

@@ -53,26 +53,32 @@ def remedy(straggler: Straggler) -> tuple[str, str]:
     if _more_samples(straggler):
         return (
             "Deal the samples evenly",
-            'pl.Loader(…, uneven="rebalance"), or shares that fit the ranks\' speeds',
+            'paceline.Loader(…, uneven="rebalance"), or shares that fit the ranks\' speeds',
         )
     match part:
         case "data":
             return (
                 f"Make rank {rank}'s data come sooner",
-                "more num_workers in pl.Loader, a local copy of the data",
+                "more num_workers in paceline.Loader, a local copy of the data",
             )
         case "between":
-            return "Do the same on every rank", "pl.evaluate and pl.Checkpoint share such work among ranks"
+            return (
+                "Do the same on every rank",
+                "paceline.evaluate and paceline.Checkpoint share such work among ranks",
+            )
         case "other":
             return (
                 f"Look at what the loop does on rank {rank} only",
                 "logging, printing, saving: less often, or later",
             )
     if straggler.cpu >= _MORE * straggler.others_cpu:
-        return f"Give rank {rank} less to do", 'pl.Loader(…, shares="measured") deals by speed; or pl.Star'
+        return (
+            f"Give rank {rank} less to do",
+            'paceline.Loader(…, shares="measured") deals by speed; or paceline.AsyncDataParallel',
+        )
     return (
         f"Free rank {rank}'s host of what else runs there",
-        'paceline doctor and top on that host; pl.Loader(…, shares="measured") if it stays so',
+        'paceline doctor and top on that host; paceline.Loader(…, shares="measured") if it stays so',
     )
 
 

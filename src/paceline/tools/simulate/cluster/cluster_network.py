@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.collectives.closed_form_cost import CLOSED_FORMS
-from paceline.cost_model.algorithm_terms import PLAIN, Form, terms_of
-from paceline.cost_model.collective_fit import Fit
-from paceline.cost_model.piecewise_fit import Segment, seconds_at
+from paceline.cost_model.algorithm_terms import PLAIN, AlgorithmTerms, terms_of
+from paceline.cost_model.collective_fit import CollectiveFit
+from paceline.cost_model.piecewise_fit import FitSegment, seconds_at
 from paceline.errors import UsageError, unknown
 from paceline.tools.simulate.cluster.all_reduce_rounds import ALGORITHMS, NESTED, phases
 
@@ -227,7 +227,7 @@ class FittedNetwork:
         per_node: ranks of a node; the fit counts ranks, wherever they are.
     """
 
-    fit: Fit
+    fit: CollectiveFit
     per_node: int = 1
 
     @property
@@ -253,7 +253,7 @@ class FittedNetwork:
         ranks = nodes * self.per_node
         if ranks == 1:
             return Price(algorithm, 0.0, 0.0)
-        form = self.fit.form if algorithm == self.own else Form(algorithm, self.fit.form.shared)
+        form = self.fit.form if algorithm == self.own else AlgorithmTerms(algorithm, self.fit.form.shared)
         if self.fit.form == PLAIN and algorithm != self.own:
             raise UsageError(f"{algorithm}: the fit knows no algorithm", remedy=f"use {self.own}")
         terms, segments = terms_of(self.fit.op, form, ranks), self.fit.segments_for(ranks)
@@ -263,6 +263,6 @@ class FittedNetwork:
         return Price(algorithm, call, whole - call, error.p90 if error else 0.0)
 
 
-def _segment(segments: tuple[Segment, ...], nbytes: float) -> Segment:
+def _segment(segments: tuple[FitSegment, ...], nbytes: float) -> FitSegment:
     """Return the segment of a size, or the last one that begins below it."""
     return next((each for each in reversed(segments) if each.low <= nbytes), segments[0])
