@@ -29,13 +29,13 @@ from rich.table import Table
 
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.files import write_json
-from paceline._core.units import format_bytes, format_count, format_seconds, parse_bytes
+from paceline._core.format import format_bytes, format_count, format_seconds
+from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 SIZES = "4kB,16kB,64kB,256kB,1MB,4MB,16MB,100MB,1GB"
@@ -76,7 +76,7 @@ def main(
     tried = try_settings(ranks, crowded, env) if settings else []
     variables = tried[0]["variables"] if tried else {}
     rows = run(ranks, plan, {**env, **variables}, threads)
-    result = head("all-reduce", ["paceline", "torch", "mpi4py", "mpich", "numpy"]) | {
+    result = result_head("all-reduce", ["paceline", "torch", "mpi4py", "mpich", "numpy"]) | {
         "settings": {
             "ranks": ranks,
             "dtype": "float32",

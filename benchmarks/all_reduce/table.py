@@ -14,7 +14,7 @@ import typer
 from bench_harness.markdown import fill, table
 from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, PASS, Result, Tried
 
-from paceline._core.units import format_size
+from paceline._core.format import format_size
 
 MB = 1_000_000
 WANTED = [  # ranks, bytes, own, other, bound

@@ -28,9 +28,9 @@ from bench_harness.paired import ratio_of
 import paceline
 from paceline._core.files import write_json
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.tools.bench.result_head import head
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 BLOCK_NBYTES = 4 << 20
@@ -135,7 +135,7 @@ def main() -> None:
         loaded = [loading(keep) for _ in range(options.turns)]
         nbytes = sum(file.stat().st_size for file in files(keep))
         keep.close()
-    result: dict[str, Any] = head("checkpoint-disk") | {
+    result: dict[str, Any] = result_head("checkpoint-disk") | {
         "parameters": sum(param.numel() for param in net.parameters()), "nbytes": nbytes,
         "first save": first, "saves": saved, "loads": loaded,
         "stall / torch.save": ratio(saved, "stall", "torch.save"), "save / dd": ratio(saved, "save", "dd"),

@@ -8,7 +8,7 @@ from statistics import median
 
 from bench_harness.markdown import fill, table
 
-from paceline._core.units import format_bytes, format_seconds
+from paceline._core.format import format_bytes, format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "checkpoints.md"

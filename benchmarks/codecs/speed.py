@@ -28,8 +28,7 @@ from paceline.parallel.compression import blockwise
 from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
 from paceline.parallel.compression.topk import TopK
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 OURS, PLAIN, COPY = "ours", "plain", "copy"
@@ -74,7 +73,7 @@ def main(
                 for kind, contestants in work_of(codec, values).items()
             ]
         chunks = turns_of(in_chunks(values), rounds, tick)
-    result = head("codec-speed", ["paceline", "torch", "numpy"]) | {
+    result = result_head("codec-speed", ["paceline", "torch", "numpy"]) | {
         "settings": {
             "numel": numel,
             "rounds": rounds,

@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 from bench_harness.markdown import fill, table
 
-from paceline._core.units import format_size
+from paceline._core.format import format_size
 from paceline.cost_model.algorithm_terms import MESSAGES, AlgorithmTerms
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_ranks, held_out_sizes
 from paceline.cost_model.prediction_error import PredictionError

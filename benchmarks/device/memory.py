@@ -19,9 +19,8 @@ from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.memory_benchmark import check
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 PLACES = {"backend": "nccl", "device": "cuda"}
@@ -57,7 +56,7 @@ def main(
         checked = check(subject_of(name), Setting(**PLACES, **options), run_ranks)
         rows.append(checked.facts())
         print(f"{name}, {checked.setting.name}: {100 * checked.error:+.2f} %", flush=True)
-    write_json(out, head("device-memory", ["paceline", "torch"]) | {"rows": rows})
+    write_json(out, result_head("device-memory", ["paceline", "torch"]) | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -29,9 +29,8 @@ import paceline
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
 from paceline.tools.bench.turn_order import turn_order
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 STEPS, BAR = 5, 1.01
@@ -64,7 +63,7 @@ def main(
         workloads.append(tokens(texts_at_once, 1024))
     with TurnBar("overhead", (rounds + 1) * len(workloads)) as tick:
         rows = [take_turns(each, world.device, rounds, tick) for each in workloads]
-    result = head("device-overhead", ["paceline", "torch"])
+    result = result_head("device-overhead", ["paceline", "torch"])
     result |= {"settings": {"rounds": rounds, "steps": STEPS, "autocast": "bf16"}, "bar": BAR, "rows": rows}
     write_json(out, result)
     for row in rows:

@@ -32,11 +32,10 @@ from paceline.health.replica_check import digest_of
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.parallel.engine.finite_check import peak_of
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
 from paceline.tools.bench.step.step_contestants import random_batch
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.models.gpt import GPT, loss
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 RANKS, SIZE, BATCH, CONTEXT, STEPS = 2, "mini", 2, 64, 2
@@ -61,7 +60,7 @@ def main(
         arguments = [__file__, "--rounds", str(rounds), "--told", str(file)]
         run_ranks(arguments, RANKS, env={"OMP_NUM_THREADS": "1"}, timeout=1800)
         rows = json.loads(file.read_text(encoding="utf-8"))
-    result = head("drift-cost", ["paceline", "torch", "xxhash"]) | {
+    result = result_head("drift-cost", ["paceline", "torch", "xxhash"]) | {
         "settings": {"ranks": RANKS, "size": SIZE, "batch_size": BATCH, "context": CONTEXT, "steps": STEPS},
         "rows": rows,
     }

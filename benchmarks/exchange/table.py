@@ -9,7 +9,7 @@ from typing import Any
 
 from bench_harness.markdown import fill, table
 
-from paceline._core.units import format_count
+from paceline._core.format import format_count
 
 HERE = Path(__file__).parent
 WHERE = {"ranks": "one machine", "hosts": "two hosts, 200 Mbit/s"}  # by the last word of a result's name

@@ -21,12 +21,11 @@ from bench_harness.program import run_job, run_program
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.models.gpt_sizes import SIZES, Size
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import mean_parts
 from paceline.tools.report.run.trace_reader import read_steps
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
@@ -60,7 +59,7 @@ def main(
     short = {"batch": batch, "rounds": 10 * rounds, "size": asdict(SIZES["tiny"])}
     found += [run(case, short) for case in SHORT] if only is None else []
     settings = {"batch": batch, "rounds": rounds, "threads": 1, "model": asdict(SIZE)}
-    write_json(out, head("exposed") | {"settings": settings, "cases": found})
+    write_json(out, result_head("exposed") | {"settings": settings, "cases": found})
     print(out)
 
 

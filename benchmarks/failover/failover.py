@@ -21,7 +21,7 @@ from typing import Any
 from paceline._core.files import write_json
 from paceline.checkpoint.weights_export import weights_in
 from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.bench.result_head import head
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 TRAINING = HERE.parent / "kills" / "training.py"
@@ -112,7 +112,7 @@ def main() -> None:
                 rows[name].append(told)
                 print(f"{name}: {told}", flush=True)
         server.end()
-    write_json(HERE / "failover.json", head("failover") | {"rows": rows})
+    write_json(HERE / "failover.json", result_head("failover") | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from pathlib import Path
 from bench_harness.markdown import fill, table
 
 from paceline._core.files import write_json, write_text
-from paceline._core.units import format_seconds
-from paceline.tools.bench.result_head import head
+from paceline._core.format import format_seconds
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -54,7 +54,7 @@ def main() -> None:
         clone = Path(folder, "paceline")
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         done = follow(clone)
-    write_json(HERE / "first-steps.json", head("first-steps") | {"steps": done})
+    write_json(HERE / "first-steps.json", result_head("first-steps") | {"steps": done})
     seconds = [float(str(step["seconds"])) for step in done]
     rows = [[f"`{step['command']}`", format_seconds(took)] for step, took in zip(done, seconds, strict=True)]
     block = table(["command", "took"], [*rows, ["all of it", format_seconds(sum(seconds))]])

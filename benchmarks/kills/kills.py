@@ -26,7 +26,7 @@ from training import used_once
 
 from paceline._core.files import write_json
 from paceline.checkpoint.weights_export import weights_in
-from paceline.tools.bench.result_head import head
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 KINDS = ["one rank", "rank 0", "all ranks", "one rank during a save", "all ranks during a save"]
@@ -141,7 +141,7 @@ def main() -> None:
             runs.append(told)
             print(told, flush=True)
     totals = Counter(kind for told in runs for kind in told["kills"])
-    result = head("kills") | {
+    result = result_head("kills") | {
         "settings": {"seed": options.seed},
         "kills": sum(totals.values()),
         "by kind": totals,

@@ -28,7 +28,7 @@ from paceline.data.epoch_plan import BatchRow
 from paceline.data.loader_position import LoaderPosition, LoaderRecipe
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.result_head import head
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 RATE = 0.1
@@ -194,7 +194,7 @@ def main() -> None:
         found = Path(folder, "rows.json")
         run_ranks([__file__, str(found)], len(SHARES), timeout=600)
         rows = json.loads(found.read_text(encoding="utf-8"))
-    result = head("uneven-gradients") | {
+    result = result_head("uneven-gradients") | {
         "settings": {
             "shares": SHARES,
             "samples": SAMPLES,

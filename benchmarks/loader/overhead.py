@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import paceline
 from paceline._core.files import write_json
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 WIDTH, BATCH = 32, 64
@@ -61,7 +60,7 @@ def main(
 ) -> None:
     """Time epochs of both loaders, with 0 and 2 workers, and the start of an epoch over 10^9 samples."""
     check_writable(out, make_folder=True)
-    result = head("loader-overhead", ["paceline", "torch", "numpy"], schema=2) | {
+    result = result_head("loader-overhead", ["paceline", "torch", "numpy"], schema=2) | {
         "settings": {"item": f"{WIDTH} float32 and a label", "batch_size": BATCH},
         "rows": [beside_torch(workers, rounds) for workers in PLANS],
         "start": start_of_a_huge_epoch(),

@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline._core.files import write_json
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.result_head import head
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 SAMPLES, WIDTH, HIDDEN, BATCH, ROUNDS, REDEAL = 4096, 32, 64, 64, 12, 8
@@ -144,7 +144,7 @@ def main() -> None:
         ratio = ratio_of(equal[1:], row["seconds"][1:])
         row["times_faster"] = {"median": ratio.median, "low": ratio.low, "high": ratio.high}
         row["first_epoch_times_faster"] = median(equal) / row["seconds"][0]
-    result = head("measured-shares") | {
+    result = result_head("measured-shares") | {
         "settings": {
             "ranks": 2,
             "samples": SAMPLES,

@@ -17,12 +17,12 @@ from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
 from rich.table import Table
 
 from paceline._core.files import write_json
-from paceline._core.units import format_count, format_seconds, parse_bytes
+from paceline._core.format import format_count, format_seconds
+from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 SIZES = "64kB,1MB,10MB,100MB"
@@ -55,7 +55,7 @@ def main(
     check_writable(path, make_folder=True)
     plan = [(nbytes, *rounds_and_calls(nbytes, rounds)) for nbytes in chosen]
     rows = run(hosts, ranks, rate, plan)
-    result = head("all-reduce-between-hosts") | {
+    result = result_head("all-reduce-between-hosts") | {
         "settings": {
             "hosts": hosts,
             "ranks_per_host": ranks,

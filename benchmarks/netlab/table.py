@@ -14,7 +14,7 @@ import typer
 from bench_harness.markdown import fill, table
 from figures import ARENA, BEST, GLOO, ORDINARY, Result
 
-from paceline._core.units import format_count
+from paceline._core.format import format_count
 
 
 def figures(result: Result) -> str:

@@ -22,11 +22,10 @@ from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.memory_benchmark import check
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.plan.memory.memory_fit import MARGIN
 from paceline.tools.plan.memory.memory_prediction import predict
 from paceline.tools.plan.memory.training_subject import Setting, subject_of
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 _LONG: dict[str, Any] = {"context": 256}
@@ -82,7 +81,7 @@ def main(
         checked = check(subject_of(name), setting, run_ranks)
         checks.append(checked.facts())
         typer.echo(f"{name:18} {setting.name:48} {100 * checked.error:+8.3f} %")
-    result = head("plan-memory-accuracy", ("paceline", "torch", "transformers")) | {
+    result = result_head("plan-memory-accuracy", ("paceline", "torch", "transformers")) | {
         "checks": checks,
         "predicted_only": [_predicted(*case) for case in PREDICTED if case[0].startswith(only)],
         **_summary(checks),

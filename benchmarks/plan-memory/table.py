@@ -8,7 +8,7 @@ from typing import Any
 
 from bench_harness.markdown import fill, table
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.tools.plan.memory.training_subject import Setting
 
 HERE = Path(__file__).parent

@@ -22,11 +22,11 @@ from paceline._core.files import write_json
 from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.parts_settings import PartsSettings
-from paceline.tools.bench.result_head import head, machine_record, versions
 from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
 from paceline.tools.bench.turn_order import round_of, split
-from paceline.tools.cli.output_files import check_writable, load_or_new, now
+from paceline.tools.cli.bench.profile_file import load_or_new, now
 from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.result_files import check_writable, machine_record, result_head, versions
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
@@ -87,7 +87,7 @@ def main(
             "backend": over,
         }
         settings |= {"rounds": rounds, "steps": steps, "threads": 1, "batch": BATCH, "model": vars(SIZE)}
-        write_json(path, head("bench-step") | {"settings": settings, "rows": rows_of(found, number)})
+        write_json(path, result_head("bench-step") | {"settings": settings, "rows": rows_of(found, number)})
         print(path)
 
 
@@ -104,7 +104,9 @@ def run(
 ) -> list[list[list[list[list[float]]]]]:
     """Start the ranks, on hosts if there is a rate, and return the seconds that rank 0 wrote."""
     turns = 1 + (1 + rounds) * len(CONTESTANTS)
-    source = Source(head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"]))
+    source = Source(
+        result_head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"])
+    )
     job = {
         "parts": parts.to_json(),
         "size": asdict(SIZE),

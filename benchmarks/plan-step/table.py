@@ -24,10 +24,10 @@ from paceline.cost_model.profile import Profile
 from paceline.cost_model.step_costs import StepCosts, pick_step_costs
 from paceline.cost_model.step_strategy import StepStrategy
 from paceline.cost_model.step_time import StepTime, predict_steps, simulated_bucket
-from paceline.tools.bench.result_head import head
 from paceline.tools.bench.step.step_strategies import NO_SYNC
 from paceline.tools.cli.plan.plan_step_command import draw_breakdown, draw_buckets
 from paceline.tools.plan.step_measured import MeasuredStep, accuracy_of, beside, load_measured, ways_measured
+from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
 DRAWN = ("steps-4x200Mbit", "steps-2x1Gbit")
@@ -60,7 +60,8 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the results and READ
     whole = accuracy_of(counted, 0)
     write_json(
         folder / "predicted.json",
-        head("plan-step-accuracy") | {"accuracy": vars(whole) if whole else None, "settings": settings},
+        result_head("plan-step-accuracy")
+        | {"accuracy": vars(whole) if whole else None, "settings": settings},
     )
     text = (folder / "README.md").read_text(encoding="utf-8")
     text = fill(text, "accuracy", accuracy_figures(pairs_of, quiet_of, whole))

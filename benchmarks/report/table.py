@@ -12,7 +12,7 @@ from statistics import fmean
 
 from bench_harness.markdown import fill, table
 
-from paceline._core.units import format_bytes, format_seconds
+from paceline._core.format import format_bytes, format_seconds
 from paceline.tools.report.run.bottleneck import limit_of
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.run_summary import summarize

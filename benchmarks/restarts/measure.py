@@ -26,8 +26,7 @@ from bench_harness.program import run_program
 
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 STEPS = HERE / "steps.py"
@@ -68,7 +67,7 @@ def main(
                     f"{value:.2f} s" if isinstance(value, float) else str(value) for value in row.values()
                 )
             )
-    result = head("restarts") | {
+    result = result_head("restarts") | {
         "settings": {
             "repeats": repeats,
             "threads": 1,

@@ -22,10 +22,9 @@ from table import show
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import numbers_of
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.cluster.cluster_network import Network
 from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate
 from paceline.tools.simulate.cluster.compute_times import Machines
@@ -62,7 +61,7 @@ def main(
     job = {"model": model, "batch": batch, "rounds": rounds, "steps": steps, "calls": CALLS}
     found = {count: run(count, rate, job | wanted(count, counts)) for count in sorted({*FIT_HOSTS, *counts})}
     settings = job | {"ranks": counts, "rate": rate, "threads": 1, "backend": "gloo", "sizes": SIZES}
-    result = head("simulate-validation", ("paceline", "torch", "numpy")) | {
+    result = result_head("simulate-validation", ("paceline", "torch", "numpy")) | {
         "settings": settings,
         "measured": found,
         "rows": rows(found, counts, 4.0 * size_of(model).parameters()),

@@ -15,7 +15,7 @@ import typer
 from bench_harness.markdown import fill, table
 from rich.table import Table
 
-from paceline.tools.cli.console_table import print_wide
+from paceline.tools.console_table import print_wide
 
 TITLES = [
     *("strategy", "ranks", "measured, s", "simulated, s", "off", "off, hosts as 2 are"),

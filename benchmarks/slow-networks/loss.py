@@ -25,10 +25,9 @@ from ways import DDP, OURS, Way
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 BATCH, SIZE = 2, "mini"
@@ -90,7 +89,7 @@ def main(
             for seed in range(seeds):
                 seconds += lab.run(replace(DDP, bucket_mib=best), timed=-(-timed // seeds))
                 ours.append(lab.run(OURS, seed=seed))
-    result = head("time-to-loss") | {
+    result = result_head("time-to-loss") | {
         "settings": {
             "hosts": hosts,
             "rate": rate,

@@ -21,9 +21,8 @@ from bench_harness.program import run_program
 
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 SLOW, VICTIM = 3, 5
@@ -107,7 +106,7 @@ def main(
     check_writable(path, make_folder=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as place, Lab(hosts + 1, rate) as lab:
         told = run(lab, hosts, steps, Path(place))
-    result = head("many-hosts") | {
+    result = result_head("many-hosts") | {
         "settings": {
             "hosts": hosts,
             "rate": rate,

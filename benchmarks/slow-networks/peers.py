@@ -38,16 +38,15 @@ from paceline._core.files import write_json
 from paceline.errors import HostFailed, UsageError, unknown
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
 from paceline.tools.bench.turn_order import turn_order
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 HOMES = Path.home() / ".cache" / "paceline-peers"
 TRIES, TURN_SECONDS = 3, 400.0
 _VERSIONS = (
-    "import json; from paceline.tools.bench.result_head import versions; "
+    "import json; from paceline.tools.result_files import versions; "
     "print(json.dumps(versions({packages!r})))"
 )
 
@@ -114,7 +113,7 @@ def main(
     path = json_file or HERE / f"peers-{hosts}x{rate.removesuffix('/s')}.json"
     check_writable(path, make_folder=True)
     asked = {"hosts": hosts, "rate": rate, "turns": turns, "syncs": syncs, "rounds": rounds, "threads": 1}
-    result = head("outer-steps-by-library")
+    result = result_head("outer-steps-by-library")
     result["versions"] = {"": result["versions"]} | versions_of_homes(chosen, peers)
     result |= {
         "settings": asked

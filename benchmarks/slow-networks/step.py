@@ -21,9 +21,8 @@ from workload import BATCH, EVERY, SIZE
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 
@@ -54,7 +53,7 @@ def main(
     check_writable(path, make_folder=True)
     names = [name for name in CONTESTANTS if not only or name in only]
     settings = {"hosts": hosts, "rate": rate, "rounds": rounds, "steps": steps, "threads": 1, "batch": BATCH}
-    result = head("step-on-slow-network") | {
+    result = result_head("step-on-slow-network") | {
         "settings": settings | {"model": vars(SIZE), "parameters": SIZE.parameters(), "every": EVERY},
         "rows": run(hosts, rate, {"names": names, "rounds": rounds, "steps": steps}),
     }

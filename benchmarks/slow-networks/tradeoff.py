@@ -22,10 +22,9 @@ from ways import TRADEOFF
 from paceline._core.files import write_json
 from paceline.errors import unknown
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 RANKS, EVERY = 4, 100
@@ -52,7 +51,7 @@ def main(
             rows.append({"way": asdict(way), "curve": curve})
             last = curve[-1]
             print(f"{way.name}: loss {last['loss']:.4f}, {last['foretold'] / 1e6:.0f} MB", flush=True)
-    result = head("loss-against-bytes") | {
+    result = result_head("loss-against-bytes") | {
         "settings": {
             "ranks": RANKS,
             "size": SIZE,

@@ -26,10 +26,9 @@ from training import BATCH, SIZE, SPEEDS, Training
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"
@@ -152,7 +151,7 @@ def main(
     settings = StarSettings(seconds, every, delay, lr)
     curves = json.loads(CURVES.read_text(encoding="utf-8"))
     ddp_lr, local = curves["ddp"]["way"]["lr"], curves["ours"]["way"]
-    result = head("asynchronous-time-to-loss") | {
+    result = result_head("asynchronous-time-to-loss") | {
         "settings": {
             "hosts": len(SPEEDS),
             "rate": rate,

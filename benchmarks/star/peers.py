@@ -27,9 +27,8 @@ from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 HOMES = Path.home() / ".cache" / "paceline-peers"
@@ -105,7 +104,7 @@ def main(
             rows[name] = {"name": name, "settings": one.settings} | found
             print(f"{name}: {found['curve'][-1]['loss']:.4f}", flush=True)
             tick()
-    result = head("asynchronous-by-library") | {
+    result = result_head("asynchronous-by-library") | {
         "settings": settings,
         "rows": [rows[name] for name in CONTESTANTS if name in rows],
     }

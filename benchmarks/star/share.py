@@ -21,9 +21,8 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.units import parse_rate
 from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 TICK = 0.1
@@ -92,7 +91,7 @@ def main(
         rows = watch(lab, seconds)
         beside = {name: sent_file(lab, source, 8.0) for name, source in (("up", 1), ("down", 0))}
         _end(worker, hub)
-    result: dict[str, Any] = head("share-of-a-link") | {
+    result: dict[str, Any] = result_head("share-of-a-link") | {
         "settings": {"rate": rate, "share": share, "seconds": seconds},
         "link": link,
         "busiest": {"up": busiest(rows, "sent") / link, "down": busiest(rows, "received") / link},

@@ -23,9 +23,8 @@ from bench_harness.storm.run import Storm, count
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 
@@ -61,7 +60,7 @@ def main(
         lines = Path(folder, "memory.jsonl").read_text(encoding="utf-8").splitlines()
         memory = [json.loads(line) for line in lines]
     began = memory[0]["t"]
-    result = head("storm") | {
+    result = result_head("storm") | {
         "settings": {
             "seconds": seconds,
             "workers": workers,

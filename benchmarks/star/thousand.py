@@ -19,9 +19,8 @@ from bench_harness.program import run_program
 
 from paceline._core.files import write_json
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
 from paceline.tools.simulate.learning_tasks import LinearTask
 
@@ -63,7 +62,7 @@ def main(
     for cadence in CADENCES:
         rows.append(run(workers, rounds, cadence))
         print("k {every}, d {delay}: {seconds:.1f} s, {updates} updates; centre {digest}".format(**rows[-1]))
-    result = head("asynchronous-thousand", ("paceline", "torch", "numpy")) | {
+    result = result_head("asynchronous-thousand", ("paceline", "torch", "numpy")) | {
         "settings": {"workers": workers, "rounds": rounds},
         "rows": rows,
     }

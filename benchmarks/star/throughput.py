@@ -21,9 +21,8 @@ from training import SPEEDS
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 
@@ -50,7 +49,7 @@ def main(
             tick()
             found.append({"alone": alone, "star": stage.workers(settings, 0)})
             tick()
-    result = head("asynchronous-throughput") | {
+    result = result_head("asynchronous-throughput") | {
         "settings": {"rate": rate, "fastest_step": fastest, "seconds": seconds, "speeds": list(SPEEDS)},
         "turns": found,
     }

@@ -26,10 +26,9 @@ from paceline.async_dp.hub.population import PopulationRules
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
 from paceline.tools.simulate.learning_tasks import GPTTask
 from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
@@ -180,7 +179,7 @@ def main(
                 tick()
             rows.append({"name": way.name, "lr": way.lr, "falls": way.falls, "runs": runs})
             _tell(rows[-1])
-    result = head("asynchronous-virtual") | {
+    result = result_head("asynchronous-virtual") | {
         "settings": {"workers": WORKERS, "steps": STEPS, "batch": BATCH, "size": vars(SIZE)},
         "ways": rows,
     }

@@ -20,10 +20,9 @@ from bench_harness.program import run_job, run_program
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
-from paceline.tools.bench.result_head import head
 from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, Entry
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
@@ -74,7 +73,7 @@ def main(
             "threads": 1,
         }
         settings |= {"model": asdict(SIZE), "parameters": SIZE.parameters()}
-        write_json(out / f"{name}.json", head("tuner") | {"settings": settings, **found})
+        write_json(out / f"{name}.json", result_head("tuner") | {"settings": settings, **found})
         print(out / f"{name}.json")
 
 

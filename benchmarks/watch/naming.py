@@ -22,8 +22,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 HOSTS, RANKS, VICTIM = 3, 2, 1
@@ -75,7 +74,7 @@ def main(
             for number, (name, backend) in enumerate(cases):
                 rows.setdefault((name, backend), []).append(one(lab, Path(folder), number, name, jobs))
                 tick()
-    result = head("watch-naming") | {
+    result = result_head("watch-naming") | {
         "settings": {"hosts": HOSTS, "ranks_per_host": RANKS, "stall": STALL, "lost": LOST},
         "rows": [{"fault": name, "backend": b, "runs": runs} for (name, b), runs in rows.items()],
     }

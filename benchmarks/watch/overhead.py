@@ -24,8 +24,7 @@ from paceline._core.files import write_json
 from paceline._core.step_state import StepState
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import head
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -50,7 +49,7 @@ def main(
     all_of = {kind: [each for one in found for each in one["seconds"][kind]] for kind in ("with", "without")}
     ratio = ratio_of(all_of["with"], all_of["without"])
     here = StepState()
-    result = head("watch-overhead") | {
+    result = result_head("watch-overhead") | {
         "settings": {"ranks": RANKS, "model": "mini", "batch": BATCH, "context": CONTEXT, "steps": STEPS},
         "step_seconds": {kind: median(each) for kind, each in all_of.items()},
         "ratio": {"median": ratio.median, "low": ratio.low, "high": ratio.high},

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench_harness.markdown import fill, table
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "failures.md"

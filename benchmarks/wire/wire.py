@@ -20,7 +20,7 @@ import torch.distributed as dist
 import paceline
 from paceline._core.files import write_json
 from paceline.parallel.engine.comm import Comm
-from paceline.tools.bench.result_head import head
+from paceline.tools.result_files import result_head
 
 SIZES_MIB, ROUNDS, CALLS = (1, 4, 16), 15, 4
 
@@ -76,7 +76,7 @@ def main() -> None:
         rows.append({"mib": size} | {name: round(median(spent), 2) for name, spent in times.items()})
     if world.rank == 0:
         command = f"torchrun --nproc-per-node {world.size} benchmarks/wire/wire.py"
-        result = head("wire") | {"command": command, "ranks": world.size, "milliseconds": rows}
+        result = result_head("wire") | {"command": command, "ranks": world.size, "milliseconds": rows}
         write_json(Path(__file__).with_name("wire.json"), result)
         print(json.dumps(rows, indent=1))
     paceline.shutdown()

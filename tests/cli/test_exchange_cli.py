@@ -18,12 +18,8 @@ import mpi_worlds
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.targets import mpiexec_command as starting
 from paceline.tools.cli import app as module
-from paceline.transport.mpi_exchange.exchange_measurement import (
-    ExchangeSettings,
-    Slices,
-    check_memory,
-    overlap,
-)
+from paceline.transport.mpi_exchange.exchange_measurement import Slices, overlap
+from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings, check_memory
 from paceline.world.mpi_world import find_mpiexec, under_mpi
 
 needs_mpi = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 
 def test_a_file_that_is_there_or_not_may_be_written(tmp_path):

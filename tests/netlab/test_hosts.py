@@ -33,7 +33,9 @@ def processes(lab, host):
     """Return the command lines of a host, but for its first process and those that list them."""
     listing = "for p in /proc/[0-9]*; do tr '\\0\\n' '  ' < $p/cmdline; echo; done 2>/dev/null"
     lines = lab.run(listing, on=host)[0].stdout.splitlines()
-    return [line for line in lines if line.strip() and "inside.py" not in line and "cmdline" not in line]
+    return [
+        line for line in lines if line.strip() and "namespace_main.py" not in line and "cmdline" not in line
+    ]
 
 
 def test_each_host_has_a_name_an_address_and_knows_the_others(lab):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline._core.units import format_size
+from paceline._core.format import format_size
 from paceline.errors import RankFailed, UsageError
 from paceline.tools.bench.collectives.benchmark_cases import cases_of
 from paceline.tools.bench.collectives.collectives_benchmark import finished, in_order, measure

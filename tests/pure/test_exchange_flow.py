@@ -64,23 +64,23 @@ class Wire:
 
 @dataclass
 class Carrier:
-    wire: Wire
+    comm: Wire
     rank: int
     size: int
 
     def send(self, buffer, target, tag):
-        self.wire.between(self.rank, target).append((tag, buffer))
-        return Flight(self.wire.rng.randrange(3))
+        self.comm.between(self.rank, target).append((tag, buffer))
+        return Flight(self.comm.rng.randrange(3))
 
     def probe(self, source, tag=None):
-        queue = self.wire.between(source, self.rank)
-        if not queue or self.wire.rng.random() < 0.3:
+        queue = self.comm.between(source, self.rank)
+        if not queue or self.comm.rng.random() < 0.3:
             return None
         came, buffer = queue.popleft()
 
         def receive(place):
             memoryview(place)[:] = buffer
-            return Flight(self.wire.rng.randrange(3))
+            return Flight(self.comm.rng.randrange(3))
 
         return Arrival(came, memoryview(buffer).nbytes, receive)
 
@@ -89,8 +89,8 @@ class Pair:
     """A message from rank 1 to rank 0, round after round."""
 
     def __init__(self, seed, nbytes, frame_nbytes=64):
-        wire = Wire(random.Random(seed))
-        self.sender, self.receiver = Carrier(wire, 1, 2), Carrier(wire, 0, 2)
+        comm = Wire(random.Random(seed))
+        self.sender, self.receiver = Carrier(comm, 1, 2), Carrier(comm, 0, 2)
         self.inbox, self.nbytes, self.frame_nbytes = ReceiveLedger("run", 0, [1]), nbytes, frame_nbytes
         self.sequence = self.round = 0
 
@@ -150,7 +150,7 @@ class SlowCarrier(Carrier):
     """Payloads take long; nothing else does, and what has come is seen at once."""
 
     def probe(self, source, tag=None):
-        queue = self.wire.between(source, self.rank)
+        queue = self.comm.between(source, self.rank)
         if not queue:
             return None
         came, buffer = queue.popleft()
@@ -165,10 +165,10 @@ class SlowCarrier(Carrier):
 
 def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(monkeypatch):
     monkeypatch.setattr(Held, "held", True)
-    wire, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
-    receiver = SlowCarrier(wire, 0, 2)
+    comm, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
+    receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
-    out = Outgoing(Carrier(wire, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
+    out = Outgoing(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
     into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(place), 64)
     for _ in range(10):
         out.advance()
@@ -183,24 +183,24 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
     assert into.whole
     assert place == message
     assert [one for one in receiver.asked if one[0] == Tag.PAYLOAD] == [payload] * 3  # none came aside
-    wire.between(1, 0).append((Tag.HEAD, b"of the next round"))
+    comm.between(1, 0).append((Tag.HEAD, b"of the next round"))
     into.advance()
-    assert len(wire.between(1, 0)) == 1
+    assert len(comm.between(1, 0)) == 1
 
 
 def test_a_close_is_the_last_that_is_asked_for_in_a_round():
-    wire = Wire(random.Random(1))
-    receiver = SlowCarrier(wire, 0, 2)
+    comm = Wire(random.Random(1))
+    receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
     for round, message in enumerate((b"first", b"second")):
-        out = Outgoing(Carrier(wire, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
+        out = Outgoing(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
         while not out.done:
             out.advance()
     into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
     for _ in range(10):
         into.advance()
     assert [tag for tag, _ in receiver.asked] == [Tag.HEAD, Tag.PAYLOAD, Tag.TAIL, Tag.CLOSE]
-    assert len(wire.between(1, 0)) == 4
+    assert len(comm.between(1, 0)) == 4
 
 
 def test_a_sender_that_stops_is_named_with_the_frame_that_is_missing():
@@ -223,14 +223,14 @@ def test_messages_of_another_size_are_foreign_and_say_both_sizes():
 
 
 def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
-    wire = Wire(random.Random(1))
+    comm = Wire(random.Random(1))
     left, into = [5000], bytearray(10_000)
 
     def work():
         left[0] -= 1
         return left[0] >= 0
 
-    carriers = Carrier(wire, 1, 2), Carrier(wire, 0, 2)
+    carriers = Carrier(comm, 1, 2), Carrier(comm, 0, 2)
     out = Outgoing(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
     incoming = Incoming(carriers[1], ReceiveLedger("run", 0, [1]), 1, 0, memoryview(into), 64)
     under_way = drive([out], [incoming], 5.0, work)
@@ -258,9 +258,9 @@ class LostCarrier(Carrier):
     """What it sends is never taken."""
 
     def send(self, buffer, target, tag):
-        flight = Flight(10**9)
-        self.flights = [*getattr(self, "flights", []), weakref.ref(flight)]
-        return flight
+        launch_queue = Flight(10**9)
+        self.flights = [*getattr(self, "flights", []), weakref.ref(launch_queue)]
+        return launch_queue
 
 
 def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
@@ -269,7 +269,9 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
     assert [each.kind for each in outcome.problems] == ["MissingEnvelope"]
     gc.collect()
     assert len(ring.carrier.flights) == 6
-    assert all(flight() is not None for flight in ring.carrier.flights), "MPI would write to memory of others"
+    assert all(launch_queue() is not None for launch_queue in ring.carrier.flights), (
+        "MPI would write to memory of others"
+    )
 
 
 def test_who_tells_nothing_or_takes_nothing_is_named():
@@ -278,11 +280,11 @@ def test_who_tells_nothing_or_takes_nothing_is_named():
         agree(carrier, ExchangeAgreement(0), 0.05)
     assert caught.value.source == 1
     for source in (1, 2):
-        carrier.wire.between(source, 0).append((Tag.VERDICT, ExchangeAgreement(source).packed()))
+        carrier.comm.between(source, 0).append((Tag.VERDICT, ExchangeAgreement(source).packed()))
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 took nothing of what it was told for 0\.05 s"):
         agree(carrier, ExchangeAgreement(0), 0.05)
     gc.collect()
-    assert all(flight() is not None for flight in carrier.flights)
+    assert all(launch_queue() is not None for launch_queue in carrier.flights)
 
 
 @pytest.mark.parametrize("wrong", [5, "text", np.zeros((3, 4)).T, np.zeros(3, "M8[s]")])

@@ -178,7 +178,7 @@ def test_a_slow_rank_sleeps_once_a_step(monkeypatch):
     monkeypatch.setattr(step_state, "latest_busy_seconds", 0.5)
     fault_injection.slow(1, seconds=0.25)
     for step in (0, 0, 1):
-        step_state.begin(step, "forward")
+        step_state.begin_phase(step, "forward")
         fault_injection.begin_step(step)
     assert slept == [0.25, 0.25]
 
@@ -189,7 +189,7 @@ def test_a_factor_is_of_the_time_without_the_fault(monkeypatch):
     fault_injection.slow(1, factor=1.5)
     for step in range(4):
         monkeypatch.setattr(step_state, "latest_busy_seconds", 0.2 + (slept[-1] if slept else 0.0))
-        step_state.begin(step, "forward")
+        step_state.begin_phase(step, "forward")
         fault_injection.begin_step(step)
     assert slept == pytest.approx([0.1] * 4)
 

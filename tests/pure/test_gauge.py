@@ -63,23 +63,23 @@ def test_a_sum_is_surely_finite_where_the_peaks_say_so(peaks, factor, largest, s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gauge_writes_one_number_and_begins_anew(dtype):
-    gauge, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
-    gauge.note(torch.tensor([3.0, 4.0]))
-    gauge.note(torch.tensor([1.0]))
-    gauge.write(place[1])
+    finite_check, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
+    finite_check.note(torch.tensor([3.0, 4.0]))
+    finite_check.note(torch.tensor([1.0]))
+    finite_check.write(place[1])
     assert place.tolist() == [5.0, 6.0, 5.0]
-    gauge.write(place[1])
+    finite_check.write(place[1])
     assert place.tolist() == [5.0, 0.0, 5.0]
-    gauge.note(torch.tensor([1e300], dtype=torch.float64))
-    gauge.write(place[1])
+    finite_check.note(torch.tensor([1e300], dtype=torch.float64))
+    finite_check.write(place[1])
     assert math.isfinite(place[1]), "finite stays finite in a float32 ledger"
     for bad in BAD:
-        gauge.note(torch.tensor([1.0, bad]))
-        gauge.write(place[0])
+        finite_check.note(torch.tensor([1.0, bad]))
+        finite_check.write(place[0])
         assert not math.isfinite(place[0])
-    gauge.note(torch.tensor([math.nan]))
-    gauge.clear()
-    gauge.write(place[0])
+    finite_check.note(torch.tensor([math.nan]))
+    finite_check.clear()
+    finite_check.write(place[0])
     assert place[0] == 0
 
 

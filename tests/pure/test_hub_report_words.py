@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 from hub_folder import begin, centre, join, record, refuse, traffic, update
 
+from paceline._core.format import format_number, format_percent, plural
 from paceline.tools.report.hub.hub_records import HubRun, take_in
 from paceline.tools.report.hub.hub_summary import ddp_nbytes, local_steps, rows_of
 from paceline.tools.report.hub.hub_text import (
     headline,
-    number,
-    percent,
-    plural,
     reasons,
     told_contributions,
     told_decisions,
@@ -221,6 +219,10 @@ def test_how_many_decisions_are_not_shown_is_told():
 
 def test_numbers_in_words():
     assert reasons({"a": 1, "b": 3, "c": 2, "d": 1, "e": 1, "f": 4}) == "f 4, b 3, c 2, a 1, others 2"
-    assert (number(1234.5), number(float("nan"))) == ("1234", "not a number")
-    assert (percent(0), percent(0.0123), percent(0.5)) == ("0\u00a0%", "1.2\u00a0%", "50\u00a0%")
+    assert (format_number(1234.5), format_number(float("nan"))) == ("1234", "not a number")
+    assert (format_percent(0), format_percent(0.0123), format_percent(0.5)) == (
+        "0\u00a0%",
+        "1.2\u00a0%",
+        "50\u00a0%",
+    )
     assert (plural(1, "worker"), plural(1000, "update")) == ("1 worker", "1,000 updates")

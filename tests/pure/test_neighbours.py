@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from forks import ended, in_child, start
 
+from paceline._core.format import format_bytes
 from paceline._core.process_exit import ExitStatus
-from paceline._core.units import format_bytes
 from paceline.backends.shm.host_peers import (
     HostPeers,
     MemoryNotShared,

@@ -118,8 +118,8 @@ def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
         nbytes = size if draw.random() < 0.7 else draw.randrange(1, size)
         now += bucket.wait(nbytes + ENVELOPE_NBYTES, now)
         bucket.take(nbytes + ENVELOPE_NBYTES, now)
-        wire = (nbytes + 300) * PACKET / CARRIED + PACKET - CARRIED  # 300: of an envelope's own, measured
-        left.append((now, wire))
+        comm = (nbytes + 300) * PACKET / CARRIED + PACKET - CARRIED  # 300: of an envelope's own, measured
+        left.append((now, comm))
     assert most_in_any(1.0, left) <= 1.1 * rate
 
 

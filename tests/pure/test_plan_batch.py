@@ -121,17 +121,17 @@ def test_a_split_of_nothing_is_refused(numbers):
 
 
 @pytest.mark.parametrize(("wire", "between"), [("pcie4", "ndr"), ("nvlink4", "ndr")])
-def test_a_threshold_names_the_links_that_it_is_about(wire, between):
+def test_a_threshold_names_the_links_that_it_is_about(comm, between):
     asked = Asked(
         7_000_000_000,
         devices=64,
         flops=matmul_of("h100"),
-        wire=wire_of(wire),
+        comm=wire_of(comm),
         between=wire_of(between),
         group=8,
     )
     why = {figure.key: figure.why for figure in answer(asked).figures}
-    inside, outside = (f"({wire_of(name).source})" for name in (wire, between))
+    inside, outside = (f"({wire_of(name).source})" for name in (comm, between))
     assert inside in why["tokens_hsdp_inside_a_group"]
     assert outside in why["tokens_hsdp_between_groups"]
-    assert (inside if wire == "pcie4" else outside) in why["tokens_fsdp"], "the slower of both"
+    assert (inside if comm == "pcie4" else outside) in why["tokens_fsdp"], "the slower of both"

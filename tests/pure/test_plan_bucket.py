@@ -54,11 +54,11 @@ def test_the_formula_is_the_simulation_of_equal_buckets(count, nbytes, rate, cal
 
 
 @settings(max_examples=500, deadline=None)
-@given(wire=st.floats(1e-3, 1e2), call=st.floats(1e-2, 1e1), backward=st.floats(1e-3, 1e2))
-def test_no_number_of_buckets_beats_the_best_one(wire, call, backward):
-    job = EqualBuckets(1e6, 1e6 / wire, call, backward)
+@given(comm=st.floats(1e-3, 1e2), call=st.floats(1e-2, 1e1), backward=st.floats(1e-3, 1e2))
+def test_no_number_of_buckets_beats_the_best_one(comm, call, backward):
+    job = EqualBuckets(1e6, 1e6 / comm, call, backward)
     best = job.best()
-    most = int((wire + backward) / call + math.sqrt(backward / call)) + 3
+    most = int((comm + backward) / call + math.sqrt(backward / call)) + 3
     others = [job.overhead(count) for count in range(1, most)]
     assert best.overhead <= min(others) * (1 + 1e-12)
     assert best.overhead == job.overhead(best.count)

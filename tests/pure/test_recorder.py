@@ -18,7 +18,7 @@ class Round:
     """Of a model."""
 
     step: int = 0
-    wire: object = None
+    comm: object = None
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def test_a_step_is_one_line_from_its_forward_to_the_next(lines):
     here.recorder = StepRecorder(model)
     for step in (0, 1):
         model.step = step
-        here.begin(step, "forward")
-        here.begin(step, "backward")
-        here.enter("exchange")
-        here.wait(2)
-        here.arrive()
-        here.enter("optimizer")
-        here.enter("optimizer")
+        here.begin_phase(step, "forward")
+        here.begin_phase(step, "backward")
+        here.enter_phase("exchange")
+        here.begin_wait(2)
+        here.end_wait()
+        here.enter_phase("optimizer")
+        here.enter_phase("optimizer")
     here.recorder.flush()
     here.recorder.flush()
     first, second = lines()
@@ -83,8 +83,8 @@ def test_calls_tell_what_is_known_of_them(lines):
 def test_tasks_and_plans_are_told(lines):
     here = StepState()
     here.recorder = StepRecorder(Round())
-    here.begin(0, "forward")
-    with here.during("checkpoint"):
+    here.begin_phase(0, "forward")
+    with here.running_task("checkpoint"):
         pass
     buckets = [object()]
     for _ in range(2):
@@ -97,17 +97,17 @@ def test_tasks_and_plans_are_told(lines):
 
 
 def test_what_another_model_does_is_part_of_the_step(lines):
-    here, model, other = StepState(), Round(wire=object()), Round(17, wire=object())
+    here, model, other = StepState(), Round(comm=object()), Round(17, comm=object())
     here.recorder = StepRecorder(model)
-    assert here.recording(model.wire) is here.recorder
-    assert here.recording(other.wire) is None
+    assert here.recorder_of(model.comm) is here.recorder
+    assert here.recorder_of(other.comm) is None
     for _ in range(2):
         for each in (model, other):
-            here.begin(each.step, "forward")
-            here.begin(each.step, "backward")
-            here.begin(each.step, "exchange")
+            here.begin_phase(each.step, "forward")
+            here.begin_phase(each.step, "backward")
+            here.begin_phase(each.step, "exchange")
             each.step += 1
-            here.enter("optimizer")
+            here.enter_phase("optimizer")
     here.recorder.flush()
     told = lines()
     # the other's forward comes after the round, so it is the next step's

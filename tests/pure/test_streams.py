@@ -61,11 +61,11 @@ def test_a_graph_reads_parameters_where_they_were_so_they_may_not_move(sync):
         return net
 
     graphed = torch.nn.Sequential(torch.nn.Linear(2, 2), make_graphed_callables(torch.nn.Linear(2, 1)))
-    wire = Comm()
-    paceline.DataParallel(graphed, sync, group=wire)
-    wire.size = 2
+    comm = Comm()
+    paceline.DataParallel(graphed, sync, group=comm)
+    comm.size = 2
     with pytest.raises(UsageError, match="module '1' is a CUDA graph"):
-        paceline.DataParallel(graphed, sync, group=wire)
+        paceline.DataParallel(graphed, sync, group=comm)
 
 
 def test_a_captured_backward_is_refused_among_ranks_and_only_there(monkeypatch):
@@ -73,6 +73,6 @@ def test_a_captured_backward_is_refused_among_ranks_and_only_there(monkeypatch):
     model = paceline.DataParallel(torch.nn.Linear(2, 1))
     monkeypatch.setattr(type(model.engine), "device", torch.device("cuda:0"))
     model.backward(model(torch.ones(1, 2)).sum(), samples=1)
-    model.engine.wire.size = 2
+    model.engine.comm.size = 2
     with pytest.raises(UsageError, match="world of 2 ranks"):
         model.backward(model(torch.ones(1, 2)).sum(), samples=1)

@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._core.units import (
-    MIB,
-    format_bytes,
-    format_count,
-    format_seconds,
-    parse_bytes,
-    parse_count,
-    parse_rate,
-    parse_seconds,
-    parse_share,
-)
+from paceline._core.format import format_bytes, format_count, format_seconds
+from paceline._core.units import MIB, parse_bytes, parse_count, parse_rate, parse_seconds, parse_share
 from paceline.errors import UsageError
 
 DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

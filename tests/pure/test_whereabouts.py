@@ -19,27 +19,27 @@ def test_a_step_goes_through_its_phases(clock):
     assert (here.step, here.phase, here.task, here.bucket, here.waiting) == (0, "outside", "", -1, False)
     for at, phase in enumerate(PHASES):
         clock[0] = 100.0 + at
-        here.begin(7, phase)
+        here.begin_phase(7, phase)
         assert (here.step, here.phase, here.since) == (7, phase, 100.0 + at)
-    here.enter("outside")
+    here.enter_phase("outside")
     assert (here.step, here.phase) == (7, "outside")
 
 
 def test_waiting_names_the_bucket_and_ends(clock):
     here = StepState()
-    here.wait(3)
+    here.begin_wait(3)
     assert (here.waiting, here.bucket, here.since) == (True, 3, 100.0)
     clock[0] += 2
-    here.arrive()
+    here.end_wait()
     assert (here.waiting, here.bucket, here.since) == (False, -1, 102.0)
 
 
 def test_what_raises_while_it_waits_stays_marked_until_the_next_phase():
     here = StepState()
-    with pytest.raises(RuntimeError), here.awaited(2):
+    with pytest.raises(RuntimeError), here.waiting_for_peers(2):
         raise RuntimeError
     assert (here.waiting, here.bucket) == (True, 2)
-    here.enter("outside")
+    here.enter_phase("outside")
     assert not here.waiting
 
 
@@ -49,9 +49,9 @@ def test_busy_seconds_are_those_of_a_round_without_the_waits(clock):
     assert (here.rounds, here.busy_seconds) == (0, 0.0)
     for computed, waited in ((2.0, 1.0), (3.0, 0.5)):
         clock[0] += computed
-        with here.awaited():
+        with here.waiting_for_peers():
             clock[0] += waited / 2
-        with here.awaited():
+        with here.waiting_for_peers():
             clock[0] += waited / 2
         here.end_round()
         assert here.latest_busy_seconds == pytest.approx(computed)
@@ -66,12 +66,12 @@ def test_a_round_says_whether_it_sees_waiting():
 
 def test_a_task_covers_the_phases_in_it_and_ends_also_where_it_raises():
     here = StepState()
-    with here.during("eval"):
-        here.begin(1, "forward")
-        with here.during("checkpoint"):
+    with here.running_task("eval"):
+        here.begin_phase(1, "forward")
+        with here.running_task("checkpoint"):
             assert here.task == "checkpoint"
         assert (here.task, here.phase) == ("eval", "forward")
-    with pytest.raises(OSError, match="full"), here.during("checkpoint"):
+    with pytest.raises(OSError, match="full"), here.running_task("checkpoint"):
         raise OSError("full")
     assert here.task == ""
 

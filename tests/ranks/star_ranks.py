@@ -89,7 +89,7 @@ def strangers(carrier, end):
         flights.append((carrier.send(long, HUB, Tag.ENVELOPE), long))
         sent += 1
         until(lambda number=number: end.send(make(end.me, HUB, number, kind="good")))
-    until(lambda: all(flight.Test() for flight, _ in flights))
+    until(lambda: all(launch_queue.Test() for launch_queue, _ in flights))
     return sent
 
 

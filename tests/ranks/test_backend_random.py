@@ -72,14 +72,14 @@ def stream(rank, size, seed, count, backend="paceline", agrees=same):
     gloos = [dist.new_group(ranks, backend="gloo") for ranks in members]
     rng, number, on_gloo, began = random.Random(seed), 0, 0, time.monotonic()
     while number < count:
-        flight = []
+        launch_queue = []
         for _ in range(rng.randint(1, 5)):
             group = rng.randrange(len(members)) if rng.random() < 0.3 else 0
-            flight.append(calls.draw(rng, number + seed * 10_000, len(members[group]), group))
+            launch_queue.append(calls.draw(rng, number + seed * 10_000, len(members[group]), group))
             number += 1
-        order = rng.sample(range(len(flight)), len(flight))
+        order = rng.sample(range(len(launch_queue)), len(launch_queue))
         under_way = []
-        for call in flight:
+        for call in launch_queue:
             if rank in members[call.group]:
                 mine, group = members[call.group].index(rank), ours[call.group]
                 tensors = calls.prepare(

@@ -262,7 +262,7 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
 
 
 def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
-    from paceline.launch.agent import elastic_run
+    from paceline.launch.agent import host_participation
     from paceline.launch.agent.elastic_agent import ElasticAgent, RunOver
     from paceline.launch.agent.job_outcome import JobOutcome
 
@@ -270,7 +270,7 @@ def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
         raise RunOver(JobOutcome(0))
 
     monkeypatch.setattr(ElasticAgent, "run", over)
-    elastic_run.take_part(JobSpec(["train.py"], 1, 1), RankLogs(None))
+    host_participation.take_part(JobSpec(["train.py"], 1, 1), RankLogs(None))
     said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
     assert "paceline: the run ended well while this host waited to be let in" in said
 

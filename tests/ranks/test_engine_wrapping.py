@@ -155,7 +155,7 @@ def along_a_mesh_axis(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
     model = paceline.DataParallel(zoo.build("Plain"), group=mesh["data"])
     model.backward(loss_on(model, rank), samples=6)
-    return model.wire.size, model.samples
+    return model.comm.size, model.samples
 
 
 def test_the_data_axis_of_a_device_mesh_is_a_group(pool):

@@ -68,7 +68,11 @@ def skips(rank, size, sync, plain, clip, source):
         optim.zero_grad()
         if ranks:
             told.append((finite.latest.step, finite.latest.ranks, len(finite.latest.names), finite.skipped))
-    return told, zoo.apart(model.whole_parameters(), one_process([0, 2, 4], range(size))), finite.latest.of
+    return (
+        told,
+        zoo.apart(model.whole_parameters(), one_process([0, 2, 4], range(size))),
+        finite.latest.of,
+    )
 
 
 @pytest.mark.parametrize("sync", STRATEGIES, ids=str)

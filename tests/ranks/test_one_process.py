@@ -162,7 +162,7 @@ def test_a_model_of_many_megabytes(pool, sync):
 def broadcast_in_batches(rank, size):
     torch.manual_seed(rank)
     net = zoo.Plain().double()
-    broadcast_tensors(paceline.DataParallel(linear()).wire, list(net.parameters()), cap_nbytes=64)
+    broadcast_tensors(paceline.DataParallel(linear()).comm, list(net.parameters()), cap_nbytes=64)
     torch.manual_seed(0)
     return apart(net.parameters(), zoo.Plain().double().parameters())
 

@@ -23,7 +23,7 @@ def train(model, optim, rank, steps):
         generator = torch.Generator().manual_seed(100 * step)
         x = torch.randn(12, zoo.WIDTH, generator=generator, dtype=torch.float64)
         y = torch.randn(12, 1, generator=generator, dtype=torch.float64)
-        size = model.wire.size
+        size = model.comm.size
         x, y = x.chunk(size)[rank], y.chunk(size)[rank]
         model.backward(zoo.loss_of(model, "Plain", x, y), samples=len(x))
         optim.step()

@@ -136,7 +136,7 @@ def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compre
 def slow(rank, size, settings, seconds):
     """Train with --sync auto where a swap of any size takes so long, as it seems."""
     real = auto_strategy._swap
-    auto_strategy._swap = lambda wire, nbytes, device, tag: (real(wire, nbytes, device, tag), seconds)[1]
+    auto_strategy._swap = lambda comm, nbytes, device, tag: (real(comm, nbytes, device, tag), seconds)[1]
     try:
         job = build(settings, paceline.init())
     finally:

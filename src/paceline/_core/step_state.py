@@ -103,11 +103,11 @@ class StepState:
         self.recorder: Recorder | None = None
         self._ended, self._waited = 0.0, 0.0  # when the latest round ended, and what was waited since
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """Begin a phase of the present step."""
-        self.begin(self.step, phase)
+        self.begin_phase(self.step, phase)
 
-    def begin(self, step: int, phase: str) -> None:
+    def begin_phase(self, step: int, phase: str) -> None:
         """Begin a phase of step number `step`."""
         self.step = step
         self.phase = phase
@@ -116,13 +116,13 @@ class StepState:
         if self.recorder is not None:
             self.recorder.phase(phase, now)
 
-    def wait(self, bucket: int = -1) -> None:
+    def begin_wait(self, bucket: int = -1) -> None:
         """Begin to wait for other ranks."""
         self.bucket = bucket
         self.since = perf_counter()
         self.waiting = True
 
-    def arrive(self) -> None:
+    def end_wait(self) -> None:
         """Stop waiting."""
         now = perf_counter()
         if self.waiting:
@@ -133,16 +133,16 @@ class StepState:
         self.bucket = -1
         self.since = now
 
-    def recording(self, wire: object) -> Recorder | None:
+    def recorder_of(self, comm: object) -> Recorder | None:
         """Return what records the steps of the model with these ranks, None if nothing does."""
-        return self.recorder if self.recorder is not None and self.recorder.records(wire) else None
+        return self.recorder if self.recorder is not None and self.recorder.records(comm) else None
 
     @contextmanager
-    def awaited(self, bucket: int = -1) -> Iterator[None]:
+    def waiting_for_peers(self, bucket: int = -1) -> Iterator[None]:
         """Wait for other ranks in this block; what raises in it leaves it marked, for whoever tells of that."""
-        self.wait(bucket)
+        self.begin_wait(bucket)
         yield
-        self.arrive()
+        self.end_wait()
 
     def end_round(self, *, sees_waiting: bool = True) -> None:
         """Count a round of synchronisation that has ended; the first one only starts the clock."""
@@ -155,7 +155,7 @@ class StepState:
         self._ended, self._waited = now, 0.0
 
     @contextmanager
-    def during(self, task: str) -> Iterator[None]:
+    def running_task(self, task: str) -> Iterator[None]:
         """Do a task in this block that takes its own time, such as ``"checkpoint"``; also where it raises.
 
         Example:
@@ -192,7 +192,7 @@ class WaitCounters:
     waits: int = 0
     samples: float | None = None
 
-    def wait(self, seconds: float) -> None:
+    def add(self, seconds: float) -> None:
         """Count `seconds` in which this rank waited."""
         self.waited_seconds += seconds
         self.waits += 1

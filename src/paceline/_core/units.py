@@ -1,4 +1,4 @@
-"""Quantities with units, in and out: ``"25MiB"``, ``"1Gbit/s"``, ``"250us"``.
+"""Parses quantities with units: ``"25MiB"``, ``"1Gbit/s"``, ``"250us"``.
 
 Inside Paceline a size is an ``int`` in bytes (``nbytes``), a time a ``float`` in seconds and a rate a
 ``float`` in bytes per second. Decimal prefixes count in 1000 (``MB``), binary ones in 1024 (``MiB``).
@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from paceline.errors import UsageError
 
 __all__ = [
     "MIB",
-    "format_bytes",
-    "format_count",
-    "format_decimal",
-    "format_seconds",
-    "format_size",
     "parse_bytes",
     "parse_count",
+    "parse_list",
     "parse_rate",
     "parse_seconds",
     "parse_share",
+    "parse_sweep",
 ]
+
+T = TypeVar("T")
 
 MIB = 1024 * 1024
 
@@ -157,74 +158,83 @@ def parse_share(text: str | float) -> float:
     return number if plain == text.strip() else number / 100
 
 
-def format_bytes(nbytes: float) -> str:
-    """Return a size for people, in binary units with three significant digits.
+def parse_list(
+    option: str, text: str, kind: Callable[[str], T], *, example: str, separator: str = ","
+) -> tuple[T, ...]:
+    """Return the values that the text of an option lists, in its order.
+
+    Args:
+        option: its name, for errors: ``"--block"``.
+        text: the values, separated.
+        kind: what parses one: ``int``, ``float``, ``str``, or a parser such as `parse_bytes`.
+        example: a valid text, for errors.
+        separator: stands between two values.
+
+    Raises:
+        UsageError: there is none, or one is not valid.
 
     Example:
-        >>> format_bytes(26214400), format_bytes(1023)
-        ('25 MiB', '1023 B')
+        >>> parse_list("--block", "2,10", int, example="2,10,100")
+        (2, 10)
     """
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while abs(value) >= 1023.5 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{_digits(value)} {units[0]}" if units[0] != "B" else f"{value:.0f} B"
+    parts = [part.strip() for part in text.split(separator) if part.strip()]
+    try:
+        values = tuple(kind(part) for part in parts)
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: {error}", remedy=f"for example: {option} {example}") from error
+    if not values:
+        raise UsageError(f"{option} {text!r} is empty", remedy=f"for example: {option} {example}")
+    return values
 
 
-def format_size(nbytes: float) -> str:
-    """Return the size of a message as people give it: in decimal units, unless only binary ones make it round.
+def parse_sweep(
+    option: str, text: str, kind: Callable[[str], float], *, example: str, least: float = 1, most: int = 200
+) -> tuple[float, ...]:
+    """Return the numbers that the text of an option lists or sweeps, each once, in ascending order.
+
+    Args:
+        option: its name, for errors: ``"--sizes"``.
+        text: numbers separated by commas; one may be a sweep ``FIRST:LAST`` (doubling), ``FIRST:LAST:xFACTOR`` or
+            ``FIRST:LAST:+STEP``, which ends with ``LAST``.
+        kind: what parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
+        example: a valid text, for errors.
+        least: the smallest valid number.
+        most: how many numbers there may be.
+
+    Raises:
+        UsageError: a number is not valid or below `least`, a sweep makes no progress, or there are too many numbers.
 
     Example:
-        >>> format_size(100_000_000), format_size(1_024_000_000), format_size(65536), format_size(17)
-        ('100 MB', '1.02 GB', '64 KiB', '17 B')
+        >>> parse_sweep("--sizes", "1MB,64KiB:256KiB:x2", parse_bytes, example="1MB")
+        (65536, 131072, 262144, 1000000)
+        >>> parse_sweep("--nodes", "1:10", int, example="1:10000")
+        (1, 2, 4, 8, 10)
     """
-    if nbytes % 1024 == 0 and nbytes % 1000:
-        return format_bytes(nbytes)
-    return format_decimal(nbytes)
 
+    def number(part: str) -> float:
+        value = kind(part)
+        if not value >= least:
+            raise ValueError(f"{part} is below {least:g}")
+        return value
 
-def format_decimal(nbytes: float) -> str:
-    """Return a number of bytes in decimal units, as networks count them.
+    def sweep(part: str) -> tuple[float, ...]:
+        first, *bounds = part.split(":")
+        if not bounds:
+            return (number(first),)
+        low, last = number(first), number(bounds[0])
+        step = bounds[1] if len(bounds) == 2 else "x2"
+        if len(bounds) > 2 or step[:1] not in ("x", "+"):
+            raise ValueError(f"{part} is no sweep: write FIRST:LAST:x2 or FIRST:LAST:+STEP")
+        by = float(step[1:]) if step[0] == "x" else kind(step[1:])
+        if last < low or not (1 < by < math.inf if step[0] == "x" else by > 0):
+            raise ValueError(f"{part} makes no progress")
+        values = [low]
+        while len(values) <= most and values[-1] < last:
+            following = values[-1] * by if step[0] == "x" else values[-1] + by
+            values.append(min(last, type(low)(following)))
+        return tuple(values)
 
-    Example:
-        >>> format_decimal(81_899_520), format_decimal(17)
-        ('81.9 MB', '17 B')
-    """
-    return f"{format_count(nbytes)}{'' if nbytes >= 999.5 else ' '}B"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a time for people, three significant digits.
-
-    Example:
-        >>> format_seconds(0.00025), format_seconds(0.0123), format_seconds(75)
-        ('250 µs', '12.3 ms', '1 min 15 s')
-    """
-    if not seconds:
-        return "0 s"
-    if seconds >= 59.95:
-        minutes, rest = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= 0.9995 * scale:
-            return f"{_digits(seconds / scale)} {unit}"
-    return f"{_digits(seconds / 1e-9)} ns"
-
-
-def format_count(count: float) -> str:
-    """Return a count for people: ``12.3 M``.
-
-    Example:
-        >>> format_count(12_345_678), format_count(999)
-        ('12.3 M', '999')
-    """
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= 0.9995 * scale:
-            return f"{_digits(count / scale)} {unit}"
-    return _digits(count)
-
-
-def _digits(value: float) -> str:
-    """Return three significant digits, or all before the point; never an exponent."""
-    return f"{value:.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+    found = sorted({value for part in parse_list(option, text, sweep, example=example) for value in part})
+    if len(found) > most:
+        raise UsageError(f"{option} {text!r}: more than {most} numbers", remedy="take larger steps")
+    return tuple(found)

@@ -381,7 +381,7 @@ class AsyncDataParallel:
 
 
 def _check_alone(model: nn.Module) -> None:
-    if isinstance(model, DataParallel) and model.wire.size > 1:
+    if isinstance(model, DataParallel) and model.comm.size > 1:
         raise UsageError(
             f"Star with a DataParallel of {model.wire.size} ranks",
             remedy="give each rank a group of its own (group=), or run one worker for each GPU",

@@ -205,7 +205,7 @@ class Checkpoint:
             )
         if self.step != self._saved_at:
             self._settle()
-            with step_state.during("checkpoint"):
+            with step_state.running_task("checkpoint"):
                 self._begin()
         if (wait or not self._asynchronous) and (failure := self._settle()) and wait:
             raise CheckpointError(

@@ -22,7 +22,7 @@ import msgpack
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from paceline._core.units import format_seconds, format_size
+from paceline._core.format import format_seconds, format_size
 from paceline.collectives.chunk_memory import ChunkMemory
 from paceline.collectives.schedule import Schedule
 from paceline.errors import CollectiveError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.collectives.alpha_beta_cost import ScheduleCost
 from paceline.collectives.prove import SymbolicBuffers, wanted
 from paceline.collectives.schedule import Message, Schedule

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline._core.units import format_size
+from paceline._core.format import format_size
 from paceline.cost_model.algorithm_terms import AlgorithmTerms, terms_of
 from paceline.cost_model.piecewise_fit import FitSegment, seconds_at
 from paceline.cost_model.prediction_error import PredictionError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline._core.units import format_size
+from paceline._core.format import format_size
 from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.profile_entries import RATES, CallCost, CollectiveCost, ExchangeCost, Rate
 

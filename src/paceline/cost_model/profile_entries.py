@@ -37,7 +37,7 @@ class Source:
     Attributes:
         command: what reproduces it.
         date: when, ISO 8601.
-        machine: facts that bear on times, as `paceline.tools.bench.result_head.machine_record` returns them.
+        machine: facts that bear on times, as `paceline.tools.result_files.machine_record` returns them.
         versions: of the packages that took part, by name.
     """
 

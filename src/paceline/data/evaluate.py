@@ -58,7 +58,7 @@ def evaluate(model: nn.Module, loader: Loader, measure: Callable[[Any, Any], Any
     model.eval()
     sums = Sums()
     try:
-        with torch.no_grad(), step_state.during("eval"):
+        with torch.no_grad(), step_state.running_task("eval"):
             for number, batch in enumerate(loader):
                 sums.take(number, measure(model, batch), batch.samples)
     finally:

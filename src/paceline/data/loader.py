@@ -159,15 +159,15 @@ class Loader:
         try:
             if iteration != self._iteration:
                 raise self._left_behind()
-            step_state.enter("data")
+            step_state.enter_phase("data")
             for batch in self._course.batches():
                 wait_counters.samples = batch.samples
-                step_state.enter("outside")
+                step_state.enter_phase("outside")
                 yield batch
-                step_state.enter("data")
+                step_state.enter_phase("data")
                 if iteration != self._iteration:
                     raise self._left_behind()
-            step_state.enter("outside")
+            step_state.enter_phase("outside")
         finally:
             wait_counters.samples = None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline._core.format import format_seconds
 from paceline._core.process_exit import describe_exit
-from paceline._core.units import format_seconds
 from paceline.errors import PeerFailed
 from paceline.health.attribution import Attribution, RankObservation
 from paceline.health.heartbeat import FailureNotice

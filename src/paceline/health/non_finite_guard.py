@@ -1,7 +1,7 @@
 """`NonFiniteGuard`: an optimizer never steps on a gradient that is NaN or infinite, and the rank it came from is named.
 
-What is found where is told in `gauge`. This is what becomes of it: a hook before the optimizer's step, the same on all
-ranks since all know the same.
+What is found where is told in `finite_check`. This is what becomes of it: a hook before the optimizer's step, the
+same on all ranks since all know the same.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class NonFiniteGuard:
         self.latest: NonFiniteReport | None = None
         self._model, self._action, self._most = model, action, in_a_row
         self._row = 0
-        model.engine.gauge = FiniteCheck(_largest(model), measures=source)
+        model.engine.finite_check = FiniteCheck(_largest(model), measures=source)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
         """Look no more."""
         self._hook.remove()
-        self._model.engine.gauge = None
+        self._model.engine.finite_check = None
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -88,21 +88,26 @@ class NonFiniteGuard:
         if any(given is not None for given in (*args[1:], *kwargs.values())):
             raise UsageError(
                 "Finite can't look at a gradient that step(closure) computes",
-                rank=engine.wire.rank,
+                rank=engine.comm.rank,
                 step=engine.step,
                 remedy="run backward before step(), without a closure",
             )
         if getattr(optimizer, "found_inf", None) is not None:
             return  # a GradScaler has this optimizer skip the step by itself
-        gauge = engine.gauge
-        if gauge is not None and not gauge.measures and engine.broken is None and gauge.norm is None:
+        finite_check = engine.finite_check
+        if (
+            finite_check is not None
+            and not finite_check.measures
+            and engine.broken is None
+            and finite_check.norm is None
+        ):
             note_norm(engine, global_norm(engine))  # nobody clipped
         if engine.broken is None:
             self._row = 0
             return
         self.latest = engine.broken
-        if gauge is not None:
-            gauge.measures = True  # the next one's source is to be known
+        if finite_check is not None:
+            finite_check.measures = True  # the next one's source is to be known
         if self._action == "stop":
             raise _error(self.latest, "")
         self.skipped += 1
@@ -110,7 +115,7 @@ class NonFiniteGuard:
         row = self._row
         if row >= self._most:
             raise _error(self.latest, f", the {row}th step in a row" if row > 3 else f", {row} in a row")
-        if engine.wire.rank == 0 or engine.apart:
+        if engine.comm.rank == 0 or engine.local_only:
             log.warning("step %d is skipped: %s (%d in a row)", self.latest.step, self.latest, row)
         engine.drop()
         for group in optimizer.param_groups:

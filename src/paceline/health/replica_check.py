@@ -178,13 +178,13 @@ class ReplicaCheck:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r} is no number of steps", remedy="give 1 or more")
         check_optimizer_owned("Drift", model, optimizer)
-        if repair is not None and not (isinstance(repair, int) and 0 <= repair < model.wire.size):
+        if repair is not None and not (isinstance(repair, int) and 0 <= repair < model.comm.size):
             raise UsageError(
-                f"repair={repair!r}: there are ranks 0 to {model.wire.size - 1}", remedy="name one of them"
+                f"repair={repair!r}: there are ranks 0 to {model.comm.size - 1}", remedy="name one of them"
             )
-        verify_same([f"every={every}", f"repair={repair}", f"buffers={buffers}"], "Drift", model.wire.group)
+        verify_same([f"every={every}", f"repair={repair}", f"buffers={buffers}"], "Drift", model.comm.group)
         self.steps = self.comparisons = self.repairs = 0
-        self._wire, self._optimizer, self._every, self._repair = model.wire, optimizer, every, repair
+        self._wire, self._optimizer, self._every, self._repair = model.comm, optimizer, every, repair
         self._engine = model.engine
         named = [(f"parameter {name!r}", param) for name, param in model.module.named_parameters()]
         if buffers:
@@ -218,7 +218,7 @@ class ReplicaCheck:
     ) -> None:
         self.steps += 1
         self._look()
-        if self.steps % self._every == 0 and not self._engine.apart:
+        if self.steps % self._every == 0 and not self._engine.local_only:
             self._begin()
 
     # ------------------------------------------------------------------ compare

@@ -89,18 +89,18 @@ class DataParallel(torch.nn.Module):
                 f"gather_dtype={gather_dtype} with {sync!r}, which gathers no parameters",
                 remedy='use sync="full-shard", or autocast',
             )
-        _refuse_unfit(module, plan.squeeze)
-        wire = group if isinstance(group, Comm) else Comm(_process_group(group))
-        if wire.size > 1 and (tuned or plan.shard != "none"):
+        _refuse_unfit(module, plan.compression_config)
+        comm = group if isinstance(group, Comm) else Comm(_process_group(group))
+        if comm.size > 1 and (tuned or plan.shard != "none"):
             _refuse_graphs(module, sync)
         way = "auto" if tuned else str(plan)
         facts = model_signature(module, f"{way}, reduce dtype {reduce_dtype}, gather dtype {gather_dtype}")
-        verify_same(facts, "the model", wire.group, remedy=_SAME_MODEL)
-        broadcast_tensors(wire, [*module.parameters(), *module.buffers()])
+        verify_same(facts, "the model", comm.group, remedy=_SAME_MODEL)
+        broadcast_tensors(comm, [*module.parameters(), *module.buffers()])
         self.module = module
-        self.wire = wire
+        self.comm = comm
         self.engine = self._build_engine(plan, reduce_dtype, gather_dtype, units)
-        if tuned and self.wire.size > 1:
+        if tuned and self.comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
         step_guard.guard(self.engine)
 
@@ -111,12 +111,12 @@ class DataParallel(torch.nn.Module):
         gather_dtype: torch.dtype | None,
         units: list[torch.nn.Module] | None,
     ) -> Reducer | FSDPEngine:
-        if plan.shard == "parameters" and self.wire.size > 1:
-            return FSDPEngine(self.module, self.wire, plan, reduce_dtype, units, gather_dtype)
+        if plan.shard == "parameters" and self.comm.size > 1:
+            return FSDPEngine(self.module, self.comm, plan, reduce_dtype, units, gather_dtype)
         named = list(self.module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
-        return Reducer(trained, self.wire, plan, reduce_dtype, frozen)
+        return Reducer(trained, self.comm, plan, reduce_dtype, frozen)
 
     @property
     def plan(self) -> Sync:
@@ -141,14 +141,14 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         engine = self.engine
         engine.recover()
-        step_state.begin(engine.step, "forward")
+        step_state.begin_phase(engine.step, "forward")
         if fault_injection.armed:
             fault_injection.begin_step(engine.step)
         return engine.before_forward(args, kwargs)
 
     @torch.compiler.disable()
     def _after_forward(self, outputs: Any, call: object) -> None:
-        step_state.enter("outside")
+        step_state.enter_phase("outside")
         if not torch.is_grad_enabled():
             return
         engine = self.engine
@@ -187,11 +187,11 @@ class DataParallel(torch.nn.Module):
             self.engine.begin(Status.SHARE)
         else:
             self.engine.begin(Status.SAMPLES, samples)
-        if self.engine.gauge is not None and loss is not None:
-            self.engine.gauge.losses.append(loss.detach())
+        if self.engine.finite_check is not None and loss is not None:
+            self.engine.finite_check.losses.append(loss.detach())
         try:
             if samples is None and wait_counters.samples == 0:
-                raise counted_filler(self.wire.rank, self.engine.step)
+                raise counted_filler(self.comm.rank, self.engine.step)
             if loss is None or samples == 0:
                 self.engine.take_part(loss)
             else:
@@ -208,7 +208,7 @@ class DataParallel(torch.nn.Module):
 
     def _checked(self, loss: torch.Tensor | None, samples: float | None) -> float | None:
         """Return `samples` once both arguments make sense."""
-        where = {"rank": self.wire.rank, "step": self.engine.step}
+        where = {"rank": self.comm.rank, "step": self.engine.step}
         if loss is None and samples != 0:
             raise UsageError(
                 f"backward(None, samples={samples!r})",
@@ -275,7 +275,7 @@ class DataParallel(torch.nn.Module):
 
     def broadcast_buffers(self, source: int = 0) -> None:
         """Copy the buffers (running statistics of BatchNorm, for example) from rank `source` to all ranks."""
-        broadcast_tensors(self.wire, list(self.module.buffers()), source=source)
+        broadcast_tensors(self.comm, list(self.module.buffers()), source=source)
 
     @property
     def timings(self) -> SyncTimings:
@@ -289,7 +289,7 @@ class DataParallel(torch.nn.Module):
 
     def compressed_buckets(self) -> list[CompressionStats]:
         """Return what compression does to each bucket it is used on: bytes and error; none before the first step."""
-        return [bucket.freight.told() for bucket in self.engine.buckets if bucket.freight is not None]
+        return [bucket.compressed.told() for bucket in self.engine.buckets if bucket.compressed is not None]
 
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).

@@ -72,7 +72,7 @@ class Sync:
             )
 
     @property
-    def squeeze(self) -> Compression | None:
+    def compression_config(self) -> Compression | None:
         """How gradients are made smaller."""
         return Compression.of(self.compression)
 

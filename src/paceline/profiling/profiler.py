@@ -45,8 +45,8 @@ class Profiler:
 
     Example:
         >>> import tempfile
-        >>> model = DataParallel(torch.nn.Linear(2, 1))
-        >>> with tempfile.TemporaryDirectory() as folder, Record(folder, model, tensorboard=False) as record:
+        >>> model = paceline.DataParallel(torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder, Profiler(folder, model, tensorboard=False) as record:
         ...     loss = model(torch.ones(4, 2)).mean()
         ...     model.backward(loss, samples=4)
         ...     record.log(loss=loss, samples=4)
@@ -70,9 +70,9 @@ class Profiler:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self.folder, self._model, self._every = Path(folder), model, every
-        self._rank = place_in(model.wire.group)[0]
+        self._rank = place_in(model.comm.group)[0]
         _make(self.folder, model)
-        self._nodes = len(set(gather_texts(host_of(os.environ, *place_in()), model.wire.group)))
+        self._nodes = len(set(gather_texts(host_of(os.environ, *place_in()), model.comm.group)))
         self._timeline = RankTimeline(self.folder, model)
         self._scalars = StepMetrics(self.folder, tensorboard)
         self._samples = self._tokens = 0.0
@@ -134,7 +134,7 @@ class Profiler:
         sums = (value * samples if samples else 0.0 for value in known.values())  # 0 × NaN would be NaN
         mine = [samples, self._samples, self._tokens, *sums]
         row = torch.tensor(mine, dtype=torch.float64)
-        weight, done, tokens_done, *totals = sum_over_ranks(row, self._model.wire.group).tolist()
+        weight, done, tokens_done, *totals = sum_over_ranks(row, self._model.comm.group).tolist()
         now = time.perf_counter()
         if self._rank == 0:
             seconds = now - self._since
@@ -160,7 +160,7 @@ class Profiler:
                 "started": started_now(),
                 "synchronised": _how(model),
                 "parameters": sum(param.numel() for param in model.module.parameters()),
-                "world": {"size": model.wire.size, "nodes": self._nodes, "backend": model.wire.backend},
+                "world": {"size": model.comm.size, "nodes": self._nodes, "backend": model.comm.backend},
                 "machine": machine_facts(),
                 "versions": versions(),
             },
@@ -171,7 +171,7 @@ class Profiler:
 def _how(model: RecordedModel) -> str:
     """Return how a model is synchronised, in a few words."""
     plan = "auto" if model.engine.tuner is not None else model.plan.words
-    squeezed = model.plan.squeeze
+    squeezed = model.plan.compression_config
     return plan if squeezed is None else f"{plan}, {squeezed.name}"
 
 
@@ -202,7 +202,7 @@ def _make(folder: Path, model: RecordedModel) -> None:
             told = "it may not be written"
     except OSError as error:
         told = str(error.strerror)
-    refused = {rank: why for rank, why in enumerate(gather_texts(told, model.wire.group)) if why}
+    refused = {rank: why for rank, why in enumerate(gather_texts(told, model.comm.group)) if why}
     if refused:
         rank, why = next(iter(refused.items()))
         raise UsageError(

@@ -26,7 +26,7 @@ class RecordedModel(Protocol):
     """What recording needs of a model: `paceline.parallel.data_parallel.DataParallel` has it."""
 
     module: torch.nn.Module
-    wire: Any
+    comm: Any
     engine: Any
 
     @property
@@ -53,9 +53,9 @@ class RankTimeline:
                 "a second timeline in one process",
                 remedy="end the first one before; with several models record the one that is trained in every step",
             )
-        self._engine, self._group = model.engine, model.wire.group
+        self._engine, self._group = model.engine, model.comm.group
         self._device = _device_of(self._group)
-        self.rank = model.wire.rank
+        self.rank = model.comm.rank
         self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
 
     def __enter__(self) -> Self:
@@ -81,7 +81,7 @@ class RankTimeline:
     def _after_round(self, step: int) -> None:
         """Compare clocks where it is time to: all ranks are here at the same step."""
         if due(step):
-            with step_state.during("clock"):
+            with step_state.running_task("clock"):
                 self._compare()
             _note_memory()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline._core.version import __version__
 from paceline.world.machine_facts import read_machine_facts
 

@@ -43,7 +43,7 @@ class RecordedEngine(Protocol):
     def step(self) -> int: ...
 
     @property
-    def wire(self) -> object: ...
+    def comm(self) -> object: ...
 
 
 class StepRecorder:
@@ -95,7 +95,7 @@ class StepRecorder:
 
     def records(self, comm: object) -> bool:
         """Tell whether these are the ranks of the model whose steps are recorded."""
-        return self._rounds.wire is comm
+        return self._rounds.comm is comm
 
     def phase(self, phase: str, now: float) -> None:
         """Begin a phase; with one of `_BEGIN` that the next round has begun with, its step."""

@@ -26,7 +26,8 @@ import os
 import socket
 import sys
 
-from paceline._core.units import format_decimal, parse_rate
+from paceline._core.format import format_decimal
+from paceline._core.units import parse_rate
 from paceline.errors import UsageError
 
 __all__ = [

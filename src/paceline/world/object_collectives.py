@@ -60,7 +60,7 @@ def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     work = dist.all_reduce(values, group=group, async_op=True)
     _hold(work, group)
     if work is not None:  # of a member of the group it never is
-        with step_state.awaited():
+        with step_state.waiting_for_peers():
             work.wait()
     return values
 
@@ -80,7 +80,7 @@ class RowsUnderWay:
     def wait(self) -> list[Tensor]:
         """Return the rows, by rank, on the CPU."""
         if self.work is not None:
-            with step_state.awaited():
+            with step_state.waiting_for_peers():
                 self.work.wait()
         return [row.cpu() for row in self.rows]
 

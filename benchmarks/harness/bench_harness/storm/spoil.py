@@ -22,8 +22,8 @@ def spoil(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
         share: of all envelopes. seed: of what is drawn.
     """
     drawn, counts, held = random.Random(seed), Counter[str](), list[list[Any]]()
-    wire = exchange._wire
-    send = wire.send
+    comm = exchange._wire
+    send = comm.send
 
     def spoilt(parts: Sequence[Any]) -> None:
         if held and drawn.random() < 0.5:
@@ -47,7 +47,7 @@ def spoil(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
         if kind == "repeat":
             send(changed)
 
-    wire.send = spoilt
+    comm.send = spoilt
     return counts
 
 

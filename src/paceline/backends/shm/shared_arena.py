@@ -35,7 +35,7 @@ from collections import deque
 
 import torch
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 
 __all__ = ["Arena", "FreeList", "Segment", "arena"]
 

@@ -178,7 +178,7 @@ class AllToAllReduce:
     """A buffer that is summed in two stages; all ranks make theirs in the same order.
 
     Args:
-        wire: the ranks, two or more.
+        comm: the ranks, two or more.
         flat: the buffer, 1-D; its length divides into one part for each rank.
         codec: makes the packets.
         courier: does the second stage.
@@ -190,7 +190,7 @@ class AllToAllReduce:
 
     def __init__(
         self,
-        wire: Comm,
+        comm: Comm,
         flat: Tensor,
         codec: Codec,
         courier: ExchangeThread,
@@ -200,20 +200,20 @@ class AllToAllReduce:
         scatter: bool = False,
         tag: int | None = None,
     ) -> None:
-        self._wire, self._courier = wire, courier
+        self._comm, self._courier = comm, courier
         self._mean, self._scatter = mean, scatter
         self._packer = _Packer(flat, codec, feedback)
-        self._part = flat.numel() // wire.size
+        self._part = flat.numel() // comm.size
         self._body = codec.nbytes(self._part)
-        device = flat.device if wire.orders_itself else torch.device("cpu")
-        rows = [wire.size, self._body + _LABEL_NBYTES]
+        device = flat.device if comm.orders_itself else torch.device("cpu")
+        rows = [comm.size, self._body + _LABEL_NBYTES]
         self._outgoing = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._incoming = torch.zeros(rows, dtype=torch.uint8, device=device)
-        self._sums = torch.zeros(0 if scatter else wire.size, self._body, dtype=torch.uint8, device=device)
-        self._tag = wire.reserve_tags(2) if tag is None else tag
+        self._sums = torch.zeros(0 if scatter else comm.size, self._body, dtype=torch.uint8, device=device)
+        self._tag = comm.reserve_tags(2) if tag is None else tag
         self._ticket: PendingExchange | None = None
         self._gathering: PendingCollective | None = None
-        self.sent_nbytes = (wire.size - 1) * (rows[1] + (0 if scatter else self._body))
+        self.sent_nbytes = (comm.size - 1) * (rows[1] + (0 if scatter else self._body))
         self.error = CompressionLoss()
         self.labels: list[PacketHeader] = []
 
@@ -221,8 +221,8 @@ class AllToAllReduce:
         """Start summing; see `CompressedReduce`."""
         assert self._ticket is None, "the sum before it was waited for"
         self._packer.begin(measure)
-        label.write(self._incoming[self._wire.rank, self._body :])
-        expected = [] if self._scatter else self._wire.expect_rows(self._sums, self._tag + 1)
+        label.write(self._incoming[self._comm.rank, self._body :])
+        expected = [] if self._scatter else self._comm.expect_rows(self._sums, self._tag + 1)
 
         def fill(rank: int) -> None:
             self._packer.pack(
@@ -230,7 +230,7 @@ class AllToAllReduce:
             )
             label.write(self._outgoing[rank, self._body :])
 
-        swapping = self._wire.swap_rows(self._outgoing, self._incoming, fill, self._tag)
+        swapping = self._comm.swap_rows(self._outgoing, self._incoming, fill, self._tag)
         self._ticket = self._courier.give(lambda: self._sum_up(swapping, expected))
 
     def _span(self, rank: int) -> tuple[int, int]:
@@ -239,7 +239,7 @@ class AllToAllReduce:
     def _sum_up(self, swapping: PendingCollective, expected: list[dist.Work]) -> None:
         """Sum this rank's part of all ranks, and send it on."""
         swapping.wait()
-        rank, packer = self._wire.rank, self._packer
+        rank, packer = self._comm.rank, self._packer
         self.labels = PacketHeader.read(self._incoming[:, self._body :])
         weights = [label.weight for label in self.labels]
         start, stop = self._span(rank)
@@ -248,7 +248,7 @@ class AllToAllReduce:
             own.zero_()  # whatever it is, a NaN too
         elif weights[rank] != 1.0:
             own.mul_(weights[rank])
-        for peer in self._wire.peers:
+        for peer in self._comm.peers:
             if weights[peer] != 0.0:
                 packer.add(self._incoming[peer, : self._body], start, stop, weights[peer])
         total = sum(weights)
@@ -256,7 +256,7 @@ class AllToAllReduce:
             own.div_(total)
         if not self._scatter:
             packer.pack(start, stop, self._sums[rank], counts=total != 0.0)
-            self._gathering = self._wire.give_row(self._sums, expected, self._tag + 1)
+            self._gathering = self._comm.give_row(self._sums, expected, self._tag + 1)
 
     def wait(self) -> None:
         """Block until the buffer holds the sum; see `CompressedReduce`."""
@@ -267,7 +267,7 @@ class AllToAllReduce:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-            for rank in range(self._wire.size):
+            for rank in range(self._comm.size):
                 self._packer.unpack(self._sums[rank], *self._span(rank))
         self._packer.end()
         if self._packer.error is not None:
@@ -284,20 +284,20 @@ class AllGatherReduce:
 
     def __init__(
         self,
-        wire: Comm,
+        comm: Comm,
         flat: Tensor,
         codec: Codec,
         feedback: ErrorFeedback | None = None,
         tag: int | None = None,
     ) -> None:
-        self._wire, self._packer = wire, _Packer(flat, codec, feedback)
+        self._comm, self._packer = comm, _Packer(flat, codec, feedback)
         body = codec.nbytes(flat.numel())
-        device = flat.device if wire.orders_itself else torch.device("cpu")
-        self._rows = torch.zeros(wire.size, body + _LABEL_NBYTES, dtype=torch.uint8, device=device)
+        device = flat.device if comm.orders_itself else torch.device("cpu")
+        self._rows = torch.zeros(comm.size, body + _LABEL_NBYTES, dtype=torch.uint8, device=device)
         self._body = body
-        self._tag = wire.reserve_tags(1) if tag is None else tag
+        self._tag = comm.reserve_tags(1) if tag is None else tag
         self._gathering: PendingCollective | None = None
-        self.sent_nbytes = (wire.size - 1) * (body + _LABEL_NBYTES)
+        self.sent_nbytes = (comm.size - 1) * (body + _LABEL_NBYTES)
         self.error = CompressionLoss()
         self.labels: list[PacketHeader] = []
 
@@ -305,11 +305,11 @@ class AllGatherReduce:
         """Start summing; see `CompressedReduce`."""
         assert self._gathering is None, "the sum before it was waited for"
         self._packer.begin(measure)
-        expected = self._wire.expect_rows(self._rows, self._tag)
-        mine = self._rows[self._wire.rank]
+        expected = self._comm.expect_rows(self._rows, self._tag)
+        mine = self._rows[self._comm.rank]
         self._packer.pack(0, self._packer.flat.numel(), mine[: self._body])
         label.write(mine[self._body :])
-        self._gathering = self._wire.give_row(self._rows, expected, self._tag)
+        self._gathering = self._comm.give_row(self._rows, expected, self._tag)
 
     def wait(self) -> None:
         """Block until the buffer holds the sum; see `CompressedReduce`."""

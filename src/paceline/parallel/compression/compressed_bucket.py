@@ -57,16 +57,16 @@ class CompressedBucket:
     """Sends one bucket.
 
     Args:
-        bucket: its gradients. compression: how. wire: the ranks. courier: of the engine.
+        bucket: its gradients. compression: how. comm: the ranks. courier: of the engine.
         sharded: leave each rank with its own part of the sum.
     """
 
     def __init__(
-        self, bucket: Bucket, compression: Compression, wire: Comm, courier: ExchangeThread, *, sharded: bool
+        self, bucket: Bucket, compression: Compression, comm: Comm, courier: ExchangeThread, *, sharded: bool
     ) -> None:
-        self._bucket, self._compression, self._wire, self._courier = bucket, compression, wire, courier
+        self._bucket, self._compression, self._comm, self._courier = bucket, compression, comm, courier
         self._sharded = sharded
-        self._tag = wire.reserve_tags(TAGS)  # no parcel needs more
+        self._tag = comm.reserve_tags(TAGS)  # no parcel needs more
         self._phase: Hashable = None
         self._parcel: CompressedReduce | None = None
         self.feedback: ErrorFeedback | None = None
@@ -83,7 +83,7 @@ class CompressedBucket:
             self._phase, measure = phase, True
             self._resume()
         if mean:
-            self._bucket.flat.mul_(1 / self._wire.size)
+            self._bucket.flat.mul_(1 / self._comm.size)
         if measure:
             self._measured = step
         parcel.launch(measure=measure)
@@ -102,8 +102,8 @@ class CompressedBucket:
         self._error = parcel.error.relative
 
     def _pack(self, step: int) -> CompressedReduce:
-        bucket, wire, compression = self._bucket, self._wire, self._compression
-        codec = self._codec = compression.codec(rank=wire.rank, step=step)
+        bucket, comm, compression = self._bucket, self._comm, self._compression
+        codec = self._codec = compression.codec(rank=comm.rank, step=step)
         if self.feedback is not None:
             self.feedback.codec = codec
         elif compression.feedback:
@@ -112,7 +112,7 @@ class CompressedBucket:
             )
         if compression.factors(step):
             return PowerSGDAllReduce(
-                wire,
+                comm,
                 bucket.flat,
                 lambda flat: [_shaped(flat, slot) for slot in bucket.slots],
                 [slot.param.shape for slot in bucket.slots],
@@ -123,9 +123,9 @@ class CompressedBucket:
                 tag=self._tag,
             )
         if compression.is_sparse and not self._sharded:
-            return AllGatherReduce(wire, bucket.flat, codec, self.feedback, tag=self._tag)
+            return AllGatherReduce(comm, bucket.flat, codec, self.feedback, tag=self._tag)
         return AllToAllReduce(
-            wire, bucket.flat, codec, self._courier, self.feedback, scatter=self._sharded, tag=self._tag
+            comm, bucket.flat, codec, self._courier, self.feedback, scatter=self._sharded, tag=self._tag
         )
 
     def _engaged(self) -> CompressedReduce:
@@ -149,7 +149,7 @@ class CompressedBucket:
     @property
     def payload_nbytes(self) -> float:
         """The payload of these collectives, by the rule of `SyncTimings.nbytes`."""
-        return self.sent_nbytes * self._wire.size / (self._wire.size - 1)
+        return self.sent_nbytes * self._comm.size / (self._comm.size - 1)
 
     def told(self) -> CompressionStats:
         """Return what compression does to the bucket."""
@@ -160,7 +160,7 @@ class CompressedBucket:
             tuple(slot.name for slot in self._bucket.slots),
             whole,
             self.sent_nbytes,
-            ways * whole * (self._wire.size - 1) / self._wire.size,
+            ways * whole * (self._comm.size - 1) / self._comm.size,
             self._error,
             self._measured,
         )

@@ -38,7 +38,7 @@ class PowerSGDAllReduce:
     """A buffer of matrices that is summed as thin ones; all ranks make theirs in the same order.
 
     Args:
-        wire: the ranks, two or more. courier: of the engine.
+        comm: the ranks, two or more. courier: of the engine.
         flat: the buffer. views: returns its matrices as they lie in a buffer like it.
         shapes: of the matrices; all are worth it (`lowrank.factors_of`).
         rank, seed: of the thin matrices.
@@ -48,7 +48,7 @@ class PowerSGDAllReduce:
 
     def __init__(
         self,
-        wire: Comm,
+        comm: Comm,
         flat: Tensor,
         views: Callable[[Tensor], Sequence[Tensor]],
         shapes: Sequence[Sequence[int]],
@@ -59,18 +59,18 @@ class PowerSGDAllReduce:
         residual: Tensor | None,
         tag: int,
     ) -> None:
-        self._wire, self._courier, self._flat, self._views = wire, courier, flat, views
+        self._comm, self._courier, self._flat, self._views = comm, courier, flat, views
         self._residual = residual
         self._given = torch.zeros_like(flat, dtype=torch.float32) if residual is None else residual
         self.low = PowerSGD(shapes, rank, seed=seed, device=flat.device)
-        self._p, self._q = (_padded(thin, wire.size) for thin in (self.low.p, self.low.q))
+        self._p, self._q = (_padded(thin, comm.size) for thin in (self.low.p, self.low.q))
         raw = RawCodec(torch.float32)
-        self._sum_p = AllToAllReduce(wire, self._p, raw, courier, tag=tag)
-        self._sum_q = AllToAllReduce(wire, self._q, raw, courier, tag=tag + 2)
+        self._sum_p = AllToAllReduce(comm, self._p, raw, courier, tag=tag)
+        self._sum_q = AllToAllReduce(comm, self._q, raw, courier, tag=tag + 2)
         self._tag = tag + 4
         self._ticket: PendingExchange | None = None
         self._measure = False
-        gathered = (wire.size - 1) * self._p.nbytes // wire.size
+        gathered = (comm.size - 1) * self._p.nbytes // comm.size
         self.sent_nbytes = self._sum_p.sent_nbytes + gathered + self._sum_q.sent_nbytes
         self.error = CompressionLoss()
         self.labels: list[PacketHeader] = []
@@ -105,13 +105,13 @@ class PowerSGDAllReduce:
 
     def _share(self, flat: Tensor) -> None:
         """Make `flat` the same on all ranks; see [Note: one P]."""
-        rows = flat.view(self._wire.size, -1)
-        if rows.device.type != "cpu" and not self._wire.orders_itself:
+        rows = flat.view(self._comm.size, -1)
+        if rows.device.type != "cpu" and not self._comm.orders_itself:
             host = rows.cpu()
-            self._wire.give_row(host, self._wire.expect_rows(host, self._tag), self._tag).wait()
+            self._comm.give_row(host, self._comm.expect_rows(host, self._tag), self._tag).wait()
             rows.copy_(host)
             return
-        self._wire.give_row(rows, self._wire.expect_rows(rows, self._tag), self._tag).wait()
+        self._comm.give_row(rows, self._comm.expect_rows(rows, self._tag), self._tag).wait()
 
     def _leave_out(self, matrices: Sequence[Tensor]) -> None:
         """Take from the matrices what is sent of them; where that is not finite, nothing is left."""

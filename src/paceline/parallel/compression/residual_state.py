@@ -18,8 +18,8 @@ class ResidualState:
         flight: the buckets.
     """
 
-    def __init__(self, flight: LaunchQueue) -> None:
-        self._flight = flight
+    def __init__(self, launch_queue: LaunchQueue) -> None:
+        self._flight = launch_queue
         self._kept: list[dict[str, Any]] = []  # of ranks before a restart, until there are buckets
 
     def state(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class ResidualState:
         Args:
             states: of each rank, what `state` returned.
         """
-        size, rank = self._flight.wire.size, self._flight.wire.rank
+        size, rank = self._flight.comm.size, self._flight.comm.rank
         same = len(states) == size
         mine = [state for number, state in enumerate(states) if number % size == rank and state]
         self._kept = [dict(state) if same else {**state, "codecs": []} for state in mine]
@@ -56,7 +56,7 @@ class ResidualState:
             freight.take_up([state["parts"] for state in kept], own)
 
     def _freights(self) -> list[CompressedBucket]:
-        return [bucket.freight for bucket in self._flight.buckets if bucket.freight is not None]
+        return [bucket.compressed for bucket in self._flight.buckets if bucket.compressed is not None]
 
 
 def _together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class Bucket:
         self.launched = False
         self.ready: float | None = None
         """When the last gradient of the latest backward was there, while a timeline is recorded."""
-        self.freight: CompressedBucket | None = None
+        self.compressed: CompressedBucket | None = None
         """What sends it in fewer bytes, where it is compressed."""
         used = 0
         for slot in slots:

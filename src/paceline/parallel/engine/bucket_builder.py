@@ -21,14 +21,14 @@ _COMPRESSED_UNIT = 64
 """A rank's part of a compressed bucket is a multiple of so many elements."""
 
 
-def agree_order(wire: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -> list[int]:
+def agree_order(comm: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -> list[int]:
     """Return the ready order that all ranks will use, and set every slot's `expected` firings.
 
     Both are rank 0's: a parameter is ready at its last firing, and those that rank 0 did not see come last,
     in reverse registration order.
 
     Args:
-        wire: the ranks; blocks for one broadcast.
+        comm: the ranks; blocks for one broadcast.
         slots: the parameters. firings: the slots whose hooks fired in this rank's first backward, in order.
     """
     if not slots:
@@ -36,7 +36,7 @@ def agree_order(wire: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -
     last = {index: position for position, index in enumerate(firings)}
     seen = sorted(last, key=last.__getitem__)
     unseen = [slot.index for slot in reversed(slots) if slot.index not in last]
-    order, expected = wire.agree([seen + unseen, [slot.fired for slot in slots]], slots[0].param.device)
+    order, expected = comm.agree([seen + unseen, [slot.fired for slot in slots]], slots[0].param.device)
     for slot, count in zip(slots, expected, strict=True):
         slot.expected = max(count, 1)
     return order
@@ -56,7 +56,7 @@ def build_buckets(
     slots: Sequence[GradSlot],
     order: Sequence[int],
     plan: Sync,
-    wire: Comm,
+    comm: Comm,
     *,
     flags: int,
     sharded: bool,
@@ -70,14 +70,14 @@ def build_buckets(
     """
     dtypes = [storage_dtype(slot.param, reduce_dtype) for slot in slots]
     sizes = [storage_numel(slot.param) * dtype.itemsize for slot, dtype in zip(slots, dtypes, strict=True)]
-    squeeze = plan.squeeze
+    squeeze = plan.compression_config
     sent_whole = [squeeze is None or squeeze.exempts(slot.name, slot.param) for slot in slots]
     kinds = [
         (slot.param.device, dtype, slot.param.dtype, whole)
         for slot, dtype, whole in zip(slots, dtypes, sent_whole, strict=True)
     ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
-    rank, ranks = wire.rank, wire.size
+    rank, ranks = comm.rank, comm.size
     tail = round_status.length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded and sent_whole[grouped[-1][0]]
@@ -95,12 +95,12 @@ def build_buckets(
                 tail=tail if inside and index == len(grouped) - 1 else 0,
                 shards=ranks if sharded or compressed else 1,
                 unit=_COMPRESSED_UNIT if compressed else ALIGN,
-                allocate=wire.allocate,
+                allocate=comm.allocate,
             )
         )
         if squeeze is not None and compressed:
-            courier = courier or ExchangeThread(held[0].param.device, on_stream=wire.orders_itself)
-            buckets[-1].freight = CompressedBucket(buckets[-1], squeeze, wire, courier, sharded=sharded)
+            courier = courier or ExchangeThread(held[0].param.device, on_stream=comm.orders_itself)
+            buckets[-1].compressed = CompressedBucket(buckets[-1], squeeze, comm, courier, sharded=sharded)
         buckets[-1].adopt_gradients()
         return_freed_memory()
         if sharded:
@@ -108,5 +108,5 @@ def build_buckets(
             return_freed_memory()
     if not inside:
         device = slots[0].param.device if slots else torch.device("cpu")
-        buckets.append(Bucket.for_ledger(len(grouped), device, tail, rank, ranks, wire.allocate))
+        buckets.append(Bucket.for_ledger(len(grouped), device, tail, rank, ranks, comm.allocate))
     return buckets

@@ -313,14 +313,14 @@ class Comm:
         op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
         if norm_type != math.inf:
             total = total**norm_type
-        with _named_loss(), step_state.awaited():
+        with _named_loss(), step_state.waiting_for_peers():
             dist.all_reduce(total, op=op, group=self.group)
         return total if norm_type == math.inf else total ** (1 / norm_type)
 
     def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
         """Copy `flat` from the group's rank `source` to all ranks; blocks."""
         if self.size > 1:
-            with step_state.awaited():
+            with step_state.waiting_for_peers():
                 dist.broadcast(flat, group=self.group, group_src=source)
 
     # ------------------------------------------------------------------ numbers by which the engine decides

@@ -118,11 +118,11 @@ class FiniteCheck:
         self.losses.clear()
         self._peaks.clear()
 
-    def bad_losses(self, wire: Comm) -> tuple[int, ...]:
+    def bad_losses(self, comm: Comm) -> tuple[int, ...]:
         """Return the ranks that had a loss that is not finite; all ranks call this."""
-        mine = torch.zeros(wire.size)
-        mine[wire.rank] = sum(not math.isfinite(loss) for loss in self.losses)
-        bad = sum_over_ranks(mine, wire.group).tolist()
+        mine = torch.zeros(comm.size)
+        mine[comm.rank] = sum(not math.isfinite(loss) for loss in self.losses)
+        bad = sum_over_ranks(mine, comm.group).tolist()
         return tuple(rank for rank, count in enumerate(bad) if count)
 
 
@@ -132,18 +132,18 @@ def bad_peaks(peaks: Sequence[float]) -> tuple[int, ...]:
 
 
 def examine(
-    parts: Mapping[str, Sequence[torch.Tensor]], wire: Comm, step: int, ranks: tuple[int, ...], *, split: bool
+    parts: Mapping[str, Sequence[torch.Tensor]], comm: Comm, step: int, ranks: tuple[int, ...], *, split: bool
 ) -> NonFiniteReport | None:
     """Look at a result that may not be finite; all ranks of a split one call this.
 
     Args:
         parts: what this rank holds of each parameter's gradient.
-        wire: the ranks. step: the round. split: ranks hold different parts.
+        comm: the ranks. step: the round. split: ranks hold different parts.
         ranks: those that are known to have brought what is not finite.
     """
     found = [float(any(not math.isfinite(peak_of(part)) for part in held)) for held in parts.values()]
     if split and found:
-        found = sum_over_ranks(torch.tensor(found), wire.group).tolist()
+        found = sum_over_ranks(torch.tensor(found), comm.group).tolist()
     names = tuple(name for name, broken in zip(parts, found, strict=True) if broken)
     if not names:
         return None

@@ -79,20 +79,20 @@ class LateGradients:
         self._kept[slot.index] = late if before is None else before + late
         slot.param.grad = None
 
-    def reduce(self, slots: Sequence[GradSlot], wire: Comm, device: torch.device, *, mean: bool) -> None:
+    def reduce(self, slots: Sequence[GradSlot], comm: Comm, device: torch.device, *, mean: bool) -> None:
         """Add all ranks' late gradients to the reduced ones, and mend the expected number of firings.
 
         All ranks call this when the ledger reports a late gradient on any of them.
         """
         facts = [[slot.fired, slot.index in self._kept] for slot in slots]
         agreed = torch.tensor(facts, dtype=torch.int64, device=device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=wire.group)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=comm.group)
         for slot, (fired, late) in zip(slots, agreed.tolist(), strict=True):
             slot.expected = max(slot.expected, fired)
             if late:
                 grad = self._kept.get(slot.index)
                 grad = torch.zeros_like(slot.view) if grad is None else grad.contiguous()
-                wire.all_reduce(torch.view_as_real(grad) if grad.is_complex() else grad, mean=mean).wait()
+                comm.all_reduce(torch.view_as_real(grad) if grad.is_complex() else grad, mean=mean).wait()
                 slot.view.add_(grad)
         self._kept.clear()
 

@@ -26,7 +26,7 @@ def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> tor
     """
     shards, wholes = engine.local_grads()
     norm = _global(engine, shards, wholes, norm_type)
-    if engine.gauge is not None:
+    if engine.finite_check is not None:
         note_norm(engine, norm)
     if grads := shards + wholes:
         torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -41,13 +41,13 @@ def global_norm(engine: Reducer, norm_type: float = 2.0) -> torch.Tensor:
 def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
     """Have all ranks look where a norm is not finite, before a clipped NaN is everywhere.
 
-    Where ranks measure what they bring, they know already; see [Note: without peaks] in `gauge`.
+    Where ranks measure what they bring, they know already; see [Note: without peaks] in `finite_check`.
     """
-    gauge = engine.gauge
-    assert gauge is not None, "somebody asks"
-    gauge.norm = norm
-    if not gauge.measures and engine.broken is None and not math.isfinite(norm):
-        engine.look_closely(() if engine.apart else gauge.bad_losses(engine.wire))
+    finite_check = engine.finite_check
+    assert finite_check is not None, "somebody asks"
+    finite_check.norm = norm
+    if not finite_check.measures and engine.broken is None and not math.isfinite(norm):
+        engine.look_closely(() if engine.local_only else finite_check.bad_losses(engine.comm))
 
 
 def _global(
@@ -56,7 +56,7 @@ def _global(
     take = _norm if engine.tuner is None else _precise_norm
     norm = take(wholes, norm_type, engine.device)
     if engine.splits_gradients:
-        part = engine.wire.combine_norms(take(shards, norm_type, engine.device), norm_type)
+        part = engine.comm.combine_norms(take(shards, norm_type, engine.device), norm_type)
         norm = _join(part, norm, norm_type)
     return norm if engine.tuner is None else norm.to(torch.float32)
 

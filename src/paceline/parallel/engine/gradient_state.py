@@ -36,7 +36,7 @@ class GradientState:
 
     Args:
         named: the trainable parameters with their names, in registration order, each once.
-        wire: the ranks.
+        comm: the ranks.
         plan: how gradients are synchronised.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced;
             None: their own.
@@ -45,18 +45,18 @@ class GradientState:
     def __init__(
         self,
         named: Sequence[tuple[str, torch.nn.Parameter]],
-        wire: Comm,
+        comm: Comm,
         plan: Sync,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.wire, self.plan, self.reduce_dtype = wire, plan, reduce_dtype
-        self.sharded = plan.shard == "optimizer" and wire.size > 1
+        self.comm, self.plan, self.reduce_dtype = comm, plan, reduce_dtype
+        self.sharded = plan.shard == "optimizer" and comm.size > 1
         self.slots = [GradSlot(index, name, param) for index, (name, param) in enumerate(named)]
-        self.flight = LaunchQueue(wire, sharded=self.sharded, overlap=plan.overlap)
-        self.leftovers = ResidualState(self.flight)
+        self.launch_queue = LaunchQueue(comm, sharded=self.sharded, overlap=plan.overlap)
+        self.leftovers = ResidualState(self.launch_queue)
         self.order: list[int] = []
         """The order in which gradients become ready, as all ranks adopted it; empty before there are buckets."""
-        self.weights = LossWeights(wire.rank, wire.size)
+        self.weights = LossWeights(comm.rank, comm.size)
         self.tuner: Tuner | None = None
         """Changes the plan between steps, where that is asked."""
         self.arrivals: dict[int, float] | None = None
@@ -65,7 +65,7 @@ class GradientState:
         """Is told of every round that no rank failed in, on all ranks together, with how many rounds there were."""
         self.step = 0
         """Rounds so far: optimizer steps, where every step has one."""
-        self.gauge: FiniteCheck | None = None
+        self.finite_check: FiniteCheck | None = None
         """Measures what this rank brings, where somebody asks whether gradients are finite."""
         self.broken: NonFiniteReport | None = None
         """What is wrong with the latest result, where it is known to be not finite."""
@@ -84,12 +84,12 @@ class GradientState:
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets in launch order; none before the first round."""
-        return self.flight.buckets
+        return self.launch_queue.buckets
 
     @property
     def timings(self) -> SyncTimings:
         """What the latest round cost this rank."""
-        return self.flight.timings
+        return self.launch_queue.timings
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +105,7 @@ class GradientState:
         """Count `seconds` in which this rank did nothing but wait for collectives or complete them."""
         self.timings.exposed_seconds += seconds
         if self.sees_waiting:
-            wait_counters.wait(seconds)
+            wait_counters.add(seconds)
 
     def pieces(self) -> list[ShardPiece]:
         """Return this rank's parts of the parameters, in bucket order; sharded plans, after the first round."""
@@ -113,13 +113,13 @@ class GradientState:
             piece
             for bucket in self.buckets
             if bucket.slots
-            for piece in bucket.pieces(self.wire.rank, self.wire.size)
+            for piece in bucket.pieces(self.comm.rank, self.comm.size)
         ]
 
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         if self.sharded:
-            self.note_waiting(self.flight.arrive_all())
+            self.note_waiting(self.launch_queue.arrive_all())
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
@@ -127,7 +127,7 @@ class GradientState:
         """Return this rank's part of the result, by parameter."""
         parts: dict[str, list[torch.Tensor]] = {slot.name: [] for slot in self.slots}
         if self.sharded:
-            self.flight.arrive_all()
+            self.launch_queue.arrive_all()
             for piece in self.pieces():
                 parts[piece.slot.name] += [piece.grad] if piece.slot.used else []
             return parts
@@ -138,11 +138,11 @@ class GradientState:
     # ------------------------------------------------------------------ their places
 
     def _lay_out(self) -> None:
-        self.flight.buckets = build_buckets(
+        self.launch_queue.buckets = build_buckets(
             self.slots,
             self.order,
             self.plan,
-            self.wire,
+            self.comm,
             flags=len(self._used_flags()),
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
@@ -157,18 +157,18 @@ class GradientState:
         """
         assert self.settled, "there are buckets"
         assert not self._local, "nothing waits for a round"
-        self.flight.arrive_all()
+        self.launch_queue.arrive_all()
         kept = [slot.param.grad is not None for slot in self.slots]
         for slot, has in zip(self.slots, kept, strict=True):
             slot.early = slot.view if has and slot.staged else None
-        self.plan, self.flight.buckets = plan, []
-        before, self.sharded = self.sharded, plan.shard == "optimizer" and self.wire.size > 1
-        self.flight.sharded = self.sharded
+        self.plan, self.launch_queue.buckets = plan, []
+        before, self.sharded = self.sharded, plan.shard == "optimizer" and self.comm.size > 1
+        self.launch_queue.sharded = self.sharded
         if before and not self.sharded:
             # out of the buffers, whose memory may be shared, and slower to compute with
             for slot in self.slots:
                 slot.param.data = slot.param.detach().clone()
-        self.flight.overlap = plan.overlap
+        self.launch_queue.overlap = plan.overlap
         self._lay_out()
         for slot, has in zip(self.slots, kept, strict=True):
             slot.show(has)
@@ -224,7 +224,7 @@ class GradientState:
 
     def _carry_results(self, factor: float) -> None:
         if self.sharded:
-            for bucket, low, high in self.flight.own_parts():
+            for bucket, low, high in self.launch_queue.own_parts():
                 bucket.flat[:low].zero_()
                 bucket.flat[high:].zero_()
                 bucket.flat[low:high].mul_(factor)
@@ -233,12 +233,12 @@ class GradientState:
 
     def _refuse_capture(self) -> None:
         """Raise where this backward would go into a CUDA graph: a round reads its ledger, which a graph can't."""
-        if self.wire.size == 1 or self.device.type != "cuda":
+        if self.comm.size == 1 or self.device.type != "cuda":
             return
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
-                f"backward is captured into a CUDA graph in a world of {self.wire.size} ranks",
-                rank=self.wire.rank,
+                f"backward is captured into a CUDA graph in a world of {self.comm.size} ranks",
+                rank=self.comm.rank,
                 step=self.step,
                 remedy="capture the module alone, with torch.cuda.make_graphed_callables, and wrap that",
             )
@@ -261,7 +261,7 @@ class GradientState:
             slot.param.grad = None
             raise SyncError(
                 f"parameter {slot.name!r} has a sparse gradient",
-                rank=self.wire.rank,
+                rank=self.comm.rank,
                 step=self.step,
                 remedy="build the embedding with sparse=False",
             )
@@ -275,14 +275,14 @@ class GradientState:
     def _results(self) -> list[torch.Tensor]:
         """Return the memory of this rank's part of the result."""
         if self.settled:
-            return [bucket.flat[low:high] for bucket, low, high in self.flight.own_parts()]
+            return [bucket.flat[low:high] for bucket, low, high in self.launch_queue.own_parts()]
         held = (slot.param.grad if slot.early is None else slot.early for slot in self.slots)
         return [grad for grad in held if grad is not None]
 
     def _scale(self, factor: float) -> None:
         """Multiply the result, where that changes it."""
         if self.settled:
-            self.flight.scale(factor)
+            self.launch_queue.scale(factor)
         elif factor != 1.0 and (results := self._results()):
             torch._foreach_mul_(results, factor)
 
@@ -294,7 +294,7 @@ class GradientState:
 
     def drop(self) -> None:
         """Forget all gradients, as zero_grad() does."""
-        self.flight.arrive_all()
+        self.launch_queue.arrive_all()
         for slot in self.slots:
             slot.param.grad, slot.early, slot.used, slot.fired = None, None, False, 0
         self._late.clear()
@@ -303,5 +303,5 @@ class GradientState:
     def _forget(self) -> None:
         """Begin from nothing: what there was has been dropped."""
         self._local, self._reduced, self.weights.samples, self.broken = False, False, 0.0, None
-        if self.gauge is not None:
-            self.gauge.clear()
+        if self.finite_check is not None:
+            self.finite_check.clear()

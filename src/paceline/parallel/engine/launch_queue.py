@@ -22,13 +22,13 @@ class LaunchQueue:
     """Launches the buckets of one round and waits for them.
 
     Args:
-        wire: the ranks.
+        comm: the ranks.
         sharded: reduce-scatter rather than all-reduce. (A bucket for the ledger alone is gathered.)
         overlap: launch without waiting for the one before.
     """
 
-    def __init__(self, wire: Comm, *, sharded: bool, overlap: bool) -> None:
-        self.wire, self.sharded, self.overlap = wire, sharded, overlap
+    def __init__(self, comm: Comm, *, sharded: bool, overlap: bool) -> None:
+        self.comm, self.sharded, self.overlap = comm, sharded, overlap
         self.buckets: list[Bucket] = []
         self.timings = SyncTimings()
         self.step = 0  # the round
@@ -41,7 +41,7 @@ class LaunchQueue:
         """Begin round number `step`: nothing is launched yet."""
         self._next, self.step = 0, step
         self.timings = SyncTimings()
-        if (recorder := step_state.recording(self.wire)) is not None and self.buckets:
+        if (recorder := step_state.recorder_of(self.comm)) is not None and self.buckets:
             recorder.planned(self.buckets, self._told)
 
     def _told(self) -> dict[str, object]:
@@ -58,10 +58,10 @@ class LaunchQueue:
         ]
         return {"step": self.step, "overlap": self.overlap, "buckets": buckets}
 
-    def launch_full(self, mean: bool, gauge: FiniteCheck | None = None) -> None:
+    def launch_full(self, mean: bool, finite_check: FiniteCheck | None = None) -> None:
         """Launch the buckets that are full, in order; the last one with gradients waits for the ledger.
 
-        A launched bucket's parameters let go of their views; see [Note: late gradients] in `reducer`. `gauge`
+        A launched bucket's parameters let go of their views; see [Note: late gradients] in `reducer`. `finite_check`
         measures what leaves.
         """
         last = sum(bool(bucket.slots) for bucket in self.buckets) - 1
@@ -70,22 +70,22 @@ class LaunchQueue:
             bucket.await_writers()
             for slot in bucket.slots:
                 slot.param.grad = None
-            if gauge is not None:
-                self._measure(bucket, gauge)
+            if finite_check is not None:
+                self._measure(bucket, finite_check)
             self._launch(bucket, mean)
             self._next += 1
 
-    def measure_rest(self, gauge: FiniteCheck) -> None:
+    def measure_rest(self, finite_check: FiniteCheck) -> None:
         """Measure what is about to leave with the ledger."""
         for bucket in self.buckets[self._next :]:
-            self._measure(bucket, gauge)
+            self._measure(bucket, finite_check)
 
     @staticmethod
-    def _measure(bucket: Bucket, gauge: FiniteCheck) -> None:
+    def _measure(bucket: Bucket, finite_check: FiniteCheck) -> None:
         for slot in bucket.slots:
             slot.freshen()
         if bucket.slots:
-            gauge.note(bucket.grads)
+            finite_check.note(bucket.grads)
 
     def depart(self, mean: bool) -> None:
         """Launch what is left, and wait for the ledger.
@@ -115,11 +115,11 @@ class LaunchQueue:
             slot.freshen()
         pending = self._send(bucket, mean)
         self._under_way[bucket.index] = pending, started
-        freight, others = bucket.freight, (self.wire.size - 1) / self.wire.size
+        freight, others = bucket.compressed, (self.comm.size - 1) / self.comm.size
         nbytes = bucket.flat.nbytes if freight is None else freight.payload_nbytes
         ways = 2 if bucket.slots and not self.sharded else 1
         sent = ways * others * bucket.flat.nbytes if freight is None else freight.sent_nbytes
-        if (recorder := step_state.recording(self.wire)) is not None:
+        if (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.launched("reduce", bucket.index, nbytes, sent, bucket.ready, started)
         self.timings.calls += 1 if freight is None else freight.calls
         self.timings.nbytes += nbytes
@@ -127,13 +127,13 @@ class LaunchQueue:
 
     def _send(self, bucket: Bucket, mean: bool) -> PendingCollective | CompressedBucket:
         if not bucket.slots:
-            return self.wire.all_gather(bucket.flat)
+            return self.comm.all_gather(bucket.flat)
         mean = self.takes_mean(bucket, mean)
-        if bucket.freight is not None:
-            return bucket.freight.launch(self.step, mean=mean)
+        if bucket.compressed is not None:
+            return bucket.compressed.launch(self.step, mean=mean)
         if self.sharded:
-            return self.wire.reduce_scatter(bucket.flat, mean=mean)
-        return self.wire.all_reduce(bucket.flat, mean=mean)
+            return self.comm.reduce_scatter(bucket.flat, mean=mean)
+        return self.comm.all_reduce(bucket.flat, mean=mean)
 
     def arrive(self, bucket: Bucket) -> float:
         """Wait for `bucket` and finish its result; return the seconds that took."""
@@ -141,19 +141,19 @@ class LaunchQueue:
             return 0.0
         before = time.perf_counter()
         pending, started = self._under_way.pop(bucket.index)
-        step_state.wait(bucket.index)
+        step_state.begin_wait(bucket.index)
         pending.wait()
-        step_state.arrive()
+        step_state.end_wait()
         self._scale(bucket)
         now = time.perf_counter()
-        if (recorder := step_state.recording(self.wire)) is not None:
+        if (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.arrived("reduce", bucket.index, pending.ended, now)
             self.look()
         self.timings.call_seconds.append(now - started)
         return now - before
 
     def look(self, apart: float = 0.0) -> None:
-        """Take note of what has ended, for a timeline; not if this was done less than `apart` seconds ago."""
+        """Take note of what has ended, for a timeline; not if this was done less than `local_only` seconds ago."""
         now = time.perf_counter()
         if now - self._looked >= apart:
             self._looked = now
@@ -177,20 +177,20 @@ class LaunchQueue:
             return
         low, high = self.own_part(bucket)
         bucket.flat[low:high].mul_(self._factor)
-        if bucket.freight is not None and bucket.launched:
-            bucket.freight.rescale(self._factor)
+        if bucket.compressed is not None and bucket.launched:
+            bucket.compressed.rescale(self._factor)
 
     def read_ledger(self, mean: bool) -> list[float]:
         """Return the ledger, summed over ranks."""
         last = self.buckets[-1]
         if not last.slots:
-            return self.wire.read(last.flat.view(self.wire.size, -1).sum(0))
-        scale = self.wire.size if self.takes_mean(last, mean) else 1
-        return [value * scale for value in self.wire.read(last.ledger)]
+            return self.comm.read(last.flat.view(self.comm.size, -1).sum(0))
+        scale = self.comm.size if self.takes_mean(last, mean) else 1
+        return [value * scale for value in self.comm.read(last.ledger)]
 
     def own_part(self, bucket: Bucket) -> tuple[int, int]:
         """Return start and stop of what this rank holds reduced: its shard, or all of the bucket."""
-        return bucket.span(self.wire.rank, self.wire.size) if self.sharded else bucket.span(0, 1)
+        return bucket.span(self.comm.rank, self.comm.size) if self.sharded else bucket.span(0, 1)
 
     def own_parts(self) -> Sequence[tuple[Bucket, int, int]]:
         """Return (bucket, start, stop) of what this rank holds reduced."""

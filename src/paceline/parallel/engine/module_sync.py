@@ -23,17 +23,17 @@ def model_signature(module: torch.nn.Module, plan: object) -> list[str]:
 
 
 def broadcast_tensors(
-    wire: Comm, tensors: Iterable[torch.Tensor], *, source: int = 0, cap_nbytes: int = 64 << 20
+    comm: Comm, tensors: Iterable[torch.Tensor], *, source: int = 0, cap_nbytes: int = 64 << 20
 ) -> None:
     """Copy the values of rank `source` to all ranks, many tensors to a message.
 
     Args:
-        wire: the ranks.
+        comm: the ranks.
         tensors: the same shapes and dtypes in the same order on all ranks; written in place.
         source: the rank to copy from.
         cap_nbytes: most bytes to pack into one message.
     """
-    if wire.size == 1:
+    if comm.size == 1:
         return
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -41,7 +41,7 @@ def broadcast_tensors(
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for same_kind in kinds.values():
         for batch in _batches(same_kind, cap_nbytes):
-            _broadcast_packed(wire, batch, source)
+            _broadcast_packed(comm, batch, source)
 
 
 def _batches(tensors: Sequence[torch.Tensor], cap_nbytes: int) -> Iterable[list[torch.Tensor]]:
@@ -55,11 +55,11 @@ def _batches(tensors: Sequence[torch.Tensor], cap_nbytes: int) -> Iterable[list[
     yield batch
 
 
-def _broadcast_packed(wire: Comm, tensors: Sequence[torch.Tensor], source: int) -> None:
+def _broadcast_packed(comm: Comm, tensors: Sequence[torch.Tensor], source: int) -> None:
     """Send the tensors as bytes, so that every dtype travels (gloo refuses some)."""
     packed = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-    wire.broadcast(packed, source)
-    if wire.rank == source:
+    comm.broadcast(packed, source)
+    if comm.rank == source:
         return
     at = 0
     for tensor in tensors:

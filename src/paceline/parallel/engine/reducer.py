@@ -51,7 +51,7 @@ class Reducer(GradientState):
 
     Args:
         named: the trainable parameters with their names, in registration order, each once.
-        wire: the ranks.
+        comm: the ranks.
         plan: any plan that does not shard parameters.
         reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced;
             None: their own.
@@ -61,16 +61,16 @@ class Reducer(GradientState):
     def __init__(
         self,
         named: list[tuple[str, torch.nn.Parameter]],
-        wire: Comm,
+        comm: Comm,
         plan: Sync,
         reduce_dtype: torch.dtype | None = None,
         frozen: Sequence[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
-        super().__init__(named, wire, plan, reduce_dtype)
+        super().__init__(named, comm, plan, reduce_dtype)
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
         self.sync_enabled = True
         """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
-        self.apart = False
+        self.local_only = False
         """Whether this rank trains as in a world of one; `train_apart` decides."""
         self.parted = False
         """Whether parameters may differ between ranks: training apart was broken off."""
@@ -80,7 +80,7 @@ class Reducer(GradientState):
         self._firings: list[int] = []  # firings of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
         self._handles = hook(
-            self, self.slots, Reducer.arriving if wire.size > 1 else None, Reducer.accumulated
+            self, self.slots, Reducer.arriving if comm.size > 1 else None, Reducer.accumulated
         )
 
     # ------------------------------------------------------------------ what the rest of Paceline asks
@@ -120,8 +120,8 @@ class Reducer(GradientState):
         """From now on keep every round to this rank, as in a world of one; or no longer."""
         assert not self.splits_gradients, "where ranks hold parts, none can train on its own"
         self.drop()
-        self.apart = apart
-        self.weights = LossWeights(self.wire.rank, 1 if apart else self.wire.size)
+        self.local_only = apart
+        self.weights = LossWeights(self.comm.rank, 1 if apart else self.comm.size)
 
     # ------------------------------------------------------------------ begin
 
@@ -131,7 +131,7 @@ class Reducer(GradientState):
 
     def _let_tune(self) -> None:
         """Let the plan change where nothing waits for a round."""
-        if self.tuner is not None and not self._local and not self.apart:
+        if self.tuner is not None and not self._local and not self.local_only:
             self.tuner.at_rest()
 
     def reach(self, call: object) -> None:
@@ -156,16 +156,16 @@ class Reducer(GradientState):
         if self._open:
             return
         self._refuse_capture()
-        if self.parted and not self.apart:
+        if self.parted and not self.local_only:
             raise SyncError(
                 "parameters differ between ranks: a block in which they trained apart ended in an exception",
-                rank=self.wire.rank,
+                rank=self.comm.rank,
                 step=self.step,
                 remedy="load a checkpoint before training goes on",
             )
-        step_state.begin(self.step, "backward")
-        self.wire.note_step(self.step)
-        self.flight.arrive_all()  # the result of the last round, if nobody used it
+        step_state.begin_phase(self.step, "backward")
+        self.comm.note_step(self.step)
+        self.launch_queue.arrive_all()  # the result of the last round, if nobody used it
         self._let_tune()
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
@@ -173,7 +173,7 @@ class Reducer(GradientState):
         elif (self._local or self._reduced) and status is not self.weights.status:
             raise SyncError(
                 "backward with samples=, backward without, and plain loss.backward() were mixed in one gradient",
-                rank=self.wire.rank,
+                rank=self.comm.rank,
                 step=self.step,
                 remedy="call zero_grad() between them, or use the same call for every backward",
             )
@@ -187,7 +187,7 @@ class Reducer(GradientState):
         if self._reduced:
             self._carry()
         self.weights.samples += samples
-        self.flight.open(self.step)
+        self.launch_queue.open(self.step)
 
     # ------------------------------------------------------------------ hooks
 
@@ -203,7 +203,7 @@ class Reducer(GradientState):
             self._begin_late(slot)
         slot.fired += 1
         if step_state.recorder is not None:
-            self.flight.look(_LOOK_SECONDS)
+            self.launch_queue.look(_LOOK_SECONDS)
         if not self.settled:
             self._refuse_sparse(slot)
             self._firings.append(index)
@@ -226,19 +226,19 @@ class Reducer(GradientState):
 
     def _full(self, bucket: Bucket) -> None:
         """Launch what is full, where that is done in backward."""
-        if (recorder := step_state.recording(self.wire)) is not None:
+        if (recorder := step_state.recorder_of(self.comm)) is not None:
             bucket.ready = time.perf_counter()
             if recorder.quiet:
                 return
-        if self._syncing and self.plan.overlap and not self.apart:
-            self.flight.launch_full(self.weights.averaged, self.gauge)
+        if self._syncing and self.plan.overlap and not self.local_only:
+            self.launch_queue.launch_full(self.weights.averaged, self.finite_check)
 
     def begin_in_backward(self) -> None:
         """Open the backward that is running, if nobody has, and have it closed at its end."""
         if not self._open:
             self.begin(Status.EQUAL)
             if wait_counters.samples == 0:
-                refusal = counted_filler(self.wire.rank, self.step)
+                refusal = counted_filler(self.comm.rank, self.step)
                 with contextlib.suppress(SyncError):
                     self.finish(failed=True)
                 raise refusal
@@ -287,7 +287,7 @@ class Reducer(GradientState):
         elif failed:
             self.drop()
         else:
-            step_state.enter("outside")
+            step_state.enter_phase("outside")
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
                 slot.show(slot.used)
@@ -298,11 +298,11 @@ class Reducer(GradientState):
         Raises: as `finish`.
         """
         self._open = False
-        step_state.begin(self.step, "exchange")
-        if self.weights.counted and (recorder := step_state.recording(self.wire)) is not None:
+        step_state.begin_phase(self.step, "exchange")
+        if self.weights.counted and (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.samples = self.weights.samples
         ended = time.perf_counter()
-        if self.wire.size == 1 or self.apart:
+        if self.comm.size == 1 or self.local_only:
             page = self._alone(failed)
         else:
             if not self.settled:
@@ -311,17 +311,17 @@ class Reducer(GradientState):
         self.timings.exposed_seconds = 0.0
         self.note_waiting(time.perf_counter() - ended)
         step_state.end_round(sees_waiting=self.sees_waiting)
-        step_state.enter("outside")
+        step_state.enter_phase("outside")
         self._local = False
         self.step += 1
         self._conclude(page, failed)
         # Not where a round failed: there the other ranks have just raised, and what is told may ask for them all.
-        if self.round_ended is not None and not (failed or self.apart):
+        if self.round_ended is not None and not (failed or self.local_only):
             self.round_ended(self.step)
 
     def _settle(self) -> None:
         """Build the buckets; see [Note: the first round]."""
-        self.order = agree_order(self.wire, self.slots, self._firings)
+        self.order = agree_order(self.comm, self.slots, self._firings)
         self._lay_out()
 
     def _alone(self, failed: bool) -> round_status.RoundSummary:
@@ -335,18 +335,18 @@ class Reducer(GradientState):
         weights, last = self.weights, self.buckets[-1]
         status = Status.FAILED if failed else weights.status
         mine = round_status.encode(
-            self.wire.rank, self.wire.size, weights.samples, status, self._used_flags(), len(self._late)
+            self.comm.rank, self.comm.size, weights.samples, status, self._used_flags(), len(self._late)
         )
-        self.wire.write(mine, last.ledger)
-        if self.gauge is not None:
-            self.flight.measure_rest(self.gauge)
-            self.gauge.write(last.ledger[round_status.place_of_peak(self.wire.rank, self.wire.size)])
-        self.flight.depart(weights.averaged)
-        page = round_status.decode(self.flight.read_ledger(weights.averaged), self.wire.size)
+        self.comm.write(mine, last.ledger)
+        if self.finite_check is not None:
+            self.launch_queue.measure_rest(self.finite_check)
+            self.finite_check.write(last.ledger[round_status.place_of_peak(self.comm.rank, self.comm.size)])
+        self.launch_queue.depart(weights.averaged)
+        page = round_status.decode(self.launch_queue.read_ledger(weights.averaged), self.comm.size)
         if page.late or not self.sharded:  # a sharded result is waited for where it is used
-            self.flight.arrive_all()
+            self.launch_queue.arrive_all()
         if page.late:
-            self._late.reduce(self.slots, self.wire, self.device, mean=weights.averaged)
+            self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
         return page
 
     # ------------------------------------------------------------------ conclude
@@ -354,7 +354,7 @@ class Reducer(GradientState):
     def _conclude(self, page: round_status.RoundSummary, failed: bool) -> None:
         """Turn the sums into means and attach them, or drop them all and say why."""
         try:
-            page.judge(self.wire.rank, self.step - 1)
+            page.judge(self.comm.rank, self.step - 1)
         except SyncError:
             self.drop()
             if failed:  # this rank's own exception is on its way
@@ -368,22 +368,22 @@ class Reducer(GradientState):
         self._scale(factor)
         self._attach_result(page)
         self._reduced = True
-        if self.gauge is not None:
-            self.gauge.norm = None
-            if self.gauge.measures and self.broken is None:
+        if self.finite_check is not None:
+            self.finite_check.norm = None
+            if self.finite_check.measures and self.broken is None:
                 self._look(page, factor)
-        if self.tuner is not None and not self.apart:
+        if self.tuner is not None and not self.local_only:
             self.tuner.round_ended()
 
     def _look(self, page: round_status.RoundSummary, factor: float) -> None:
-        """Find out whether the result is finite; see [Note: peaks] in `gauge`."""
-        assert self.gauge is not None, "somebody asks"
-        if page.late or not surely_finite(page.peaks, factor, self.gauge.largest):
+        """Find out whether the result is finite; see [Note: peaks] in `finite_check`."""
+        assert self.finite_check is not None, "somebody asks"
+        if page.late or not surely_finite(page.peaks, factor, self.finite_check.largest):
             self.look_closely(bad_peaks(page.peaks))  # nobody measures where a rank is alone
 
     def look_closely(self, ranks: tuple[int, ...]) -> None:
         """Look at every parameter's gradient; `ranks` brought what is not finite. All ranks call this."""
-        if self.apart or self.wire.size == 1:
-            ranks = (self.wire.rank,)
+        if self.local_only or self.comm.size == 1:
+            ranks = (self.comm.rank,)
         parts, split = self.parts_by_name(), self.splits_gradients
-        self.broken = examine(parts, self.wire, self.step - 1, ranks, split=split)
+        self.broken = examine(parts, self.comm, self.step - 1, ranks, split=split)

@@ -29,7 +29,7 @@ __all__ = ["ConsumesShards", "GuardedEngine", "close", "guard"]
 class GuardedEngine(Protocol):
     """An engine that answers for the gradients of its parameters."""
 
-    wire: Comm
+    comm: Comm
     sharded: bool
     tuner: Tuner | None
     step: int
@@ -89,17 +89,17 @@ def close(engine: GuardedEngine) -> None:
     if engine.recover():
         raise UnsyncedGradients(
             "the last backward ended in an exception, so there is no global gradient",
-            rank=engine.wire.rank,
+            rank=engine.comm.rank,
             step=step,
             remedy="run forward and backward again before optimizer.step()",
         )
-    if engine.wire.size > 1:
+    if engine.comm.size > 1:
         thawed = [name for name, param in engine.frozen if param.grad is not None]
         if thawed:
             raise UnsyncedGradients(
                 f"parameter {', '.join(map(repr, thawed))} was frozen when the model was wrapped and has a "
                 "gradient of this rank only",
-                rank=engine.wire.rank,
+                rank=engine.comm.rank,
                 step=engine.step,
                 remedy="wrap the model again after unfreezing parameters",
             )
@@ -116,19 +116,19 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
             name = type(optimizer).__name__
             raise UsageError(
                 f"{name} holds parameters of a model with sync='sharded', where no rank has whole gradients",
-                rank=engine.wire.rank,
+                rank=engine.comm.rank,
                 step=engine.step,
                 remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
             )
         if engine.tuner is not None:
             engine.tuner.stepped(optimizer)
         close(engine)
-        step_state.enter("optimizer")
+        step_state.enter_phase("optimizer")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for reference in _engines_of(optimizer):
-        step_state.enter("outside")
+        step_state.enter_phase("outside")
         engine = reference()
         if fault_injection.armed and engine is not None:
             fault_injection.end_step(step_state.step, engine.named_parameters())

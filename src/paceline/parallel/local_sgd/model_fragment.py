@@ -84,7 +84,7 @@ class ModelFragment:
 
     Args:
         named: the parameters with their names; float32 and less are kept as float32, float64 as it is.
-        wire: the ranks. courier: of the same.
+        comm: the ranks. courier: of the same.
         codec: of the pseudo-gradients; None: as they are. exempt: names of those that go as they are all the same.
         averaged: buffers, such as running statistics; of these all ranks take the mean, whatever `outer` is.
         feedback: remember what compression leaves out.
@@ -96,7 +96,7 @@ class ModelFragment:
     def __init__(
         self,
         named: Sequence[tuple[str, nn.Parameter]],
-        wire: Comm,
+        comm: Comm,
         courier: ExchangeThread,
         codec: Codec | None,
         *,
@@ -107,7 +107,7 @@ class ModelFragment:
         keeps_local: bool = False,
         piece_numel: int,
     ) -> None:
-        self._wire = wire
+        self._comm = comm
         first = named[0][1]
         dtype = torch.float64 if any(param.dtype == torch.float64 for _, param in named) else torch.float32
         raw = RawCodec(dtype)
@@ -130,10 +130,10 @@ class ModelFragment:
         self._spans = spans
         self._parcels = (
             [
-                AllToAllReduce(wire, self._flat[begin:stop], its, courier, residual, mean=True)
+                AllToAllReduce(comm, self._flat[begin:stop], its, courier, residual, mean=True)
                 for (begin, stop, its), residual in zip(spans, self.residuals, strict=True)
             ]
-            if wire.size > 1
+            if comm.size > 1
             else []
         )
         self._label = PacketHeader()
@@ -154,7 +154,7 @@ class ModelFragment:
         for name, param in named:
             self._places.append(_Place(name, param, at))
             at += param.numel()
-        unit = self._wire.size * _ALIGN
+        unit = self._comm.size * _ALIGN
         piece = max(unit, piece_numel // unit * unit)
         while start < at:
             stop = min(start + piece, start + -(-(at - start) // unit) * unit)
@@ -228,7 +228,7 @@ class ModelFragment:
             part = None if momentum is None else momentum[:split]
             outer.update(self.theta[:split], self._flat[:split], part, arrival.inner_lr)
             self.theta[split:].sub_(self._flat[split:])
-        rejected = self._wire.rank in arrival.rejected
+        rejected = self._comm.rank in arrival.rejected
         for place in self._places:
             new, param = place.of(self.theta), place.param
             if self._sent is None or rejected:

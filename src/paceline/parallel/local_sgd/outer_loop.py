@@ -90,8 +90,8 @@ class OuterLoop:
         self.exposed_seconds = 0.0
         self.rejected: dict[int, int] = {}
         self._model, self._optimizer = model, optimizer
-        self._wire = Comm(group)
-        self._engine = engine_to_part(model, self._wire)
+        self._comm = Comm(group)
+        self._engine = engine_to_part(model, self._comm)
         self.module = model.module if isinstance(model, DataParallel) else model
         self._agree(group)
         self._fragments = self._make_fragments(piece_mib)
@@ -111,7 +111,7 @@ class OuterLoop:
             f"compression: {self.compression}",
             *model_signature(self.module, "its own"),
         ]
-        verify_same(told, type(self).__name__, self._wire.group, remedy="pass the same on every rank")
+        verify_same(told, type(self).__name__, self._comm.group, remedy="pass the same on every rank")
 
     def _make_fragments(self, piece_mib: float) -> list[ModelFragment]:
         named = dict(self.module.named_parameters())
@@ -120,13 +120,13 @@ class OuterLoop:
         parts = strided(layers_of(self.module), self.cadence.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
-        courier = ExchangeThread(device, on_stream=self._wire.orders_itself)
+        courier = ExchangeThread(device, on_stream=self._comm.orders_itself)
         return [
             ModelFragment(
                 [(name, named[name]) for name in part],
-                self._wire,
+                self._comm,
                 courier,
-                None if compression is None else compression.codec(rank=self._wire.rank),
+                None if compression is None else compression.codec(rank=self._comm.rank),
                 exempt=exempt,
                 averaged=buffers if number == len(parts) - 1 else [],
                 feedback=compression is not None and bool(compression.feedback),
@@ -177,13 +177,13 @@ class OuterLoop:
                 self._engine.train_apart(False)
                 self._engine.parted = self._broken
         if self._engine is not None and not self._broken:
-            average_state_before_next_step(self._optimizer, self._wire)
+            average_state_before_next_step(self._optimizer, self._comm)
 
     def _begin_alike(self) -> None:
         """Give all ranks rank 0's parameters, where gradients have not kept them the same, and buffers; these are θ."""
         may_differ = self._engine is None or self._engine.parted
         params = self.module.parameters() if may_differ else ()
-        broadcast_tensors(self._wire, [*params, *self.module.buffers()])
+        broadcast_tensors(self._comm, [*params, *self.module.buffers()])
         for fragment in self._fragments:
             fragment.adopt()
 
@@ -222,20 +222,20 @@ class OuterLoop:
         """Take in the fragment that was sent first of those under way, all of it if this rank is finished."""
         number = self._flying.popleft()
         started = time.perf_counter()
-        step_state.enter("exchange")
-        with step_state.awaited():
+        step_state.enter_phase("exchange")
+        with step_state.waiting_for_peers():
             last = self._fragments[number].arrive().finished
         self.exposed_seconds += time.perf_counter() - started
         turn = self.syncs - (self.cadence.fragments if last else 0)  # at the end: as the time before
         outer = self.outer if self.cadence.step_of(turn) + self.cadence.delay >= self.warmup else Averaging()
         mix = 0.0 if finished else self.mix
         arrival = self._fragments[number].merge(outer, mix)
-        step_state.enter("outside")
+        step_state.enter_phase("outside")
         trace_file.add("merge", started, time.perf_counter() - started, step=self.steps, fragment=number)
         self.syncs += 1
         for rank in arrival.rejected:
             self.rejected[rank] = self.rejected.get(rank, 0) + 1
-        if arrival.rejected and self._wire.rank == 0:
+        if arrival.rejected and self._comm.rank == 0:
             ranks = ", ".join(map(str, arrival.rejected))
             log.warning(
                 "step %d: the pseudo-gradient of rank %s is NaN or infinite, and was left out",
@@ -249,7 +249,7 @@ class OuterLoop:
         bad = [name for name, param in fragment.params if not torch.isfinite(param).all()]
         log.warning(
             "rank %d, step %d: %s is NaN or infinite; this rank takes the other ranks' parameters",
-            self._wire.rank,
+            self._comm.rank,
             self.steps,
             ", ".join(map(repr, bad[:3])) + (", …" if len(bad) > 3 else ""),
         )

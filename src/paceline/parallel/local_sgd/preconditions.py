@@ -28,15 +28,15 @@ def check_numbers(warmup: object, mix: object, piece_mib: object) -> None:
         raise UsageError(f"piece_mib={piece_mib!r}", remedy="give MiB above 0, such as 8")
 
 
-def engine_to_part(model: nn.Module, wire: Comm) -> Reducer | None:
+def engine_to_part(model: nn.Module, comm: Comm) -> Reducer | None:
     """Return the engine that must keep gradients to each rank; None where it has other ranks, or there is none.
 
     Raises:
-        UsageError: it shares some ranks beside this one with `wire`, but not all; or it shards.
+        UsageError: it shares some ranks beside this one with `comm`, but not all; or it shards.
     """
-    if not isinstance(model, DataParallel) or model.wire.size == 1:
+    if not isinstance(model, DataParallel) or model.comm.size == 1:
         return None
-    inner, outer = model.wire.ranks, wire.ranks
+    inner, outer = model.comm.ranks, comm.ranks
     if len(inner & outer) == 1:
         return None
     if inner != outer:

@@ -31,12 +31,12 @@ _Entry = tuple[int, str]
 _due: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
-def average_state_before_next_step(optimizer: torch.optim.Optimizer, wire: Comm) -> None:
+def average_state_before_next_step(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
     """Have the state of `optimizer` levelled when its next step is about to be made, which all ranks make."""
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cancel_state_averaging(optimizer)
-        average_state(optimizer, wire)
+        average_state(optimizer, comm)
 
     cancel_state_averaging(optimizer)
     _due[optimizer] = optimizer.register_step_pre_hook(before)
@@ -49,12 +49,12 @@ def cancel_state_averaging(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def average_state(optimizer: torch.optim.Optimizer, wire: Comm) -> None:
+def average_state(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
     """Give all ranks the same state of `optimizer`; all ranks call this.
 
     Args:
         optimizer: with the same parameters in the same order on all ranks.
-        wire: the ranks.
+        comm: the ranks.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     mine = {
@@ -63,7 +63,7 @@ def average_state(optimizer: torch.optim.Optimizer, wire: Comm) -> None:
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor | float | int) and not isinstance(value, bool)
     }
-    everybodys = [json.loads(text) for text in gather_texts(json.dumps(_described(mine)), wire.group)]
+    everybodys = [json.loads(text) for text in gather_texts(json.dumps(_described(mine)), comm.group)]
     forms: dict[_Entry, list[Any]] = {}
     counts: dict[_Entry, int] = {}
     for told in everybodys:
@@ -75,7 +75,7 @@ def average_state(optimizer: torch.optim.Optimizer, wire: Comm) -> None:
         value = mine.get((place, key))
         state = optimizer.state[params[place]]
         count = counts[place, key] if key in averaged else None
-        state[key] = _levelled(value, form, params[place], count, wire)
+        state[key] = _levelled(value, form, params[place], count, comm)
 
 
 def _described(entries: Mapping[_Entry, Any]) -> list[list[Any]]:
@@ -89,13 +89,13 @@ def _form(value: Any) -> list[Any]:
     return [list(value.shape), str(value.dtype).removeprefix("torch.")]
 
 
-def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, wire: Comm) -> Any:
+def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, comm: Comm) -> Any:
     """Return an entry as all ranks shall have it.
 
     Args:
         value: this rank's, None where it has none. form: what `_described` tells of it. param: whose it is.
         count: of ranks that have one, whose mean it shall be; None: it shall be the largest.
-        wire: the ranks.
+        comm: the ranks.
     """
     is_tensor, shape, dtype = form
     kind = getattr(torch, dtype) if is_tensor else torch.float64
@@ -104,7 +104,7 @@ def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, wir
     if value is not None:
         whole.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
     op = dist.ReduceOp.MAX if count is None else dist.ReduceOp.SUM
-    dist.all_reduce(whole, op=op, group=wire.group)
+    dist.all_reduce(whole, op=op, group=comm.group)
     if count is not None:
         whole.div_(count)
     if not is_tensor:

@@ -59,7 +59,7 @@ class FSDPEngine(Reducer):
 
     Args:
         module: the model; its parameters become DTensors in place.
-        wire: the ranks, more than one.
+        comm: the ranks, more than one.
         plan: ``Sync(shard="parameters")``.
         reduce_dtype: dtype of FSDP2's reduce-scatter; None: the parameters' own.
         units: submodules gathered one at a time; None: `default_units`.
@@ -69,7 +69,7 @@ class FSDPEngine(Reducer):
     def __init__(
         self,
         module: torch.nn.Module,
-        wire: Comm,
+        comm: Comm,
         plan: Sync,
         reduce_dtype: torch.dtype | None,
         units: Sequence[torch.nn.Module] | None,
@@ -78,12 +78,12 @@ class FSDPEngine(Reducer):
         self.module = module
         self.units = default_units(module) if units is None else _submodules(module, units)
         whole = _unshardable(module)
-        self._shard(wire, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
+        self._shard(comm, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
         named = list(module.named_parameters())
         trained = [(name, param) for name, param in named if param.requires_grad]
         frozen = [(name, param) for name, param in named if not param.requires_grad]
         rest = [(name, param) for name, param in trained if param in whole]
-        super().__init__(rest, wire, plan, reduce_dtype, frozen)
+        super().__init__(rest, comm, plan, reduce_dtype, frozen)
         self.shards = [(name, param) for name, param in trained if isinstance(param, DTensor)]
         self._ids |= {id(param) for _, param in self.shards}
         self._shard_used = {name: False for name, _ in self.shards}
@@ -93,18 +93,18 @@ class FSDPEngine(Reducer):
         self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
         self._shaken = False  # every rank has seen inputs
 
-    def _shard(self, wire: Comm, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
+    def _shard(self, comm: Comm, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
-        mesh = wire.mesh(device)
+        mesh = comm.mesh(device)
         for part in [*self.units, self.module]:
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
         for part in self._parts():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_reduce_scatter_unused_params(True, recurse=False)
-            if wire.backend == "gloo" and device == "cpu":
-                part.set_custom_reduce_scatter(DirectReduceScatter(wire))
-                part.set_custom_all_gather(DirectAllGather(wire))
+            if comm.backend == "gloo" and device == "cpu":
+                part.set_custom_reduce_scatter(DirectReduceScatter(comm))
+                part.set_custom_all_gather(DirectAllGather(comm))
 
     def _parts(self) -> Iterator[FSDPModule]:
         for child in self.module.modules():
@@ -132,14 +132,14 @@ class FSDPEngine(Reducer):
         """Make sure, once, that every rank has seen inputs."""
         if self._shaken:
             return
-        have = self.wire.gather_objects(call is not None)
+        have = self.comm.gather_objects(call is not None)
         if not any(have):
             return
         self._shaken = True
         if all(have):
             return
-        box = [call if self.wire.rank == have.index(True) else None]
-        dist.broadcast_object_list(box, group=self.wire.group, group_src=have.index(True))
+        box = [call if self.comm.rank == have.index(True) else None]
+        dist.broadcast_object_list(box, group=self.comm.group, group_src=have.index(True))
         if call is None and box[0] is not None:
             self._latest = [box[0]]
 
@@ -173,8 +173,8 @@ class FSDPEngine(Reducer):
 
     def _mark_used(self, name: str, whole: torch.Tensor) -> None:
         self._shard_used[name] = True
-        if self.gauge is not None and whole.grad is not None:  # before FSDP2 reduces it
-            self.gauge.note(whole.grad)
+        if self.finite_check is not None and whole.grad is not None:  # before FSDP2 reduces it
+            self.finite_check.note(whole.grad)
 
     def _name_of(self, fsdp_param: Any) -> str:
         return next(name for name, param in self.shards if param is fsdp_param.sharded_param)
@@ -188,7 +188,7 @@ class FSDPEngine(Reducer):
         if not self._latest:
             raise SyncError(
                 "no rank has had a batch yet, so backward(None, samples=0) has nothing to repeat",
-                rank=self.wire.rank,
+                rank=self.comm.rank,
                 step=self.step,
                 remedy="give at least one rank a batch in the first step",
             )
@@ -231,7 +231,7 @@ class FSDPEngine(Reducer):
             raise UnsyncedGradients(
                 "the last backward ran inside accumulate(); with full-shard only backward can synchronise "
                 f"(parameters {', '.join(repr(name) for name, used in self._shard_used.items() if used)})",
-                rank=self.wire.rank,
+                rank=self.comm.rank,
                 step=self.step,
                 remedy="leave accumulate() before the last backward of a step",
             )
@@ -257,7 +257,7 @@ class FSDPEngine(Reducer):
 
     def _scale(self, factor: float) -> None:
         super()._scale(factor)
-        self._multiply_shards(1 / self.wire.size if self.weights.averaged else factor)
+        self._multiply_shards(1 / self.comm.size if self.weights.averaged else factor)
 
     def _multiply_shards(self, factor: float) -> None:
         grads = self._shard_grads()

@@ -1,4 +1,4 @@
-"""FSDP2's two collectives, sent point to point where gloo's own are slow: in large messages (see `wire`)."""
+"""FSDP2's two collectives, sent point to point where gloo's own are slow: in large messages (see `comm`)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _DIRECT_NBYTES = 2 << 20
 
 
 class DirectAllGather(DefaultAllGather):
-    """All-gather over `wire`; blocks, for gloo has no streams to order."""
+    """All-gather over `comm`; blocks, for gloo has no streams to order."""
 
-    def __init__(self, wire: Comm) -> None:
-        self._wire = wire
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
 
     def __call__(
         self,
@@ -31,19 +31,19 @@ class DirectAllGather(DefaultAllGather):
         """Fill `output_tensor` with all ranks' `input_tensor`, which may be its own part of it."""
         if output_tensor.nbytes < _DIRECT_NBYTES:
             return super().__call__(output_tensor, input_tensor, group, async_op)
-        own = output_tensor.chunk(self._wire.size)[self._wire.rank]
+        own = output_tensor.chunk(self._comm.size)[self._comm.rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        with step_state.awaited():
-            self._wire.all_gather(output_tensor).wait()
+        with step_state.waiting_for_peers():
+            self._comm.all_gather(output_tensor).wait()
         return None
 
 
 class DirectReduceScatter(DefaultReduceScatter):
-    """Reduce-scatter (sum) over `wire`; blocks."""
+    """Reduce-scatter (sum) over `comm`; blocks."""
 
-    def __init__(self, wire: Comm) -> None:
-        self._wire = wire
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -56,6 +56,6 @@ class DirectReduceScatter(DefaultReduceScatter):
         """Put the sum of all ranks' part of `input_tensor` for this rank into `output_tensor`."""
         if input_tensor.nbytes < _DIRECT_NBYTES:
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
-        with step_state.awaited():
-            self._wire.reduce_scatter(input_tensor, output_tensor).wait()
+        with step_state.waiting_for_peers():
+            self._comm.reduce_scatter(input_tensor, output_tensor).wait()
         return None

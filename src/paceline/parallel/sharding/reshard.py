@@ -41,16 +41,16 @@ def shaped(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
 
 
 def gather(
-    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], buckets: Sequence[Bucket], wire: Comm
+    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], buckets: Sequence[Bucket], comm: Comm
 ) -> StateOf:
     """Return the whole state of every parameter; all ranks call this.
 
     Args:
         held: this rank's pieces of the parameters, each with its state.
         buckets: with the parameters, as the pieces lie in them.
-        wire: the ranks.
+        comm: the ranks.
     """
-    whole, dtype_of = _told(held, wire)
+    whole, dtype_of = _told(held, comm)
     for bucket in buckets:
         for key in sorted({key for slot in bucket.slots for key in dtype_of.get(slot.name, {})}):
             slots = [slot for slot in bucket.slots if key in dtype_of.get(slot.name, {})]
@@ -61,14 +61,14 @@ def gather(
                 if piece.slot.bucket is bucket and key in state:
                     first = piece.slot.start + piece.start
                     flat[first : first + piece.stop - piece.start] = state[key]
-            wire.all_gather(flat).wait()
+            comm.all_gather(flat).wait()
             for slot in slots:
                 whole[slot.name][key] = flat[slot.start : slot.start + slot.numel].clone()
     return whole
 
 
 def _told(
-    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], wire: Comm
+    held: Sequence[tuple[ShardPiece, Mapping[str, Any]]], comm: Comm
 ) -> tuple[StateOf, dict[str, dict[str, torch.dtype]]]:
     """Return what belongs to whole parameters, and the dtypes of what is one number per element, from all ranks."""
     mine: dict[str, dict[str, list[Any]]] = {}
@@ -77,7 +77,7 @@ def _told(
             mine.setdefault(piece.slot.name, {})[key] = _described(value, piece)
     whole: StateOf = {}
     dtype_of: dict[str, dict[str, torch.dtype]] = {}
-    for text in gather_texts(json.dumps(mine), wire.group):
+    for text in gather_texts(json.dumps(mine), comm.group):
         for name, described in json.loads(text).items():
             for key, (kind, value) in described.items():
                 dtype = getattr(torch, kind) if kind else None

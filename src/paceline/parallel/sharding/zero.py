@@ -160,34 +160,34 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         parts = self._parts or self._build(reducer)
         flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
         if not self._expected:  # an update that raised has posted them already
-            self._expected = [reducer.wire.expect_parts(flat) for flat in flats]
+            self._expected = [reducer.comm.expect_parts(flat) for flat in flats]
         exposed, under_way = 0.0, []
-        recorder = step_state.recording(reducer.wire)
+        recorder = step_state.recorder_of(reducer.comm)
         arriving = iter(self._expected)
         for part in parts:
-            exposed += sum(reducer.flight.arrive(bucket) for bucket in part.buckets)
+            exposed += sum(reducer.launch_queue.arrive(bucket) for bucket in part.buckets)
             part.update(self.param_groups)
             for flat in part.flats():
                 launched = time.perf_counter()
-                pending = reducer.wire.all_gather(flat, next(arriving))
+                pending = reducer.comm.all_gather(flat, next(arriving))
                 if recorder is not None:
-                    sent = flat.nbytes * (reducer.wire.size - 1) / reducer.wire.size
+                    sent = flat.nbytes * (reducer.comm.size - 1) / reducer.comm.size
                     recorder.launched("gather", len(under_way), flat.nbytes, sent, None, launched)
                 under_way.append(pending)
         started = time.perf_counter()
-        step_state.wait()
+        step_state.begin_wait()
         for number, pending in enumerate(under_way):
             pending.wait()
             if recorder is not None:
                 recorder.arrived("gather", number, pending.ended, time.perf_counter())
-        step_state.arrive()
+        step_state.end_wait()
         self._expected = []
         seconds = time.perf_counter() - started
         timings = reducer.timings
         timings.calls += len(flats)
         nbytes = sum(flat.nbytes for flat in flats)
         timings.nbytes += nbytes
-        timings.sent_nbytes += nbytes * (reducer.wire.size - 1) / reducer.wire.size
+        timings.sent_nbytes += nbytes * (reducer.comm.size - 1) / reducer.comm.size
         reducer.note_waiting(exposed + seconds)
         timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
         reducer.drop()
@@ -200,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             buckets = [full[index] for index in members]
             pieces: list[list[tuple[ShardPiece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
             for piece in (
-                p for bucket in buckets for p in bucket.pieces(reducer.wire.rank, reducer.wire.size)
+                p for bucket in buckets for p in bucket.pieces(reducer.comm.rank, reducer.comm.size)
             ):
                 at = group_of.get(id(piece.slot.param))
                 if at is not None:
@@ -272,7 +272,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             for part in self._parts
             for piece, param in part.flat_pieces()
         ]
-        return gather(held, [bucket for part in self._parts for bucket in part.buckets], self._engine.wire)
+        return gather(held, [bucket for part in self._parts for bucket in part.buckets], self._engine.comm)
 
     def resume_state(self, state_of: StateOf) -> None:
         """Go on with a state that was gathered, in the layout that the engine has now."""
@@ -320,7 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def _in_whole(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state in shards as torch's optimizers have it, with the shards of all ranks."""
-        parts_of = joined(self._engine.wire.gather_objects(state_dict["shards"]))
+        parts_of = joined(self._engine.comm.gather_objects(state_dict["shards"]))
         state: dict[int, dict[str, Any]] = {}
         for index, (name, param) in enumerate(self._named()):
             if name in parts_of:

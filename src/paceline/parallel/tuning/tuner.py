@@ -56,30 +56,30 @@ _LONG_ENOUGH = 0.05  # seconds of a call: what it costs to begin hardly counts a
 _TURNS = 5
 
 
-def price_of_calls(wire: Comm, device: torch.device) -> CallCost:
+def price_of_calls(comm: Comm, device: torch.device) -> CallCost:
     """Return what a call costs, and a byte; all ranks call this, with nothing else under way."""
-    small = statistics.median(_seconds(wire, _SMALL_NBYTES, device) for _ in range(_TURNS))
+    small = statistics.median(_seconds(comm, _SMALL_NBYTES, device) for _ in range(_TURNS))
     nbytes, seconds = _SMALL_NBYTES, small
     while seconds < _LONG_ENOUGH and nbytes * _FACTOR <= _MOST_NBYTES:
         nbytes *= _FACTOR
-        seconds = min(_seconds(wire, nbytes, device) for _ in range(2))
+        seconds = min(_seconds(comm, nbytes, device) for _ in range(2))
     return CallCost(small, max(0.0, seconds - small) / max(nbytes - _SMALL_NBYTES, 1))
 
 
-def slowest(seconds: Sequence[float], wire: Comm) -> list[float]:
+def slowest(seconds: Sequence[float], comm: Comm) -> list[float]:
     """Return, number by number, the largest of all ranks."""
-    rows = gather_rows(torch.tensor(seconds, dtype=torch.float64), wire.group)
+    rows = gather_rows(torch.tensor(seconds, dtype=torch.float64), comm.group)
     return torch.stack(rows).amax(0).tolist()
 
 
-def _seconds(wire: Comm, nbytes: int, device: torch.device) -> float:
+def _seconds(comm: Comm, nbytes: int, device: torch.device) -> float:
     """Return what an all-reduce takes on the slowest rank."""
-    flat = wire.allocate(nbytes // 4, torch.float32, device).zero_()
+    flat = comm.allocate(nbytes // 4, torch.float32, device).zero_()
     started = time.perf_counter()
-    wire.all_reduce(flat).wait()
+    comm.all_reduce(flat).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return slowest([time.perf_counter() - started], wire)[0]
+    return slowest([time.perf_counter() - started], comm)[0]
 
 
 DEFAULT = Sync()
@@ -123,10 +123,10 @@ class Tuner:
         self.sentences: list[str] = []
         self.tell: Callable[[str], object] = _on_stderr
         self._engine_ref = weakref.ref(engine)
-        self._wire = engine.wire
+        self._comm = engine.comm
         self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
         self._others = False  # an optimizer that can't update shards has stepped the model
-        self._memory = TuningCache(engine.slots, engine.wire)
+        self._memory = TuningCache(engine.slots, engine.comm)
         self._course: Course | None = None
         self._since: float | None = None
 
@@ -196,7 +196,7 @@ class Tuner:
         while (turn := race.turn) is not None:
             yield plans[turn]
             laps = yield from _steps(plans[turn], _MEASURED)
-            race.record(min(slowest(laps, self._wire)))
+            race.record(min(slowest(laps, self._comm)))
         return self._found(plans, race)
 
     def _watch(self, plan: Sync, usual: float | None) -> Course:
@@ -205,7 +205,7 @@ class Tuner:
         moved, now = 0, 0.0
         while moved < _FOR_LONG:
             laps = yield from _steps(plan, _WINDOW)
-            (now,) = slowest([statistics.median(laps)], self._wire)
+            (now,) = slowest([statistics.median(laps)], self._comm)
             usual = now if usual is None else usual
             moved = moved + 1 if max(now / usual, usual / now) > _MOVED else 0
         self._tell(f"steps take {now:.3g} s, where {usual:.3g} s were usual: the search begins again")
@@ -217,11 +217,11 @@ class Tuner:
         began = min(arrivals.values(), default=0.0)
         seconds = [arrivals.get(index, began) - began for index in engine.order]
         ready: list[ReadyGradient] = []
-        for index, own in zip(engine.order, slowest(seconds, self._wire), strict=True):
+        for index, own in zip(engine.order, slowest(seconds, self._comm), strict=True):
             view = engine.slots[index].view
             at = max(own, ready[-1].seconds if ready else 0.0)
             ready.append(ReadyGradient(view.nbytes, at, f"{view.dtype} on {view.device}"))
-        price = price_of_calls(self._wire, engine.device)
+        price = price_of_calls(self._comm, engine.device)
         return candidates(ready, price, may_shard=self._may_shard())
 
     def _may_shard(self) -> bool:
@@ -260,7 +260,7 @@ class Tuner:
 
     def _tell(self, text: str) -> None:
         self.sentences.append(f'sync="auto": {text}')
-        if self._wire.rank == 0:
+        if self._comm.rank == 0:
             self.tell(self.sentences[-1])
 
 

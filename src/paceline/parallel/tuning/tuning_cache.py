@@ -140,34 +140,34 @@ class TuningCache:
     """Reads and writes the result of a search.
 
     Args:
-        slots: the parameters. wire: the ranks.
+        slots: the parameters. comm: the ranks.
     """
 
-    def __init__(self, slots: Sequence[GradSlot], wire: Comm) -> None:
-        self._slots, self._wire = slots, wire
+    def __init__(self, slots: Sequence[GradSlot], comm: Comm) -> None:
+        self._slots, self._comm = slots, comm
         self._key: dict[str, Any] = {}
 
     def read(self) -> TuningResult | None:
         """Return what rank 0 has kept, None if nothing; all ranks call this, before `write`."""
-        hosts = gather_texts(f"{socket.gethostname()}, {os.cpu_count()} cores", self._wire.group)
+        hosts = gather_texts(f"{socket.gethostname()}, {os.cpu_count()} cores", self._comm.group)
         shapes = [(slot.name, list(slot.param.shape), str(slot.view.dtype)) for slot in self._slots]
         self._key = {
             "model": xxhash.xxh3_64_hexdigest(json.dumps(shapes).encode()),
             "parameters": sum(slot.numel for slot in self._slots),
             "device": self._slots[0].param.device.type if self._slots else "cpu",
-            "backend": self._wire.backend,
+            "backend": self._comm.backend,
             "torch": torch.__version__,
             "hosts": hosts,
         }
         text = ""
-        if self._wire.rank == 0 and (found := load(_folder(), self._key)) is not None:
+        if self._comm.rank == 0 and (found := load(_folder(), self._key)) is not None:
             text = json.dumps(found.to_json(self._key))
-        told = gather_texts(text, self._wire.group)[0]
+        told = gather_texts(text, self._comm.group)[0]
         return TuningResult.from_json(json.loads(told)) if told else None
 
     def write(self, tuned: TuningResult) -> Path | None:
         """Keep `tuned`, on rank 0, and return the file; None: on another rank, or where that is not possible."""
-        return save(_folder(), self._key, tuned) if self._wire.rank == 0 else None
+        return save(_folder(), self._key, tuned) if self._comm.rank == 0 else None
 
 
 def _folder() -> Path:

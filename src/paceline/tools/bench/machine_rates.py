@@ -20,7 +20,8 @@ import psutil
 import torch
 
 from paceline._core.cpu_cores import usable_cores
-from paceline._core.units import MIB, format_bytes
+from paceline._core.format import format_bytes
+from paceline._core.units import MIB
 from paceline.cost_model.profile_entries import Rate, Source
 from paceline.errors import UsageError, unknown
 

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.errors import UsageError
 from paceline.tools.bench.step.step_benchmark import StartRanks
 from paceline.tools.plan.memory.caching_allocator import replay

@@ -20,8 +20,8 @@ from paceline.collectives.catalogue import algorithms_of, has_root, schedule
 from paceline.collectives.schedule import Schedule, pipelined
 from paceline.collectives.topology import Topology
 from paceline.errors import UsageError
-from paceline.tools.bench.result_head import machine_record
 from paceline.tools.bench.step.step_benchmark import StartRanks
+from paceline.tools.result_files import machine_record
 
 __all__ = ["ELEMENT_NBYTES", "Case", "Priced", "best_segments", "carry_out", "contenders", "price", "result"]
 

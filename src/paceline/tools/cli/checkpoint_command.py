@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline._core.files import write_json
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 __all__ = ["checkpoint"]
 

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._core.files import write_json
-from paceline._core.units import format_size, parse_bytes, parse_rate, parse_seconds
+from paceline._core.format import format_size
+from paceline._core.units import parse_bytes, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.lab_command import read_slow
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from paceline.collectives.topology import Topology

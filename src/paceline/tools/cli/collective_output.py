@@ -9,13 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from paceline._core.units import format_seconds, format_size
+from paceline._core.format import format_seconds, format_size
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, closed_form
 from paceline.collectives.describe import describe
 from paceline.collectives.prove import prove
 from paceline.collectives.topology import Topology
 from paceline.tools.bench.schedule_benchmark import Priced
-from paceline.tools.cli.console_table import print_wide
+from paceline.tools.console_table import print_wide
 
 __all__ = ["draw", "one", "ranking"]
 

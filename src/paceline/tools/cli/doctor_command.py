@@ -13,8 +13,8 @@ import typer
 from paceline._core.files import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.diagnostics.machine_findings import Finding, findings
+from paceline.tools.result_files import check_writable
 from paceline.world.machine_facts import Loopback, MachineFacts, read_machine_facts
 
 __all__ = ["doctor"]

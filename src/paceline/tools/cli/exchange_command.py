@@ -19,19 +19,15 @@ import typer
 from rich.table import Table
 
 from paceline._core.files import write_json
-from paceline._core.units import format_count, format_seconds, format_size, parse_bytes, parse_seconds
+from paceline._core.format import format_count, format_seconds, format_size
+from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonRowsOption
+from paceline.tools.result_files import check_writable
 from paceline.transport.envelope_faults import FAULTS, parse_fault
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.exchange_measurement import (
-    SHAPES,
-    ExchangeSettings,
-    Measured,
-    Row,
-    check_memory,
-)
+from paceline.transport.mpi_exchange.exchange_measurement import Measured, Row
+from paceline.transport.mpi_exchange.exchange_settings import SHAPES, ExchangeSettings, check_memory
 
 if TYPE_CHECKING:
     from paceline.transport.mpi_exchange.exchange_measurement import Measured
@@ -184,7 +180,7 @@ def _show(settings: ExchangeSettings, measured: Measured) -> None:
     from rich.console import Console
 
     pass  # moved
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     print_wide(table(settings, measured))
     console = Console(highlight=False, soft_wrap=True)
@@ -194,7 +190,7 @@ def _show(settings: ExchangeSettings, measured: Measured) -> None:
 
 
 def _write(path: Path, settings: ExchangeSettings, measured: Measured) -> None:
-    from paceline.tools.bench.result_head import machine_record, versions
+    from paceline.tools.result_files import machine_record, versions
 
     result = {
         "kind": "exchange",

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline._core.units import format_bytes, format_count, format_seconds
+from paceline._core.format import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub import Hub

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline._core.files import write_json
-from paceline._core.units import format_bytes, format_count, format_seconds, parse_seconds
+from paceline._core.format import format_bytes, format_count, format_seconds
+from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ import typer
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 __all__ = ["report"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline._core.format import format_bytes, format_seconds
 from paceline._core.network_interfaces import is_loopback
-from paceline._core.units import format_bytes, format_seconds
 from paceline.world.machine_facts import Loopback, MachineFacts
 
 __all__ = ["Finding", "findings"]

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline._core.units import format_count, format_decimal
+from paceline._core.format import format_count, format_decimal
 from paceline.cost_model.device_rates import Quantity, intensity
 from paceline.errors import UsageError
 from paceline.tools.plan.batch_split import (

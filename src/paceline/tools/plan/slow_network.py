@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.cost_model.step_strategy import NBYTES_A_NUMBER
 from paceline.errors import UsageError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.tools.plan.strategy_advice import Batch, Point, StepAdvice
 
 __all__ = ["scaling_rows", "sentences"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.tools.simulate.async_rows import Row
 
 __all__ = ["sentences"]

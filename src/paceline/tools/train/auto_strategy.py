@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from paceline._core.units import format_decimal, format_seconds
+from paceline._core.format import format_decimal, format_seconds
 from paceline.parallel.engine.comm import Comm
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import loss as loss_of
@@ -128,29 +128,29 @@ def _as_begun(settings: Settings, world: World) -> Settings | None:
 # ---------------------------------------------------------------------- measuring
 
 
-def measure_rate(wire: Comm, device: torch.device) -> float:
+def measure_rate(comm: Comm, device: torch.device) -> float:
     """Return how many bytes a second a rank sends to the others together, while all do; all ranks call this."""
-    device = device if wire.orders_itself else torch.device("cpu")
-    tag = wire.reserve_tags(1)
-    _swap(wire, 1024, device, tag)  # connections are made
-    began, row = time.perf_counter(), max(64, _FIRST_NBYTES // wire.size)
-    seconds = _swap(wire, row, device, tag)
-    while seconds < _LONG_ENOUGH and row * wire.size < _MOST_NBYTES:
+    device = device if comm.orders_itself else torch.device("cpu")
+    tag = comm.reserve_tags(1)
+    _swap(comm, 1024, device, tag)  # connections are made
+    began, row = time.perf_counter(), max(64, _FIRST_NBYTES // comm.size)
+    seconds = _swap(comm, row, device, tag)
+    while seconds < _LONG_ENOUGH and row * comm.size < _MOST_NBYTES:
         row *= _FACTOR
-        seconds = _swap(wire, row, device, tag)
+        seconds = _swap(comm, row, device, tag)
     times = [seconds]
     while len(times) < _TURNS and _slowest(time.perf_counter() - began) < _PATIENCE:
-        times.append(_swap(wire, row, device, tag))
-    return (wire.size - 1) * row / statistics.median(times)
+        times.append(_swap(comm, row, device, tag))
+    return (comm.size - 1) * row / statistics.median(times)
 
 
-def _swap(wire: Comm, nbytes: int, device: torch.device, tag: int) -> float:
+def _swap(comm: Comm, nbytes: int, device: torch.device, tag: int) -> float:
     """Send `nbytes` to every other rank, and receive as many; return the slowest rank's seconds."""
-    rows = torch.zeros(wire.size, nbytes, dtype=torch.uint8, device=device)
+    rows = torch.zeros(comm.size, nbytes, dtype=torch.uint8, device=device)
     into = torch.empty_like(rows)
-    barrier(wire.group)
+    barrier(comm.group)
     started = time.perf_counter()
-    wire.swap_rows(rows, into, lambda rank: None, tag).wait()
+    comm.swap_rows(rows, into, lambda rank: None, tag).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return _slowest(time.perf_counter() - started)

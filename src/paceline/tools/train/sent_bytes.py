@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline._core.format import format_decimal
 from paceline._core.network_interfaces import read_interface_bytes
-from paceline._core.units import format_decimal
 
 __all__ = ["Traffic", "interface_nbytes", "would_be_nbytes"]
 

@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from paceline._core.units import format_bytes, format_count, format_seconds
+from paceline._core.format import format_bytes, format_count, format_seconds
 from paceline.errors import CollectiveError, PacelineError, UsageError, WorldError
 from paceline.health.watchdog import Watchdog
 from paceline.profiling.rank_timeline import RankTimeline

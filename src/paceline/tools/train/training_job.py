@@ -207,7 +207,7 @@ def held_out_loss(model: nn.Module, held_out: HeldOut, world: World) -> float:
 
     Every rank must call this; each sums over its own windows, and sums and counts are added up.
     """
-    with step_state.during("eval"):
+    with step_state.running_task("eval"):
         mine = torch.tensor(summed_loss(model, held_out, world.device), dtype=torch.float64)
         summed, count = sum_over_ranks(mine).tolist()
     return summed / count

@@ -106,9 +106,9 @@ def take_step(job: Job) -> Taken:
 
     loss_sum, samples = torch.zeros((), device=job.world.device), 0
     for micro in range(micros):
-        step_state.enter("data")
+        step_state.enter_phase("data")
         batch = job.batches.at(job.step, micro).to(job.world.device)
-        step_state.enter("outside")
+        step_state.enter_phase("outside")
         loss = loss_of(model(batch.inputs), batch.targets)
         with model.accumulate() if micro < micros - 1 else nullcontext():
             model.backward(loss, samples=batch.samples)

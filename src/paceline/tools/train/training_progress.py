@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from paceline._core.units import format_count, format_seconds
+from paceline._core.format import format_count, format_seconds
 from paceline.health.straggler import Straggler
 
 __all__ = ["Progress"]

@@ -24,10 +24,10 @@ from typing import Any
 from rich.table import Table
 
 from paceline._core import files
-from paceline._core.units import format_size
+from paceline._core.format import format_size
 from paceline.errors import UsageError
 from paceline.tools.bench.collectives.bus_bandwidth import algbw, busbw
-from paceline.tools.bench.result_head import versions
+from paceline.tools.result_files import versions
 
 __all__ = [
     "FOOTER",
@@ -170,7 +170,7 @@ class Result:
 
     Attributes:
         command: the line that made it.
-        machine: where, as `paceline.tools.bench.result_head.machine_record` tells.
+        machine: where, as `paceline.tools.result_files.machine_record` tells.
         settings: how, with the versions of what took part, what was left out and why, and whether it is complete.
         rows: what was found.
     """

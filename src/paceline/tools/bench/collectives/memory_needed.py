@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline._core.units import format_bytes, format_size
+from paceline._core.format import format_bytes, format_size
 from paceline.errors import UsageError
 from paceline.tools.bench.collectives.benchmark_cases import Case
 from paceline.tools.bench.collectives.benchmarked_backends import Backend, backend_of

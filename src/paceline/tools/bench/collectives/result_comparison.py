@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from paceline._core.units import format_seconds, format_size
+from paceline._core.format import format_seconds, format_size
 from paceline.tools.bench.collectives.collectives_rows import Key, Result, Row
 from paceline.tools.bench.collectives.measurement_journal import differences
 

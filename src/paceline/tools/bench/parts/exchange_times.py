@@ -53,7 +53,7 @@ class Exchanger:
 
     caller: str
     backend: str
-    wire: Comm
+    comm: Comm
     device: str
 
     @property
@@ -63,23 +63,23 @@ class Exchanger:
 
     def buffers(self, nbytes: int, count: int) -> list[torch.Tensor]:
         """Return zeros of at least so many bytes each, in parts alike for all ranks; sums of zeros stay zeros."""
-        unit = ALIGN * self.wire.size
+        unit = ALIGN * self.comm.size
         numel = -(-nbytes // 4 // unit) * unit
-        made = [self.wire.allocate(numel, torch.float32, torch.device(self.device)) for _ in range(count)]
+        made = [self.comm.allocate(numel, torch.float32, torch.device(self.device)) for _ in range(count)]
         return [flat.zero_() for flat in made]
 
     def launch(self, op: str, flat: torch.Tensor) -> Pending:
         """Launch an exchange of a buffer."""
         if self.caller == "torch":
-            work = dist.all_reduce(flat, group=self.wire.group, async_op=True)
+            work = dist.all_reduce(flat, group=self.comm.group, async_op=True)
             assert work is not None, "this rank belongs to the group"
             return work
         match op:
             case "all-reduce":
-                return self.wire.all_reduce(flat)
+                return self.comm.all_reduce(flat)
             case "reduce-scatter":
-                return self.wire.reduce_scatter(flat)
-        return self.wire.all_gather(flat)
+                return self.comm.reduce_scatter(flat)
+        return self.comm.all_gather(flat)
 
 
 def sizes_up_to(nbytes: int) -> list[int]:
@@ -113,7 +113,7 @@ def measure_points(
             alone, several = _in_turns(exchanger, op, buffers, seconds)
             each = max((several - alone) / (count - 1), several / (2 * count))
             for queued, value in ((False, alone), (True, each)):
-                point = MeasuredPoint(buffers[0].nbytes, exchanger.wire.size, value)
+                point = MeasuredPoint(buffers[0].nbytes, exchanger.comm.size, value)
                 points.setdefault((exchanger.caller, op, queued), []).append(point)
             tick()
     return points

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import unknown
-from paceline.tools.bench.result_head import machine_record
 from paceline.tools.bench.starvation.scene_setup import Setup
 from paceline.tools.bench.step.step_benchmark import StartRanks
+from paceline.tools.result_files import machine_record
 
 __all__ = ["SCENES", "Scene", "Then", "measure", "result", "scenes_named"]
 

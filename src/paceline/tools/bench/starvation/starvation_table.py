@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 
 __all__ = ["COLUMNS", "FOOTER", "cells", "is_exact", "sentence", "title"]
 

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import psutil
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.result_head import machine_record
 from paceline.tools.bench.step.step_rows import Row, make_rows
 from paceline.tools.bench.step.step_strategies import DDP, DDP_PACELINE, OURS, Entry, entries
 from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.result_files import machine_record
 
 __all__ = ["BACKENDS", "StartRanks", "StepSettings", "measure_steps", "result", "run_job"]
 

@@ -151,7 +151,7 @@ def _finish(asked: Request, journal: Journal, files: Files, *, complete: bool) -
     """Show and write the rows that there are; return whether all of them are right."""
     from paceline.tools.bench.collectives.collectives_benchmark import in_order
     from paceline.tools.cli.bench.bench_collectives_files import write_files
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     rows = in_order(asked.cases, asked.settings.dtype, journal.rows())
     if rows:
@@ -252,7 +252,7 @@ def compare_results(first: Path, second: Path) -> None:
     from paceline.tools.bench.collectives.collectives_rows import read_result
     from paceline.tools.bench.collectives.result_comparison import compare as compared
     from paceline.tools.bench.collectives.result_comparison import in_words, table
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     found = compared(read_result(first), read_result(second))
     for line in found.differing:

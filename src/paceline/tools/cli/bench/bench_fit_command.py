@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from paceline._core.units import format_seconds, format_size
+from paceline._core.format import format_seconds, format_size
 from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.piecewise_fit import FitSegment
 from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from paceline.cost_model.collective_fit import CollectiveFit
@@ -61,7 +61,7 @@ def fit(
     """Fit latency and bandwidth to measured times, and say how well they predict what was held out."""
     pass  # moved
     from paceline.cost_model.measured_times import load_measured_times, pooled
-    from paceline.tools.cli.output_files import load_or_new
+    from paceline.tools.cli.bench.profile_file import load_or_new
 
     measurements = pooled(load_measured_times(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")
@@ -84,7 +84,7 @@ def fit(
 def _show(measurement: Measurement, fitted: Sequence[_Fitted]) -> None:
     """Print the fits of one network, and which algorithms they look like."""
     pass  # moved
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     typer.echo(f"{measurement.network}: {measurement.command}")
     print_wide(fit_table([(each.group.backend, each.fit, each.ranks, each.plain) for each in fitted]))
@@ -96,8 +96,8 @@ def _show(measurement: Measurement, fitted: Sequence[_Fitted]) -> None:
 def _with(profile: Profile, measurement: Measurement, fitted: Sequence[_Fitted]) -> Profile:
     """Return the profile with the fits of one network, and what its calls cost."""
     from paceline.cost_model.profile_entries import CollectiveCost, Source
-    from paceline.tools.bench.result_head import versions
-    from paceline.tools.cli.output_files import now
+    from paceline.tools.cli.bench.profile_file import now
+    from paceline.tools.result_files import versions
 
     source = Source(measurement.command, now(), measurement.machine, versions(["paceline", "torch"]))
     costs = [CollectiveCost(each.group.backend, measurement.network, each.fit, source) for each in fitted]

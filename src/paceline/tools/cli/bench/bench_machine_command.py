@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._core.files import write_json
-from paceline._core.units import format_count, parse_bytes
+from paceline._core.format import format_count
+from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from paceline.cost_model.profile_entries import Rate, Source
@@ -51,8 +52,8 @@ def machine(
     from paceline.tools.bench.collectives.collectives_settings import parse_names
     from paceline.tools.bench.machine_rates import MachineSettings, jobs, measure
     from paceline.tools.bench.progress_bar import TurnBar
-    from paceline.tools.bench.result_head import machine_record, versions
-    from paceline.tools.cli.output_files import load_or_new, now
+    from paceline.tools.cli.bench.profile_file import load_or_new, now
+    from paceline.tools.result_files import machine_record, versions
 
     settings = MachineSettings(
         device,
@@ -105,7 +106,7 @@ def _show(rates: Sequence[Rate]) -> None:
     from rich.table import Table
 
     from paceline.cost_model.profile_entries import RATES
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline._core.units import MIB, format_bytes, format_seconds
+from paceline._core.format import format_bytes, format_seconds
+from paceline._core.units import MIB
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import ThreadsOption
 
@@ -78,8 +79,8 @@ def parts(
     from paceline.tools.bench.collectives.benchmarked_backends import check_backends
     from paceline.tools.bench.collectives.collectives_request import is_joined
     from paceline.tools.bench.parts.parts_settings import PartsSettings
-    from paceline.tools.bench.result_head import machine_record, versions
-    from paceline.tools.cli.output_files import load_or_new, now
+    from paceline.tools.cli.bench.profile_file import load_or_new, now
+    from paceline.tools.result_files import machine_record, versions
     from paceline.world import read_environment
 
     place = read_environment(os.environ)
@@ -145,7 +146,7 @@ def _start(settings: PartsSettings, earlier: Profile, source: Source) -> Profile
 def _show(found: Profile) -> None:
     """Print what was measured."""
     pass  # moved
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     for step in found.models:
         typer.echo(model_line(step))

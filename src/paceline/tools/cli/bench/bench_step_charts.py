@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline._core.units import MIB, format_count
+from paceline._core.format import format_count
+from paceline._core.units import MIB
 from paceline.tools.bench.step.step_rows import Row
 from paceline.tools.bench.step.step_strategies import DDP, NO_SYNC, TITLES
 from paceline.tools.models.gpt_sizes import size_of

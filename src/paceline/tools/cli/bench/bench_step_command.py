@@ -19,8 +19,8 @@ from paceline.tools.cli.bench.bench_collectives_command import collectives, comp
 from paceline.tools.cli.bench.bench_fit_command import fit
 from paceline.tools.cli.bench.bench_machine_command import machine
 from paceline.tools.cli.bench.bench_parts_command import parts
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonRowsOption, ThreadsOption
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from paceline.tools.bench.step.step_rows import Row
@@ -165,7 +165,7 @@ def _write_csv(path: Path, rows: list[Row], measured: Mapping[str, object]) -> N
 def _show(rows: list[Row]) -> None:
     """Print one table per model, as wide as it needs to be."""
     from paceline.tools.bench.step.step_rows import FOOTER, table
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     for model in dict.fromkeys(row.model for row in rows):
         print_wide(table([row for row in rows if row.model == model]))

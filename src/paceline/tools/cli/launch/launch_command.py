@@ -18,7 +18,7 @@ from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 
 __all__ = [
     "CpusOption",

@@ -17,7 +17,7 @@ from paceline.errors import UsageError, unknown
 from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets.mpiexec_command import MpiImplementation, host_file, mpiexec_command
 from paceline.launch.targets.slurm import need_slurm, submit_script, watch_job
-from paceline.tools.cli.output_files import check_writable
+from paceline.tools.result_files import check_writable
 from paceline.world.mpi_world import find_mpiexec
 
 if TYPE_CHECKING:

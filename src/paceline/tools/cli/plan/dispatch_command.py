@@ -15,9 +15,9 @@ import typer
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonOption, numbers_of
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,7 +14,7 @@ import typer
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.cli.device_memory import capacity_of, room_of
-from paceline.tools.cli.output_files import checked_files
+from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -278,7 +278,7 @@ def _measured_batch(asked: Asked, profile: Profile | None) -> int | None:
 
 def _time(asked: Asked, numbers: list[int], profile: Profile | None, page: Page) -> None:
     """Tell how to synchronise, what a step takes, what limits it and what would help."""
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
     from paceline.tools.plan.strategy_advice import advise_step
     from paceline.tools.plan.strategy_advice_text import sentences
 

@@ -20,9 +20,9 @@ import typer
 from paceline._core.files import write_json
 from paceline._core.units import parse_bytes, parse_count, parse_rate, parse_share
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import check_writable
 from paceline.tools.cli.shared_options import JsonOption, NetworkOption, parameters_of
 from paceline.tools.plan.xxl_model import Derived
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,7 +90,7 @@ def batch(
     paceline plan batch --model mini --memory 24GB --devices 4 --batch 64 --profile profile.json --dtype fp32
     """
     pass  # moved
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
     from paceline.tools.plan.batch_answer import answer
 
     options = dict(locals())

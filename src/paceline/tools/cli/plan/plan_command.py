@@ -15,19 +15,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline._core.files import write_json
-from paceline._core.units import (
-    format_decimal,
-    format_seconds,
-    parse_count,
-    parse_rate,
-    parse_seconds,
-    parse_share,
-)
-from paceline.tools.cli.output_files import check_writable
+from paceline._core.format import format_decimal, format_seconds
+from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
 from paceline.tools.cli.plan.plan_batch_command import batch
 from paceline.tools.cli.plan.plan_memory_command import memory
 from paceline.tools.cli.plan.plan_step_command import step
 from paceline.tools.cli.shared_options import AutocastOption, CheckpointingOption, JsonOption, OptimizerOption
+from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +102,7 @@ def hardware(
     Example: paceline plan hardware --sources
     """
     from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
 
     print_wide(_table(DEVICE_COLUMNS, device_rows(), [each.source for each in DEVICES.values()], sources))
     links = [f"{each.source}; latency: {each.latency_source}" for each in INTERCONNECTS.values()]
@@ -174,7 +168,7 @@ def network(
 
     Example: paceline plan network --parameters 20M --ranks 4 --rate 200Mbit/s --step 0.97s
     """
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
     from paceline.tools.plan.slow_network import advise
 
     advice = advise(

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.errors import UsageError
-from paceline.tools.cli.console_table import print_wide
 from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, capacity_of, room_of
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
@@ -28,6 +27,7 @@ from paceline.tools.cli.shared_options import (
     OptimizerOption,
     numbers_of,
 )
+from paceline.tools.console_table import print_wide
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._core.files import write_json, write_text
-from paceline._core.units import format_bytes, format_count
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import checked_files
+from paceline._core.format import format_bytes, format_count
+from paceline.tools.console_table import print_wide
 from paceline.tools.plan.memory.memory_fit import advice
+from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -147,7 +147,7 @@ def _write_json(
     checks: Sequence[dict[str, Any]],
     command: str,
 ) -> None:
-    from paceline.tools.bench.result_head import versions
+    from paceline.tools.result_files import versions
 
     told = {
         "kind": "plan-memory",
@@ -186,7 +186,7 @@ def _draw(path: Path, model: str, forecasts: Sequence[Forecast], *_: object) -> 
 
 def curve_of(model: str, forecast: Forecast) -> MemoryCurve:
     """Return what is drawn of a forecast: its two steps, not what went before."""
-    from paceline._core.units import format_bytes
+    from paceline._core.format import format_bytes
     from paceline.tools.plan.memory.memory_timeline import CATEGORIES
     from paceline.tools.report.charts.memory_chart import MemoryCurve
 

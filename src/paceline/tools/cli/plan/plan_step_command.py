@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline._core.files import write_json
-from paceline._core.units import MIB, format_bytes, format_seconds
+from paceline._core.format import format_bytes, format_seconds
+from paceline._core.units import MIB
 from paceline.errors import UsageError
-from paceline.tools.cli.output_files import checked_files
 from paceline.tools.cli.shared_options import BucketsOption, JsonOption
+from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:
     pass  # moved
@@ -82,7 +83,7 @@ def step(
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.step_costs import pick_step_costs
     from paceline.cost_model.step_time import predict_steps
-    from paceline.tools.cli.console_table import print_wide
+    from paceline.tools.console_table import print_wide
     from paceline.tools.plan.step_measured import load_measured, ways_measured
 
     sizes, squeezed = _sizes(bucket_mib), _names(compression)

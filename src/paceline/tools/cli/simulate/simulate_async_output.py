@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._core.files import write_json, write_text
-from paceline._core.units import format_decimal, format_seconds
-from paceline.tools.bench.result_head import versions
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import checked_files
+from paceline._core.format import format_decimal, format_seconds
 from paceline.tools.cli.simulate.simulate_async_request import Asked
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import checked_files, versions
 from paceline.tools.simulate.async_rows import Row
 from paceline.tools.simulate.async_text import sentences
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline._core.units import format_seconds, parse_count, parse_rate, parse_seconds, parse_share
+from paceline._core.format import format_seconds
+from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.hub_options import outer_of
 from paceline.tools.cli.shared_options import numbers_of

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline._core.files import write_json, write_text
-from paceline._core.units import format_count, format_seconds
+from paceline._core.format import format_count, format_duration, format_percent, format_seconds
 from paceline.errors import UsageError
-from paceline.tools.bench.result_head import versions
-from paceline.tools.cli.console_table import print_wide
-from paceline.tools.cli.output_files import checked_files
 from paceline.tools.cli.simulate.simulate_cluster_request import Asked
+from paceline.tools.console_table import print_wide
+from paceline.tools.result_files import checked_files, versions
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
-from paceline.tools.simulate.cluster.cluster_text import duration, percent, sentences, times
+from paceline.tools.simulate.cluster.cluster_text import sentences, times
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,14 +65,14 @@ def _cells(asked: Asked, row: ClusterRow, losses: Sequence[str]) -> list[str]:
         format_seconds(row.step.p50),
         format_seconds(row.step.p95),
     ]
-    band = f"{percent(row.efficiency.p5)} to {percent(row.efficiency.p95)}"
-    cells += [percent(row.efficiency.mean), "never ends" if row.stuck else band]
-    cells += ["" if row.ledger[name] < 5e-4 else percent(row.ledger[name]) for name in losses]
+    band = f"{format_percent(row.efficiency.p5)} to {format_percent(row.efficiency.p95)}"
+    cells += [format_percent(row.efficiency.mean), "never ends" if row.stuck else band]
+    cells += ["" if row.ledger[name] < 5e-4 else format_percent(row.ledger[name]) for name in losses]
     cells.append(times(row.speedup))
     if row.intervals is not None:
-        cells.append(duration(row.intervals.used))
+        cells.append(format_duration(row.intervals.used))
     if plan.work is not None:
-        cells.append("" if row.job_seconds is None else duration(row.job_seconds.mean))
+        cells.append("" if row.job_seconds is None else format_duration(row.job_seconds.mean))
     if plan.price is not None:
         cells.append("" if row.cost is None else format_count(row.cost.mean))
     return cells

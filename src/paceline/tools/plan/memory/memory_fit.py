@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 
 __all__ = ["MARGIN", "Alternative", "Answer", "Verdict", "advice", "judge"]
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
 from paceline.parallel.engine.comm import Comm
 from paceline.tools.plan.memory.fake_world import RehearsedWire, rehearsed_world
@@ -142,9 +142,9 @@ def predict(subject: Subject, setting: Setting, steps: int = STEPS) -> Predictio
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with rehearsed_world(setting.ranks) if setting.ranks > 1 else nullcontext():
-            wire = RehearsedWire(setting.backend) if setting.ranks > 1 else Comm()
+            comm = RehearsedWire(setting.backend) if setting.ranks > 1 else Comm()
             with _traceable(subject, setting, tracer), _FakeTensorMode(), tracer:
-                train(subject, _shortened(setting), wire, tracer, steps)
+                train(subject, _shortened(setting), comm, tracer, steps)
     return Prediction(
         setting,
         tracer.timeline(),

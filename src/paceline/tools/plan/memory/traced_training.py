@@ -67,7 +67,7 @@ class _Trained:
     backward: Callable[[Tensor], None]
 
 
-def train(subject: Subject, setting: Setting, wire: Comm, observer: Observer, steps: int = STEPS) -> None:
+def train(subject: Subject, setting: Setting, comm: Comm, observer: Observer, steps: int = STEPS) -> None:
     """Build the subject and train it for some steps.
 
     Args:
@@ -82,7 +82,7 @@ def train(subject: Subject, setting: Setting, wire: Comm, observer: Observer, st
     observer.model(built.module)
     _claim_states(observer, built.module)
     observer.begin(0, "wrap")
-    trained = _wrapped(built, setting, wire)
+    trained = _wrapped(built, setting, comm)
     for step in range(steps):
         for _ in range(setting.accumulate - 1):
             with trained.model.accumulate() if isinstance(trained.model, DataParallel) else nullcontext():
@@ -119,7 +119,7 @@ def _autocast(setting: Setting) -> AbstractContextManager[object]:
     )  # a prediction's tensors are on the CPU, of any device
 
 
-def _wrapped(built: Built, setting: Setting, wire: Comm) -> _Trained:
+def _wrapped(built: Built, setting: Setting, comm: Comm) -> _Trained:
     kind, options = optimizer_of(setting)
     if setting.strategy == ALONE:
         return _Trained(built.module, kind(built.module.parameters(), **options), Tensor.backward)
@@ -127,7 +127,7 @@ def _wrapped(built: Built, setting: Setting, wire: Comm) -> _Trained:
     if setting.bucket_mib is not None:
         plan = Sync(bucket_mib=setting.bucket_mib, overlap=plan.overlap, shard=plan.shard)
     gather_dtype = torch.bfloat16 if setting.gather == "bf16" else None
-    model = DataParallel(built.module, sync=plan, group=wire, gather_dtype=gather_dtype)
+    model = DataParallel(built.module, sync=plan, group=comm, gather_dtype=gather_dtype)
     return _Trained(model, ShardedOptimizer(model, kind, **options), model.backward)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline._core.units import format_seconds, format_size
+from paceline._core.format import format_seconds, format_size
 from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.fit_measurements import MeasuredPoint
 from paceline.cost_model.prediction_error import CheckedPrediction

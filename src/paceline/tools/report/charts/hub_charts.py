@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from paceline._core.units import format_decimal
+from paceline._core.format import format_decimal
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     INK,

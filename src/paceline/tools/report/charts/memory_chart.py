@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline._core.units import format_bytes
+from paceline._core.format import format_bytes
 from paceline.tools.report.charts.chart_style import INK, MUTED, Chart, drawn, stacked_panels, swatch
 
 if TYPE_CHECKING:

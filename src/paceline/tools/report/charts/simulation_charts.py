@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     INK,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline._core.units import format_seconds, format_size
+from paceline._core.format import format_seconds, format_size
 from paceline.tools.report.charts.chart_style import (
     COLOUR_OF_PHASE,
     COLOURS,

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from paceline._core.units import format_count, format_decimal, format_seconds
+from paceline._core.format import (
+    format_count,
+    format_decimal,
+    format_number,
+    format_percent,
+    format_seconds,
+    plural,
+)
 from paceline.async_dp.hub.update_screening import Histogram
 from paceline.tools.report.charts.chart_style import Chart, Line
 from paceline.tools.report.charts.hub_charts import (
@@ -25,9 +32,6 @@ from paceline.tools.report.hub.hub_records import HubRun, read_hub
 from paceline.tools.report.hub.hub_summary import Row, ddp_nbytes, local_steps, rows_of
 from paceline.tools.report.hub.hub_text import (
     headline,
-    number,
-    percent,
-    plural,
     reasons,
     told_contributions,
     told_decisions,
@@ -112,7 +116,11 @@ def _tiles(run: HubRun) -> list[Tile]:
     if ddp is not None:
         tiles.append(Tile("torch DDP", format_decimal(ddp), "would have sent for the same steps"))
     if run.firstly is not None and run.lastly is not None:
-        tiles.append(Tile("centre's score", number(run.lastly.score), f"from {number(run.firstly.score)}"))
+        tiles.append(
+            Tile(
+                "centre's score", format_number(run.lastly.score), f"from {format_number(run.firstly.score)}"
+            )
+        )
     return tiles
 
 
@@ -183,7 +191,7 @@ def _contributions(run: HubRun, rows: Sequence[Row]) -> Figure:
 
 
 def _remark(row: Row, wide: bool) -> str:
-    text, refused = percent(row.share), sum(row.worker.refused.values())
+    text, refused = format_percent(row.share), sum(row.worker.refused.values())
     if wide:
         text += f", {plural(row.worker.updates, 'update')}"
     return text + (f", {refused:,} refused" if refused else "")
@@ -196,8 +204,8 @@ def _cells(row: Row) -> list[str]:
         row.name,
         f"{worker.updates:,}",
         format_count(worker.samples),
-        percent(row.share),
-        percent(row.weight),
+        format_percent(row.share),
+        format_percent(row.weight),
         "–" if median is None else f"{median:.2g}",
         "–" if median is None else f"{worker.staleness.largest:.3g}",
         "–" if worker.speed is None or worker.count > 1 else f"{worker.speed:.3g}",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.async_dp.hub.update_screening import Histogram
 from paceline.async_dp.wal.decision_ledger import read_ledger
 from paceline.async_dp.wal.hub_folder import LEDGER

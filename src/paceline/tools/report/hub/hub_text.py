@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from paceline._core.units import format_count, format_decimal, format_seconds
+from paceline._core.format import format_count, format_decimal, format_seconds
 from paceline.tools.report.hub.hub_records import HubRun
 from paceline.tools.report.hub.hub_summary import Row, ddp_nbytes, share_of, standing_out
 

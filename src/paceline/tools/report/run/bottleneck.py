@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline._core.units import format_bytes, format_count, format_decimal, format_seconds
+from paceline._core.format import format_bytes, format_count, format_decimal, format_seconds
 from paceline.tools.plan.slow_network import Option, advise
 from paceline.tools.report.run.run_summary import RankTime, Summary
 from paceline.tools.report.run.step_breakdown import Piece, merged

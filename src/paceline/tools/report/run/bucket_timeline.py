@@ -9,7 +9,7 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from paceline._core.units import format_bytes, format_seconds
+from paceline._core.format import format_bytes, format_seconds
 from paceline.tools.report.run.step_breakdown import pieces_of
 from paceline.tools.report.run.trace_reader import Bucket, Call, RankSteps, StepLine
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline._core.units import format_decimal
+from paceline._core.format import format_decimal
 
 __all__ = ["Sent", "what_was_sent"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import STRATEGIES, StepStrategy

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline._core.units import format_bytes, format_count, format_seconds
+from paceline._core.format import format_bytes, format_count, format_seconds
 from paceline.tools.report.charts.training_charts import Bar, Line, breakdown, curve
 from paceline.tools.report.html_page import Figure, Listing, Sheet, Tile, drawn_twice, write_sheet
 from paceline.tools.report.run.bottleneck import limit_of

@@ -20,7 +20,10 @@ __all__ = ["Restart", "Run", "Span", "Step", "read_run"]
 
 _RANK_FILE = re.compile(r"rank(\d+)\.jsonl")
 _SPEAKER = re.compile(r"^\[rank\d+\]: ")  # torch says who raised
-_NAME_A_RUN = "name a folder that `paceline train --out` or paceline.Profiler wrote, or that `paceline hub --folder` keeps"
+_NAME_A_RUN = (
+    "name a folder that `paceline train --out` or paceline.Profiler wrote, "
+    "or that `paceline hub --folder` keeps"
+)
 _SPAN_FIELDS = ("name", "start", "seconds", "rank")
 _SHOWN_ELSEWHERE = ("step", "samples", "sent_nbytes", "would_be_nbytes")
 _OF_A_STEP = (

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.tools.report.run.bottleneck import Limit, mean_share, percent
 from paceline.tools.report.run.run_summary import RankTime, Summary
 

@@ -5,7 +5,7 @@ Who comes when to the exchange of a step, as a table.
 
 from __future__ import annotations
 
-from paceline._core.units import format_seconds
+from paceline._core.format import format_seconds
 from paceline.tools.report.html_page import Listing
 from paceline.tools.report.run.rank_arrivals import Straggler
 from paceline.tools.report.run.run_summary import Summary

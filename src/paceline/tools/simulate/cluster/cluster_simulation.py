@@ -69,7 +69,7 @@ class ClusterPlan:
         machines: what nodes are like.
         batch: ``"per-rank"``: more ranks, more samples a step (weak scaling); ``"fixed"``: the same samples (strong).
         strategy: how gradients are synchronised, one of
-        `paceline.tools.simulate.cluster.exposed_communication.STRATEGIES`.
+            `paceline.tools.simulate.cluster.exposed_communication.STRATEGIES`.
         bucket_nbytes: of a bucket. backward: share of computing in which gradients become ready.
         computing_slows: how many times as long computing takes beside exchanges, 1 or more. calls_slow: exchanges
             beside computing.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline._core.units import format_count, format_seconds
+from paceline._core.format import format_count, format_seconds
 from paceline.tools.simulate.cluster.cluster_simulation import LOSSES, ClusterRow
 
 __all__ = ["duration", "percent", "sentences", "times"]

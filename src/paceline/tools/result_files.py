@@ -1,22 +1,20 @@
-"""Files that a command will write, checked before it measures: nothing measured shall be lost.
-
-What commands that write a profile share: the file is checked first, then gains their entries.
-"""
+"""Result files: the head that all of them begin with, and paths checked before anything is measured."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from paceline.errors import UsageError
+from paceline.world.machine_facts import read_machine_facts
 
-if TYPE_CHECKING:
-    from paceline.cost_model.profile import Profile
-
-__all__ = ["check_writable", "checked_files", "load_or_new", "now"]
+__all__ = ["check_writable", "checked_files", "machine_record", "result_head", "versions"]
 
 W = TypeVar("W", bound=Callable[..., Any])
 
@@ -80,18 +78,43 @@ def checked_files(
     return writer_of
 
 
-def load_or_new(path: Path) -> Profile:
-    """Return the profile in a file that will be written, or a new one if it is not there yet.
+def result_head(
+    kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int = 1
+) -> dict[str, Any]:
+    """Return what a program's result begins with: what it is, the command that makes it, the machine, versions.
 
-    Raises:
-        UsageError: it can't be written, or holds something else.
+    Args:
+        kind: of the measurement. packages: whose versions bear on it. schema: of what follows.
     """
-    from paceline.cost_model.profile import Profile
+    return {
+        "kind": kind,
+        "schema": schema,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine_record(),
+        "versions": versions(packages),
+    }
 
-    check_writable(path, "--profile", make_folder=True)
-    return Profile.load(path) if path.exists() else Profile()
+
+def machine_record() -> dict[str, Any]:
+    """Return the facts of this machine that bear on times; nothing that names the machine."""
+    here = read_machine_facts()
+    return {
+        "cpu": here.cpu,
+        "usable_cores": here.usable_cores,
+        "memory_nbytes": here.memory_nbytes,
+        "system": here.system,
+        "python": here.python,
+        "torch": here.torch.version if here.torch else "",
+        "gpus": [asdict(gpu) for gpu in here.torch.gpus] if here.torch else [],
+    }
 
 
-def now() -> str:
-    """Return the time of day as a profile says it: ISO 8601 in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the installed version of each package, empty where it is absent."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found

@@ -1,0 +1,144 @@
+"""JSON to typed values and back (msgspec). Every error names the file and the field.
+
+A type is a dataclass or anything else that msgspec reads; bounds are part of it::
+
+    @dataclass(frozen=True)
+    class Line:
+        alpha: NonNegative
+        points: Annotated[int, Meta(ge=1)]
+
+    decode({"alpha": -1.0, "points": 3}, Line, "profile.json")     # UsageError: profile.json.alpha is -1.0: …
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from paceline.errors import UsageError
+
+__all__ = [
+    "Finite",
+    "Meta",
+    "NonNegative",
+    "Positive",
+    "Whole",
+    "check_result",
+    "decode",
+    "encode",
+    "field_error",
+    "read_result",
+]
+
+T = TypeVar("T")
+
+_LARGEST = sys.float_info.max
+Finite = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+"""A number; neither NaN nor infinite."""
+NonNegative = Annotated[float, Meta(ge=0.0, le=_LARGEST)]
+"""A finite number of 0 or more."""
+Positive = Annotated[float, Meta(gt=0.0, le=_LARGEST)]
+"""A finite number above 0."""
+Whole = Annotated[int, Meta(ge=0)]
+"""An integer of 0 or more."""
+
+_REMEDY = "correct it, or make the file anew"
+
+
+def encode(value: object) -> Any:
+    """Return a value as plain dicts, lists, strings and numbers that ``json.dumps`` takes."""
+    return msgspec.to_builtins(value)
+
+
+def decode(record: object, kind: type[T], where: str) -> T:
+    """Return the value of a type that plain JSON values stand for; unknown fields are ignored.
+
+    Args:
+        record: what ``json.loads`` returned.
+        kind: the type, such as a dataclass with bounds (`Positive`, `Whole`, …).
+        where: the file, or the place in it, for errors.
+
+    Raises:
+        UsageError: a field is missing or has another type or value than it must; names it and shows its value.
+            Errors that the type's own ``__post_init__`` raises are passed on.
+    """
+    try:
+        return msgspec.convert(record, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):
+            raise error.__cause__ from None
+        said, _, path = str(error).partition(" - at `$")
+        path = path.rstrip("`")
+        if said.startswith("Object missing required field"):
+            missing = said.split("`")[1]
+            raise UsageError(f"{where}{path}.{missing} is missing", remedy=_REMEDY) from None
+        expected = "expected a finite number" if "e+308" in said else f"{said[0].lower()}{said[1:]}"
+        raise field_error(record, path, expected, where) from None
+
+
+def field_error(record: object, path: str, expected: str, where: str) -> UsageError:
+    """Return the error that says what a field holds and what must stand there.
+
+    Args:
+        record: the whole value.
+        path: of the field, such as ``".collectives[2].alpha"``; empty: the whole.
+        expected: what must stand there.
+        where: the file.
+    """
+    value: Any = record
+    for name, index in re.findall(r"\.([^.\[]+)|\[(\d+)\]", path):
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError):
+            break
+    shown = json.dumps(value, default=str)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return UsageError(f"{where}{path} is {shown}: {expected}", remedy=_REMEDY)
+
+
+def read_result(path: str | Path, kind: str, schema: int, *, what: str, remedy: str) -> dict[str, Any]:
+    """Return what a measuring command wrote, once its kind and schema are right.
+
+    Args:
+        path: the file.
+        kind: what its ``"kind"`` must be.
+        schema: the newest ``"schema"`` that is understood.
+        what: the kind in words, for errors: ``"measurement of collectives"``.
+        remedy: what to name instead, for errors.
+
+    Raises:
+        UsageError: it can't be read, is not JSON, is of another kind or of a newer schema.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"can't read the {what} {str(path)!r}: {error.strerror}", remedy=remedy) from error
+    except ValueError as error:
+        raise UsageError(f"{str(path)!r} is not JSON: {error}", remedy=remedy) from error
+    return check_result(record, Path(path).name, kind, schema, what=what, remedy=remedy)
+
+
+class _Head(msgspec.Struct):
+    kind: str
+    schema: Annotated[int, Meta(ge=1)]
+
+
+def check_result(
+    record: object, where: str, kind: str, schema: int, *, what: str, remedy: str
+) -> dict[str, Any]:
+    """Return a record whose ``"kind"`` and ``"schema"`` are right; parameters and errors as `read_result`."""
+    head = decode(record, _Head, where)
+    if head.kind != kind:
+        raise UsageError(f"{where} is no {what}: its kind is {head.kind!r}", remedy=remedy)
+    if head.schema > schema:
+        raise UsageError(
+            f"{where} has schema {head.schema}; this version reads up to {schema}",
+            remedy="upgrade paceline, or measure anew",
+        )
+    return dict(record)  # type: ignore[call-overload]
