@@ -32,7 +32,7 @@ test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -m alone tests/netlab
 
 test-fast: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -q tests/pure tests/cli
+	$(VENV)/bin/python -m pytest -q tests/unit tests/cli
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff check src tests examples benchmarks docs/site docs/pictures

@@ -22,11 +22,11 @@ from typing import Annotated, Any
 import mpich
 import psutil
 import typer
-from bench_harness.paired import Times
-from bench_harness.program import run_program
 from figures import ARENA, BEST, COPY, MPICH, ORDINARY, contestants_at
 from rich.table import Table
 
+from bench_harness.paired import Times
+from bench_harness.program import run_program
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_count, format_seconds

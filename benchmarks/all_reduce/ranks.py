@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_harness.paired import Times
 from figures import ARENA, BEST, COPY, COPY_ALONE, GLOO, HALVES, MPICH, ORDINARY, PASS, contestants_at
 from mpi4py import MPI
 
+from bench_harness.paired import Times
 from paceline.tools.bench.collectives import exact_buffers
 from paceline.tools.bench.turn_order import turn_order
 

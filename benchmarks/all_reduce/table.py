@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench_harness.markdown import fill, table
 from figures import ARENA, BEST, COPY, COPY_ALONE, MPICH, ORDINARY, PASS, Result, Tried
 
+from bench_harness.markdown import fill, table
 from paceline._core.format import format_size
 
 MB = 1_000_000

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_harness.paired import ratio_of
 
 import paceline
+from bench_harness.paired import ratio_of
 from paceline._core.files import write_json
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.tools.models.gpt import GPT

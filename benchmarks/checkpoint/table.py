@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 
 from bench_harness.markdown import fill, table
-
 from paceline._core.format import format_bytes, format_seconds
 
 HERE = Path(__file__).parent

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_harness.paired import ratio_of
-from bench_harness.program import run_program
 from plain import plain_of
 
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.parallel.compression import blockwise
 from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec

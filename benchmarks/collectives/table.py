@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import typer
-from bench_harness.markdown import fill, table
 
+from bench_harness.markdown import fill, table
 from paceline._core.format import format_size
 from paceline.cost_model.algorithm_terms import MESSAGES, AlgorithmTerms
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_ranks, held_out_sizes

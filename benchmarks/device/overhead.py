@@ -19,13 +19,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_harness.paired import ratio_of
-from bench_harness.program import run_program
 from models import Workload, images, tokens
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.bench.progress_bar import TurnBar

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from bench_harness.markdown import fill, table
-
 from paceline.tools.plan.memory.training_subject import Setting
 
 HERE = Path(__file__).parent

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import typer
-from bench_harness.markdown import fill, table
 from numpy.typing import NDArray
 
+from bench_harness.markdown import fill, table
 from paceline._core.keyed_random import derive_key
 from paceline.data.sampling.block_dispatch import draw_counts
 from paceline.data.sampling.rank_shares import RankShares

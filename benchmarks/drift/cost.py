@@ -23,10 +23,10 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from bench_harness.paired import ratio_of
-from bench_harness.program import run_program
 
 import paceline
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.health.replica_check import digest_of
 from paceline.launch.process.local_ranks import run_ranks

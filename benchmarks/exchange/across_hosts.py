@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench_harness.program import run_program
 
+from bench_harness.program import run_program
 from paceline.launch.targets.mpiexec_command import need_mpi
 from paceline.testing.netlab import Lab
 

@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 from bench_harness.markdown import fill, table
-
 from paceline._core.format import format_count
 
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_job, run_program
 
+from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.models.gpt_sizes import SIZES, Size

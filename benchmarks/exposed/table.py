@@ -14,7 +14,6 @@ from typing import Any
 
 from bench_harness.markdown import fill, table
 from bench_harness.paired import ratio_of
-
 from paceline._core.files import write_text
 
 HERE = Path(__file__).parent

@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from bench_harness.markdown import fill, table
-
 from paceline._core.files import write_json, write_text
 from paceline._core.format import format_seconds
 from paceline.tools.result_files import result_head

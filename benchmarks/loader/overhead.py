@@ -22,11 +22,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_harness.paired import ratio_of
-from bench_harness.program import run_program
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.result_files import check_writable, result_head

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_harness.paired import ratio_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from bench_harness.paired import ratio_of
 from paceline._core.files import write_json
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.result_files import result_head

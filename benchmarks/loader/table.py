@@ -8,7 +8,6 @@ from typing import Any
 
 from bench_harness.markdown import fill, table
 from bench_harness.paired import ratio_of
-
 from paceline._core.format import format_seconds
 
 HERE = Path(__file__).parent

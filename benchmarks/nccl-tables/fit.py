@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.markdown import fill, table
 from tables import OP, Table, load
 
+from bench_harness.markdown import fill, table
 from paceline.cost_model.collective_fit import CollectiveFit
 from paceline.cost_model.fit_measurements import fit_points, held_out_sizes
 from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError

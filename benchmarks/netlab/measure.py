@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_job, run_program
 from figures import ARENA, BEST, GLOO, ORDINARY, Row, contestants_at
 from rich.table import Table
 
+from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline._core.format import format_count, format_seconds
 from paceline._core.units import parse_bytes

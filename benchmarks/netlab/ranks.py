@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_harness.paired import Times
 from figures import ARENA, BEST, GLOO, HALVES, ORDINARY, Row, contestants_at
 
+from bench_harness.paired import Times
 from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
 from paceline.tools.bench.collectives import exact_buffers
 from paceline.tools.bench.step.step_worker import tick

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench_harness.markdown import fill, table
 from figures import ARENA, BEST, GLOO, ORDINARY, Result
 
+from bench_harness.markdown import fill, table
 from paceline._core.format import format_count
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_harness.markdown import fill, table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.nn.parallel import DistributedDataParallel
+
+from bench_harness.markdown import fill, table
 
 README = Path(__file__).with_name("README.md")
 RANKS, STEPS, PATIENCE_SECONDS = 2, 12, 60

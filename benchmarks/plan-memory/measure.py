@@ -16,8 +16,8 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks

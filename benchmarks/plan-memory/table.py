@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from bench_harness.markdown import fill, table
-
 from paceline._core.format import format_bytes
 from paceline.tools.plan.memory.training_subject import Setting
 

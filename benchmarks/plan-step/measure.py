@@ -16,8 +16,8 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_job, run_program
 
+from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError

@@ -12,8 +12,8 @@ import math
 from pathlib import Path
 
 import numpy as np
-from bench_harness.markdown import fill, table
 
+from bench_harness.markdown import fill, table
 from paceline._core.units import MIB
 from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.bucket_layout import plan_buckets

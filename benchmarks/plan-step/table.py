@@ -14,9 +14,9 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+
 from bench_harness.markdown import fill, table
 from bench_harness.program import run_program
-
 from paceline._core.files import write_json
 from paceline._core.units import MIB
 from paceline.cost_model.prediction_error import PredictionError

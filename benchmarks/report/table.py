@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 
 from bench_harness.markdown import fill, table
-
 from paceline._core.format import format_bytes, format_seconds
 from paceline.tools.report.run.bottleneck import limit_of
 from paceline.tools.report.run.run_records import read_run

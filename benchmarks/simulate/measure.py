@@ -15,11 +15,11 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_job, run_program
 from predict import FIT_HOSTS, Host, fitted, predict
 from strategies import ALONE, STRATEGIES
 from table import show
 
+from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import numbers_of

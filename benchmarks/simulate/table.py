@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.markdown import fill, table
 from rich.table import Table
 
+from bench_harness.markdown import fill, table
 from paceline.tools.console_table import print_wide
 
 TITLES = [

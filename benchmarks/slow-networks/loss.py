@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 from loss_figures import LossResult
 from ways import DDP, OURS, Way
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar

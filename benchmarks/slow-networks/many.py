@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.cli.shared_options import JsonResultOption

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 from figures import (
     BY_HAND,
     HIVEMIND,
@@ -34,6 +33,7 @@ from figures import (
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import HostFailed, UsageError, unknown
 from paceline.testing.netlab import Lab
@@ -46,8 +46,7 @@ HERE = Path(__file__).parent
 HOMES = Path.home() / ".cache" / "paceline-peers"
 TRIES, TURN_SECONDS = 3, 400.0
 _VERSIONS = (
-    "import json; from paceline.tools.result_files import versions; "
-    "print(json.dumps(versions({packages!r})))"
+    "import json; from paceline.tools.result_files import versions; print(json.dumps(versions({packages!r})))"
 )
 
 

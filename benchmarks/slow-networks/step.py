@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_job, run_program
 from contestants import CONTESTANTS
 from figures import NO_SYNC, StepResult
 from rich.table import Table
 from workload import BATCH, EVERY, SIZE
 
+from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.tools.console_table import print_wide

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.markdown import fill, table
 from figures import NO_SYNC, PeerResult, StepResult
 from loss_figures import Curve, LossResult
+
+from bench_harness.markdown import fill, table
 
 HERE = Path(__file__).parent
 STEP_TITLES = ["", "s per step", "DDP's best ÷", "MB sent per step", "expected", "÷ expected"]

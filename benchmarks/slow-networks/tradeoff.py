@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench_harness.program import run_program
 from loss import BATCH, SIZE, Stage
 from ways import TRADEOFF
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import unknown
 from paceline.tools.bench.progress_bar import TurnBar

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import hivemind  # pyright: ignore[reportMissingImports]
-from beside import Part, play
 from peer_hivemind import join  # pyright: ignore[reportMissingImports]
 from training import BATCH, Training
+
+from single_process import Part, play
 
 _REFRESH: dict[str, Any] = {
     "min_refresh_period": 0.1,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
-from beside import Part, play
 from peer_torchft import fragments_of, manager_of  # pyright: ignore[reportMissingImports]
 from torchft.local_sgd import DiLoCo  # pyright: ignore[reportMissingImports]
 from training import Training
+
+from single_process import Part, play
 
 
 def attach(part: Part, training: Training) -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 from training import BATCH, SIZE, SPEEDS, Training
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar

@@ -19,10 +19,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_harness.program import run_program
 from loss import LEAD_SECONDS, Stage, StarSettings
 from training import BATCH, SIZE, SPEEDS, Training
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.testing.netlab import Lab

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.units import parse_rate
 from paceline.testing.netlab import Lab, LabJob

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from bench_harness.program import run_program
 from bench_harness.storm.plan import drawn
 from bench_harness.storm.run import Storm, count
-
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar

@@ -13,8 +13,9 @@ from statistics import median
 from typing import Any
 
 import typer
-from bench_harness.markdown import fill, table
 from loss_figures import alone_share, loss_at, reached, read
+
+from bench_harness.markdown import fill, table
 
 HERE = Path(__file__).parent
 CURVES = HERE.parent / "slow-networks" / "loss-4x100Mbit.json"

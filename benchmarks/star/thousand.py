@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_program
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.cli.shared_options import JsonResultOption

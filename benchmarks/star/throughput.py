@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench_harness.program import run_program
 from loss import Stage, StarSettings
 from loss_figures import alone_share
 from training import SPEEDS
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import TurnBar

@@ -17,8 +17,8 @@ from unittest import mock
 
 import torch
 import typer
-from bench_harness.program import run_program
 
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.outer_merge import HubOptimizer
@@ -146,7 +146,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         score_every=STEPS / 12,
     )
     with mock.patch(
-        "paceline.tools.simulate.simulated_worker.Side", Overwriting if way.overwrite else FragmentReplica
+        "paceline.tools.simulate.simulated_worker.FragmentReplica", Overwriting if way.overwrite else FragmentReplica
     ):
         found = simulate(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from bench_harness.markdown import fill, table
-
 from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, title
 
 HERE = Path(__file__).parent

@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 import typer
-from bench_harness.markdown import fill, table
 
+from bench_harness.markdown import fill, table
 from paceline.tools.bench.schedule_benchmark import Case
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_harness.program import run_job, run_program
 
+from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, Entry

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_harness.markdown import fill, table
 from measure import SETTINGS
 
+from bench_harness.markdown import fill, table
 from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, Entry
 from paceline.tools.bench.turn_order import Round, ratio, round_of
 

@@ -16,10 +16,10 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from bench_harness.paired import ratio_of
-from bench_harness.program import run_program
 from steps import BATCH, CONTEXT, STEPS
 
+from bench_harness.paired import ratio_of
+from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.step_state import StepState
 from paceline.launch.process.local_ranks import run_ranks

@@ -10,8 +10,8 @@
     ├── SyncError             gradients can't be synchronised as asked
     │   ├── UnsyncedGradients optimizer.step() would have used gradients of one rank only
     │   ├── BackwardFailed    another rank raised during this backward
-    │   ├── NotFinite         the gradient is NaN or infinite: names parameters and ranks
-    │   └── Drifted           parameters that ought to be equal on all ranks differ: names one and the ranks
+    │   ├── NonFiniteGradient a gradient is NaN or infinite: names parameters and ranks
+    │   └── ReplicasDiverged  parameters that must be equal on all ranks differ: names one and the ranks
     ├── CollectiveError       a collective can't be completed
     │   ├── PeerLost          a rank ended or left while others waited for it: names it
     │   ├── CollectiveTimeout a rank did not come in time: names it

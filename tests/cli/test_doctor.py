@@ -47,7 +47,7 @@ def test_it_runs_here_and_its_json_is_right(tmp_path):
 
 
 def test_something_essential_that_is_broken_is_an_exit_code(monkeypatch, facts, capsys):
-    monkeypatch.setattr(module, "machine", lambda: replace(facts, torch=None))
+    monkeypatch.setattr(module, "read_machine_facts", lambda: replace(facts, torch=None))
     with pytest.raises(typer.Exit) as caught:
         doctor(None, ranks=2)
     assert caught.value.exit_code == 1
@@ -57,7 +57,7 @@ def test_something_essential_that_is_broken_is_an_exit_code(monkeypatch, facts, 
 
 
 def test_a_failed_all_reduce_is_told_and_is_an_exit_code(monkeypatch, facts, capsys, tmp_path):
-    monkeypatch.setattr(module, "machine", lambda: facts)
+    monkeypatch.setattr(module, "read_machine_facts", lambda: facts)
     monkeypatch.setattr(module, "try_loopback", lambda ranks: "[rank 1] ended with exit code 1")
     with pytest.raises(typer.Exit):
         doctor(tmp_path / "d.json", ranks=2)
@@ -66,7 +66,7 @@ def test_a_failed_all_reduce_is_told_and_is_an_exit_code(monkeypatch, facts, cap
 
 
 def test_no_ranks_try_no_all_reduce(monkeypatch, facts, capsys):
-    monkeypatch.setattr(module, "machine", lambda: facts)
+    monkeypatch.setattr(module, "read_machine_facts", lambda: facts)
     monkeypatch.setattr(module, "try_loopback", lambda ranks: pytest.fail("tried"))
     doctor(None, ranks=0)
     assert "not tried" in capsys.readouterr().out
@@ -107,6 +107,6 @@ def test_what_breaks_the_all_reduce_is_told(monkeypatch):
 
 @pytest.mark.parametrize(("given", "why"), [("", "is a folder"), ("nowhere/facts.json", "no such folder")])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_tried(monkeypatch, tmp_path, given, why):
-    monkeypatch.setattr(module, "machine", lambda: pytest.fail("measured before refusing"))
+    monkeypatch.setattr(module, "read_machine_facts", lambda: pytest.fail("measured before refusing"))
     with pytest.raises(UsageError, match=why):
         doctor(tmp_path / given, ranks=2)

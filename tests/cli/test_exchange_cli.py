@@ -7,14 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 import mpi_worlds
-
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.targets import mpiexec_command as starting
 from paceline.tools.cli import app as module

@@ -37,7 +37,7 @@ def nothing_is_made(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("it made a host")
 
-    monkeypatch.setattr(making, "Place", refuse)
+    monkeypatch.setattr(making, "LabHost", refuse)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_harness.markdown import fill, table
 
+from bench_harness.markdown import fill, table
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.hardware_catalog import DEVICES, INTERCONNECTS
 from paceline.cost_model.profile import Profile

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from paceline.tools.report.run.run_page import write_report
-from pure.run_folder import write_run
+from recorded_run import write_run
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium")

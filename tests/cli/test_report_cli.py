@@ -9,7 +9,7 @@ import webbrowser
 import pytest
 
 from paceline.tools.cli import app as module
-from pure.run_folder import write_run
+from recorded_run import write_run
 
 
 def paceline(monkeypatch, *arguments):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from comm import Wire
+from wire import Wire
 
 from paceline.testing.netlab import Lab, missing
 
@@ -37,6 +37,6 @@ def lab(shared: Lab) -> Iterator[Lab]:
 
 
 @pytest.fixture
-def comm(lab: Lab) -> Wire:
+def wire(lab: Lab) -> Wire:
     """Transfers between the hosts of `lab`."""
     return Wire(lab)

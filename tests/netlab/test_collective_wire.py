@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from comm import Wire
+from wire import Wire
 
 from paceline.collectives.topology import star
 from paceline.tools.bench.schedule_benchmark import Case
@@ -22,8 +22,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_links_carry_what_is_priced(comm: Wire, tmp_path, stream):
-    lab, job, out = comm.lab, tmp_path / "job.json", tmp_path / "found.json"
+def test_links_carry_what_is_priced(wire: Wire, tmp_path, stream):
+    lab, job, out = wire.lab, tmp_path / "job.json", tmp_path / "found.json"
     description = {
         "cases": [case.to_json() for case in CASES],
         "nbytes": NBYTES,

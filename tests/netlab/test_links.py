@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from comm import Wire
+from wire import Wire
 
 from paceline.errors import UsageError
 from paceline.testing.netlab import InterfaceBytes, Lab, missing
@@ -20,46 +20,46 @@ def near(rate):
 
 
 @pytest.mark.parametrize(("rate", "nbytes"), [("20Mbit/s", 2e6), ("100Mbit/s", 8e6), ("400Mbit/s", 3e7)])
-def test_a_link_is_as_fast_as_asked(lab, comm, rate, nbytes):
+def test_a_link_is_as_fast_as_asked(lab, wire, rate, nbytes):
     for host in (0, 1):
         lab.rate(host, rate)
-    assert comm.measure(0, 1, int(nbytes)) == near(lab.rates[0] * 8)
+    assert wire.measure(0, 1, int(nbytes)) == near(lab.rates[0] * 8)
 
 
-def test_directions_are_independent(comm):
-    there, back = comm.start(0, 1, 6_000_000), comm.start(1, 0, 6_000_000)
+def test_directions_are_independent(wire):
+    there, back = wire.start(0, 1, 6_000_000), wire.start(1, 0, 6_000_000)
     # each direction also carries the acknowledgements of the other
-    assert comm.finish(there) == pytest.approx(100e6, rel=2 * TOLERANCE)
-    assert comm.finish(back) == pytest.approx(100e6, rel=2 * TOLERANCE)
+    assert wire.finish(there) == pytest.approx(100e6, rel=2 * TOLERANCE)
+    assert wire.finish(back) == pytest.approx(100e6, rel=2 * TOLERANCE)
 
 
-def test_two_senders_share_the_receiver_s_link(comm):
-    first, second = comm.start(0, 2, 4_000_000), comm.start(1, 2, 4_000_000)
+def test_two_senders_share_the_receiver_s_link(wire):
+    first, second = wire.start(0, 2, 4_000_000), wire.start(1, 2, 4_000_000)
     started = time.monotonic()
-    comm.finish(first)
-    comm.finish(second)
+    wire.finish(first)
+    wire.finish(second)
     assert time.monotonic() - started > 8_000_000 * 8 / 100e6 * (1 - TOLERANCE)
 
 
 def test_a_slow_host_is_slow_and_others_are_not():
     with Lab(hosts=3, rate="200Mbit/s", slow={2: "20Mbit/s"}) as lab:
         assert lab.rates == [25e6, 25e6, 2.5e6]
-        comm = Wire(lab)
-        assert comm.measure(0, 2, 2_000_000) == near(20e6)
-        assert comm.measure(2, 1, 2_000_000) == near(20e6)
-        assert comm.measure(1, 0, 10_000_000) == near(200e6)
+        wire = Wire(lab)
+        assert wire.measure(0, 2, 2_000_000) == near(20e6)
+        assert wire.measure(2, 1, 2_000_000) == near(20e6)
+        assert wire.measure(1, 0, 10_000_000) == near(200e6)
 
 
-def test_the_rate_changes_at_run_time(lab, comm):
-    transfer = comm.start(0, 1, 6_000_000)  # half a second, were it not for the change
+def test_the_rate_changes_at_run_time(lab, wire):
+    transfer = wire.start(0, 1, 6_000_000)  # half a second, were it not for the change
     lab.rate(1, "20Mbit/s")
-    assert comm.finish(transfer) < 60e6
+    assert wire.finish(transfer) < 60e6
     lab.rate(1, "50Mbit/s")
-    assert comm.measure(1, 0, 4_000_000) == near(50e6)
+    assert wire.measure(1, 0, 4_000_000) == near(50e6)
     for host in (0, 1):
         lab.rate(host, None)
     assert lab.rates[1] is None
-    assert comm.measure(0, 1, 50_000_000) > 300e6
+    assert wire.measure(0, 1, 50_000_000) > 300e6
 
 
 def test_without_a_rate_links_are_as_fast_as_the_machine():
@@ -68,16 +68,16 @@ def test_without_a_rate_links_are_as_fast_as_the_machine():
         assert Wire(lab).measure(0, 1, 50_000_000) > 300e6
 
 
-def test_a_short_message_is_not_faster_than_the_link(lab, comm):
+def test_a_short_message_is_not_faster_than_the_link(lab, wire):
     for host in (0, 1):
         lab.rate(host, "10Mbit/s")
-    seen = comm.measure(0, 1, 100_000)  # 80 ms at this rate; the bucket holds 4 kB of it
+    seen = wire.measure(0, 1, 100_000)  # 80 ms at this rate; the bucket holds 4 kB of it
     assert seen < 1.25 * 10e6
 
 
-def test_bytes_are_those_that_passed(lab, comm):
+def test_bytes_are_those_that_passed(lab, wire):
     before = [lab.bytes(host) for host in range(3)]
-    comm.measure(0, 1, 5_000_000)
+    wire.measure(0, 1, 5_000_000)
     passed = [lab.bytes(host) - old for host, old in enumerate(before)]
     assert 5_000_000 < passed[0].sent < 5_000_000 * 1.05
     assert passed[1].received == pytest.approx(
@@ -94,20 +94,20 @@ def test_bytes_are_the_kernel_s_own(lab):
     assert lab.bytes(2) == InterfaceBytes(sent=columns[8], received=columns[0])
 
 
-def test_a_cut_host_is_out_of_reach_until_mended(lab, comm):
+def test_a_cut_host_is_out_of_reach_until_mended(lab, wire):
     server = lab.start(_server(7000), on=1)
-    assert comm.reaches(0, lab.addresses[1], 7000, 10.0)
+    assert wire.reaches(0, lab.addresses[1], 7000, 10.0)
     lab.cut(1)
-    assert not comm.reaches(0, lab.addresses[1], 7000)
-    assert comm.reaches(1, lab.addresses[1], 7000)  # it can still talk to itself
+    assert not wire.reaches(0, lab.addresses[1], 7000)
+    assert wire.reaches(1, lab.addresses[1], 7000)  # it can still talk to itself
     assert server.running() == [1]
     lab.mend(1)
-    assert comm.reaches(0, lab.addresses[1], 7000, 10.0)
+    assert wire.reaches(0, lab.addresses[1], 7000, 10.0)
 
 
-def test_a_transfer_survives_a_short_cut(lab, comm):
+def test_a_transfer_survives_a_short_cut(lab, wire):
     before = lab.bytes(1)
-    transfer = comm.start(0, 1, 4_000_000)
+    transfer = wire.start(0, 1, 4_000_000)
     while (lab.bytes(1) - before).received < 500_000:
         time.sleep(0.01)
     lab.cut(0)
@@ -115,13 +115,13 @@ def test_a_transfer_survives_a_short_cut(lab, comm):
     time.sleep(0.3)
     assert (lab.bytes(1) - at_the_cut).received < 200_000  # what was on its way
     lab.mend(0)
-    comm.finish(transfer)
+    wire.finish(transfer)
     assert (lab.bytes(1) - before).received > 4_000_000
 
 
-def test_labs_do_not_meet(lab, comm):
+def test_labs_do_not_meet(lab, wire):
     server = lab.start(_server(7001), on=0)
-    assert comm.reaches(1, lab.addresses[0], 7001, 10.0)
+    assert wire.reaches(1, lab.addresses[0], 7001, 10.0)
     with Lab(hosts=2, rate="10Mbit/s") as other:
         assert other.addresses == lab.addresses[:2]
         assert not Wire(other).reaches(1, lab.addresses[0], 7001)
@@ -129,7 +129,7 @@ def test_labs_do_not_meet(lab, comm):
         Wire(other).measure(0, 1, 100_000)
         assert (lab.bytes(0) - before).received < 2_000
     assert server.running() == [0]
-    assert comm.reaches(1, lab.addresses[0], 7001)
+    assert wire.reaches(1, lab.addresses[0], 7001)
 
 
 def test_a_delay_needs_netem_and_says_so():

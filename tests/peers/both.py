@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scenes import enter
+
+from backend_scenes import enter
 
 __all__ = ["apart", "compare", "on_both", "world"]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-
 import record
-from pool import Staff
+
+from rank_pool import Staff
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +24,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Staff]:
-    """`pool(3)` is a pool of three warm ranks; see tests/ranks/pool.py."""
+    """`pool(3)` is a pool of three warm ranks; see tests/support/rank_pool.py."""
     staff = Staff()
     yield staff
     staff.close()

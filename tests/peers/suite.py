@@ -6,7 +6,7 @@ own backends, and by guards before single tests, as ``BACKEND != "gloo"``. While
 of a CPU backend, and those that ask for GPUs, as the tests then run on the CPU (cpu.py). Which guards these
 are, and which tests are not run for what reason, is data: suite.toml.
 
-The suite would start new processes for every test; here warm ranks run them (tests/ranks/pool.py), each test
+The suite would start new processes for every test; here warm ranks run them (tests/support/rank_pool.py), each test
 in a world of its own. ``BACKEND=gloo`` in the environment runs it all on gloo, for comparison.
 """
 

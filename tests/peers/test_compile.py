@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from zoo import apart
 
 import paceline
+from model_zoo import apart
 
 STEPS = 4
 STRATEGIES = ["naive", "flat", "overlap", "bucketed", "sharded", "full-shard"]

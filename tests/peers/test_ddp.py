@@ -10,10 +10,11 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
 from both import apart, compare, world
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+import model_zoo
 
 STEPS = 4
 WAYS = {
@@ -32,14 +33,14 @@ HOOKS = {
 
 def batch(rank, size, step, samples=8):
     generator = torch.Generator().manual_seed(1000 * step)
-    x = torch.randn(size * samples, zoo.WIDTH, generator=generator)
+    x = torch.randn(size * samples, model_zoo.WIDTH, generator=generator)
     y = torch.randn(size * samples, 1, generator=generator)
     return x.chunk(size)[rank], y.chunk(size)[rank]
 
 
 def build(name, group, **options):
     torch.manual_seed(3)
-    model = DistributedDataParallel(zoo.MODELS[name](), process_group=group, **options)
+    model = DistributedDataParallel(model_zoo.MODELS[name](), process_group=group, **options)
     return model, torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.02)
 
 
@@ -51,7 +52,7 @@ def train(group, rank, size, name, options, hook=None, accumulate=1):
         for micro in range(accumulate):
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                zoo.loss_of(model, name, *batch(rank, size, step * accumulate + micro)).backward()
+                model_zoo.loss_of(model, name, *batch(rank, size, step * accumulate + micro)).backward()
         optim.step()
         optim.zero_grad()
     return [param.detach() for param in model.parameters()]
@@ -62,7 +63,7 @@ def train_uneven(group, rank, size, static):
     model, optim = build("Plain", group)
     with model.join(divide_by_initial_world_size=static):
         for step in range(2 + rank):
-            zoo.loss_of(model, "Plain", *batch(rank, size, step)).backward()
+            model_zoo.loss_of(model, "Plain", *batch(rank, size, step)).backward()
             optim.step()
             optim.zero_grad()
     return [param.detach() for param in model.parameters()]
@@ -97,12 +98,12 @@ def test_uneven_numbers_of_batches(pool, tmp_path, static):
 
 def train_power_sgd(group, rank, size):
     """Train with torch's PowerSGD, whose callbacks make collectives and wait for them; in float64."""
-    model = DistributedDataParallel(zoo.build("Tied"), process_group=group, bucket_cap_mb=0.0001)
+    model = DistributedDataParallel(model_zoo.build("Tied"), process_group=group, bucket_cap_mb=0.0001)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.1)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for step in range(6):
-        zoo.loss_of(
+        model_zoo.loss_of(
             model, "Tied", *(each.double() for each in batch(rank, size, step, 24 // size))
         ).backward()
         optim.step()
@@ -128,11 +129,11 @@ def test_power_sgd(pool, tmp_path, size):
 def train_compiled(group, rank, size):
     """Train a compiled model; the backend only traces, so that no compiler is needed."""
     torch.manual_seed(3)
-    model = DistributedDataParallel(zoo.MODELS["Plain"](), process_group=group)
+    model = DistributedDataParallel(model_zoo.MODELS["Plain"](), process_group=group)
     optim = torch.optim.AdamW(model.parameters(), lr=0.02)
     compiled = torch.compile(model, backend="eager")
     for step in range(STEPS):
-        zoo.loss_of(compiled, "Plain", *batch(rank, size, step)).backward()
+        model_zoo.loss_of(compiled, "Plain", *batch(rank, size, step)).backward()
         optim.step()
         optim.zero_grad()
     return [param.detach() for param in model.parameters()]
@@ -145,7 +146,7 @@ def test_a_compiled_model(pool, tmp_path):
 def lose_a_rank(rank, size, folder):
     dist.init_process_group("paceline", init_method=f"file://{folder}/world", rank=rank, world_size=size)
     model, _ = build("Plain", None)
-    loss = zoo.loss_of(model, "Plain", *batch(rank, size, 0))
+    loss = model_zoo.loss_of(model, "Plain", *batch(rank, size, 0))
     if rank == 1:
         dist.destroy_process_group()
         return ""

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from zoo import apart
 
 import paceline
+from model_zoo import apart
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))

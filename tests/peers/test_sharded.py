@@ -6,18 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import zoo
 from both import apart, compare, world
 from test_ddp import STEPS, batch, build
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+import model_zoo
+
 
 def shard(group, mesh=None, **options):
     """Return a model sharded by FSDP2, layer by layer."""
     torch.manual_seed(3)
-    model = zoo.MODELS["Tied"]()
+    model = model_zoo.MODELS["Tied"]()
     mesh = mesh or DeviceMesh.from_group(group, "cpu")
     for layer in (model.head, model):
         fully_shard(layer, mesh=mesh, **options)
@@ -26,7 +27,7 @@ def shard(group, mesh=None, **options):
 
 def advance(model, optim, rank, size, steps):
     for step in steps:
-        zoo.loss_of(model, "Tied", *batch(rank, size, step)).backward()
+        model_zoo.loss_of(model, "Tied", *batch(rank, size, step)).backward()
         optim.step()
         optim.zero_grad()
 
@@ -44,7 +45,7 @@ def train_fsdp2(group, rank, size, options):
 def train_fsdp1(group, rank, size):
     torch.manual_seed(3)
     model = FullyShardedDataParallel(
-        zoo.MODELS["Tied"](), process_group=group, device_id=torch.device("cpu"), use_orig_params=True
+        model_zoo.MODELS["Tied"](), process_group=group, device_id=torch.device("cpu"), use_orig_params=True
     )
     advance(model, torch.optim.AdamW(model.parameters(), lr=0.02), rank, size, range(STEPS))
     with FullyShardedDataParallel.summon_full_params(model):

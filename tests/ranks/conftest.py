@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from nursery import Nursery
-from pool import Staff
+
+from killable_ranks import Nursery
+from rank_pool import Staff
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,8 @@ class InterfaceBytes:
     """Bytes counted at a host's end of its link, headers included; the difference of two is what went between.
 
     Example:
-        >>> Traffic(sent=500, received=80) - Traffic(sent=200, received=50)
-        Traffic(sent=300, received=30)
+        >>> InterfaceBytes(sent=500, received=80) - InterfaceBytes(sent=200, received=50)
+        InterfaceBytes(sent=300, received=30)
     """
 
     sent: int

@@ -30,7 +30,7 @@ def describe_exit(code: int) -> str:
     """Return how a process with this exit code ended; −n: by signal n.
 
     Example:
-        >>> how_ended(3), how_ended(-9)
+        >>> describe_exit(3), describe_exit(-9)
         ('ended with exit code 3', 'was ended by SIGKILL')
     """
     return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal_name(-code)}"

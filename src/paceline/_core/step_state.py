@@ -159,8 +159,8 @@ class StepState:
         """Do a task in this block that takes its own time, such as ``"checkpoint"``; also where it raises.
 
         Example:
-            >>> with here.during("checkpoint"):
-            ...     here.task
+            >>> with step_state.running_task("checkpoint"):
+            ...     step_state.task
             'checkpoint'
         """
         before, self.task = self.task, task

@@ -96,7 +96,7 @@ class AsyncDataParallel:
             differs from the hub's model.
 
     Example:
-        >>> with Star(model, optim, hub="tcp://127.0.0.1:7000", every=20, delay=5):
+        >>> with AsyncDataParallel(model, optim, hub="tcp://127.0.0.1:7000", every=20, delay=5):
         ...     train_some_steps()
     """
 

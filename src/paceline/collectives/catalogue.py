@@ -121,7 +121,7 @@ def find_algorithm(name: str, op: str | None = None) -> tuple[str, str]:
         UsageError: there is none; the nearest name is suggested.
 
     Example:
-        >>> named("ring"), named("chain"), named("all-gather/bruck")
+        >>> find_algorithm("ring"), find_algorithm("chain"), find_algorithm("all-gather/bruck")
         (('all-reduce', 'ring'), ('broadcast', 'chain'), ('all-gather', 'bruck'))
     """
     if "/" in name:

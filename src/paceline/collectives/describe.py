@@ -22,7 +22,7 @@ def describe(schedule: Schedule, price: ScheduleCost | None = None) -> list[str]
 
     Example:
         >>> from paceline.collectives.catalogue import schedule
-        >>> print("\\n".join(tell(schedule("reduce", "tree", 4))))
+        >>> print("\\n".join(describe(schedule("reduce", "tree", 4))))
         The vector travels whole.
         round 1: 1→0+, 3→2+; done: 0 of 1 rank
         round 2: 2→0+; done: 1 of 1 rank

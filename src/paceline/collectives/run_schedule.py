@@ -73,7 +73,7 @@ def run_schedule(
 
     Example:
         >>> from paceline.collectives.catalogue import schedule
-        >>> run(schedule("all-reduce", "ring", dist.get_world_size()), torch.ones(1000))  # doctest: +SKIP
+        >>> run_schedule(schedule("all-reduce", "ring", dist.get_world_size()), torch.ones(1000))  # doctest: +SKIP
     """
     rank = _check(schedule, tensor, group, segment_nbytes)
     memory = ChunkMemory(schedule, rank, tensor.detach(), None if output is None else output.detach())

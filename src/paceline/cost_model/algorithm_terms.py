@@ -40,7 +40,7 @@ class AlgorithmTerms:
     """An algorithm's name, and whether its ranks share what carries the bytes.
 
     Example:
-        >>> str(Form("ring", shared=True))
+        >>> str(AlgorithmTerms("ring", shared=True))
         'ring, shared'
     """
 
@@ -66,9 +66,9 @@ def terms_of(op: str, form: AlgorithmTerms, ranks: int) -> Terms:
         UsageError: there is no such operation or algorithm.
 
     Example:
-        >>> terms_of("all-reduce", Form("ring"), 4)
+        >>> terms_of("all-reduce", AlgorithmTerms("ring"), 4)
         Terms(messages=6, sent=1.5, added=0.0)
-        >>> terms_of("all-reduce", Form("ring", shared=True), 4)
+        >>> terms_of("all-reduce", AlgorithmTerms("ring", shared=True), 4)
         Terms(messages=24, sent=6.0, added=0.0)
     """
     if op not in USUAL:

@@ -199,9 +199,9 @@ def simulate_backward(
         UsageError: there is no gradient, or they are not in order.
 
     Example:
-        >>> channel = Channel(lambda nbytes: 0.1 + nbytes / 100)
-        >>> gradients = [Ready(50, 1.0), Ready(50, 2.0)]
-        >>> round(simulate(gradients, 0, channel).exposed, 9), simulate(gradients, math.inf, channel).exposed
+        >>> channel = CommChannel(lambda nbytes: 0.1 + nbytes / 100)
+        >>> gradients = [ReadyGradient(50, 1.0), ReadyGradient(50, 2.0)]
+        >>> round(simulate_backward(gradients, 0, channel).exposed, 9), simulate_backward(gradients, math.inf, channel).exposed
         (0.6, 1.1)
     """
     whole = _checked(ready, backward_seconds)
@@ -241,8 +241,8 @@ def best_bucket(
         UsageError: there is no gradient or no size, or gradients are not in order.
 
     Example:
-        >>> gradients = [Ready(1000, 0.01 * place) for place in range(1, 101)]
-        >>> best_bucket(gradients, Channel(lambda nbytes: 0.01 + nbytes / 1e5), [0, 10_000, math.inf]).cap
+        >>> gradients = [ReadyGradient(1000, 0.01 * place) for place in range(1, 101)]
+        >>> best_bucket(gradients, CommChannel(lambda nbytes: 0.01 + nbytes / 1e5), [0, 10_000, math.inf]).cap
         10000
     """
     sizes = sorted(set(caps_for(ready) if caps is None else caps))

@@ -69,7 +69,7 @@ def fit_points(
         UsageError: too few sizes, or a size, number of ranks or time that can't be.
 
     Example:
-        >>> points = [Point(n, 4, 6 * 1e-5 + 1.5e-9 * n) for n in (10**4, 10**5, 10**6, 10**7)]
+        >>> points = [MeasuredPoint(n, 4, 6 * 1e-5 + 1.5e-9 * n) for n in (10**4, 10**5, 10**6, 10**7)]
         >>> fit = fit_points(points, "all-reduce")
         >>> str(fit.form), round(fit.segments[0].line.alpha * 1e6, 3)
         ('ring', 10.0)

@@ -113,7 +113,7 @@ def simulate_step(
 
     Example:
         >>> program = [Compute(1.0), Launch(0, seconds=2.0), Compute(1.0), Launch(1, seconds=2.0), Wait(0), Wait(1)]
-        >>> run(program).end, run(program, lanes=2).end
+        >>> simulate_step(program).end, simulate_step(program, lanes=2).end
         (5.0, 5.0)
     """
     for name, value in (("lanes", lanes), ("computing_slows", computing_slows), ("calls_slow", calls_slow)):

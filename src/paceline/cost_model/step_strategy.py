@@ -35,7 +35,7 @@ class StepStrategy:
         UsageError: a value is unknown or makes no sense with the strategy.
 
     Example:
-        >>> Way("bucketed", 5).label, Way("ddp").label, Way("bucketed", 25, "bf16").label
+        >>> StepStrategy("bucketed", 5).label, StepStrategy("ddp").label, StepStrategy("bucketed", 25, "bf16").label
         ('bucketed 5 MiB', 'torch DDP, its default', 'bucketed 25 MiB, bf16')
     """
 
@@ -114,7 +114,7 @@ def usual_strategies(
         bucket_mib: sizes in MiB. torchs: torch's DDP too. compressions: of buckets, at the usual 25 MiB.
 
     Example:
-        >>> [way.label for way in usual_ways([5.0], torchs=False)]
+        >>> [way.label for way in usual_strategies([5.0], torchs=False)]
         ['naive', 'flat', 'overlap', 'bucketed 5 MiB', 'sharded 5 MiB', 'full-shard']
     """
     ways = [StepStrategy("naive"), StepStrategy("flat"), StepStrategy("overlap")]

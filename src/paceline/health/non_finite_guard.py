@@ -49,10 +49,10 @@ class NonFiniteGuard:
     Raises:
         UsageError: `action` is unknown, `in_a_row` is less than 1, the model is not wrapped, or the optimizer
             is another model's.
-        NotFinite: from ``optimizer.step()``, on every rank alike.
+        NonFiniteGradient: from ``optimizer.step()``, on every rank alike.
 
     Example:
-        >>> finite = Finite(model, optim, "skip", in_a_row=5)
+        >>> finite = NonFiniteGuard(model, optim, "skip", in_a_row=5)
     """
 
     def __init__(

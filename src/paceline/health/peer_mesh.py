@@ -59,7 +59,7 @@ def mesh_peers(rank: int, ranks: int) -> list[int]:
     """Return the ranks that `rank` is connected with; who is connected with whom is mutual.
 
     Example:
-        >>> neighbours(0, 4), neighbours(0, 20)
+        >>> mesh_peers(0, 4), mesh_peers(0, 20)
         ([1, 2, 3], [1, 2, 4, 8, 12, 16, 18, 19])
     """
     if ranks <= FULL_MESH:

@@ -118,7 +118,7 @@ def find_divergence(names: Sequence[str], digests_of_rank: Sequence[Sequence[int
         names: of what was compared. digests_of_rank: for every rank, one digest per name.
 
     Example:
-        >>> print(judge(["parameter 'a'", "parameter 'b'"], [[1, 2], [1, 2], [1, 3]]))
+        >>> print(find_divergence(["parameter 'a'", "parameter 'b'"], [[1, 2], [1, 2], [1, 3]]))
         rank 2 holds another parameter 'b' than the majority
     """
     differing = [
@@ -160,10 +160,10 @@ class ReplicaCheck:
         UsageError: `every` is less than 1, `repair` is no rank, the model is not wrapped, or the optimizer is
             another model's.
         MismatchError: ranks have other settings.
-        Drifted: from ``optimizer.step()`` or `check`, on every rank alike.
+        ReplicasDiverged: from ``optimizer.step()`` or `check`, on every rank alike.
 
     Example:
-        >>> drift = Drift(model, optim, every=200)
+        >>> drift = ReplicaCheck(model, optim, every=200)
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ReplicaCheck:
         """Compare now, and wait for the result: before a checkpoint, say; all ranks call it.
 
         Raises:
-            Drifted: parameters differ, and are not to be repaired.
+            ReplicasDiverged: parameters differ, and are not to be repaired.
         """
         self._look()
         self._begin()

@@ -68,7 +68,7 @@ class Watchdog:
         PeerFailed: at the end of the block: a rank was lost.
 
     Example:
-        >>> with Watch(stall=30) as watch:
+        >>> with Watchdog(stall=30) as watch:
         ...     for step in range(3):
         ...         slowest = watch.slowest()
     """
@@ -140,7 +140,7 @@ class Watchdog:
         Waiting for other ranks is no work. It is told from work on CPUs only, and not with full-shard.
 
         Example:
-            >>> Watch().slowest() is None
+            >>> Watchdog().slowest() is None
             True
         """
         watcher = self._watcher

@@ -72,7 +72,7 @@ class ReceiveLedger:
         counts: how many were ``"delivered"``, and how many were refused, by name of the error.
 
     Example:
-        >>> inbox = Inbox("run", me=0, sources=[1])
+        >>> inbox = ReceiveLedger("run", me=0, sources=[1])
         >>> inbox.accept(Header("run", "greeting", source=1, target=0, sequence=0))
         >>> inbox.accept(Header("run", "greeting", source=1, target=0, sequence=0))
         Traceback (most recent call last):

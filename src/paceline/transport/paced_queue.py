@@ -28,7 +28,7 @@ class PacedQueue:
 
     Example:
         >>> from paceline.transport.envelope_header import Header
-        >>> waiting, gone = Paced(bucket=TokenBucket(rate=1000, burst=600, now=0.0)), []
+        >>> waiting, gone = PacedQueue(bucket=TokenBucket(rate=1000, burst=600, now=0.0)), []
         >>> waiting.put(Envelope(Header("run", "beat", source=1, target=0, sequence=0)))
         True
         >>> waiting.pump(0.0, lambda envelope: gone.append(envelope) is None), len(gone)

@@ -309,7 +309,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """Return ascending ranks in short form.
 
     Example:
-        >>> ranges([1, 3, 4, 5])
+        >>> format_ranks([1, 3, 4, 5])
         '1, 3–5'
     """
     runs: list[list[int]] = []

@@ -164,7 +164,7 @@ class ReplayWindow:
     Source: the anti-replay window of RFC 4303, section 3.4.3.
 
     Example:
-        >>> window = Window()
+        >>> window = ReplayWindow()
         >>> window.admit(5), window.admit(4), window.admit(5)
         (True, True, False)
     """

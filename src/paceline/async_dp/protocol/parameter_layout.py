@@ -81,7 +81,7 @@ class ParameterLayout:
 
     Example:
         >>> from paceline.parallel.compression.compression_config import Compression
-        >>> layout = Layout.of(torch.nn.Linear(40, 30), compression=Compression("int4"))
+        >>> layout = ParameterLayout.of(torch.nn.Linear(40, 30), compression=Compression("int4"))
         >>> [(place.name, place.kind) for place in layout.fragments[0].places]
         [('weight', 'compressed'), ('bias', 'plain')]
     """
@@ -156,7 +156,7 @@ class ParameterLayout:
         """Return the first difference of another model to this one, in words; empty if there is none.
 
         Example:
-            >>> Layout.of(torch.nn.Linear(4, 2)).difference(Layout.of(torch.nn.Linear(4, 3)))
+            >>> ParameterLayout.of(torch.nn.Linear(4, 2)).difference(ParameterLayout.of(torch.nn.Linear(4, 3)))
             "parameter 'weight' has shape [3, 4], expected [2, 4]"
         """
         if self == other:

@@ -28,7 +28,7 @@ class SelectionPolicy:
         scored: score even where both are ``"all"``, so that the hub can refuse what makes the score worse.
 
     Example:
-        >>> policy = Policy(receive="better")
+        >>> policy = SelectionPolicy(receive="better")
         >>> policy.receives(mine=2.0, theirs=1.9, best=1.8), policy.receives(mine=2.0, theirs=2.1, best=1.8)
         (True, False)
     """

@@ -126,7 +126,7 @@ class BlockDispatch:
         UsageError: an unknown scheme, or a number that makes no sense.
 
     Example:
-        >>> dealing = deal(50_000, 7, block=10)
+        >>> dealing = dispatch_blocks(50_000, 7, block=10)
         >>> [dealing.count(rank) for rank in range(7)]
         [7150, 7150, 7140, 7140, 7140, 7140, 7140]
         >>> dealing.owner(8), dealing.block_of(1, 1)

@@ -58,7 +58,7 @@ class RankShares:
         UsageError: no parts, a negative one, or more in all than 65,536 and than there are ranks.
 
     Example:
-        >>> Shares.of([0.25, 0.25, 0.10, 0.40], ranks=4).parts
+        >>> RankShares.of([0.25, 0.25, 0.10, 0.40], ranks=4).parts
         (5, 5, 2, 8)
     """
 

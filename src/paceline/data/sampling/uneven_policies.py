@@ -43,7 +43,7 @@ class RankPortions:
         UnevenData: the policy is ``"error"`` and ranks have unequal numbers of batches.
 
     Example:
-        >>> join = Portions((10, 4), batch_size=4, policy="join")
+        >>> join = RankPortions((10, 4), batch_size=4, policy="join")
         >>> join.steps, [join.size(1, step) for step in range(join.steps)]
         (3, [4, 0, 0])
     """

@@ -47,7 +47,7 @@ def read_address(text: str) -> RendezvousAddress:
 
     Example:
         >>> read_address("pc1:4000"), str(read_address("[::1]"))
-        (Address(host='pc1', port=4000), '[::1]:29400')
+        (RendezvousAddress(host='pc1', port=4000), '[::1]:29400')
     """
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+))(?::(\d+))?", text.strip())
     if found is None:

@@ -57,8 +57,8 @@ def decide_restart(
         max_restarts: failures to go on after.
 
     Example:
-        >>> twice = [Life("pc1/1", ranks=4, progress=False)] * 2
-        >>> decide(twice, 4, min_ranks=2, max_restarts=3).action
+        >>> twice = [WorldRun("pc1/1", ranks=4, progress=False)] * 2
+        >>> decide_restart(twice, 4, min_ranks=2, max_restarts=3).action
         'fewer'
     """
     if past and past[-1].refused:

@@ -58,7 +58,7 @@ class ClusterJob:
         UsageError: a number or name that can't be.
 
     Example:
-        >>> Work(("train.py", "--epochs", "3"), hosts=2, ranks_per_host=4).ranks
+        >>> ClusterJob(("train.py", "--epochs", "3"), hosts=2, ranks_per_host=4).ranks
         8
     """
 
@@ -194,7 +194,7 @@ def run_command(work: ClusterJob, rendezvous: str = "") -> list[str]:
         rendezvous: HOST:PORT where several hosts meet.
 
     Example:
-        >>> " ".join(run_command(Work(("train.py", "--lr", "1"), ranks_per_host=2)))
+        >>> " ".join(run_command(ClusterJob(("train.py", "--lr", "1"), ranks_per_host=2)))
         'python3 -m paceline run --ranks 2 --max-restarts 3 train.py --lr 1'
     """
     options = ["--ranks", str(work.ranks_per_host), "--max-restarts", str(work.max_restarts)]

@@ -58,7 +58,7 @@ def pytorch_job(work: ClusterJob, pods: PodOptions) -> dict[str, Any]:
         UsageError: a volume without a folder, or memory that the shared memory alone would fill.
 
     Example:
-        >>> job = pytorch_job(Work(("train.py",), hosts=4), Pods("example/train:1"))
+        >>> job = pytorch_job(ClusterJob(("train.py",), hosts=4), PodOptions("example/train:1"))
         >>> job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
         4
     """

@@ -90,7 +90,7 @@ def mpiexec_command(
         hosts: a file with the hosts, as :func:`host_file` makes it; else they stand in the command.
 
     Example:
-        >>> work = Work(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4)
+        >>> work = ClusterJob(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4)
         >>> " ".join(mpiexec_command(work, "mpich")[:7])
         'mpiexec -n 8 -ppn 4 -hosts pc1,pc2'
     """
@@ -115,7 +115,7 @@ def host_file(work: ClusterJob, mpi: MpiImplementation) -> str:
     """Return the text of a file of hosts and their ranks for mpiexec.
 
     Example:
-        >>> host_file(Work(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4), "openmpi")
+        >>> host_file(ClusterJob(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4), "openmpi")
         'pc1 slots=4\\npc2 slots=4\\n'
     """
     between = ":" if mpi == "mpich" else " slots="

@@ -42,7 +42,7 @@ def ray_driver(work: ClusterJob) -> str:
     of this machine.
 
     Example:
-        >>> "run_on_ray" in ray_driver(Work(("train.py",)))
+        >>> "run_on_ray" in ray_driver(ClusterJob(("train.py",)))
         True
     """
     text = json.dumps(asdict(work))

@@ -65,7 +65,7 @@ def batch_script(work: ClusterJob, cluster: SlurmOptions | None = None) -> str:
         UsageError: a time limit that is over before the warning, or something that can't stand in such a script.
 
     Example:
-        >>> "#SBATCH --requeue" in batch_script(Work(("train.py",))).splitlines()
+        >>> "#SBATCH --requeue" in batch_script(ClusterJob(("train.py",))).splitlines()
         True
     """
     cluster = cluster or SlurmOptions()

@@ -16,7 +16,7 @@ def torchrun_command(work: ClusterJob) -> list[str]:
         UsageError: several hosts without names.
 
     Example:
-        >>> " ".join(torchrun_command(Work(("train.py",), ranks_per_host=2))[3:5])
+        >>> " ".join(torchrun_command(ClusterJob(("train.py",), ranks_per_host=2))[3:5])
         '--standalone --nproc-per-node=2'
     """
     options = ["--standalone"]

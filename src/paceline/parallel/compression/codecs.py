@@ -87,7 +87,7 @@ def ratio(codec: Codec, numel: int) -> float:
     """Return how many times smaller a packet is than `numel` float32 numbers.
 
     Example:
-        >>> round(ratio(Blocks(bits=8), 1 << 20), 2)
+        >>> round(ratio(BlockCodec(bits=8), 1 << 20), 2)
         3.94
     """
     return 4 * numel / codec.nbytes(numel)

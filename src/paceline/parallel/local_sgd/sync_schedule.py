@@ -36,7 +36,7 @@ class SyncSchedule:
         UsageError: a value is out of range.
 
     Example:
-        >>> Cadence(every=6, fragments=3, delay=1).sent_at(4), Cadence(6, 3, 1).merged_at(5)
+        >>> SyncSchedule(every=6, fragments=3, delay=1).sent_at(4), SyncSchedule(6, 3, 1).merged_at(5)
         (1, 1)
     """
 

@@ -65,8 +65,8 @@ def candidates(
         most: plans, 2 or more.
 
     Example:
-        >>> layers = [Ready(4 << 20, 0.01 * place) for place in range(1, 21)]
-        >>> [plan.name for plan in candidates(layers, CallPrice(1e-3, 1e-9), may_shard=True)][:2]
+        >>> layers = [ReadyGradient(4 << 20, 0.01 * place) for place in range(1, 21)]
+        >>> [plan.name for plan in candidates(layers, CallCost(1e-3, 1e-9), may_shard=True)][:2]
         ['bucketed', 'sharded']
     """
     picked: list[tuple[Sync, int]] = [(Sync(), _buckets(ready, Sync()))]
@@ -126,7 +126,7 @@ class CandidateRace:
         seconds: per candidate, what a step took in each of its turns; None for rounds in which it did not run.
 
     Example:
-        >>> race = Race(candidates=3, rounds=3)
+        >>> race = CandidateRace(candidates=3, rounds=3)
         >>> while (turn := race.turn) is not None:
         ...     race.record([1.0, 0.8, 0.9][turn])
         >>> race.winner, race.score(1)

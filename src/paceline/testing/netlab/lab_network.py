@@ -97,7 +97,7 @@ def plan_network(
         UsageError: a number of hosts, host, rate or delay that can't be.
 
     Example:
-        >>> star(3, "1Gbit/s", slow={2: "100Mbit/s"}).rates
+        >>> plan_network(3, "1Gbit/s", slow={2: "100Mbit/s"}).rates
         (125000000.0, 125000000.0, 12500000.0)
     """
     if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= MAX_HOSTS:

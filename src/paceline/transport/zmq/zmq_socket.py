@@ -34,7 +34,7 @@ class WakeupFd:
     """Has a file descriptor that can be read from once it was rung (eventfd(2)).
 
     Example:
-        >>> bell = Bell()
+        >>> bell = WakeupFd()
         >>> bell.ring()
         >>> bell.hush(), bell.hush()
         (True, False)

@@ -1,0 +1,41 @@
+"""A star in a short storm on hosts of their own: nothing acknowledged is lost, nothing counts twice, the run ends."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from bench_harness.storm.plan import Mishap, drawn
+from bench_harness.storm.run import Storm, count
+from paceline.errors import UsageError
+from paceline.testing.netlab import Lab
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_star_survives_a_storm(tmp_path: Path) -> None:
+    mishaps = [
+        Mishap(10.0, "stop", 1, 4.0),
+        Mishap(12.0, "kill", 2, 2.0),
+        Mishap(16.0, "hub", 0, 2.0),
+        Mishap(22.0, "cut", 1, 5.0),
+    ]
+    with Lab(3, "200Mbit/s") as lab:
+        Storm(lab, tmp_path, 36.0, spoil=0.05).play(mishaps)
+    found = count(tmp_path, 2)
+    assert (found.lost, found.twice, found.gaps) == (0, 0, 0)
+    assert found.acknowledged > 10
+    assert (found.ended, found.ended_with_centre) == (2, 2)
+
+
+def test_storms_are_drawn_alike_and_one_host_has_one_mishap_at_a_time() -> None:
+    plan = drawn(600.0, 8, 60, 5, seed=3)
+    assert plan == drawn(600.0, 8, 60, 5, seed=3)
+    assert plan != drawn(600.0, 8, 60, 5, seed=4)
+    assert sum(each.what == "hub" for each in plan) == 5
+    assert {each.what for each in plan} == {"hub", "kill", "stop", "cut"}
+    for host in range(1, 9):
+        mine = [each for each in plan if each.host == host]
+        assert all(one.at + one.seconds < other.at for one, other in itertools.pairwise(mine))
+    with pytest.raises(UsageError, match="in 5 s"):
+        drawn(5.0, 8, 1, 1, seed=0)

@@ -1,0 +1,90 @@
+"""Hubs and workers that are killed at any moment: what they relied on is there afterwards."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from async_worker_program import payload_of
+
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import HubJournal
+from paceline.async_dp.wal.worker_outbox import Outbox
+
+PROGRAM = str(Path(__file__).with_name("star_keepers.py"))
+
+
+def killed(kind, folder, seed, chance):
+    """Have a keeper run, kill it somewhere after one of its first lines, and return all lines that it told."""
+    with subprocess.Popen(
+        [sys.executable, PROGRAM, kind, str(folder), str(seed)], stdout=subprocess.PIPE
+    ) as keeper:
+        lines = [keeper.stdout.readline() for _ in range(chance.choice([1, 2, 5, 10]))]
+        time.sleep(chance.choice([0.0, 0.001, 0.005, 0.02]))
+        keeper.kill()
+        lines += keeper.stdout.readlines()
+        assert keeper.wait() == -9
+    return [line.decode().split() for line in lines]
+
+
+def recovered(folder):
+    """Return how many records a journal has; they are looked at one by one, and the ledger with them."""
+    with HubJournal.open(folder, resume=True) as journal:
+        found = journal.recovered()
+        count = found.facts.get("seen", 0)
+        if found.tensors is not None:
+            assert (found.tensors["state"] == count).all()
+        for values, payload in found.records:
+            assert values == {"k": count}
+            assert payload == payload_of(count)
+            count += 1
+    assert [(line["n"], line["k"]) for line in read_ledger(folder)] == [(n, n) for n in range(count)]
+    return count
+
+
+@pytest.mark.parametrize(("kind", "kills"), [("journal", 20), ("snapshots", 6)])
+def test_a_hub_that_is_killed_has_all_that_it_committed(tmp_path, kind, kills):
+    chance, told, in_all = random.Random(7), 0, 0
+    for kill in range(kills):
+        lines = killed(kind, tmp_path, kill, chance)
+        assert int(lines[0][1]) >= told
+        told = max(int(number) for what, number in lines if what != "snapshot")
+        in_all += sum(what == "committed" for what, _ in lines)
+        if kill % 3:
+            count = recovered(tmp_path)
+            assert count >= told
+    assert recovered(tmp_path) >= told
+    assert in_all > kills // 2
+
+
+def test_a_worker_that_is_killed_offers_what_it_offered_and_no_round_twice(tmp_path):
+    chance, begun, workers = random.Random(7), set(), set()
+    offered, in_all = {}, 0
+    for kill in range(20):
+        lines = killed("outbox", tmp_path, kill, chance)
+        workers.add(lines[0][1])
+        doubtful = set()
+        for what, *place in lines[1:]:
+            fragment, number = map(int, place)
+            if what == "begun":
+                assert (fragment, number) not in begun
+                begun.add((fragment, number))
+                doubtful = {(fragment, number)}
+            elif what == "leaving":
+                doubtful = {(fragment, number)}
+            elif what == "offered":
+                offered[fragment], doubtful, in_all = number, set(), in_all + 1
+            else:
+                del offered[fragment]
+                doubtful = set()
+        with Outbox(tmp_path) as outbox:
+            found = {letter.fragment: letter.round for letter in outbox.pending()}
+            assert all(letter.payload == payload_of(letter.round) for letter in outbox.pending())
+        assert set(found.items()) | doubtful == set(offered.items()) | doubtful
+        offered = found
+    assert len(workers) == 1
+    assert in_all > 5

@@ -1,0 +1,352 @@
+"""paceline.AsyncDataParallel over a real network: workers in threads or processes of one machine, and a hub."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from hub_process import HubProcess, Running, running, until
+from paceline.async_dp.hub.hub_rules import HubRules, HubShard
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.update_screening import ScreeningRules
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.errors import UsageError
+from paceline.transport.zmq.curve_keys import make_keys
+
+pytestmark = pytest.mark.timeout(180)
+
+INPUTS = torch.randn(256, 12, generator=torch.Generator().manual_seed(0))
+TARGETS = INPUTS @ torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Task:
+    """Least squares, and a worker that learns it."""
+
+    def __init__(self, seed: int = 0, lr: float = 0.02) -> None:
+        torch.manual_seed(seed)
+        self.net = nn.Linear(12, 3)
+        self.optim = torch.optim.SGD(self.net.parameters(), lr)
+        self._drawn = torch.Generator().manual_seed(seed)
+
+    def loss(self) -> float:
+        with torch.no_grad():
+            return float(((self.net(INPUTS) - TARGETS) ** 2).mean())
+
+    def steps(self, count: int, seconds: float = 0.001) -> None:
+        for _ in range(count):
+            rows = torch.randint(0, 256, (16,), generator=self._drawn)
+            ((self.net(INPUTS[rows]) - TARGETS[rows]) ** 2).mean().backward()
+            self.optim.step()
+            self.optim.zero_grad()
+            time.sleep(seconds)
+
+
+def together(*work: Callable[[], object]) -> None:
+    """Do all work at the same time, each in a thread."""
+    errors: list[BaseException] = []
+
+    def run(one: Callable[[], object]) -> None:
+        try:
+            one()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+
+
+def test_workers_of_different_speeds_learn_together_and_end_with_the_same_parameters() -> None:
+    with running() as hub:
+        tasks = [Task(seed) for seed in range(3)]
+
+        def train(index: int) -> None:
+            with paceline.AsyncDataParallel(
+                tasks[index].net, tasks[index].optim, hub.address, 5, 2, name=f"w{index}"
+            ) as star:
+                tasks[index].steps(150 * (index + 1), 0.002 / (index + 1))
+                counts[index] = star.counts
+
+        counts = {}
+        together(*(lambda index=index: train(index) for index in range(3)))
+        assert all(each.sent > 15 for each in counts.values())
+        assert hub.hub.updates == sum(each.updates for each in hub.hub.members)
+        assert tasks[2].loss() < 0.05
+        assert hub.hub.refused == {}
+
+
+def test_one_worker_alone_learns_as_without_a_hub() -> None:
+    """The delta rule and averaging by one worker: nothing is lost and nothing counted twice."""
+    alone, task = Task(), Task()
+    with running(HubRules(down="fp32")) as hub:
+        with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 3, 2, compression=None) as star:
+            until(lambda: star.counts.taken > 5 or _step(task))
+        alone.steps(star.counts.steps, 0.0)
+        torch.testing.assert_close(task.net.weight, alone.net.weight, rtol=1e-4, atol=1e-5)
+
+
+def _step(task: Task) -> bool:
+    task.steps(1)
+    return False
+
+
+def test_without_a_hub_training_goes_on_alone_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    alone, task = Task(), Task()
+    alone.steps(40, 0.0)
+    with (
+        caplog.at_level(logging.WARNING),
+        paceline.AsyncDataParallel(task.net, task.optim, "tcp://127.0.0.1:9", 5, 2),
+    ):
+        task.steps(40, 0.01)
+    assert torch.equal(task.net.weight, alone.net.weight)
+    assert "no hub answers at tcp://127.0.0.1:9" in caplog.text
+    assert "training goes on alone" in caplog.text
+    assert "keeps its own parameters" in caplog.text
+
+
+def test_a_hub_that_comes_late_is_found() -> None:
+    first = Running()
+    address = first.address
+    first.stop()
+    task = Task()
+    with ExitStack() as late, paceline.AsyncDataParallel(task.net, task.optim, address, 5, 2) as star:
+        task.steps(20, 0.005)
+        assert star.counts.taken == 0
+        hub = late.enter_context(running(address=address))  # and is there until the star has left
+        until(lambda: star.counts.taken > 3 or _step(task))
+        assert hub.hub.updates > 0
+
+
+def test_a_hub_that_is_killed_and_started_again_goes_on_and_no_acknowledged_update_is_lost(
+    tmp_path: Path,
+) -> None:
+    hub = HubProcess(tmp_path / "hub", "--snapshot-every", "20")
+    task, acknowledged = Task(), set[int]()
+    try:
+        with paceline.AsyncDataParallel(
+            task.net, task.optim, hub.address, 4, 2, folder=tmp_path / "outbox"
+        ) as star:
+            spoke = star._talks[0].spoke
+            take = spoke._outbox.acknowledge
+
+            def note(round: int, fragment: int) -> bool:
+                acknowledged.add(round)
+                return take(round, fragment)
+
+            spoke._outbox.acknowledge = note
+            for _ in range(3):
+                goal = spoke.acknowledged + 15
+                until(lambda goal=goal: spoke.acknowledged >= goal or _step(task))
+                hub.kill()
+                task.steps(30)
+                hub.start()
+            goal = spoke.acknowledged + 5
+            until(lambda: spoke.acknowledged >= goal or _step(task))
+        hub.end()
+        updates = [each for each in read_ledger(tmp_path / "hub") if each["kind"] == "update"]
+        rounds = [each["round"] for each in updates]
+        assert len(rounds) == len(set(rounds)), "none was taken in twice"
+        assert acknowledged <= set(rounds), "none is missing"
+        assert [each["revision"] for each in updates] == list(range(1, len(updates) + 1))
+    finally:
+        hub.end()
+
+
+def test_another_model_is_turned_away_with_the_first_tensor_that_differs() -> None:
+    with running() as hub:
+        first, other = Task(), Task()
+        other.net = nn.Linear(12, 4)
+        other.optim = torch.optim.SGD(other.net.parameters(), 0.01)
+        with paceline.AsyncDataParallel(first.net, first.optim, hub.address, 5, 2):
+            until(lambda: hub.hub.phase == "together" or _step(first))
+
+            def train() -> None:
+                with paceline.AsyncDataParallel(other.net, other.optim, hub.address, 5, 2):
+                    for _ in range(2000):
+                        other.net(INPUTS[:4]).sum().backward()
+                        other.optim.step()
+                        time.sleep(0.005)
+
+            with pytest.raises(UsageError, match=r"'weight' has shape \[4, 12\], expected \[3, 12\]"):
+                train()
+
+
+def test_another_run_is_refused() -> None:
+    with running(run="first") as hub:
+        task = Task()
+        with (
+            pytest.raises(UsageError, match="this hub serves run 'first', the worker asks for run 'second'"),
+            paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, run="second"),
+        ):
+            task.steps(2000, 0.005)
+
+
+def test_a_worker_without_the_right_key_gets_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from paceline.transport.zmq.curve_keys import HubKeys
+
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "others")
+    with running(keys=HubKeys.read(tmp_path / "keys")) as hub:
+        right, wrong, none = Task(), Task(), Task()
+        with caplog.at_level(logging.WARNING):
+            with paceline.AsyncDataParallel(
+                right.net, right.optim, hub.address, 5, 2, key=tmp_path / "keys" / "worker.key"
+            ) as star:
+                until(lambda: star.counts.taken > 1 or _step(right))
+            for task, key in ((wrong, tmp_path / "others" / "worker.key"), (none, None)):
+                with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2, key=key) as star:
+                    task.steps(150, 0.01)
+                    assert star.counts.taken == 0
+        assert len(list(hub.hub.members)) == 1
+        assert "training goes on alone" in caplog.text
+
+
+def test_a_worker_whose_parameters_became_nan_takes_the_centre_and_goes_on() -> None:
+    with running(HubRules(screen=ScreeningRules(strikes=10))) as hub:
+        good, bad = Task(), Task(1)
+        with (
+            paceline.AsyncDataParallel(good.net, good.optim, hub.address, 5, 2),
+            paceline.AsyncDataParallel(bad.net, bad.optim, hub.address, 5, 2, name="bad") as star,
+        ):
+            until(lambda: star.counts.taken > 1 or _step(good) or _step(bad))
+            with torch.no_grad():
+                bad.net.weight[0, 0] = torch.nan
+            until(lambda: bool(torch.isfinite(bad.net.weight).all()) or _step(good) or _step(bad))
+        assert hub.hub.refused["not finite"] >= 1
+        assert torch.isfinite(hub.hub.centres.of_fragment[0].theta).all()
+
+
+def test_a_population_replaces_a_bad_worker_and_joins_the_best() -> None:
+    rules = HubRules(population=PopulationRules(steps=300, margin=0.2))
+    with running(rules) as hub:
+        tasks = [Task(0), Task(1), Task(2, lr=20.0)]  # the last one diverges
+
+        def train(index: int) -> None:
+            task = tasks[index]
+            with paceline.AsyncDataParallel(
+                task.net, task.optim, hub.address, 10, 3, score=task.loss, name=f"w{index}"
+            ) as star:
+                until(lambda: (star.counts.steps > 400 and star.counts.taken > 3) or _step(task))
+                counts[index], scales[index] = star.counts, star.lr_scale
+
+        counts, scales = {}, {}
+        together(*(lambda index=index: train(index) for index in range(3)))
+        assert counts[2].replaced >= 1
+        assert scales[2] == pytest.approx(0.02 / 20.0)
+        assert hub.hub.phase == "together"
+        assert all(task.loss() < 0.1 for task in tasks)
+        kinds = [each["kind"] for each in hub.journal.ledger()]
+        assert kinds.index("replace") < kinds.index("together") < kinds.index("begin")
+
+
+def test_several_hubs_share_the_fragments() -> None:
+    with running(HubRules(shard=HubShard(0, 2))) as one, running(HubRules(shard=HubShard(1, 2))) as two:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3))
+        optim = torch.optim.SGD(net.parameters(), 0.05)
+        with paceline.AsyncDataParallel(net, optim, [one.address, two.address], 6, 2, fragments=2) as star:
+            for _ in range(300):
+                ((net(INPUTS) - TARGETS) ** 2).mean().backward()
+                optim.step()
+                optim.zero_grad()
+                time.sleep(0.002)
+            assert star.counts.taken > 10
+        assert one.hub.updates > 5
+        assert two.hub.updates > 5
+        assert sorted(one.hub.centres.of_fragment) == [0]
+        assert sorted(two.hub.centres.of_fragment) == [1]
+
+
+def test_settings_are_chosen_from_what_is_measured() -> None:
+    with running() as hub:
+        task = Task()
+        with paceline.AsyncDataParallel(
+            task.net, task.optim, hub.address, "auto", "auto", compression="auto"
+        ) as star:
+            assert (star.cadence.every, star.cadence.delay) == (20, 5)
+            until(lambda: star.cadence.every != 20 or _step(task))
+            assert star.cadence.delay < star.cadence.every <= 500
+
+
+def test_policies_take_in_what_is_better_only() -> None:
+    with running() as hub:
+        good, poor = Task(0), Task(1, lr=1e-3)
+        with paceline.AsyncDataParallel(
+            good.net, good.optim, hub.address, 5, 2, receive="better", score=good.loss
+        ) as star:
+            until(lambda: hub.hub.phase == "together" or _step(good))
+
+            def drag() -> None:
+                with paceline.AsyncDataParallel(
+                    poor.net, poor.optim, hub.address, 5, 2, send="better", score=poor.loss
+                ) as other:
+                    poor.steps(100)
+                    assert other.counts.taken > 0
+
+            together(drag, lambda: good.steps(150))
+            assert star.counts.taken + star.counts.declined > 5
+        assert good.loss() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"delay": -1}, "delay=-1"),
+        ({"every": 5, "delay": 5}, "delay=5 with every=5"),
+        ({"fragments": 9}, "fragments=9"),
+        ({"hub": "127.0.0.1"}, "tcp://"),
+        ({"hub": "tcp://192.168.77.5:7077"}, "there is no key for it"),
+        ({"hub": []}, "0 hubs"),
+        ({"bandwidth": "130%"}, "130%"),
+        ({"bandwidth": "130% of 1Gbit/s"}, "130%"),
+        ({"bandwidth": "0MB/s"}, "0MB/s"),
+        ({"send": "some"}, "unknown policy"),
+        ({"receive": "better"}, "without a score"),
+        ({"compression": "int5"}, "unknown compression"),
+        ({"compression": "powersgd"}, "powersgd"),
+        ({"key": "/nowhere/worker.key"}, "worker.key"),
+        ({"cores": 1000}, "cores=1000"),
+        ({"warmup": -1}, "warmup=-1"),
+    ],
+)
+def test_what_can_not_be_is_refused_before_anything_begins(given: dict, told: str) -> None:
+    task = Task()
+    before = threading.active_count()
+    with pytest.raises(UsageError, match=told):
+        paceline.AsyncDataParallel(task.net, task.optim, **{"hub": "tcp://127.0.0.1:7077", **given})
+    assert threading.active_count() == before
+
+
+def test_a_star_needs_an_optimizer_of_its_model() -> None:
+    task, other = Task(), Task()
+    with pytest.raises(UsageError, match="holds no parameter of this model"):
+        paceline.AsyncDataParallel(task.net, other.optim, "tcp://127.0.0.1:7077")
+
+
+def test_an_exception_in_the_block_ends_it_at_once_and_leaves_no_thread() -> None:
+    with running() as hub:
+        task, before = Task(), threading.active_count()
+
+        def train() -> None:
+            with paceline.AsyncDataParallel(task.net, task.optim, hub.address, 5, 2):
+                task.steps(5)
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            train()
+        assert threading.active_count() == before
+        task.steps(3)

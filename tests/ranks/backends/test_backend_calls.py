@@ -1,0 +1,218 @@
+"""Calls of the paceline backend that differ, can't be, are in place, or are many, on ranks that all live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from backend_scenes import fails
+from paceline.backends.shm import host_peers
+from paceline.backends.shm.control_block import RING_NBYTES
+from paceline.backends.shm.shm_p2p import Ring
+
+
+def disagree(rank, size):
+    group, texts = dist.group.WORLD, []
+    large = group.allocate_tensor(20_000).fill_(1)
+
+    def coalesced():
+        with dist._coalescing_manager(group, async_ops=False):
+            for numel in (3, 4, 5):
+                dist.all_reduce(torch.ones(numel))
+
+    def parted(numel):
+        dist.reduce_scatter(torch.ones(numel), [torch.ones(numel)] * size)
+
+    calls = [
+        [
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.barrier(),
+            lambda: dist.broadcast(torch.ones(4), 0),
+        ],
+        [lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(5))],
+        [lambda: dist.all_reduce(large), lambda: dist.all_reduce(large[1:])],
+        [lambda: dist.all_reduce(large), lambda: dist.all_reduce(torch.ones(20_001))],
+        [lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(4).double())],
+        [lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX)],
+        [lambda: dist.broadcast(large, 0), lambda: dist.broadcast(large, 2)],
+        [lambda: parted(20_000), lambda: parted(20_001)],
+        [coalesced, lambda: dist.all_reduce(torch.ones(9))],
+        [
+            lambda: dist.all_reduce(large, async_op=True),
+            lambda: dist.all_gather([torch.ones(2)] * size, torch.ones(2), async_op=True),
+        ],
+        [
+            lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6), [2, 2, 2], [2, 2, 2]),
+            lambda: dist.all_to_all_single(torch.ones(6), torch.ones(6), [1, 2, 3], [2, 2, 2]),
+        ],
+    ]
+    for each in calls:
+        texts.append(fails(each[rank % len(each)]))
+        total = torch.full((3,), float(rank))
+        dist.all_reduce(total)
+        assert total.tolist() == [3.0] * 3, "the group stays in step"
+    assert large.eq(1).all()
+    return texts
+
+
+def test_different_calls_raise_on_all_ranks_and_the_group_goes_on(pool):
+    told = pool(3, "paceline").run(disagree)
+    for ranks in zip(*told, strict=True):
+        assert {kind for kind, _ in ranks} == {"MismatchError"}, ranks
+    zero, one, two = (texts[0][1] for texts in told)
+    assert "this rank calls all_reduce(float32[4], SUM), rank 1 calls barrier()" in zero
+    assert "this rank calls barrier(), rank 0 calls all_reduce(float32[4], SUM)" in one
+    assert "this rank calls broadcast(float32[4], root 0), rank 0 calls all_reduce(float32[4], SUM)" in two
+    assert "rank 0 sends 8 bytes to rank 1, which expects 4" in told[0][-1][1]
+
+
+def misuse(rank, size):
+    x, half = torch.ones(6), torch.ones(3)
+    wrong = [
+        lambda: dist.all_reduce(x, dist.ReduceOp.BAND),
+        lambda: dist.all_reduce(x.int(), dist.ReduceOp.AVG),
+        lambda: dist.all_gather([x] * (size + 1), x),
+        lambda: dist.all_gather([half] * size, x),
+        lambda: dist.all_gather_into_tensor(torch.ones(7), half),
+        lambda: dist.all_to_all_single(torch.ones(6), x, [5, 0], [3, 3]),
+        lambda: dist.group.WORLD.allocate_tensor(-1),
+    ]
+    found = []
+    for call in wrong:
+        found.append(fails(call)[0])
+        total = torch.full((3,), float(rank))
+        dist.all_reduce(total)
+        assert total.tolist() == [1.0] * 3
+        if rank == 1:  # one rank alone notices before anything is sent
+            assert fails(call)[0] == found[-1]
+    dist.barrier()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_wrong_arguments_raise_before_anything_is_sent(pool):
+    for found in pool(2, "paceline").run(misuse):
+        assert set(found) <= {"UsageError", "ValueError", "RuntimeError"}, found
+        assert found[:2] == ["UsageError"] * 2
+
+
+def exchange_in_place(rank, size):
+    """Unequal parts, each of several windows, take the place of one another."""
+    numels = [
+        [200_000 * (1 + (source + 2 * target) % size) for target in range(size)] for source in range(size)
+    ]
+
+    def row(source):
+        return torch.arange(sum(numels[source])) + 10**9 * source
+
+    mine = row(rank)
+    dist.all_to_all_single(mine, mine, [numels[source][rank] for source in range(size)], numels[rank])
+    wanted = torch.cat([row(source).split(numels[source])[rank] for source in range(size)])
+    return torch.equal(mine, wanted)
+
+
+def test_an_exchange_may_be_in_place(pool):
+    assert pool(3, "paceline").run(exchange_in_place) == [True] * 3
+
+
+def groups_of_one_name(rank, size):
+    """torch counts groups on each rank, so pairs that make groups of their own give them the same name."""
+    told = host_peers._everybodys
+
+    def slowly(*args):
+        time.sleep(0.3)  # all of them have told by now
+        return told(*args)
+
+    pairs = [dist.new_group(ranks, backend="paceline") for ranks in ([0, 1], [2, 3])]
+    host_peers._everybodys = slowly
+    try:
+        mine, _ = dist.new_subgroups(1, group=pairs[rank // 2])
+    finally:
+        host_peers._everybodys = told
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=mine)
+    return total.item()
+
+
+def test_groups_of_different_ranks_may_have_one_name(pool):
+    assert pool(4, "paceline").run(groups_of_one_name) == [0.0, 1.0, 2.0, 3.0]
+
+
+def counts(rank, size, number):
+    """Pass bytes through a ring as fast as they go, and look at its counts all the while."""
+    ring = Ring(dist.group.WORLD._route.board, 0, 1)
+    one, moved, seen = torch.zeros(1, dtype=torch.uint8), 0, set()
+    dist.barrier()
+    while moved < number:
+        nbytes = ring.full()
+        seen.add(0 <= nbytes <= RING_NBYTES)
+        if rank == 0 and nbytes < 300:
+            ring.write(one)
+        elif rank == 1 and nbytes > 0:
+            ring.read(one)
+        else:
+            continue
+        moved += 1
+    dist.barrier()
+    return seen
+
+
+def test_no_rank_sees_a_count_half_written(pool):
+    assert pool(2, "paceline").run(counts, 30_000) == [{True}] * 2
+
+
+def tiny_ones(rank, size, count):
+    """Many small calls in a row, some through windows and the arena, each checked: no torn read, no lost wake."""
+    group = dist.group.WORLD
+    small, kept = torch.empty(3), group.allocate_tensor(30_000)
+    window = torch.empty(400_000)
+    for number in range(count):
+        value = float(number % 1000)
+        dist.all_reduce(small.fill_(rank + value))
+        assert small.tolist() == [sum(range(size)) + size * value] * 3, number
+        if number % 10 == 0:
+            dist.all_reduce(kept.fill_(rank + value))
+            assert kept.eq(sum(range(size)) + size * value).all(), number
+        if number % 50 == 0:
+            dist.all_reduce(window.fill_(rank + value))
+            assert window.eq(sum(range(size)) + size * value).all(), number
+        if number % 7 == 0:
+            every = [torch.empty(2) for _ in range(size)]
+            dist.all_gather(every, torch.full((2,), rank + value))
+            assert [each[1].item() for each in every] == [each + value for each in range(size)], number
+
+
+def test_thousands_of_small_calls_among_busy_processes(pool):
+    busy = []
+    for _ in range(2):
+        pid = os.fork()
+        if pid == 0:
+            while os.getppid() != 1:
+                sum(range(10_000))
+            os._exit(0)
+        busy.append(pid)
+    try:
+        pool(4, "paceline").run(tiny_ones, 1500, timeout=200)
+    finally:
+        for pid in busy:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    pool(2, "paceline").run(tiny_ones, 5000, timeout=100)
+
+
+def all_to_all_of_nothing(rank, size):
+    for numel in (0, size, 0, 2 * size):
+        tensor = torch.full((numel,), float(rank))
+        output = torch.full_like(tensor, -1)
+        dist.all_to_all_single(output, tensor)
+        assert output.tolist() == [float(source) for source in range(size) for _ in range(numel // size)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all_of_nothing_is_a_call_like_others(pool, size):
+    pool(size, "paceline").run(all_to_all_of_nothing)

@@ -1,0 +1,239 @@
+"""Ranks that are late, interrupted, fail within a call, fork, or end with calls under way."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from backend_scenes import enter, fails, ranks_of
+from paceline.backends.block_reduction import BLOCK_NBYTES
+from paceline.backends.shm.shared_arena import arena
+from paceline.backends.shm.shm_collectives import ShmCollectives
+from paceline.errors import CollectiveError, PeerLost
+
+
+def late_in_the_middle(tell, rank, size, folder):
+    """Rank 1 is slow within a call; when it goes on, rank 0 has long used the memory for something else."""
+    group = enter(folder, rank, size, timeout=0.5)
+    tensor = group.allocate_tensor(16 * BLOCK_NBYTES // 4).fill_(1)
+    place, look = tensor.data_ptr(), ShmCollectives._look_if_broken
+
+    def slowly(self):
+        if rank == 1:
+            ShmCollectives._look_if_broken = look
+            time.sleep(2.0)
+        look(self)
+
+    ShmCollectives._look_if_broken = slowly
+    held = [dist.all_reduce(tensor, async_op=True)]
+    kind, text = fails(lambda: held[0])
+    held.clear()
+    del tensor
+    gc.collect()  # errors hold the frames they passed
+    if rank == 1:
+        tell((kind, text, fails(dist.barrier)))
+        return
+    dist.destroy_process_group()
+    again = [arena.allocate(16 * BLOCK_NBYTES // 4, torch.float32).fill_(7) for _ in range(3)]
+    time.sleep(2.5)
+    assert place not in [each.data_ptr() for each in again]
+    tell((kind, text, all(bool(each.eq(7).all()) for each in again)))
+
+
+def test_memory_of_a_call_that_was_given_up_is_not_used_for_anything_else(nursery):
+    zero, one = nursery.play(late_scene)
+    assert zero[0] == "CollectiveTimeout"
+    assert "rank 1 on host" in zero[1]
+    assert "did not come within the timeout of 0.5 s (its process lives)" in zero[1]
+    assert zero[2], "what rank 0 allocated since then is whole"
+    assert one[0] == "CollectiveTimeout", "rank 1 hears of it as well, though everybody has been there"
+    assert one[2][0] == "CollectiveTimeout"
+
+
+def late_scene(fork, folder):
+    return ranks_of(fork, 2, late_in_the_middle, folder)
+
+
+def late_for_a_small_one(tell, rank, size, folder):
+    enter(folder, rank, size, timeout=0.3)
+    time.sleep(rank * 1.0)
+    tell([fails(lambda: dist.all_reduce(torch.ones(4)))[0] for _ in range(2)])
+    dist.destroy_process_group()
+
+
+def late_small_scene(fork, folder):
+    return ranks_of(fork, 2, late_for_a_small_one, folder)
+
+
+def test_a_rank_that_comes_too_late_is_told_so(nursery):
+    assert nursery.play(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
+
+
+def failing_inside(tell, rank, size, folder):
+    group = enter(folder, rank, size)
+    group.note_step(4)
+    tensor, look = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._look_if_broken
+
+    def breaking(self):
+        look(self)
+        if rank == 2:
+            raise MemoryError("no room for the scratch")
+
+    ShmCollectives._look_if_broken = breaking
+    tell(fails(lambda: dist.all_reduce(tensor)))
+    dist.destroy_process_group()
+
+
+def failing_scene(fork, folder):
+    return ranks_of(fork, 3, failing_inside, folder)
+
+
+def test_an_error_in_the_middle_of_a_call_is_told_to_the_others(nursery):
+    zero, one, two = nursery.play(failing_scene)
+    assert two == ("MemoryError", "no room for the scratch")
+    for kind, text in (zero, one):
+        assert kind == "PeerLost"
+        assert (
+            "gave up in all_reduce(float32[1000000], SUM): MemoryError: no room for the scratch in step 4"
+            in text
+        )
+
+
+def interrupted(tell, rank, size, folder, asynchronous):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    enter(folder, rank, size)
+    dist.barrier()
+    tell("ready")
+    if rank == 1:
+        time.sleep(1.0)
+    tensor = torch.ones(100_000)
+    try:
+        work = dist.all_reduce(tensor, async_op=asynchronous)
+        if work is not None:
+            work.wait()
+    except (KeyboardInterrupt, CollectiveError) as error:
+        tell((type(error).__name__, str(error)))
+    sys.exit(130 if rank == 0 else 0)
+
+
+def interrupt_scene(fork, folder, asynchronous):
+    ranks = [fork(interrupted, rank, 2, folder, asynchronous) for rank in range(2)]
+    assert [each.hear() for each in ranks] == ["ready"] * 2
+    time.sleep(0.2)
+    ranks[0].kill(signal.SIGINT)
+    told = [ranks[0].hear()]
+    codes = [ranks[0].wait()]
+    told.append(ranks[1].hear())
+    return told, [*codes, ranks[1].wait()]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_ends_the_wait_and_the_process_can_end(nursery, asynchronous):
+    (zero, one), codes = nursery.play(interrupt_scene, asynchronous)
+    assert zero[0] == "KeyboardInterrupt"
+    assert codes == [130, 0]
+    assert one[0] == "PeerLost"
+    wanted = (
+        "ended (exit code 130)" if asynchronous else "gave up in all_reduce(float32[100000], SUM): Keyboard"
+    )
+    assert f"rank 0 on host {os.uname().nodename} {wanted}" in one[1]
+
+
+# Calls under way that nobody waits for.
+
+
+def in_flight(tell, rank, size, folder, how):
+    enter(folder, rank, size)
+    dist.barrier()
+    tensors = [torch.ones(100_000) for _ in range(20)]
+    if how == "nobody waits":
+        works = [dist.all_reduce(each, async_op=True) for each in tensors]
+        tell("made")
+        del works
+        sys.exit(0)
+    if how == "destroyed":
+        works = [dist.all_reduce(each, async_op=True) for each in tensors]
+        dist.destroy_process_group()
+        tell(all(work.is_success() for work in works) and all(bool(each.eq(size).all()) for each in tensors))
+        sys.exit(0)
+    if rank == 0:
+        work = dist.all_reduce(tensors[0], async_op=True)
+        time.sleep(0.2)
+        if how == "aborted":
+            dist.group.WORLD.abort()
+        tell(fails(lambda: work) if how == "aborted" else threading.active_count())
+        sys.exit(0)
+    time.sleep(0.5)
+    try:
+        dist.all_reduce(tensors[0])
+        dist.all_reduce(tensors[1])
+    except PeerLost as error:
+        tell((error.rank, error.exit_code))
+
+
+def flight_scene(fork, folder, how):
+    return ranks_of(fork, 3, in_flight, folder, how)
+
+
+@pytest.mark.parametrize(("how", "told"), [("nobody waits", "made"), ("destroyed", True)])
+def test_calls_under_way_neither_hold_the_end_up_nor_are_they_lost(nursery, how, told):
+    assert nursery.play(flight_scene, how) == [told] * 3
+
+
+def test_a_rank_may_end_while_its_call_waits_for_the_others(nursery):
+    _, one, two = nursery.play(flight_scene, "left alone")
+    assert one == two == (0, 0)
+
+
+def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(nursery):
+    zero, one, two = nursery.play(flight_scene, "aborted")
+    assert zero[0] == "CollectiveError"
+    assert "left" in zero[1]
+    assert one == two == (0, None), "it left the group"
+
+
+# Forking.
+
+
+def forks_a_child(tell, rank, size, folder):
+    group = enter(folder, rank, size)
+    kept = group.allocate_tensor(1_000_000).fill_(rank)
+    dist.all_reduce(kept)
+    if rank == 0:
+        reading, writing = os.pipe()
+        for ending in ("quick", "proper"):
+            pid = os.fork()
+            if pid == 0:
+                os.write(writing, fails(lambda: dist.all_reduce(torch.ones(3)))[1].encode()[:200])
+                kept.resize_(0)
+                del kept
+                if ending == "quick":
+                    os._exit(0)
+                atexit._run_exitfuncs()  # and no more: torch itself can't go down in a forked child
+                os._exit(0)
+            os.waitpid(pid, 0)
+        tell(os.read(reading, 1000).decode())
+    else:
+        tell("")
+    dist.barrier()
+    dist.all_reduce(kept)
+    assert kept.eq(size * sum(range(size))).all()
+    dist.destroy_process_group()
+
+
+def forking_scene(fork, folder):
+    return ranks_of(fork, 3, forks_a_child, folder)
+
+
+def test_a_forked_child_is_no_rank_and_disturbs_none(nursery):
+    text, *_ = nursery.play(forking_scene)
+    assert text.count("this process was forked from rank 0 and is no rank") == 2

@@ -1,0 +1,162 @@
+"""Ranks that are killed, leave, fail or stop at any moment: every other rank says which, and goes on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import signal
+import socket
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import random_calls as calls
+from backend_scenes import belongings, enter
+from paceline.errors import CollectiveError
+
+RUNS = {"killed": 20, "exits": 8, "raises": 6, "leaves": 6, "stops": 5}
+# Where a rank stops, nobody else may stand still so long; an end is told well before the 60 s of the others' group.
+STOP_TIMEOUT = 3.0
+
+
+def told_of(error, at, step):
+    return {
+        "at": at,
+        "kind": type(error).__name__,
+        "rank": getattr(error, "rank", None),
+        "step": getattr(error, "step", None),
+        "host": getattr(error, "host", None),
+        "exit_code": getattr(error, "exit_code", None),
+        "text": str(error),
+        "my_step": step,
+    }
+
+
+def stream(group, rank, size, seed, leave=lambda step: None):
+    """Make random calls, some of them under way while the next is made, until one fails."""
+    rng, step, under_way = random.Random(seed), 0, []
+    while True:
+        group.note_step(step)
+        leave(step)
+        call = calls.draw(rng, seed * 100_000 + step, size, largest=1 << 20)
+        tensors = calls.prepare(call, rank, lambda n, dtype: group.allocate_tensor(n, dtype=dtype))
+        work = calls.make(call, tensors, rank, group)
+        under_way += [work] if work is not None else []
+        if step % 5 == 4:
+            under_way += pass_on(rank, size, rng.choice([10, 5000, 200_000]))
+        while len(under_way) > 3:
+            under_way.pop(0).wait()
+        step += 1
+
+
+def pass_on(rank, size, numel):
+    """Send a message to the next rank and receive one from the one before."""
+    arriving = torch.empty(numel)
+    return [dist.isend(torch.ones(numel), (rank + 1) % size), dist.irecv(arriving, (rank - 1) % size)]
+
+
+def one_rank(tell, rank, size, folder, seed, victim, how, delay):
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames calls
+    before = belongings()
+    group = enter(folder, rank, size, STOP_TIMEOUT if how == "stops" else 60.0)
+    when = time.monotonic() + delay
+
+    def leave(step):
+        if rank != victim or time.monotonic() < when or how in ("killed", "stops"):
+            return
+        tell({"at": time.monotonic(), "my_step": step})
+        if how == "exits":
+            sys.exit(3)
+        if how == "raises":
+            raise FloatingPointError("the loss is not a number")
+        dist.destroy_process_group()
+        time.sleep(60)  # it lives on, and is killed at the end of the scene
+
+    tell("ready")
+    try:
+        stream(group, rank, size, seed, leave)
+    except CollectiveError as error:
+        tell(told_of(error, time.monotonic(), int(group._route.board.step)))
+    dist.destroy_process_group()
+    del group
+    tell((before, belongings()))
+    others = [each for each in range(size) if each != victim]
+    if rank in others:
+        group = enter(folder, others.index(rank), len(others), name="again")
+        total = group.allocate_tensor(100_000).fill_(rank)
+        dist.all_reduce(total)
+        assert total.eq(sum(others)).all()
+        dist.destroy_process_group()
+    if seed % 8:  # taking Python and torch down costs half a second: only every eighth run has the time
+        atexit._run_exitfuncs()
+        os._exit(0)
+
+
+def lose_one(fork, folder, size, seed, victim, how, delay):
+    """Return when the victim went and at which step, its exit code, and what each survivor told."""
+    ranks = [fork(one_rank, rank, size, folder, seed, victim, how, delay) for rank in range(size)]
+    assert [each.hear() for each in ranks] == ["ready"] * size
+    others = [each for rank, each in enumerate(ranks) if rank != victim]
+    gone = {}
+    if how in ("killed", "stops"):
+        time.sleep(delay)
+        gone["at"] = ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    else:
+        gone = ranks[victim].hear()
+    gone["code"] = ranks[victim].wait() if how in ("killed", "exits", "raises") else None
+    told = [each.hear() for each in others]
+    left = [each.hear() for each in others]
+    if how == "stops":
+        ranks[victim].kill(signal.SIGCONT)
+        gone["told"] = ranks[victim].hear()
+    codes = [each.wait() for each in others]
+    return gone, told, left, codes
+
+
+EXPECTED = {
+    "killed": ("PeerLost", -9, "ended (ended by SIGKILL)"),
+    "exits": ("PeerLost", 3, "ended (exit code 3)"),
+    "raises": ("PeerLost", 1, "ended (exit code 1)"),
+    "leaves": ("PeerLost", None, "left the group"),
+    "stops": (
+        "CollectiveTimeout",
+        None,
+        f"did not come within the timeout of {STOP_TIMEOUT:g} s (its process is stopped)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "number"), [(how, number) for how, runs in RUNS.items() for number in range(runs)]
+)
+def test_every_survivor_names_the_lost_rank_and_can_go_on(nursery, how, number):
+    seed = list(RUNS).index(how) * 1000 + number
+    rng = random.Random(seed)
+    size = rng.randint(2, 4)
+    victim, delay = rng.randrange(size), rng.random() * 0.2
+    gone, told, left, codes = nursery.play(lose_one, size, seed, victim, how, delay, timeout=60)
+    kind, exit_code, text = EXPECTED[how]
+    assert len(told) == size - 1
+    for each in told:
+        assert (each["kind"], each["rank"], each["host"]) == (kind, victim, socket.gethostname()), each
+        assert each["exit_code"] == exit_code, each
+        assert (
+            f"rank {victim} on host {socket.gethostname()} {text} in step {each['step']}, while"
+            in each["text"]
+        )
+        assert each["at"] >= gone["at"]
+        assert abs(each["step"] - each["my_step"]) <= 5
+        assert each["step"] == gone.get("my_step", each["step"])
+    assert len({each["step"] for each in told}) == 1, "all tell the same"
+    assert gone["code"] in (exit_code, None)
+    if how == "stops":  # it wakes up, and hears that the others did not wait
+        assert (gone["told"]["kind"], gone["told"]["rank"]) == ("CollectiveTimeout", victim)
+    for before, after in left:
+        assert after == before
+    assert codes == [0] * (size - 1)
+    assert not [name for name in os.listdir("/dev/shm") if "paceline" in name]

@@ -1,0 +1,155 @@
+"""The paceline backend over several hosts, which the launcher's variables make of one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.errors import CollectiveTimeout, PeerLost
+from rank_pool import spawn
+
+SIZES = (0, 1, 7, 8192, 100_003, 1_500_001)
+LAYOUTS = {"2+2": (0, 0, 1, 1), "3+1": (0, 0, 0, 1), "1+1+1": (0, 1, 2), "mixed": (0, 1, 0, 1)}
+
+
+def as_hosts(nodes):
+    """Return the variables by which a launcher would tell each rank its node."""
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(nodes[:rank].count(node)),
+            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(len(set(nodes))),
+        }
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def enter(path, timeout=60.0):
+    paceline.init("paceline", init_method=f"file://{path}/world", timeout=timeout)
+    return dist.group.WORLD
+
+
+def values(rank, numel, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def in_order(rank_values, nodes):
+    """Sum as the backend promises: ranks of a host in order, then the hosts in order."""
+    order = list(dict.fromkeys(nodes))
+    sums = []
+    for node in order:
+        mine = [value for value, at in zip(rank_values, nodes, strict=True) if at == node]
+        sums.append(sum(mine[1:], mine[0].clone()))
+    return sum(sums[1:], sums[0])
+
+
+def collectives(rank, size, path, nodes):
+    group = enter(path)
+    assert paceline.init().nodes == len(set(nodes))
+    even = len({nodes.count(node) for node in nodes}) == 1
+    for numel in SIZES:
+        every = [values(each, numel) for each in range(size)]
+        expected = in_order(every, nodes)
+        arena = group.allocate_tensor(numel)
+        for tensor in (arena, torch.empty(numel)):
+            tensor.copy_(every[rank])
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, expected), numel
+            tensor.copy_(every[rank])
+            dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
+            assert torch.equal(tensor, expected / size), numel
+            tensor.copy_(every[rank])
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            assert torch.equal(tensor, torch.stack(every).amax(0)), numel
+            for root in range(size):
+                tensor.copy_(every[rank])
+                dist.broadcast(tensor, root)
+                assert torch.equal(tensor, every[root]), (numel, root)
+        outputs = [torch.empty(numel) for _ in range(size)]
+        dist.all_gather(outputs, every[rank])
+        assert all(map(torch.equal, outputs, every))
+        flat = torch.empty(size * numel)
+        dist.all_gather_into_tensor(flat, every[rank])
+        assert torch.equal(flat, torch.cat(every))
+        mine = torch.empty(numel)
+        dist.reduce_scatter(mine, [each * (rank + 1) for each in every])
+        parts = [every[rank] * (each + 1) for each in range(size)]
+        if even:
+            assert torch.equal(mine, in_order(parts, nodes))
+        assert torch.allclose(mine, sum(parts), atol=1e-4)
+        dist.barrier()
+    low = values(rank, 50_000, torch.bfloat16)
+    dist.all_reduce(low)
+    assert torch.allclose(low.float(), sum(values(r, 50_000) for r in range(size)), atol=0.1)
+    flags = torch.arange(40_000) % (rank + 2) == 0
+    dist.all_reduce(flags, op=dist.ReduceOp.BOR)
+    assert torch.equal(flags, torch.stack([torch.arange(40_000) % (r + 2) == 0 for r in range(size)]).any(0))
+    whole = torch.full((3,), float(rank))
+    dist.reduce(whole, 1)
+    assert rank != 1 or whole.tolist() == [sum(range(size))] * 3
+    after, before = (rank + 1) % size, (rank - 1) % size
+    works = [dist.isend(torch.full((9,), float(rank)), after), dist.irecv(whole.resize_(9), before)]
+    for work in works:
+        work.wait()
+    assert whole.tolist() == [before] * 9
+    paceline.shutdown()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_over_hosts(tmp_path, layout):
+    nodes = LAYOUTS[layout]
+    spawn(collectives, len(nodes), str(tmp_path), nodes, env=as_hosts(nodes))
+
+
+def cuts(rank, size, path):
+    enter(path)
+    tensor = values(rank, 300_000)
+    whole = tensor.clone()
+    dist.all_reduce(whole)
+    for numel in (1000, 65_536, 262_145):
+        parts = tensor.clone()
+        works = [dist.all_reduce(part, async_op=True) for part in parts.split(numel)]
+        for work in works:
+            work.wait()
+        assert torch.equal(parts, whole), numel
+    paceline.shutdown()
+
+
+def test_a_sum_is_the_same_to_the_bit_however_it_is_cut(tmp_path):
+    spawn(cuts, 4, str(tmp_path), env=as_hosts((0, 0, 1, 1)))
+
+
+def until_lost(rank, size, path, victim, how, timeout):
+    """Reduce until a rank is lost, and write down how that was told."""
+    group = enter(path, timeout)
+    tensor = torch.ones(60_000)
+    step = 0
+    try:
+        while True:
+            step += 1
+            group.note_step(step)
+            if rank == victim and step == 20:
+                os.kill(os.getpid(), how)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    except (PeerLost, CollectiveTimeout) as error:
+        with open(f"{path}/told-{rank}", "w") as file:
+            file.write(f"{type(error).__name__} {error.rank} {error.exit_code} {error}")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("victim", range(4))
+def test_a_rank_that_is_killed_is_named_on_every_host(tmp_path, victim):
+    with pytest.raises(Exception, match=f"rank {victim}: died of SIGKILL"):
+        spawn(until_lost, 4, str(tmp_path), victim, signal.SIGKILL, 60.0, env=as_hosts((0, 0, 1, 1)))
+    for rank in set(range(4)) - {victim}:
+        kind, named, code, text = (tmp_path / f"told-{rank}").read_text().split(" ", 3)
+        assert (kind, int(named), int(code)) == ("PeerLost", victim, -signal.SIGKILL), text
+        assert "in step 20" in text

@@ -1,0 +1,124 @@
+"""Many groups, few descriptors, no shared memory: the paceline backend with little to go by."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from backend_scenes import belongings, enter, fails, ranks_of
+from paceline.backends import group_factory
+
+
+def groups_come_and_go(rank, size, count):
+    def used():
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * resource.getpagesize()
+        return belongings(), len(os.listdir("/proc/self/fd")), threading.active_count(), resident
+
+    before = None
+    for number in range(count):
+        group = dist.new_group(backend="paceline")
+        kept = group.allocate_tensor(20_000).fill_(1)
+        works = [dist.all_reduce(kept, group=group, async_op=number % 3 == 0)]
+        told = torch.full((1000,), float(rank))
+        works.append(dist.isend(told, 1, group) if rank == 0 else dist.irecv(told, 0, group))
+        for work in filter(None, works):
+            work.wait()
+        assert kept.eq(size).all()
+        assert told.eq(0).all()
+        dist.destroy_process_group(group)
+        del group, kept, work, works
+        if number == count // 5:
+            before = used()
+    return before, used()
+
+
+def test_groups_that_come_and_go_leave_nothing(pool):
+    for before, after in pool(2, "paceline").run(groups_come_and_go, 150, timeout=100):
+        assert after[0] == before[0]
+        assert after[1] <= before[1] + 2
+        assert after[2] <= before[2]
+        assert after[3] < before[3] + (64 << 20), "120 boards are 1 GB"
+
+
+def out_of_descriptors(tell, rank, size, folder):
+    group = enter(folder, rank, size)
+    tensor = group.allocate_tensor(3_000_000).fill_(1)
+    dist.barrier()
+    if rank == 1:
+        spare = max(map(int, os.listdir("/proc/self/fd"))) + 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, 4096))
+        while True:
+            try:
+                os.dup(0)
+            except OSError:
+                break
+    tell(fails(lambda: dist.all_reduce(tensor)))
+    os._exit(0)
+
+
+def descriptors_scene(fork, folder):
+    return ranks_of(fork, 2, out_of_descriptors, folder)
+
+
+def test_a_rank_without_descriptors_says_so(nursery):
+    zero, one = nursery.play(descriptors_scene)
+    assert one[0] == "OSError"
+    assert "raise the limit (ulimit -n)" in one[1]
+    assert zero[0] == "PeerLost"
+    assert "ulimit -n" in zero[1]
+
+
+def falls_back(tell, rank, size, folder, how):
+    if how == "asked for":
+        os.environ["PACELINE_SHARED_MEMORY"] = "0"
+    elif how == "another user" and rank == 1:
+        os.setuid(12345)
+    elif how == "no descriptors" and rank == 1:
+        group_factory.Listener = lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+    elif how == "another namespace" and rank == 1:
+        made = group_factory._card
+        group_factory._card = lambda *args: replace(made(*args), address="elsewhere")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group = enter(folder, rank, size)
+    tensor = group.allocate_tensor(1000).fill_(rank)
+    dist.all_reduce(tensor)
+    tell(([str(each.message) for each in caught if "paceline" in str(each.message)], tensor[0].item()))
+    dist.destroy_process_group()
+
+
+def fallback_scene(fork, folder, how):
+    os.chmod(folder, 0o777)
+    world = Path(folder, "world")
+    world.touch()
+    world.chmod(0o666)
+    return ranks_of(fork, 3, falls_back, folder, how)
+
+
+REASONS = {
+    "asked for": "PACELINE_SHARED_MEMORY=0",
+    "another user": "belongs to another user",
+    "no descriptors": "Too many open files",
+    "another namespace": "another network namespace?",
+}
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_without_shared_memory_gloo_does_it_and_one_rank_says_why(nursery, how):
+    if how == "another user" and os.getuid() != 0:
+        pytest.skip("only root can be another user")
+    told = nursery.play(fallback_scene, how)
+    assert [value for _, value in told] == [3.0] * 3
+    said = [text for texts, _ in told for text in texts]
+    assert len(said) == 1, said
+    assert "no shared memory, using gloo instead" in said[0]
+    assert REASONS[how] in said[0]

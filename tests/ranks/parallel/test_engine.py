@@ -1,0 +1,265 @@
+"""What people do to a wrapped model, and what must come of it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import model_zoo
+import paceline
+from engine_cases import ALL, REPLICATED, data, loss_on, same_on_all_ranks, wrapped
+from model_zoo import apart
+from paceline.errors import SyncError, UnsyncedGradients, UsageError
+
+# ------------------------------------------------------------------ plain loss.backward()
+
+
+def plain_backward_beside_ddp(rank, size, sync):
+    ours, optim = wrapped(sync)
+    ddp = DistributedDataParallel(model_zoo.build("Plain"))
+    theirs = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        with ours.no_sync():
+            loss_on(ours, rank, step).backward()
+        loss_on(ours, rank, step + 50).backward()
+        with ddp.no_sync():
+            loss_on(ddp, rank, step).backward()
+        loss_on(ddp, rank, step + 50).backward()
+        optim.step(), theirs.step()
+        optim.zero_grad(), theirs.zero_grad()
+    return apart(ours.whole_parameters(), ddp.module.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_plain_backward_does_what_ddp_does(pool, sync):
+    assert all(gap < 1e-13 for gap in pool(2).run(plain_backward_beside_ddp, sync))
+
+
+# ------------------------------------------------------------------ the gate
+
+
+def skipped_layer(rank, size, sync):
+    model, optim = wrapped(sync, "Branches")
+    reference = model_zoo.build("Branches")
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):  # the third branch is taken by few samples, in some steps by none
+        loss_on(model, rank, step, "Branches").backward()
+        optim.step()
+        optim.zero_grad()
+        (sum(loss_on(reference, r, step, "Branches") for r in range(size)) / size).backward()
+        other.step()
+        other.zero_grad()
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_a_layer_skipped_in_some_steps_trains_as_in_one_process(pool, sync):
+    assert all(gap < 1e-13 for gap in pool(2).run(skipped_layer, sync))
+
+
+def equal_backward_beside_ddp(rank, size, sync):
+    """model.backward(loss) without samples: ranks count the same, micro-batches add up, as with DDP."""
+    ours, optim = wrapped(sync)
+    ddp = DistributedDataParallel(model_zoo.build("Plain"))
+    theirs = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        with ours.accumulate():
+            ours.backward(loss_on(ours, rank, step))
+        ours.backward(loss_on(ours, rank, step + 50))
+        ours.backward(loss_on(ours, rank, step + 70))
+        with ddp.no_sync():
+            loss_on(ddp, rank, step).backward()
+        loss_on(ddp, rank, step + 50).backward()
+        loss_on(ddp, rank, step + 70).backward()
+        optim.step(), theirs.step()
+        optim.zero_grad(), theirs.zero_grad()
+    return apart(ours.whole_parameters(), ddp.module.parameters())
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_backward_without_samples_counts_ranks_alike(pool, sync):
+    assert all(gap < 1e-13 for gap in pool(3).run(equal_backward_beside_ddp, sync))
+
+
+def no_sync_around_backward_only(rank, size, sync):
+    model, optim = wrapped(sync)
+    reference, other = wrapped("naive")
+    for step in range(3):
+        loss = loss_on(model, rank, step)
+        with model.no_sync():
+            loss.backward()
+        optim.step()
+        optim.zero_grad()
+        loss_on(reference, rank, step).backward()
+        other.step()
+        other.zero_grad()
+    return apart(model.whole_parameters(), reference.whole_parameters()), same_on_all_ranks(
+        model.whole_parameters()
+    )
+
+
+@pytest.mark.parametrize("sync", [*REPLICATED, "sharded"])
+def test_no_sync_around_only_the_backward_is_made_good_at_step(pool, sync):
+    for gap, same in pool(2).run(no_sync_around_backward_only, sync):
+        assert gap < 1e-13
+        assert same
+
+
+def flag_toggled(rank, size):
+    model, optim = wrapped("bucketed")
+    with model.no_sync():
+        loss = loss_on(model, rank)
+    loss.backward()  # what counts is where backward runs
+    optim.step()
+    return same_on_all_ranks(model.whole_parameters())
+
+
+def test_forward_inside_no_sync_and_backward_outside_synchronises(pool):
+    assert all(pool(2).run(flag_toggled))
+
+
+def thawed(rank, size, sync):
+    model = paceline.DataParallel(model_zoo.build("Frozen"), sync=sync)
+    optim = paceline.ShardedOptimizer(model, torch.optim.SGD, [*model.parameters()], lr=0.1)
+    model.module.scale.requires_grad_(True)
+    loss_on(model, rank).backward()
+    with pytest.raises(UnsyncedGradients, match=r"'scale' was frozen"):
+        optim.step()
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_a_parameter_unfrozen_after_wrapping_is_named(pool, sync):
+    pool(2).run(thawed, sync)
+
+
+def wrong_optimizer(rank, size):
+    model = paceline.DataParallel(model_zoo.build("Plain"), sync="sharded")
+    optim = torch.optim.AdamW(model.parameters())
+    loss_on(model, rank).backward()
+    with pytest.raises(UsageError, match=r"ShardedOptimizer\(model, torch.optim.AdamW"):
+        optim.step()
+
+
+def test_a_plain_optimizer_on_a_sharded_model_is_refused(pool):
+    pool(2).run(wrong_optimizer)
+
+
+# ------------------------------------------------------------------ samples
+
+
+def mixed_calls(rank, size):
+    model, _ = wrapped("bucketed")
+    loss = loss_on(model, rank)
+    run = partial(model.backward, loss, samples=6) if rank == 0 else loss.backward
+    with pytest.raises(
+        SyncError, match=r"ranks \[0\] called model.backward.*ranks \[1\] called loss.backward"
+    ):
+        run()
+    with model.accumulate():
+        model.backward(loss_on(model, rank), samples=6)
+    with pytest.raises(SyncError, match="mixed in one gradient"):
+        loss_on(model, rank).backward()
+
+
+def test_mixing_weighted_and_plain_backward_is_an_error(pool):
+    pool(2).run(mixed_calls)
+
+
+def forwards_without_backward(rank, size):
+    def step(model, has_data):
+        model.backward(loss_on(model, rank) if has_data else None, samples=6 if has_data else 0)
+
+    (model, optim), (reference, other) = wrapped("full-shard"), wrapped("naive")
+    step(model, True)
+    kept = [loss_on(model, rank) for _ in range(3)]  # an evaluation that forgot no_grad
+    optim.zero_grad()
+    step(model, rank == 0)
+    optim.step()
+    step(reference, rank == 0)
+    other.step()
+    del kept
+    return apart(model.whole_parameters(), reference.whole_parameters()), len(model.engine._latest)
+
+
+def test_full_shard_repeats_only_forwards_that_backward_went_through(pool):
+    for gap, repeated in pool(2).run(forwards_without_backward):
+        assert gap < 1e-12
+        assert repeated == 1
+
+
+def nobody_has_samples(rank, size, sync):
+    model, optim = wrapped(sync)
+    model.backward(loss_on(model, rank), samples=6)
+    optim.step()
+    optim.zero_grad()
+    before = model.whole_parameters()
+    model.backward(None, samples=0)
+    optim.step()
+    return apart(before, model.whole_parameters()), model.samples
+
+
+@pytest.mark.parametrize("sync", ALL)
+def test_a_step_in_which_no_rank_has_samples_changes_nothing(pool, sync):
+    assert pool(2).run(nobody_has_samples, sync) == [(0.0, 0.0)] * 2
+
+
+def passes_over_gradients(rank, size):
+    """Count multiplications in place in one backward: with the total of the last one, and with another."""
+    model, optim = wrapped("flat")
+    counts = []
+    for samples in (6, 6, 6, 5):
+        loss = loss_on(model, rank)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model.backward(loss, samples=samples)
+        scaling = ("aten::mul_", "aten::_foreach_mul_")
+        counts.append(sum(event.count for event in profile.key_averages() if event.key in scaling))
+        optim.zero_grad()
+    return counts[2:]
+
+
+def test_equal_totals_cost_no_pass_over_the_gradients(pool):
+    assert pool(2).run(passes_over_gradients) == [[0, 1]] * 2
+
+
+def backward_twice(rank, size, sync, weighted):
+    model, optim = wrapped(sync, lr=1.0)
+    loss = loss_on(model, rank)
+    if weighted:
+        model.backward(loss, samples=6, retain_graph=True)
+        model.backward(loss_on(model, rank, 1), samples=2)
+    else:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    optim.step()
+    reference = model_zoo.build("Plain")
+    losses = [loss_on(reference, r, 0) for r in range(size)]
+    if weighted:
+        losses = [(6 * a + 2 * loss_on(reference, r, 1)) / 8 for r, a in enumerate(losses)]
+    (sum(losses) / size * (1 if weighted else 2)).backward()
+    torch.optim.SGD(reference.parameters(), lr=1.0).step()
+    return apart(model.whole_parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sync", ALL)
+def test_gradients_accumulate_over_synchronised_backwards(pool, sync, weighted):
+    assert all(gap < 1e-13 for gap in pool(3).run(backward_twice, sync, weighted))
+
+
+def bad_arguments(rank, size):
+    model, _ = wrapped("bucketed")
+    with pytest.raises(UsageError, match="pass the number of samples"):
+        model.backward(loss_on(model, rank), samples=-1)
+    with pytest.raises(UsageError, match="samples=0"):
+        model.backward(None)
+    with pytest.raises(UsageError, match=r"shape \[6, 1\]"):
+        model.backward(model(data(rank)[0]), samples=6)
+    with pytest.raises(UsageError, match="above 0"):
+        model.clip_grad_norm_(0)
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent(pool):
+    pool(2).run(bad_arguments)

@@ -1,0 +1,147 @@
+"""What the ranks of test_over_mpi.py do: ``python star_ranks.py CASE``."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+
+from mpi_worlds import tell
+from paceline.errors import EnvelopeError, UsageError
+from paceline.transport.envelope_check import check_place, open_whole
+from paceline.transport.mpi_exchange.hub_over_mpi import MpiExchange
+from paceline.transport.mpi_exchange.message_carrier import Tag
+from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+from paceline.transport.transport_interface import HUB
+from zmq_ends import bad_messages, make
+
+SIZES = (0, 1, 5000, 100_000, 4 << 20)
+ENOUGH = 30.0
+
+
+def until(so):
+    """Wait until something is so."""
+    deadline = time.monotonic() + ENOUGH
+    while not so():
+        assert time.monotonic() < deadline
+
+
+def payload(source, sequence):
+    return bytes([source + sequence % 50]) * SIZES[sequence % len(SIZES)]
+
+
+def crowd(carrier, end):
+    """All workers send a lot, and the hub sends all of it back."""
+    many, came = 60, []
+    others = list(range(1, carrier.size)) if end.me == HUB else [HUB]
+    assert list(end.peers()) == others
+    if end.me == HUB:
+        while len(came) < many * len(others):
+            for each in end.poll(1.0):
+                came.append((each.header.source, each.header.sequence))
+                back = make(HUB, each.header.source, each.header.sequence, each.payload)
+                until(lambda back=back: end.send(back))
+        for source in others:
+            assert [sequence for who, sequence in came if who == source] == list(range(many))
+    else:
+        sequence = 0
+        while len(came) < many:
+            if sequence < many and end.send(make(end.me, HUB, sequence, payload(end.me, sequence))):
+                sequence += 1
+            for each in end.poll():
+                assert bytes(each.payload) == payload(end.me, each.header.sequence)
+                came.append(each.header.sequence)
+        assert came == list(range(many))
+        assert end.sent_nbytes == end.received_nbytes
+    assert not end.send(make(end.me, 99)), "there is no such rank"
+    assert not end.send(make(end.me, end.me))
+    return len(came)
+
+
+def is_good(message, source):
+    try:
+        header = open_whole(message, limit=SIZES[-1]).header
+        check_place(header, me=HUB, run="run", carried_from=source)
+    except EnvelopeError:
+        return False
+    return True
+
+
+def strangers(carrier, end):
+    """Workers send what no hub should take, and now and then an envelope."""
+    if end.me == HUB:
+        came = []
+        while len(came) < 3 * (carrier.size - 1):
+            came += end.poll(1.0)
+        assert all(each.header.kind == "good" for each in came)
+        return dict(end.refused)
+    flights, sent = [], 0
+    for number in range(3):
+        for parts in bad_messages(random.Random(number), end.me):
+            message = b"".join(parts)  # here a message has one part
+            if is_good(message, end.me):
+                message += b"x"
+            flights.append((carrier.send(message, HUB, Tag.ENVELOPE), message))
+            sent += 1
+        long = bytes(5 << 20)
+        flights.append((carrier.send(long, HUB, Tag.ENVELOPE), long))
+        sent += 1
+        until(lambda number=number: end.send(make(end.me, HUB, number, kind="good")))
+    until(lambda: all(launch_queue.Test() for launch_queue, _ in flights))
+    return sent
+
+
+def slow_hub(carrier, end):
+    """The hub looks at nothing for a while: who sends to it is told."""
+    if end.me == HUB:
+        time.sleep(0.3)
+        came = []
+        deadline = time.monotonic() + ENOUGH
+        while sum(each.header.kind == "last" for each in came) < carrier.size - 1:
+            assert time.monotonic() < deadline
+            came += end.poll(0.1)
+        return len(came)
+    taken = 0
+    while end.send(make(end.me, HUB, taken, bytes(1 << 20))):
+        taken += 1
+        assert taken < 100
+    until(lambda: end.send(make(end.me, HUB, taken, kind="last")))
+    return taken + 1
+
+
+def woken(carrier, end):
+    """Another thread ends the wait."""
+    end.wake()
+    assert end.poll(3600.0) == []
+    timer = threading.Timer(0.05, end.wake)
+    timer.start()
+    assert end.poll(3600.0) == []
+    timer.join()
+    for wrong in (make(9, HUB), make(end.me, (end.me + 1) % carrier.size, 0, bytes((4 << 20) + 1))):
+        try:
+            end.send(wrong)
+        except UsageError:
+            continue
+        raise AssertionError(wrong)
+    return 1
+
+
+def leave(carrier, end):
+    """All leave at once, with a lot under way that nobody looks at."""
+    for target in end.peers():
+        for sequence in range(3):
+            assert end.send(make(end.me, target, sequence, bytes(4 << 20)))
+    return 1
+
+
+def main():
+    carrier = MpiCarrier()
+    end = MpiExchange(carrier, "run")
+    what = globals()[sys.argv[1]](carrier, end)
+    end.close()
+    tell(carrier.rank, what)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""A star over ZeroMQ: what is sent arrives, who takes nothing holds up nobody else, and ends come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from paceline.errors import UsageError
+from paceline.transport.paced_queue import PacedQueue
+from paceline.transport.transport_interface import HUB
+from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
+from paceline.transport.zmq.zmq_socket import MOST_NUMBER, identity_of, number_of
+from zmq_ends import (
+    ENOUGH,
+    LOOPBACK,
+    drive,
+    frame,
+    greeting,
+    make,
+    meet,
+    port_of,
+    program,
+    shake_hands,
+    told_address,
+    wired,
+)
+
+FRAME = 4 << 20
+
+
+@pytest.fixture
+def hub(ends):
+    return ends(HubExchange, LOOPBACK, "run")
+
+
+@pytest.mark.parametrize("number", [1, 255, 256, 2**32, MOST_NUMBER])
+def test_a_number_is_an_identity_and_back(number):
+    identity = identity_of(number)
+    assert len(identity) == 8
+    assert identity[0] != 0, "those that begin with 0 are ZeroMQ's own"
+    assert number_of(identity) == number
+
+
+@pytest.mark.parametrize(
+    "identity", [b"", b"x", bytes(8), b"\xff" * 8, b"\x80" + bytes(7), b"\x80" + b"x" * 8]
+)
+def test_what_is_no_worker_s_identity_is_nobody(identity):
+    assert number_of(identity) is None
+
+
+@pytest.mark.parametrize("number", [0, -1, 2**53, True, 1.5, "1"])
+def test_what_is_no_number_of_a_worker_is_refused(number):
+    with pytest.raises(UsageError, match="no number of a worker"):
+        WorkerExchange("tcp://127.0.0.1:7000", number)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_what_is_sent_arrives_there_and_back(ends, tmp_path, transport):
+    hub = ends(HubExchange, LOOPBACK if transport == "tcp" else f"ipc://{tmp_path}/hub", "run")
+    worker = ends(WorkerExchange, hub.address, 7, "run")
+    meet(hub, worker)
+    payloads = [b"", b"x", os.urandom(5000), bytearray(os.urandom(100_000)), memoryview(os.urandom(FRAME))]
+    for there, back in ((worker, hub), (hub, worker)):
+        before = back.received_nbytes
+        for sequence, payload in enumerate(payloads):
+            sent = make(there.me, back.me, sequence, payload, meta={"score": 0.5, "name": "x"})
+            assert there.send(sent)
+            (came,) = drive([back], lambda came: came[0])[0]
+            assert bytes(came.payload) == bytes(payload)
+            assert replace(came.header, nbytes=0, total_nbytes=0, checksum=0) == sent.header
+        assert back.received_nbytes - before > sum(map(len, payloads))
+    assert (hub.sent_nbytes, worker.sent_nbytes) == (worker.received_nbytes, hub.received_nbytes)
+    assert hub.refused == worker.refused == Counter()
+    assert (hub.peers(), worker.peers(), worker.trouble) == ([7], [HUB], "")
+
+
+def test_a_payload_that_may_change_is_sent_as_it_was(ends, hub):
+    worker = ends(WorkerExchange, hub.address, 7)
+    meet(hub, worker)
+    payload = bytearray(b"a" * 1_000_000)
+    for sequence in range(4):
+        assert worker.send(make(7, HUB, sequence, payload))
+        payload[:] = bytes([ord("b") + sequence]) * len(payload)
+    came = drive([hub], lambda came: len(came[0]) == 4)[0]
+    assert [bytes(each.payload[:1]) for each in came] == [b"a", b"b", b"c", b"d"]
+    assert hub.refused == {}
+
+
+def test_many_workers_at_once_each_in_its_order(ends, hub):
+    numbers = range(1, 9)
+
+    def work(number):
+        worker = WorkerExchange(hub.address, number, "run")
+        sequence, heard = 0, []
+        deadline = time.monotonic() + ENOUGH
+        while len(heard) < 50 and time.monotonic() < deadline:
+            if sequence < 50 and worker.send(make(number, HUB, sequence, bytes([number]) * 20_000)):
+                sequence += 1
+            heard += worker.poll(0.001)
+        heard_by[number] = [each.header.sequence for each in heard]
+        worker.close()
+
+    heard_by, came = {}, {number: [] for number in numbers}
+    threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    back = PacedQueue()
+    while any(thread.is_alive() for thread in threads):
+        for each in hub.poll(min(0.01, back.pump(time.monotonic(), hub.send))):
+            source = each.header.source
+            assert bytes(each.payload) == bytes([source]) * 20_000
+            came[source].append(each.header.sequence)
+            assert back.put(make(HUB, source, each.header.sequence))
+    assert came == heard_by == {number: list(range(50)) for number in numbers}
+
+
+def test_a_thread_that_wakes_the_other_ends_its_wait(ends, hub):
+    worker = ends(WorkerExchange, hub.address, 7)
+    meet(hub, worker)
+    for end in (hub, worker):
+        end.wake()
+        end.wake()
+        assert end.poll(3600.0) == [], "it was woken before"
+        timer = threading.Timer(0.05, end.wake)
+        timer.start()
+        assert end.poll(3600.0) == []
+        timer.join()
+        end.close()
+        end.wake()
+
+
+def test_waiting_ends_when_something_comes_or_a_connection_does(ends, hub):
+    worker = ends(WorkerExchange, hub.address, 7)
+    stop = threading.Event()
+    polling = threading.Thread(target=lambda: [hub.poll(0.01) for _ in iter(stop.is_set, True)])
+    polling.start()
+    try:
+        assert worker.poll(3600.0) == []
+        assert worker.peers() == [HUB]
+    finally:
+        stop.set()
+        polling.join()
+    worker.send(make(7, HUB, 0))
+    (came,) = hub.poll(3600.0)
+    assert came.header.source == 7
+
+
+def test_nothing_is_taken_while_there_is_nobody_to_take_it(ends, hub):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7)
+    assert not worker.send(make(7, HUB))
+    assert not worker.send(make(7, 8)), "a worker reaches the hub only"
+    for target in (7, HUB, 2**60):
+        assert not hub.send(make(HUB, target))
+    assert hub.sent_nbytes == worker.sent_nbytes == 0
+
+
+def test_what_can_never_be_sent_is_a_usage_error(ends, hub):
+    worker = ends(WorkerExchange, hub.address, 7)
+    meet(hub, worker)
+    for end, wrong, message in (
+        (hub, make(7, 7), "can't be sent from 0"),
+        (worker, make(HUB, HUB), "can't be sent from 7"),
+        (worker, make(7, HUB, 0, bytes(FRAME + 1)), f"more than {FRAME}"),
+        (worker, make(7, HUB, -1), "sequence is -1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            end.send(wrong)
+
+
+def filled(end, target, payload):
+    """Send until nothing is taken any more, and return how many were."""
+    sequence, deadline = 0, time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        if end.send(make(end.me, target, sequence, payload)):
+            sequence += 1
+            deadline = time.monotonic() + 0.5
+            assert sequence < 1000, "there is no end to what it takes"
+        else:
+            time.sleep(0.005)
+    return sequence
+
+
+def test_who_takes_nothing_holds_up_its_sender_and_nobody_else(ends, hub):
+    slow, quick = ends(WorkerExchange, hub.address, 7), ends(WorkerExchange, hub.address, 8)
+    meet(hub, slow, quick)
+    payload = os.urandom(1 << 20)
+    taken = filled(hub, 7, payload)
+    assert hub.send(make(HUB, 8, 0, payload))
+    drive([quick], lambda came: came[0])
+    came = drive([slow], lambda came: len(came[0]) == taken)[0]
+    assert [each.header.sequence for each in came] == list(range(taken))
+
+    taken = filled(slow, HUB, payload)
+    assert quick.send(make(8, HUB, 0))
+    came = drive([hub], lambda came: len(came[0]) == taken + 1)[0]
+    assert [each.header.sequence for each in came if each.header.source == 7] == list(range(taken))
+    assert hub.refused == slow.refused == quick.refused == {}
+
+
+def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
+    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue=1000))
+    meet(hub, worker)
+    for sequence in range(500):
+        assert worker.send(make(7, HUB, sequence))
+    came = []
+    while len(came) < 500:
+        some = hub.poll(1.0)
+        assert 0 < len(some) <= 64
+        came += some
+
+
+# --- ends that come and go
+
+
+def answered(worker, sequence, seconds=ENOUGH):
+    """Return once the hub has sent something back."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if worker.send(make(worker.me, HUB, sequence, b"hello", run="run")):
+            until = time.monotonic() + 1.0
+            while time.monotonic() < until:
+                if any(each.header.sequence == sequence for each in worker.poll(0.05)):
+                    return
+        worker.poll(0.02)
+    raise AssertionError(worker.trouble)
+
+
+def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
+    with program("hub", LOOPBACK) as process:
+        address = told_address(process)
+        worker = ends(WorkerExchange, address, 7, "run")
+        answered(worker, 0)
+    deadline = time.monotonic() + ENOUGH
+    while worker.peers() or "no hub answers" not in worker.trouble:
+        assert time.monotonic() < deadline, worker.trouble
+        worker.poll(0.02)
+    assert not worker.send(make(7, HUB, 1))
+    with program("hub", address) as process:
+        assert told_address(process) == address
+        answered(worker, 2)
+        assert (worker.peers(), worker.trouble) == ([HUB], "")
+
+
+def test_a_hub_that_stands_still_counts_as_gone_and_comes_back(ends):
+    with program("hub", LOOPBACK) as process:
+        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(silence=0.6))
+        answered(worker, 0)
+        process.send_signal(signal.SIGSTOP)
+        drive([worker], lambda _: not worker.peers())
+        assert "broke" in worker.trouble
+        process.send_signal(signal.SIGCONT)
+        answered(worker, 1)
+
+
+def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
+    first = ends(WorkerExchange, hub.address, 7)
+    meet(hub, first)
+    first.close()
+    drive([hub], lambda _: not hub.send(make(HUB, 7)))
+    assert hub.peers() == []
+    second = ends(WorkerExchange, hub.address, 7)
+    meet(hub, second)
+    assert hub.send(make(HUB, 7, 3, b"again"))
+    (came,) = drive([second], lambda came: came[0])[0]
+    assert bytes(came.payload) == b"again"
+
+
+def test_a_worker_whose_old_connection_nobody_ended_keeps_its_number_too(ends, hub):
+    with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
+        shake_hands(old, identity_of(7), hub.poll)
+        old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
+        drive([hub], lambda came: came[0])
+        assert hub.peers() == [7]
+        worker = ends(WorkerExchange, hub.address, 7)
+        meet(hub, worker)
+        assert hub.send(make(HUB, 7, 3, b"again"))
+        drive([worker], lambda came: came[0])
+
+
+def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
+    hub = ends(HubExchange, LOOPBACK, "run", most_peers=3)
+    workers = [ends(WorkerExchange, hub.address, number) for number in range(1, 6)]
+    drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
+    for number in (1, 2, 3, 1, 4, 5):
+        assert workers[number - 1].send(make(number, HUB))
+        drive([hub], lambda came: came[0])
+    assert hub.peers() == [1, 4, 5]
+
+
+def test_a_worker_that_was_not_heard_of_for_long_is_no_peer(ends):
+    hub = ends(HubExchange, LOOPBACK, "run", recent=0.2)
+    worker = ends(WorkerExchange, hub.address, 7)
+    meet(hub, worker)
+    drive([hub], lambda _: not hub.peers())
+    assert hub.send(make(HUB, 7)), "it may only have been silent"
+
+
+def answered_by(server, worker):
+    """Return the next connection of a worker to a server."""
+    while True:
+        worker.poll(0.01)
+        with contextlib.suppress(TimeoutError):
+            return server.accept()[0]
+
+
+def test_what_listens_there_may_be_the_hub_next_time(ends):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        worker = ends(WorkerExchange, address, 7)
+        other.settimeout(0.01)
+        for _ in range(2):
+            with answered_by(other, worker) as connection:
+                connection.sendall(greeting(b"PLAIN"))
+                drive([worker], lambda _: "is no hub without keys" in worker.trouble)
+    hub = ends(HubExchange, address, "run")
+    meet(hub, worker)
+    assert worker.trouble == ""
+
+
+def test_ends_leave_nothing_behind():
+    def once():
+        hub = HubExchange(LOOPBACK, "run")
+        worker = WorkerExchange(hub.address, 7)
+        meet(hub, worker)
+        for end in (worker, hub):
+            end.close()
+            end.close()
+        with pytest.raises(UsageError):
+            HubExchange("tcp://192.0.2.1:*", "run", insecure=True)
+
+    process = psutil.Process()
+    once()
+    before = process.num_fds(), process.num_threads()
+    for _ in range(10):
+        once()
+    assert (process.num_fds(), process.num_threads()) == before
+
+
+# --- addresses
+
+
+def test_a_port_that_is_taken_is_said_to_be(ends, hub):
+    with pytest.raises(
+        UsageError, match=rf"can't be at {hub.address}: Address already in use.*\n.*another port"
+    ):
+        HubExchange(hub.address, "run")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://192.0.2.1:*", "address of this machine"),
+        ("tcp://no-such-host.invalid:*", "no host that is known here"),
+        ("ipc:///no/such/folder/hub", "can't be at ipc"),
+        ("tcp://127.0.0.1", "is no address|is no port"),
+    ],
+)
+def test_an_address_where_no_hub_can_be_says_what_can(address, message):
+    with pytest.raises(UsageError, match=message):
+        HubExchange(address, "run", insecure=True)
+
+
+def test_a_hub_that_others_reach_wants_keys_or_to_be_told(ends):
+    with pytest.raises(UsageError, match="has no keys"):
+        HubExchange("tcp://*:*", "run")
+    hub = ends(HubExchange, "tcp://*:*", "run", insecure=True)
+    worker = ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7)
+    meet(hub, worker)
+
+
+def test_a_hub_may_be_named_and_be_at_a_number_of_ipv6(ends):
+    hub = ends(HubExchange, "tcp://localhost:*", "run")
+    meet(hub, ends(WorkerExchange, f"tcp://localhost:{port_of(hub.address)}", 7))
+    if not os.path.exists("/proc/net/if_inet6"):
+        return
+    hub = ends(HubExchange, "tcp://[::1]:*", "run")
+    meet(hub, ends(WorkerExchange, hub.address, 7))

@@ -1,0 +1,312 @@
+"""Warm rank processes: importing torch costs seconds, so they are forked where it is there, and run many cases.
+
+    def check_sum(rank, size, start):            # at the top level of the test module
+        ...                                      # the world of `size` ranks is there already
+        return total
+
+    def test_sum(pool):
+        assert pool(3).run(check_sum, 5) == [18, 18, 18]                  # over gloo
+        assert pool(3, "paceline").run(check_sum, 5) == [18, 18, 18]
+
+A process serves pools of any size: rank k of every pool is process k, and its world is made anew when
+the number of ranks or the backend changes. Seed, default dtype and environment are reset before every case. A case that
+fails or hangs ends the processes that ran it, and the next case starts fresh ones. When pytest goes away,
+however that happens, so do they.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from fork_server import Mother
+
+__all__ = ["Pool", "RankError", "Staff", "serve", "spawn"]
+
+_mother = Mother()  # of all processes here: what is imported takes seconds
+GRACE_SECONDS = 2.0  # after the first failure: how long the other ranks may take to fail too
+
+
+class RankError(Exception):
+    """A case failed on a rank.
+
+    Attributes:
+        rank: the rank that failed first.
+        failures: for every rank that failed, its traceback or what became of it.
+        cause: the exception that rank raised, None if it died, hung or raised what can't be pickled.
+    """
+
+    def __init__(self, failures: Mapping[int, str], cause: BaseException | None) -> None:
+        self.failures, self.cause = dict(failures), cause
+        self.rank = next(iter(self.failures))
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in self.failures.items()))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a process is told to run; `init_method` is None for a case that wants no world."""
+
+    function: bytes
+    rank: int
+    size: int
+    backend: str
+    init_method: str | None
+    env: Mapping[str, str]
+    sys_path: Sequence[str]
+
+
+class Worker:
+    """One process that serves cases through a pipe."""
+
+    def __init__(self, mother: Mother, folder: Path) -> None:
+        self.pipe, theirs = Pipe()
+        self.stacks = folder / f"stacks-{random.getrandbits(48):x}"
+        self.mother, self.pid = mother, mother.fork(theirs, self.stacks)
+        theirs.close()
+
+    def runs(self) -> bool:
+        """Return whether it has not ended."""
+        return self.mother.code(self.pid) is None
+
+    def ended(self) -> str:
+        """Say how the process ended."""
+        code = self.mother.code(self.pid, wait=True) or 0
+        return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def where(self) -> str:
+        """Say where a process that hangs stands: the Python stack of each of its threads."""
+        os.kill(self.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline and not (self.stacks.exists() and self.stacks.stat().st_size):
+            time.sleep(0.02)
+        time.sleep(0.05)
+        return self.stacks.read_text() if self.stacks.exists() else "(no stack: not even signals are served)"
+
+    def close(self) -> None:
+        """End the process."""
+        if self.runs():
+            os.kill(self.pid, signal.SIGKILL)
+            self.mother.code(self.pid, wait=True)
+        self.pipe.close()
+        self.stacks.unlink(missing_ok=True)
+
+
+class Staff:
+    """The processes behind all pools of a session: started when first needed."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="paceline-pool-"))
+        self.workers: dict[int, Worker] = {}
+        self.worlds = 0
+        self.latest = (0, "")  # size and backend of the latest world
+
+    def __call__(self, size: int, backend: str = "gloo") -> Pool:
+        """Return the pool of `size` ranks, whose world has `backend`."""
+        return Pool(self, size, backend)
+
+    def hire(self, size: int) -> list[Worker]:
+        """Return the processes of ranks 0 … size − 1, starting those that are not there."""
+        for rank in range(size):
+            if rank in self.workers and not self.workers[rank].runs():
+                self.fire([rank])
+            if rank not in self.workers:
+                self.workers[rank] = Worker(_mother, self.folder)
+        return [self.workers[rank] for rank in range(size)]
+
+    def fire(self, ranks: Sequence[int]) -> None:
+        """End the processes of `ranks`; whoever shared a world with them gets a new one."""
+        for rank in ranks:
+            self.workers.pop(rank).close()
+        self.worlds += 1
+
+    def init_method(self, size: int, backend: str) -> str:
+        """Return where the present world meets; another size or backend is another world."""
+        if (size, backend) != self.latest:
+            self.worlds, self.latest = self.worlds + 1, (size, backend)
+        return f"file://{self.folder}/world-{self.worlds}-{size}-{backend}"
+
+    def close(self) -> None:
+        """End all processes and remove their folder."""
+        self.fire(list(self.workers))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Pool:
+    """A number of warm ranks."""
+
+    def __init__(self, staff: Staff, size: int, backend: str) -> None:
+        self.staff, self.size, self.backend = staff, size, backend
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        world: bool = True,
+        env: Sequence[Mapping[str, str]] | None = None,
+    ) -> list[Any]:
+        """Run ``function(rank, size, *args)`` on every rank and return the results, rank 0 first.
+
+        Args:
+            function: a function at the top level of a module.
+            args: anything that can be pickled.
+            timeout: seconds until a case counts as hung; starting the processes is not counted.
+            world: False runs the case without a world: it makes (or fails to make) its own.
+            env: environment variables of each rank during the case.
+
+        Raises:
+            RankError: the function raised, died or hung on some rank.
+        """
+        workers = self.staff.hire(self.size)
+        try:
+            for rank, worker in enumerate(workers):
+                worker.pipe.send_bytes(pickle.dumps(self._case(function, args, rank, world, env)))
+            outcome = self._collect(workers, time.monotonic() + 120)
+            if not isinstance(outcome, RankError):
+                outcome = self._collect(workers, time.monotonic() + timeout)
+            if isinstance(outcome, RankError):
+                raise outcome from outcome.cause
+        except BaseException:  # pytest's own time-out too: nobody may read the answers to this case later
+            self.staff.fire(range(self.size))
+            raise
+        if not world:
+            self.staff.worlds += 1
+        return outcome
+
+    def _case(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        rank: int,
+        world: bool,
+        env: Sequence[Mapping[str, str]] | None,
+    ) -> Case:
+        init_method = self.staff.init_method(self.size, self.backend) if world else None
+        call = pickle.dumps((function, args))
+        return Case(
+            call, rank, self.size, self.backend, init_method, env[rank] if env else {}, list(sys.path)
+        )
+
+    @staticmethod
+    def _collect(workers: Sequence[Worker], deadline: float) -> list[Any] | RankError:
+        """Take one message from every worker; the first failure shortens the deadline of the others."""
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        cause: BaseException | None = None
+        while len(results) + len(failures) < len(workers):
+            open_ranks = {w.pipe: r for r, w in enumerate(workers) if r not in results and r not in failures}
+            ready = wait(list(open_ranks), timeout=max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = open_ranks[pipe]  # type: ignore[index]
+                outcome, value, error = _receive(workers[rank])
+                if outcome == "ok":
+                    results[rank] = value
+                    continue
+                if not failures:
+                    cause, deadline = error, min(deadline, time.monotonic() + GRACE_SECONDS)
+                failures[rank] = value
+            if not ready:
+                for rank in open_ranks.values():
+                    what = "was still running when another rank failed" if failures else "hangs"
+                    failures[rank] = f"{what}; it stands at\n{workers[rank].where()}"
+        return RankError(failures, cause) if failures else [results[rank] for rank in range(len(workers))]
+
+
+def spawn(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: Sequence[Mapping[str, str]] | None = None,
+) -> list[Any]:
+    """Run ``function(rank, ranks, *args)`` without a world, in processes that nobody else uses."""
+    with contextlib.closing(Staff()) as staff:
+        return staff(ranks).run(function, *args, timeout=timeout, world=False, env=env)
+
+
+def _receive(worker: Worker) -> tuple[str, Any, BaseException | None]:
+    try:
+        return pickle.loads(worker.pipe.recv_bytes())
+    except (EOFError, OSError):
+        return "error", worker.ended(), None
+
+
+# In the process itself.
+
+
+def _enter(case: Case, present: str | None) -> str | None:
+    """Leave the present world if `case` wants another, enter that, and return where it met."""
+    import torch
+
+    import paceline
+
+    if case.init_method is None or case.init_method != present:
+        paceline.shutdown()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        if case.init_method is not None:
+            method, place = case.init_method, {"rank": case.rank, "size": case.size}
+            paceline.init(case.backend, init_method=method, **place, timeout=60.0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    random.seed(0)
+    return case.init_method
+
+
+def _answer(pipe: Connection, work: Callable[[], Any]) -> bool:
+    """Do `work`, tell the other end how it went, and return whether it went well."""
+    well = False
+    try:
+        message = pickle.dumps(("ok", work(), None))
+        well = True
+    except BaseException as error:  # noqa: BLE001 — whatever it is, the test must see it
+        text = traceback.format_exc()
+        try:
+            message = pickle.dumps(("error", text, error))
+            pickle.loads(message)
+        except Exception:  # noqa: BLE001 — an exception that can't be pickled is told by its text
+            message = pickle.dumps(("error", text, None))
+    pipe.send_bytes(message)
+    return well
+
+
+def serve(pipe: Connection) -> None:
+    """Carry out cases until the other end of the pipe is closed."""
+    environment, present = dict(os.environ), None
+    while True:
+        try:
+            case: Case = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = case.sys_path
+
+        call: list[Any] = []
+
+        def enter(case: Case = case, present: str | None = present, call: list[Any] = call) -> None:
+            _enter(case, present)
+            call.extend(pickle.loads(case.function))  # imports the test module: no part of the case's time
+
+        def run(case: Case = case, call: list[Any] = call) -> Any:
+            os.environ.update(case.env)
+            function, args = call
+            return function(case.rank, case.size, *args)
+
+        present = case.init_method if _answer(pipe, enter) else "broken"
+        if present != "broken":
+            _answer(pipe, run)

@@ -1,0 +1,113 @@
+"""Whatever an admitted worker says, hub and worker go on, and only what is right moves the centre."""
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hub_conversation import LAYOUT, NUMEL, PACKING, Talk
+from paceline.async_dp.protocol.hub_messages import HubMessage
+from paceline.async_dp.protocol.message_assembly import split_message
+from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
+from paceline.async_dp.wal.worker_outbox import Outbox
+from paceline.async_dp.worker.fragment_replica import FragmentReplica
+from paceline.async_dp.worker.hub_session import HubSession
+from paceline.transport.transport_interface import HUB, Envelope
+
+VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.sampled_from([math.nan, math.inf, -math.inf, 1.5, -1.0, 1e300]),
+    st.text(max_size=20),
+)
+META = st.dictionaries(
+    st.sampled_from(
+        ["base", "samples", "steps", "rate", "score", "before", "revision", "lr", "version", "name", "every"]
+        + [
+            "session",
+            "fragment",
+            "have",
+            "layout",
+            "why",
+            "workers",
+            "run",
+            "phase",
+            "slot",
+            "slots",
+            "yours",
+        ]
+    ),
+    VALUES,
+    max_size=8,
+)
+KINDS = st.sampled_from(
+    ["hello", "update", "fetch", "parameters", "score", "beat", "bye", "welcome", "refusal", "who", "ack"]
+    + ["centre", "ask", "adopt", "together", "strange"]
+)
+PAYLOADS = st.one_of(
+    st.binary(max_size=80),
+    st.just(bytes(PACKING.nbytes)),
+    st.just(bytes(PACKING.pack(torch.full((NUMEL,), math.nan)))),
+    st.just(LAYOUT.packed()),
+)
+
+
+@st.composite
+def messages(draw: Any, source: int, target: int) -> HubMessage:
+    return HubMessage(
+        draw(KINDS),
+        source,
+        target,
+        draw(st.integers(0, 2**63 - 1)),
+        draw(st.integers(-3, 3)),
+        draw(META),
+        draw(PAYLOADS),
+        draw(st.sampled_from([*CODECS, "", "topk"])),
+    )
+
+
+@given(st.lists(st.tuples(messages(1, HUB), st.integers(0, 3)), max_size=25))
+@settings(max_examples=150, deadline=None)
+def test_a_hub_survives_whatever_an_admitted_worker_says(said: list[tuple[HubMessage, int]]) -> None:
+    talk = Talk()
+    talk.begin(1, 2)
+    for message, pause in said:
+        talk.now += pause
+        message.payload = bytes(message.payload)
+        for envelope in talk.envelopes(message, frame_nbytes=4096):
+            talk.give(envelope)
+    assert torch.isfinite(talk.theta).all()
+    talk.sessions[2] = 4242
+    talk.hello(2)
+    latest = talk.hub.members.get(2)
+    assert latest is not None
+    before = talk.hub.updates
+    (answer, *_) = [
+        each
+        for each in talk.update(2, 2**62, torch.zeros(NUMEL), base=talk.hub.updates)
+        if each.kind == "ack"
+    ]
+    assert answer.meta["why"] == ""
+    assert talk.hub.updates == before + 1
+
+
+@given(st.lists(messages(HUB, 7), max_size=25))
+@settings(max_examples=150, deadline=None)
+def test_a_worker_survives_whatever_its_hub_says(said: list[HubMessage]) -> None:
+    net = torch.nn.Linear(4, 3)
+    (fragment,) = LAYOUT.fragments
+    side = FragmentReplica(fragment, dict(net.named_parameters()), UpdateCodec(fragment, "fp32"))
+    sessions = iter(range(1, 10**6))
+    spoke = HubSession(
+        7, "w", LAYOUT, {0: side}, Outbox(None, 7), facts={}, new_session=lambda: next(sessions)
+    )
+    for number, message in enumerate(said):
+        for envelope in split_message(message, "run", number, 1, 4096):
+            header = envelope.header
+            if header.target == 7:
+                spoke.receive(Envelope(header, bytes(envelope.payload)), float(number))
+        spoke.pump(float(number))
+        spoke.wants()

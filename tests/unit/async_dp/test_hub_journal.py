@@ -1,0 +1,271 @@
+"""A hub's journal: nothing that was committed is lost, and the folder belongs to one run."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forked_child import in_child
+from journal_folders import found_in, never_waiting, numbers_in, small_run, write
+from journal_values import VALUES
+from paceline.async_dp.wal import hub_journal as journal_module
+from paceline.async_dp.wal.decision_ledger import read_ledger
+from paceline.async_dp.wal.hub_journal import HubJournal
+from paceline.async_dp.wal.memory_journal import MemoryJournal
+from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
+
+quick = pytest.fixture(autouse=True)(never_waiting)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def any_journal(request, tmp_path):
+    with (
+        HubJournal.open(tmp_path / "hub", resume=False) if request.param == "disk" else MemoryJournal() as one
+    ):
+        yield one
+
+
+# ------------------------------------------------------------------ what goes in comes out
+
+
+@settings(deadline=None, max_examples=60)
+@given(records=st.lists(st.tuples(VALUES, st.binary(max_size=200), st.booleans()), max_size=8))
+def test_what_was_appended_comes_back_and_the_ledger_tells_the_same(tmp_path_factory, records):
+    folder = tmp_path_factory.mktemp("hub")
+    for resume in (False, True):
+        with HubJournal.open(folder, resume=resume) as journal:
+            for values, payload, commit in records:
+                journal.append(values, payload)
+                if commit:
+                    journal.commit()
+    with HubJournal.open(folder, resume=True) as journal:
+        assert list(journal.recovered().records) == [(values, payload) for values, payload, _ in 2 * records]
+    lines = list(read_ledger(folder))
+    assert lines == [{"n": n, **values} for n, (values, *_) in enumerate(2 * records)]
+
+
+def test_records_are_numbered_from_0_over_all_lives(tmp_path):
+    for first in (0, 2):
+        with HubJournal.open(tmp_path, resume=True) as journal:
+            assert [journal.append({}), journal.append({})] == [first, first + 1]
+
+
+def test_a_loss_that_is_not_finite_is_noted(tmp_path):
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        journal.append({"loss": math.nan, "norm": math.inf})
+    (line,) = read_ledger(tmp_path)
+    assert math.isnan(line["loss"])
+    assert line["norm"] == math.inf
+
+
+def test_what_was_not_committed_is_not_told_and_is_there_after_a_commit(any_journal):
+    any_journal.append({"k": 0})
+    assert list(any_journal.recovered().records) == []
+    any_journal.commit()
+    assert list(any_journal.recovered().records) == [({"k": 0}, b"")]
+
+
+def test_a_payload_may_change_once_it_was_appended(any_journal):
+    payload = bytearray(b"x" * 100_000)
+    any_journal.append({}, payload)
+    any_journal.append({}, memoryview(payload)[10:20])
+    payload[:] = b"y" * len(payload)
+    any_journal.commit()
+    assert [held for _, held in any_journal.recovered().records] == [b"x" * 100_000, b"x" * 10]
+
+
+def test_many_bytes_that_wait_are_committed_by_themselves(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "_MOST_WAITING_NBYTES", 1000)
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        write(journal, range(10))
+        seen = numbers_in(journal)
+        assert seen == list(range(len(seen)))
+        assert 5 < len(seen) < 10
+    assert found_in(tmp_path) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n": 1}, "can't have a value 'n'"),
+        ({"a": b"x"}, r"can't hold a bytes \(in 'a'\)"),
+        ({"a": {"b": [1, {2}]}}, r"can't hold a set \(in 'a'\)"),
+        ({"a": {1: 2}}, r"can't hold 1 as a name \(in 'a'\)"),
+        ({7: 1}, "can't hold 7 as a name"),
+        ({"a": 2**64}, "needs more than 64 bits"),
+        ({"a": "\ud800"}, "no Unicode"),
+        ({"\ud800": 1}, "as a name"),
+        ({"a": object()}, "a object"),
+        ({"a": "x" * 70_000}, "take 70.* bytes, more than 65536"),
+    ],
+)
+def test_what_is_not_plain_is_refused_and_nothing_was_appended(tmp_path, values, message):
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        with pytest.raises(UsageError, match=message):
+            journal.append(values, b"payload")
+        assert journal.append({"k": 0}) == 0
+    assert found_in(tmp_path) == [0]
+
+
+def test_values_nested_without_end_are_refused(tmp_path):
+    endless = {}
+    endless["a"] = endless
+    with HubJournal.open(tmp_path, resume=False) as journal, pytest.raises(UsageError, match="nested deeper"):
+        journal.append(endless)
+
+
+def test_a_payload_that_is_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.async_dp.wal.journal_records.PAYLOAD_LIMIT_NBYTES", 10)
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        with pytest.raises(UsageError, match="11 bytes, more than 10"):
+            journal.append({}, b"x" * 11)
+        assert journal.append({"k": 0}) == 0
+
+
+def test_a_commit_waits_for_the_disk_once_and_only_then_writes_the_lines(tmp_path, monkeypatch):
+    calls = []
+
+    def noted(name):
+        real = getattr(os, name)
+
+        def call(handle, *args):
+            calls.append((name, os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))))
+            return real(handle, *args)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("pwritev", "fsync", "fdatasync"):
+        noted(name)
+    log, ledger = "journal-000000000000.log", "ledger.jsonl"
+    for life in range(2):
+        with HubJournal.open(tmp_path, resume=True) as journal:
+            assert ("fsync", log) in calls  # what was found is on the disk before records say so
+            calls.clear()
+            write(journal, range(5 * life, 5 * life + 5))
+            assert calls == []
+            journal.commit()
+            assert calls == [("pwritev", log), ("fdatasync", log), ("pwritev", ledger)]
+            calls.clear()
+            journal.commit()
+            assert calls == []
+
+
+# ------------------------------------------------------------------ the folder
+
+
+def test_facts_of_the_run_are_told_once(tmp_path):
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        assert journal.run_facts == {}
+        journal.describe({"run": "a", "fragments": [1, 2]})
+    with HubJournal.open(tmp_path, resume=True) as journal:
+        assert journal.run_facts == {"run": "a", "fragments": [1, 2]}
+        journal.describe({"run": "a", "fragments": (1, 2)})
+        with pytest.raises(UsageError, match="described before, with other facts: run 'a' → 'b'"):
+            journal.describe({"run": "b", "fragments": [1, 2]})
+        with pytest.raises(UsageError, match="facts: more not told → None"):
+            journal.describe({"run": "a", "fragments": [1, 2], "more": None})
+        with pytest.raises(UsageError, match="facts of a run can't hold a set"):
+            journal.describe({"run": {1}})
+
+
+def test_facts_that_were_described_as_none_are_described(tmp_path):
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        journal.describe({})
+    with (
+        HubJournal.open(tmp_path, resume=True) as journal,
+        pytest.raises(UsageError, match="with other facts"),
+    ):
+        journal.describe({"run": "a"})
+
+
+@pytest.mark.parametrize("what", ["facts", "records", "snapshot"])
+def test_a_folder_with_a_run_is_only_resumed(tmp_path, what):
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        if what == "facts":
+            journal.describe({"run": "a"})
+        elif what == "records":
+            journal.append({})
+        else:
+            journal.snapshot(3, {}, {})
+    with pytest.raises(UsageError, match=r"holds a run\n.*resume it, or choose another"):
+        HubJournal.open(tmp_path, resume=False)
+    HubJournal.open(tmp_path, resume=True).close()
+
+
+def test_a_hub_that_noted_nothing_has_left_no_run(tmp_path):
+    for _ in range(2):
+        HubJournal.open(tmp_path / "new" / "hub", resume=False).close()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
+    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        journal.append({})
+        journal.commit()
+        if own:
+            with pytest.raises(UsageError, match=rf"by this hub: process {os.getpid()} on "):
+                HubJournal.open(tmp_path, resume=True)
+        else:
+            pid = os.getpid()
+
+            def other():
+                with pytest.raises(
+                    UsageError, match=rf"by another hub: process {pid} on .*, since .*\n.*end that hub"
+                ):
+                    HubJournal.open(tmp_path, resume=True)
+                return True
+
+            assert in_child(other) == 0
+    HubJournal.open(tmp_path, resume=True).close()
+
+
+def test_a_folder_that_can_not_be_one_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="can't be the folder of a hub"):
+        HubJournal.open(tmp_path / "file" / "hub", resume=False)
+
+
+def test_a_lock_is_free_after_an_opening_that_failed(tmp_path):
+    path = small_run(tmp_path, [3], acknowledged=1)
+    good = path.read_bytes()
+    path.write_bytes(good[:-1])
+    errors = []  # kept, and with them the frames that failed
+    for _ in range(2):
+        with pytest.raises(DamagedCheckpoint) as caught:
+            HubJournal.open(tmp_path, resume=True)
+        errors.append(caught.value)
+    path.write_bytes(good)
+    assert found_in(tmp_path) == [0, 1, 2]
+
+
+def test_a_closed_journal_takes_nothing_and_closing_twice_is_closing_once(tmp_path):
+    journal = HubJournal.open(tmp_path, resume=False)
+    journal.append({"k": 0})
+    journal.close()
+    journal.close()
+    for use in (lambda: journal.append({}), journal.commit):
+        with pytest.raises(CheckpointError, match="takes nothing more: it is closed"):
+            use()
+    assert found_in(tmp_path) == [0]
+
+
+def test_an_interrupted_journal_takes_nothing_more(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with HubJournal.open(tmp_path, resume=False) as journal:
+        write(journal, [0])
+        journal.commit()
+        write(journal, [1])
+        monkeypatch.setattr(os, "pwritev", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            journal.commit()
+        monkeypatch.undo()
+        with pytest.raises(CheckpointError, match="it was interrupted"):
+            journal.append({})
+    assert found_in(tmp_path) == [0]

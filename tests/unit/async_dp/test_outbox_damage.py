@@ -1,0 +1,240 @@
+"""A worker's outbox on a bad disk: damaged, full or interrupted, no round is ever used twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+
+import pytest
+
+from failing_disk import FailingDisk, die, refuse
+from forked_child import ended, in_child
+from journal_folders import never_waiting
+from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate, Sender, write_update
+from paceline.errors import CheckpointError, PacelineError
+from paceline.testing import fault_injection
+from pending_updates import offer, places
+
+quick = pytest.fixture(autouse=True)(never_waiting)
+
+
+# ------------------------------------------------------------------ damage
+
+
+def test_any_flipped_bit_or_cut_of_a_letter_puts_it_aside(tmp_path, caplog):
+    with Outbox(tmp_path) as outbox:
+        outbox.bind("run")
+        offer(outbox, 0, b"zero")
+        offer(outbox, 1, b"one")
+    path = tmp_path / "letter-000000.msg"
+    data = path.read_bytes()
+    bad = [data[:cut] for cut in range(len(data))]
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        bad.append(bytes(flipped))
+    for each in bad:
+        path.write_bytes(each)
+        caplog.clear()
+        with Outbox(tmp_path) as outbox:
+            assert places(outbox) == [(1, 0)]
+        assert "letter-000000.msg is put aside as letter-000000.msg.damaged" in caplog.text
+        assert (tmp_path / "letter-000000.msg.damaged").read_bytes() == each
+    with Outbox(tmp_path) as outbox:
+        assert offer(outbox, 0) == 1
+
+
+def test_a_worker_whose_page_is_damaged_is_another_worker(tmp_path, caplog):
+    page = tmp_path / "worker.json"
+    with Outbox(tmp_path) as outbox:
+        first = outbox.worker
+        offer(outbox, 0)
+    good = page.read_bytes()
+    for bad in (b"", good[:-4], b"{}", b"[]", good.replace(b'"worker"', b'"walker"'), b"\xff"):
+        page.write_bytes(bad)
+        caplog.clear()
+        with Outbox(tmp_path) as outbox:
+            assert outbox.worker != first
+            assert outbox.pending() == []
+            offer(outbox, 0)
+            first = outbox.worker
+        assert "worker.json is put aside" in caplog.text
+        assert "letter-000000.msg is put aside as letter-000000.msg.damaged: it is of worker" in caplog.text
+    with Outbox(tmp_path) as outbox:
+        assert outbox.worker == first
+        assert places(outbox) == [(0, 0)]
+
+
+@pytest.mark.parametrize("loss", ["damaged", "removed", "aside"])
+def test_a_given_number_whose_page_is_lost_goes_on_with_rounds_that_were_never_used(tmp_path, loss):
+    page, used = tmp_path / "worker.json", set()
+    for life in range(3):
+        with Outbox(tmp_path, worker=5) as outbox:
+            assert len(outbox.pending()) == (1 if life and loss != "aside" else 0)
+            for letter in outbox.pending():
+                outbox.acknowledge(letter.round, letter.fragment)
+            rounds = {outbox.next_round(0) for _ in range(4)} | {offer(outbox, 0)}
+            assert not rounds & used
+            used |= rounds
+            if loss == "aside":
+                outbox.acknowledge(outbox.pending()[0].round, 0)
+        if loss == "damaged":
+            page.write_bytes(b"?")
+        elif loss == "removed":
+            page.unlink()
+        else:  # it died between putting the page aside and writing another
+            page.rename(tmp_path / "worker.json.damaged")
+    assert max(used) < 2**53
+
+
+def test_a_letter_in_anothers_place_is_put_aside(tmp_path, caplog):
+    with Outbox(tmp_path) as outbox:
+        offer(outbox, 0)
+        offer(outbox, 1)
+    (tmp_path / "letter-000000.msg").replace(tmp_path / "letter-000001.msg")
+    with Outbox(tmp_path) as outbox:
+        assert outbox.pending() == []
+    assert "it is of fragment 0" in caplog.text
+    write_update(
+        tmp_path,
+        PendingUpdate(9, 0, {}, b""),
+        Sender("", json.loads((tmp_path / "worker.json").read_bytes())["values"]["worker"]),
+    )
+    with Outbox(tmp_path) as outbox:
+        assert outbox.pending() == []
+    assert "it is of round 9, which was not begun" in caplog.text
+
+
+# ------------------------------------------------------------------ a full disk, and interruptions
+
+
+def test_a_full_disk_is_told_and_what_did_not_fit_is_not_offered(tmp_path):
+    with Outbox(tmp_path) as outbox:
+        number = outbox.next_round(0)
+        fault_injection.disk_full(after_nbytes=10)
+        with pytest.raises(
+            CheckpointError,
+            match=r"letter-000000\.msg' can't be written: the disk is full .*\n.*put it again",
+        ):
+            outbox.put(number, 0, {}, b"update")
+        with pytest.raises(CheckpointError, match=r"worker\.json' can't be written: the disk is full"):
+            outbox.next_round(0)
+        with pytest.raises(CheckpointError, match=r"worker\.json' can't be written"):
+            outbox.bind("run")
+        assert (outbox.run, outbox.pending()) == ("", [])
+        fault_injection.disarm()
+        outbox.put(number, 0, {}, b"update")
+        outbox.bind("run")
+        assert outbox.next_round(0) > number
+    with Outbox(tmp_path) as outbox:
+        assert (outbox.run, places(outbox)) == ("run", [(0, 0)])
+
+
+def test_a_letter_that_was_half_written_is_no_letter(tmp_path):
+    """With a limit of the kernel, so that a part is really written."""
+
+    def fill():
+        with Outbox(tmp_path) as outbox:
+            number = outbox.next_round(0)
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+            with pytest.raises(CheckpointError, match="the disk is full"):
+                outbox.put(number, 0, {}, bytes(200_000))
+            return True
+
+    assert in_child(fill) == 0
+    with Outbox(tmp_path) as outbox:
+        assert outbox.pending() == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outbox.lock", "worker.json"]
+
+
+def live(folder, tell):
+    """A worker's life: what is offered and what is acknowledged is told, as +fragment.round and -fragment.round."""
+    with Outbox(folder) as outbox:
+        outbox.bind("run")
+        for letter in outbox.pending():
+            tell("?", letter.fragment, letter.round)
+        for number in range(6):
+            fragment = number % 2
+            for letter in outbox.pending():
+                if letter.fragment == fragment:
+                    tell("~", fragment, letter.round)
+                    outbox.acknowledge(letter.round, fragment)
+                    tell("-", fragment, letter.round)
+            begun = outbox.next_round(fragment)
+            tell("#", fragment, begun)
+            outbox.put(begun, fragment, {}, b"%d" % begun * 50)
+            tell("+", fragment, begun)
+
+
+def test_a_worker_that_dies_between_any_two_operations_of_its_disk_offers_what_it_offered(tmp_path):
+    at = 0
+    while True:
+        at += 1
+        folder, (reading, writing) = tmp_path / f"box-{at}", os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                with FailingDisk(at, die):
+                    live(
+                        folder,
+                        lambda *told, pipe=writing: os.write(
+                            pipe, b"%s %d %d;" % (told[0].encode(), *told[1:])
+                        ),
+                    )
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(writing)
+        code = ended(pid)
+        told = [each.split() for each in os.read(reading, 10_000).decode().split(";") if each]
+        os.close(reading)
+        assert code in (0, 9)
+        offered, doubtful, begun = {}, set(), set()
+        for what, *place in told:
+            fragment, number = map(int, place)
+            if what == "#":
+                assert (fragment, number) not in begun
+                begun.add((fragment, number))
+                doubtful = {(fragment, number)}
+            elif what == "~":
+                doubtful = {(fragment, number)}
+            elif what == "+":
+                offered[fragment], doubtful = number, set()
+            else:
+                del offered[fragment]
+                doubtful = set()
+        with Outbox(folder) as outbox:
+            found = {(letter.fragment, letter.round) for letter in outbox.pending()}
+            assert found | doubtful == set(offered.items()) | doubtful
+            assert all(letter.payload == b"%d" % letter.round * 50 for letter in outbox.pending())
+            for fragment in (0, 1):
+                assert (fragment, outbox.next_round(fragment)) not in begun
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+        if code == 0:
+            break
+    assert at > 100
+
+
+def test_a_disk_that_refuses_any_one_operation_is_told_and_no_round_is_used_twice(tmp_path):
+    at, refusals = 0, 0
+    while True:
+        at += 1
+        begun, folder = [], tmp_path / f"box-{at}"
+
+        def note(what, *place, begun=begun):
+            if what == "#":
+                begun.append(place)
+
+        with FailingDisk(at, refuse) as disk:
+            try:
+                live(folder, note)
+            except PacelineError:
+                refusals += 1
+                live(folder, note)
+        assert len(begun) == len(set(begun))
+        if disk.count < at:
+            break
+    assert refusals > 100

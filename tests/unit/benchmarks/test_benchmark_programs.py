@@ -1,0 +1,68 @@
+"""Programs of measurements: what they refuse before anything is measured, and what their results say of themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+PUBLISHED = "nccl-tables/tables.json"  # by others
+FOLDERS_OF_RUNS = "report"  # as paceline train leaves them
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "said"),
+    [
+        ("slow-networks/tradeoff.py", ["--only", "averagd every 4, int4"], "did you mean 'averaged every 4"),
+        ("plan-memory/measure.py", ["--only", "huge"], "no model is called so"),
+        ("exposed/measure.py", ["--only", "0"], "give a number of cases from 1 to 7"),
+        ("device/overhead.py", ["--device", "cpu"], "a result from a CPU is none"),
+        ("slow-networks/loss.py", ["--seeds", "0"], "greater than or equal to 1"),
+        ("slow-networks/many.py", ["--hosts", "4"], "greater than or equal to 6"),
+        ("kills/kills.py", ["--kills", "0"], "give 1 or more"),
+        ("failover/failover.py", ["--repeats", "0"], "give 1 or more"),
+        ("checkpoint/disk.py", ["--turns", "0"], "give 1 or more"),
+        ("peers/set_up.py", ["--only", "horovod"], "is none of torchft, hivemind"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_no_result_is_replaced(program, arguments, said, tmp_path):
+    option = "--json" if program.startswith("slow-networks") else "--out"
+    asked = program.startswith(("slow-networks", "plan-memory", "exposed"))  # where to write; others know it
+    place = [option, str(tmp_path / "result.json")] if asked else []
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARKS / program), *place, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "200", "HOME": str(tmp_path)},
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def results():
+    for path in sorted(BENCHMARKS.glob("*/**/*.json")):
+        name = path.relative_to(BENCHMARKS).as_posix()
+        if name != PUBLISHED and path.relative_to(BENCHMARKS).parts[0] != FOLDERS_OF_RUNS:
+            yield pytest.param(path, id=name)
+
+
+@pytest.mark.parametrize("path", list(results()))
+def test_a_result_says_what_it_is(path):
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if path.name == "seen.json":
+        assert all("block" in row for row in result)
+        return
+    assert result["kind"]
+    if result["kind"] == "paceline-profile":
+        assert all(source["command"] for source in result["sources"])
+    elif result["kind"] != "launchers":
+        assert result["schema"] >= 1
+        assert result["command"].startswith(("paceline ", "python ", "torchrun "))

@@ -1,0 +1,154 @@
+"""The folder of checkpoints: what is complete, what is removed, who may write, what it must be able to do."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.checkpoint.format import checkpoint_folder as module
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.errors import CheckpointError, UsageError
+
+
+def complete(folder, step, keep=2):
+    growing = folder.growing(step, "mark")
+    growing.mkdir(parents=True)
+    final = folder.complete_with(growing, Manifest(step, {}, {}, {}, [{}], {}))
+    folder.remove_old(keep)
+    return final
+
+
+def names(folder):
+    return sorted(path.name for path in folder.path.iterdir())
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path / "run")
+    for step in (5, 10, 15, 100):
+        complete(folder, step)
+    assert [path.name for path in folder.complete()] == [name_of(100), name_of(15)]
+    assert names(folder) == [name_of(15), name_of(100)]
+
+
+def test_a_step_that_was_there_is_replaced_and_kept_aside(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    complete(folder, 5)
+    complete(folder, 7)
+    folder.set_aside(folder.complete()[0])
+    assert names(folder) == [name_of(5), f"{name_of(7)}.damaged"]
+    complete(folder, 6)
+    complete(folder, 7)
+    assert names(folder) == [name_of(6), name_of(7), f"{name_of(7)}.damaged"]
+    complete(folder, 8)
+    complete(folder, 9)
+    assert names(folder) == [name_of(8), name_of(9)]
+
+
+def test_what_is_not_complete_is_not_seen_and_swept(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for name in ("step-00000003.tmp-ab", "step-x", "step-00000004.damaged", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000009").touch()
+    assert folder.complete() == []
+    folder.sweep()
+    assert names(folder) == ["other", "step-00000004.damaged", "step-00000009", "step-x"]
+
+
+def test_a_file_that_is_shorter_than_told_is_not_made_a_checkpoint(tmp_path):
+    from paceline.checkpoint.format.manifest import TensorFile
+
+    folder = CheckpointFolder(tmp_path)
+    growing = folder.growing(1, "mark")
+    growing.mkdir()
+    (growing / "model.safetensors").write_bytes(b"12")
+    manifest = Manifest(1, {}, {"model.safetensors": TensorFile(3, 3, "", {})}, {}, [{}], {})
+    with pytest.raises(OSError, match="not as long"):
+        folder.complete_with(growing, manifest)
+    assert folder.complete() == []
+
+
+def test_the_lock_names_the_run_that_has_it(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from paceline.checkpoint.format.checkpoint_folder import CheckpointLock\n"
+        "lock = CheckpointLock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(CheckpointError, match=rf"another run writes .*: process {other.pid} on "):
+            CheckpointLock(tmp_path, patience=0.0)
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close()
+        other.stdout.close()
+    lock = CheckpointLock(tmp_path)  # the other one is gone, however it went
+    with pytest.raises(CheckpointError, match=r"(?s)this run writes .* close\(\) that Checkpoint first"):
+        CheckpointLock(tmp_path)
+    lock.close()
+    lock.close()
+    CheckpointLock(tmp_path).close()
+
+
+def test_a_folder_that_can_not_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="can't write checkpoints"):
+        CheckpointFolder(tmp_path / "file" / "run").prepare()
+
+
+def test_probing_leaves_nothing(tmp_path):
+    complete(CheckpointFolder(tmp_path), 1)
+    CheckpointFolder(tmp_path).prepare()
+    assert names(CheckpointFolder(tmp_path)) == [name_of(1)]
+
+
+def test_a_file_system_that_copies_is_refused_by_its_kind(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ns3fs {tmp_path}/bucket fuse.s3fs rw 0 0\n")
+    kind_of = module._kind_of
+    monkeypatch.setattr(module, "_kind_of", lambda path, _: kind_of(path, mounts))
+    CheckpointFolder(tmp_path / "disk").prepare()
+    with pytest.raises(
+        UsageError, match=r"(?s)does not rename folders in one step: fuse.s3fs.*local disk, NFS"
+    ):
+        CheckpointFolder(tmp_path / "bucket" / "run").prepare()
+
+
+@pytest.mark.parametrize("how", ["fails", "copies", "leaves the old one"])
+def test_a_file_system_that_does_not_rename_is_found_out(tmp_path, monkeypatch, how):
+    import shutil
+
+    def rename(old, new):
+        if how == "fails":
+            raise OSError(95, "Operation not supported")
+        shutil.copytree(old, new)
+        if how == "copies":
+            shutil.rmtree(old)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(UsageError, match="does not rename folders in one step"):
+        CheckpointFolder(tmp_path).prepare()
+    monkeypatch.undo()
+    assert names(CheckpointFolder(tmp_path)) == []
+
+
+def test_a_lock_that_can_not_be_taken_is_told(tmp_path, monkeypatch):
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(UsageError, match=r"can't lock .*Is a directory"):
+        CheckpointLock(tmp_path)
+    (tmp_path / "lock").rmdir()
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UsageError, match=r"can't lock .*No locks available"):
+        CheckpointLock(tmp_path)

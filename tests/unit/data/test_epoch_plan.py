@@ -1,0 +1,341 @@
+"""An epoch and a place in it: every sample once, wherever one stops and however one goes on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dispatch_strategies import SCHEMES, SEEDS, shares
+from paceline.data.epoch_plan import BatchRow, Epoch, ShuffleMode, left_of
+from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.sampling.block_dispatch import BlockDispatch
+from paceline.data.sampling.rank_shares import RankShares
+from paceline.data.sampling.uneven_policies import RankPortions
+from paceline.errors import UsageError
+
+MODES = st.sampled_from(get_args(ShuffleMode))
+ROWS = st.builds(
+    BatchRow, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6)
+)
+
+
+def recipes(policies=("join", "rebalance")):
+    return st.builds(
+        LoaderRecipe, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
+    )
+
+
+def served(position, steps):
+    """Return the samples of the next `steps` steps on all ranks, and the place after them."""
+    found = []
+    for _ in range(steps):
+        for rank in range(position.epoch.dealing.ranks):
+            found += position.epoch.batch(rank, position.step).tolist()
+        position = LoaderPosition(position.epoch, position.step + 1)
+    return found, position
+
+
+def through_json(position):
+    return LoaderPosition.of(json.loads(json.dumps(position.state(), allow_nan=False)))
+
+
+# ------------------------------------------------------------------ the row
+
+
+@given(row=ROWS)
+@settings(deadline=None)
+def test_a_row_holds_every_sample_once(row):
+    found = row.at(np.arange(row.samples)).tolist()
+    assert sorted(found) == list(range(row.samples))
+    if row.shuffle == "none":
+        assert found == list(range(row.samples))
+    if row.shuffle == "blocks":
+        for first in range(0, row.samples, row.block):
+            together = found[first : first + row.block]
+            assert together == list(range(together[0], together[0] + len(together)))
+            assert together[0] % row.block == 0
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    def order(seed, epoch):
+        return tuple(BatchRow(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
+
+    assert order(1, 2) == order(1, 2)
+    assert len({order(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
+    assert BatchRow(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
+
+
+GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"shuffle": "sample"}, "unknown shuffle mode 'sample'.*did you mean 'samples'"),
+        ({"samples": -1}, "-1 samples"),
+        ({"block": 0}, "block=0"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_refused(arguments, said):
+    with pytest.raises(UsageError, match=f"(?s){said}"):
+        BatchRow(**{"samples": 10} | arguments)
+
+
+# ------------------------------------------------------------------ stopping and going on
+
+
+@given(row=ROWS, recipe=recipes())
+@settings(deadline=None)
+def test_an_epoch_serves_every_sample_once(row, recipe):
+    start = LoaderPosition.start(row, recipe)
+    found, end = served(start, start.left)
+    assert sorted(found) == list(range(row.samples))
+    assert end.left == 0
+    assert left_of(row, [end.epoch.after(end.step)]) == 0
+
+
+@given(row=ROWS, recipe=recipes(), others=st.lists(recipes(), max_size=4), data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_stopped_anywhere_and_gone_on_by_anybody_nothing_is_lost_or_repeated(row, recipe, others, data):
+    position, found = LoaderPosition.start(row, recipe), []
+    for other in others:
+        more, position = served(position, data.draw(st.integers(0, position.left)))
+        found += more
+        position = through_json(position)
+        if len(found) == row.samples:
+            break
+        position = position.dealt_again(other)
+    more, position = served(position, position.left)
+    assert sorted(found + more) == list(range(row.samples))
+
+
+@given(row=ROWS, recipe=recipes(("join", "rebalance", "truncate", "drop", "pad")), data=st.data())
+@settings(deadline=None)
+def test_the_same_recipe_goes_on_with_the_same_batches(row, recipe, data):
+    try:
+        start = LoaderPosition.start(row, recipe)
+    except UsageError:
+        return  # a rank without samples, or no full batch: nothing to stop
+    whole, _ = served(start, start.left)
+    before, stopped = served(start, data.draw(st.integers(0, start.left)))
+    gone_on = through_json(stopped)
+    assert gone_on == stopped
+    assert before + served(gone_on, gone_on.left)[0] == whole
+
+
+@given(row=ROWS, recipe=recipes(("truncate", "drop", "pad")), other=recipes(), data=st.data())
+@settings(deadline=None)
+def test_what_an_inexact_policy_left_is_still_there_for_an_exact_one(row, recipe, other, data):
+    try:
+        start = LoaderPosition.start(row, recipe)
+    except UsageError:
+        return
+    found, stopped = served(start, data.draw(st.integers(0, start.left)))
+    assert recipe.uneven == "pad" or max(Counter(found).values(), default=1) == 1
+    if len(set(found)) < row.samples:
+        position = through_json(stopped).dealt_again(other)
+        more, _ = served(position, position.left)
+        assert sorted({*found, *more}) == list(range(row.samples))
+        assert not set(found) & set(more)
+        assert max(Counter(more).values()) == 1
+
+
+def test_the_first_epoch_is_dealt_as_was_forecast_with_its_seed():
+    recipe = LoaderRecipe(RankShares.equal(7), 10, "random", 64, "join")
+    first, second = (LoaderPosition.start(BatchRow(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1))
+    forecast = BlockDispatch(50_000, RankShares.equal(7), 10, "random", seed=3)
+    assert first.epoch.dealing == forecast
+    assert second.epoch.dealing.counts != forecast.counts
+
+
+def test_another_number_of_ranks_takes_up_the_rest():
+    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "shares", 64, "join")
+    found, stopped = served(LoaderPosition.start(BatchRow(10_000, seed=4), recipe), 7)
+    assert len(found) == 7 * 4 * 64
+    rest = stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 1, "round_robin", 64, "join"))
+    assert rest.epoch.dealing.samples == 10_000 - len(found)
+    assert rest.step == 0
+    assert rest.left == -(-rest.epoch.dealing.count(0) // 64)
+    more, _ = served(rest, rest.left)
+    assert sorted(found + more) == list(range(10_000))
+
+
+@pytest.mark.parametrize(("block", "samples"), [(1, 1003), (1, 96), (2, 200)])
+def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, samples):
+    """12 samples a step, on ever other ranks: the batches are those of ranks that never changed."""
+
+    def by(ranks):
+        return LoaderRecipe(RankShares.equal(ranks), block, "round_robin", 12 // ranks, "join")
+
+    def steps(position, count):
+        ranks = range(position.recipe.shares.ranks)
+        batches = [
+            [position.epoch.batch(rank, position.step + step) for rank in ranks] for step in range(count)
+        ]
+        return [sorted(np.concatenate(each).tolist()) for each in batches], served(position, count)[1]
+
+    start = LoaderPosition.start(BatchRow(samples, seed=4), by(2))
+    expected, _ = steps(start, start.left)
+    found, position = steps(start, 3)
+    for ranks in (3, 1, 6):
+        more, position = steps(through_json(position).dealt_again(by(ranks)), 1)
+        found += more
+    last = through_json(position).dealt_again(by(4 // block))
+    assert found + steps(last, last.left)[0] == expected
+
+
+def test_dealt_again_before_the_first_step_leaves_no_layer():
+    start = LoaderPosition.start(
+        BatchRow(100), LoaderRecipe(RankShares.equal(4), 1, "round_robin", 5, "join")
+    )
+    again = start.dealt_again(LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+    assert again.epoch.layers == ()
+    assert again.dealt_again(again.recipe) is again
+
+
+def test_nothing_is_left_to_deal_after_the_last_step():
+    start = LoaderPosition.start(BatchRow(10), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+    with pytest.raises(UsageError, match=r"(?s)no samples are left to deal.*begin the next epoch"):
+        served(start, start.left)[1].dealt_again(
+            LoaderRecipe(RankShares.equal(3), 1, "round_robin", 5, "join")
+        )
+
+
+def test_no_data_make_no_epoch():
+    with pytest.raises(UsageError, match="no samples"):
+        LoaderPosition.start(BatchRow(0), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+
+
+def test_a_dealing_of_something_else_is_refused():
+    dealing = BlockDispatch(90, RankShares.equal(2))
+    with pytest.raises(UsageError, match="a dealing of 90 samples, where 100 are left"):
+        Epoch(BatchRow(100), (), dealing, RankPortions(dealing.counts, 5))
+
+
+def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
+    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 1000, "random", 64, "join")
+    position = LoaderPosition.start(BatchRow(10**12, seed=1), recipe)
+    position = LoaderPosition(position.epoch, position.left // 2)
+    position = through_json(position).dealt_again(
+        LoaderRecipe(RankShares.equal(3), 64, "round_robin", 64, "join")
+    )
+    found, _ = served(position, 3)
+    assert len(set(found)) == 3 * 3 * 64
+    assert max(found) < 10**12
+
+
+# ------------------------------------------------------------------ states
+
+
+def a_state():
+    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "random", 16, "join")
+    _, stopped = served(LoaderPosition.start(BatchRow(1003, seed=4, epoch=2), recipe), 3)
+    _, stopped = served(
+        stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 7, "round_robin", 16, "rebalance")), 2
+    )
+    return json.loads(json.dumps(stopped.state()))
+
+
+def test_a_state_is_plain_and_told_as_documented():
+    state = a_state()
+    assert state["format"] == 2
+    assert {name: state[name] for name in ("samples", "seed", "shuffle", "epoch", "step", "uneven")} == {
+        "samples": 1003,
+        "seed": 4,
+        "shuffle": "samples",
+        "epoch": 2,
+        "step": 2,
+        "uneven": "rebalance",
+    }
+    assert state["done"][0]["parts"] == [5, 5, 2, 8]
+    assert state["done"][0]["taken"] == [48, 48, 48, 48]
+    assert state["dealt"]["samples"] == 1003 - 4 * 48
+    assert LoaderPosition.of(state).state() == state
+
+
+def changed(path, value):
+    state = a_state()
+    at = state
+    for key in path[:-1]:
+        at = at[key]
+    if value is None:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({}, "of format None"),
+        ([], "of format 'list'"),
+        (changed(["format"], 1), "of format 1.*this version reads format 2"),
+        (changed(["samples"], 1004), "a dealing of 1003 samples, where 1004 are left"),
+        (changed(["samples"], None), "incomplete or damaged: KeyError.'samples'"),
+        (changed(["samples"], 1003.0), "1003.0 where a whole number is due"),
+        (changed(["samples"], "1003"), "'1003' where a whole number is due"),
+        (changed(["samples"], -1003), "-1003 samples"),
+        (changed(["seed"], float("inf")), "inf where a whole number is due"),
+        (changed(["shuffle"], "yes"), "unknown shuffle mode"),
+        (changed(["shuffle_block"], 0), "block=0"),
+        (changed(["step"], 1000), "at step 1000 of"),
+        (changed(["step"], -1), "at step -1 of"),
+        (changed(["step"], True), "True where a whole number is due"),
+        (changed(["batch_size"], 0), "batch_size=0"),
+        (changed(["uneven"], "maybe"), "unknown policy"),
+        (changed(["done"], 7), "incomplete or damaged"),
+        (changed(["done"], []), "a dealing of 811 samples, where 1003 are left"),
+        (changed(["done", 0, "taken"], [48, 48, 48]), "taken"),
+        (changed(["done", 0, "taken", 2], 10**6), "taken"),
+        (changed(["done", 0, "taken", 2], -1), "taken"),
+        (changed(["done", 0, "taken", 2], 47), "a dealing of 811 samples, where 812 are left"),
+        (changed(["done", 0, "parts"], []), "shares in parts of"),
+        (changed(["dealt", "parts"], [1, -1, 3]), "shares in parts of 1, -1, 3"),
+        (changed(["dealt", "parts"], [10**15, 1]), "shares in parts of"),
+        (changed(["dealt", "block"], 0), "block=0"),
+        (changed(["dealt", "block"], 2**70), "block="),
+        (changed(["dealt", "scheme"], ["random"]), "unknown dispatch scheme"),
+        (changed(["dealt", "samples"], 812), "a dealing of 812 samples, where 811 are left"),
+    ],
+)
+def test_a_damaged_state_is_refused(state, said):
+    with pytest.raises(UsageError, match=f"(?s){said}"):
+        LoaderPosition.of(state)
+
+
+def leaves(value, path=()):
+    """Return the path of every number, string and list in a state."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, each in inner for found in leaves(each, (*path, key)))]
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 10**4), st.integers(), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(-1, 9), max_size=4), st.just({}),
+)  # fmt: skip
+
+
+@given(path=st.sampled_from(leaves(a_state())[1:]), value=ANYTHING)
+@settings(deadline=None, max_examples=300)
+def test_whatever_was_damaged_is_refused_or_still_tells_a_place(path, value):
+    state = copy.deepcopy(a_state())
+    at = state
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    try:
+        position = LoaderPosition.of(state)
+    except UsageError:
+        return
+    batches = [position.epoch.batch(rank, 0) for rank in range(position.epoch.dealing.ranks)]
+    found = [sample for batch in batches for sample in batch.tolist()]
+    assert len(found) == len(set(found)) or position.epoch.portions.policy == "pad"
+    assert all(0 <= sample < position.epoch.row.samples for sample in found)

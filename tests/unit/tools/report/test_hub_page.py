@@ -1,0 +1,195 @@
+"""The page of an asynchronous run: whole, self-contained, safe against names, of any size, of a run at any stage."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+from test_run_page import parse
+
+from paceline.async_dp.hub.hub import Hub
+from paceline.async_dp.hub.hub_rules import HubRules
+from paceline.async_dp.hub.population import PopulationRules
+from paceline.async_dp.hub.update_screening import ScreeningRules
+from paceline.async_dp.wal.hub_journal import HubJournal
+from paceline.async_dp.worker.selection_policy import SelectionPolicy
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
+from paceline.tools.report.hub.hub_page import _bars, write_report
+from paceline.tools.simulate.async_simulation import AsyncPlan, Churn, Machine, simulate
+from paceline.tools.simulate.learning_tasks import LinearTask
+from reported_hub_folder import centre, demo, join, long_run, record, refuse, traffic, update, write
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Return the page of a run in which everything happens, for tests that only read it."""
+    return write_report(demo(tmp_path_factory.mktemp("hub"))).read_text()
+
+
+def test_the_page_tells_what_was_reached_who_gave_what_and_what_was_decided(page):
+    for text in (
+        "<h1>Asynchronous run demo</h1>",
+        "In 51.5 s the hub took in 41 updates of 3 workers",
+        "The centre&#39;s score went from 4.8 to 2.85 (lower is better).",
+        "torch DDP would have sent 4.92 GB",
+        "Most of what dan sent was refused (not finite 4): look there first.",
+        "<h2>Score</h2>", "<h2>Who gave what</h2>", "<h2>Staleness</h2>", "<h2>Network</h2>",
+        "grey where the hub was away",
+        "Reserved are 1 MB/s each way (dashed), of which at most 20\u00a0% were in use.",
+        "<td>1.5 s</td><td>17:20:01</td><td>dan</td><td>replaced by the best</td>",
+        "<td>score 9.0 is 50% behind the best, 6.0 of ann</td>",
+        "<td>put in quarantine</td><td>for 1 min 0 s",
+        "<td>the hub</td><td>was away</td>",
+        "<td>cy</td><td>joined</td>",
+        "<td>fell silent</td>", "<td>left</td>",
+    ):  # fmt: skip
+        assert text in page, text
+
+
+def test_the_page_is_whole_loads_nothing_and_has_every_chart_twice(page):
+    tags = parse(page)
+    assert tags.loads == []
+    assert "<script" not in page
+    assert not re.search(r"url\((?!#)", page)
+    assert len(tags.ids) == len(set(tags.ids))
+    assert "prefers-color-scheme: dark" in page
+    assert page.count('<div class="desk">') == page.count('<div class="phone">') == 4
+    assert page.count("<svg") == 8
+
+
+HOSTILE = [
+    "<script>alert(1)</script>", "--><img src=x onerror=alert(1)>", '" onload="alert(1)', "]]><svg/onload=alert(1)>",
+    "{{ 7*7 }}", "</text></svg><b>", "&lt;b&gt;", "$\\frac{1}{0$", "_", "id=\"x\" url(#y) href=\"#z\"",
+]  # fmt: skip
+
+
+def page_of_names(folder, names, reason, run):
+    """Return the page of a run whose workers, reasons and name are those of somebody who means ill."""
+    records = [join(0, number, name) for number, name in enumerate(names)]
+    for number, _ in enumerate(names):
+        records += [update(1 + number, number, score=2.0), centre(2 + number, number, 1.0)]
+        records += [refuse(3 + number, number, f"{reason}: {reason}", until=60.0)]
+        records += [record("replace", 4, worker=number, by=0, lr=0.1, why=f"{reason} of 0")]
+    return write_report(write(folder, records, name=run)).read_text()
+
+
+@pytest.mark.parametrize("workers", [5, 30])
+def test_names_and_reasons_of_others_are_text_never_markup(tmp_path, workers):
+    names = [HOSTILE[number % len(HOSTILE)] for number in range(workers)]
+    harmless = [f"name{number % len(HOSTILE)}" for number in range(workers)]
+    page = page_of_names(tmp_path / "ill", names, HOSTILE[0], HOSTILE[1])
+    same = page_of_names(tmp_path / "good", harmless, "reason", "run")
+    assert parse(page).loads == []
+    found, expected = elements(page), elements(same)
+    assert found.keys() == expected.keys()
+    drawn = ("g", "path", "text", "use")  # charts have more or fewer ticks as names have more or less room
+    assert all(found[key] == count for key, count in expected.items() if key[0] not in drawn)
+    assert "<td>&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "{{ 7*7 }}" in page
+
+
+def elements(page):
+    """Return how often each element is in a page with the same attributes, by name, and each comment."""
+    found = Counter()
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            found[tag, tuple(name for name, _ in attrs)] += 1
+
+        def handle_comment(self, data):
+            found["comment", data] += 1
+
+    Reader().feed(page)
+    return found
+
+
+def test_a_hub_that_has_just_begun_has_a_page_that_says_so(tmp_path):
+    with HubJournal.open(tmp_path, resume=True):
+        page = write_report(tmp_path).read_text()
+    parse(page)
+    assert "Nothing was noted yet" in page
+    assert "<svg" not in page
+
+
+def test_a_run_without_updates_says_so(tmp_path):
+    page = write_report(write(tmp_path, [traffic(5), join(6, 1, "ann"), traffic(10)])).read_text()
+    parse(page)
+    assert "No update was taken in yet: in 5 s 1 worker came." in page
+    assert "<h2>Network</h2>" in page
+    assert "<h2>Staleness</h2>" not in page
+
+
+def test_training_losses_stand_in_where_no_score_is_told(tmp_path):
+    told = {1: {"steps": 1, "speed": 2.0, "loss": 4.0}}
+    records = [join(0, 1, "ann"), *(traffic(5 * at, workers=told) for at in range(1, 9)), update(50, 1)]
+    page = write_report(write(tmp_path, records)).read_text()
+    assert "<h2>Training loss</h2>" in page
+    assert "Training losses as 1 worker told them" in page
+
+
+def test_what_is_missing_is_noted(tmp_path):
+    folder = write(tmp_path, [update(1, 1)])
+    with (folder / "ledger.jsonl").open("a") as file:
+        file.write("?\n")
+    assert '<p class="note">The ledger is damaged: line 2' in write_report(folder).read_text()
+
+
+def test_many_lines_of_thirty_workers_are_a_page_of_bounded_size(tmp_path):
+    page = write_report(write(tmp_path, long_run(30_000, workers=30))).read_text()
+    parse(page)
+    assert "<td>10 others</td>" in page
+    assert "The largest 20 of 30 workers." in page
+    assert "10 more workers are not drawn" in page
+    assert len(page) < 1_000_000
+
+
+def test_the_histogram_has_no_holes_and_ends_with_its_last_bar():
+    assert _bars([(0.5, 1.0, 3), (1.5, 2.0, 1)]) == [
+        (0.0, 0.5, 0),
+        (0.5, 1.0, 3),
+        (1.0, 1.5, 0),
+        (1.5, 2.0, 1),
+    ]
+
+
+def test_a_run_of_days_tells_dates(tmp_path):
+    page = write_report(
+        write(tmp_path, [join(0, 1), update(5 * 86400, 1), record("leave", 5 * 86400, worker=1)])
+    ).read_text()
+    assert "<td>120 h 0 min</td><td>2026-07-30 17:20:00</td>" in page
+
+
+def test_what_a_real_hub_notes_is_understood(tmp_path, monkeypatch):
+    """Every kind of record, with the fields that the hub gives it."""
+    written, note = [], Hub._note
+
+    def noted(hub, kind, payload=b"", **values):
+        written.append({"kind": kind, "t": hub._wall(), **values})
+        note(hub, kind, payload, **values)
+
+    monkeypatch.setattr(Hub, "_note", noted)
+    machines = [
+        *(Machine(0.01 * (1 + each)) for each in range(4)),
+        Machine(0.02, lr=1e-6),
+        Machine(0.02, lr=1e-5),
+    ]
+    plan = AsyncPlan(
+        machines, steps=600, cadence=SyncSchedule(20, 1, 5), policy=SelectionPolicy(scored=True), alike=False,
+        rules=HubRules(population=PopulationRules(60), screen=ScreeningRules(worse=0.0, strikes=2), silent_after=1.0),
+        churn=[Churn(4.0, 1, False), Churn(6.0, 1, True)],
+    )  # fmt: skip
+    simulate(plan, LinearTask())
+    kinds = {each["kind"] for each in written}
+    expected = "join silent score replace together begin update centre refuse"
+    assert set(expected.split()) <= kinds
+    page = write_report(write(tmp_path, written)).read_text()
+    parse(page)
+    assert 'class="note"' not in page
+    for text in ("put in quarantine", "update refused", "all join it", "replaced by the best", "fell silent"):
+        assert f"<td>{text}" in page, text
+    updates = [each for each in written if each["kind"] == "update"]
+    samples = sum(each["samples"] for each in updates)
+    assert f"{len(updates):,} updates" in page
+    assert f"<b>{samples / 1e3:.3g} k</b>" in page

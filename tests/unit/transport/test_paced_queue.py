@@ -1,0 +1,204 @@
+"""What waits to be sent: short ones first, in turn and in order, no faster than buckets let it, and not too much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_token_bucket import most_in_any
+
+from paceline.errors import UsageError
+from paceline.transport.envelope_header import Header
+from paceline.transport.paced_queue import PacedQueue, counted_nbytes
+from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
+from paceline.transport.transport_interface import Envelope
+
+
+def envelope(target, sequence, nbytes, **meta):
+    return Envelope(Header("run", "frame", 0, target, sequence, meta=meta), bytes(nbytes))
+
+
+def keys(envelopes):
+    return [(each.header.target, each.header.sequence) for each in envelopes]
+
+
+LONG, SHORT = 100_000, 100
+
+
+class Gone:
+    """Takes what is sent, but not what is for `blocked`, and no more than `room`."""
+
+    def __init__(self, room=math.inf):
+        self.taken, self.blocked, self.room = [], set(), room
+
+    def __call__(self, given):
+        if given.header.target in self.blocked or self.room < 1:
+            return False
+        self.room -= 1
+        self.taken.append(given)
+        return True
+
+
+def test_without_a_bucket_all_leaves_at_once_in_turn_and_in_order():
+    paced, gone = PacedQueue(), Gone()
+    for target in (1, 2, 3):
+        for sequence in range(target):
+            assert paced.put(envelope(target, sequence, LONG))
+    assert paced.pump(0.0, gone) == math.inf
+    assert keys(gone.taken) == [(1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 2)]
+    assert (paced.waiting_nbytes, paced.waiting(3)) == (0, 0)
+
+
+def test_short_envelopes_go_first():
+    paced, gone = PacedQueue(), Gone()
+    paced.put(envelope(1, 0, LONG))
+    paced.put(envelope(1, 1, 4097))
+    paced.put(envelope(2, 0, LONG))
+    paced.put(envelope(1, 2, 4096))
+    paced.put(envelope(2, 1, 0))
+    paced.pump(0.0, gone)
+    assert keys(gone.taken) == [(1, 2), (2, 1), (1, 0), (2, 0), (1, 1)]
+
+
+def test_targets_go_on_in_turn_where_the_bucket_stopped():
+    bucket = TokenBucket(rate=1e6, burst=1.5 * LONG, now=0.0)
+    paced, gone, now = PacedQueue(bucket=bucket), Gone(), 0.0
+    for sequence in range(3):
+        for target in (1, 2, 3):
+            paced.put(envelope(target, sequence, LONG))
+    while (wait := paced.pump(now, gone)) < math.inf:
+        assert wait > 0
+        now += wait
+    assert keys(gone.taken) == [(target, sequence) for sequence in range(3) for target in (1, 2, 3)]
+    assert now == pytest.approx((9 * (LONG + ENVELOPE_NBYTES) - 1.5 * LONG) / 1e6)
+
+
+def test_a_long_one_is_not_passed_by_those_that_would_fit():
+    paced, gone = PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_NBYTES, now=0.0)), Gone()
+    for target, nbytes in ((1, LONG), (2, LONG), (3, 5000)):
+        paced.put(envelope(target, 0, nbytes))
+    wait = paced.pump(0.0, gone)
+    assert keys(gone.taken) == [(1, 0)]
+    paced.put(envelope(4, 0, SHORT))
+    assert paced.pump(wait / 2, gone) > 0
+    assert keys(gone.taken) == [(1, 0), (4, 0)], "a short one goes first: it costs the long ones little"
+
+
+def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
+    paced, gone = PacedQueue(), Gone()
+    paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_NBYTES, now=0.0))
+    for sequence in range(3):
+        paced.put(envelope(1, sequence, LONG))
+        paced.put(envelope(2, sequence, LONG))
+    wait = paced.pump(0.0, gone)
+    assert keys(gone.taken) == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    assert wait == pytest.approx((LONG + ENVELOPE_NBYTES) / 1e5)
+    assert paced.pump(wait * 0.9, gone) == pytest.approx(wait * 0.1)
+    paced.pump(wait, gone)
+    assert keys(gone.taken)[-1] == (1, 1)
+    paced.limit(1, None)
+    assert paced.pump(wait, gone) == math.inf
+
+
+def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
+    paced, gone = PacedQueue(), Gone()
+    gone.blocked.add(1)
+    for sequence in range(3):
+        paced.put(envelope(1, sequence, LONG if sequence else SHORT))
+        paced.put(envelope(2, sequence, LONG))
+    before = paced.waiting_nbytes
+    assert 0 < paced.pump(0.0, gone) < 0.1
+    assert keys(gone.taken) == [(2, 0), (2, 1), (2, 2)]
+    assert paced.waiting_nbytes == before - 3 * (LONG + ENVELOPE_NBYTES)
+    gone.blocked.clear()
+    assert paced.pump(0.0, gone) == math.inf
+    assert keys(gone.taken[3:]) == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_what_is_not_taken_costs_nothing():
+    bucket = TokenBucket(rate=1e6, burst=1e6, now=0.0)
+    paced, gone = PacedQueue(bucket=bucket), Gone(room=0)
+    paced.put(envelope(1, 0, LONG))
+    paced.pump(0.0, gone)
+    assert bucket.room(0.0) == 1_000_000
+
+
+def test_no_more_than_so_many_bytes_wait():
+    paced, gone = PacedQueue(most_nbytes=3 * (LONG + ENVELOPE_NBYTES)), Gone(room=1)
+    assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
+    assert not paced.put(envelope(2, 0, 0))
+    paced.pump(0.0, gone)
+    assert paced.put(envelope(1, 3, LONG))
+    with pytest.raises(UsageError, match=r"no more than \d+ may wait"):
+        paced.put(envelope(1, 4, 4 * LONG))
+
+
+def test_a_target_that_is_forgotten_makes_room():
+    paced, gone = PacedQueue(most_nbytes=2 * (LONG + ENVELOPE_NBYTES)), Gone()
+    paced.put(envelope(1, 0, LONG))
+    paced.put(envelope(1, 1, SHORT))
+    paced.put(envelope(2, 0, SHORT))
+    assert paced.forget(1) == 2
+    assert paced.forget(1) == 0
+    assert paced.waiting_nbytes == SHORT + ENVELOPE_NBYTES
+    paced.pump(0.0, gone)
+    assert keys(gone.taken) == [(2, 0)]
+
+
+def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
+    paced, gone = PacedQueue(), Gone()
+    wrong = envelope(1, 0, LONG)
+
+    def send(given):
+        if given is wrong:
+            raise UsageError("it can't be")
+        return gone(given)
+
+    paced.put(wrong)
+    paced.put(envelope(1, 1, LONG))
+    with pytest.raises(UsageError, match="it can't be"):
+        paced.pump(0.0, send)
+    assert paced.pump(0.0, send) == math.inf
+    assert keys(gone.taken) == [(1, 1)]
+    assert paced.waiting_nbytes == 0
+
+
+def test_long_texts_in_a_header_count():
+    plain = envelope(1, 0, SHORT)
+    told = Envelope(replace(plain.header, meta={"text": "x" * 8000, "score": 0.5}), plain.payload)
+    assert counted_nbytes(told) >= counted_nbytes(plain) + 8000
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, SHORT, 5000, 20_000, LONG])), max_size=40),
+    st.randoms(use_true_random=False),
+)
+def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw):
+    rate, burst = 1e6, LONG + ENVELOPE_NBYTES
+    paced, now, left = PacedQueue(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
+
+    def send(given):
+        if draw.random() < 0.2:
+            return False
+        left.append((now, given))
+        return True
+
+    for sequence, (target, nbytes) in enumerate(asked):
+        assert paced.put(envelope(target, sequence, nbytes))
+    while (wait := paced.pump(now, send)) < math.inf:
+        now += wait
+    assert sorted(each.header.sequence for _, each in left) == list(range(len(asked)))
+    for target in range(1, 5):
+        for is_long in (False, True):
+            mine = [
+                each.header.sequence
+                for _, each in left
+                if each.header.target == target and (len(each.payload) > 4096) == is_long
+            ]
+            assert mine == sorted(mine)
+    assert most_in_any(1.0, [(at, counted_nbytes(each)) for at, each in left]) <= rate + burst + 1
+    assert paced.waiting_nbytes == 0
