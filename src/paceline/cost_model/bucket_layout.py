@@ -201,8 +201,8 @@ def simulate_backward(
     Example:
         >>> channel = CommChannel(lambda nbytes: 0.1 + nbytes / 100)
         >>> gradients = [ReadyGradient(50, 1.0), ReadyGradient(50, 2.0)]
-        >>> round(simulate_backward(gradients, 0, channel).exposed, 9), simulate_backward(gradients, math.inf, channel).exposed
-        (0.6, 1.1)
+        >>> [round(simulate_backward(gradients, cap, channel).exposed, 9) for cap in (0, math.inf)]
+        [0.6, 1.1]
     """
     whole = _checked(ready, backward_seconds)
     buckets = plan_buckets(range(len(ready)), [each.nbytes for each in ready], [r.kind for r in ready], cap)

@@ -75,7 +75,8 @@ def test_a_file_that_is_shorter_than_told_is_not_made_a_checkpoint(tmp_path):
 
 def test_the_lock_names_the_run_that_has_it(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from paceline.checkpoint.format.checkpoint_folder import CheckpointLock\n"
+        "import sys; from pathlib import Path\n"
+        "from paceline.checkpoint.format.checkpoint_folder import CheckpointLock\n"
         "lock = CheckpointLock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(

@@ -90,7 +90,8 @@ def is_echo(failure: RankFailure) -> bool:
     """Return whether a rank ended because it lost another one, by its own last lines; see [Note: echoes].
 
     Example:
-        >>> is_echo(RankFailure("pc1", "a", 0, 0, 1, lines=("RuntimeError: Connection closed by peer [10.0.0.2]:4711",)))
+        >>> last_words = ("RuntimeError: Connection closed by peer [10.0.0.2]:4711",)
+        >>> is_echo(RankFailure("pc1", "a", 0, 0, 1, lines=last_words))
         True
     """
     return any(_PEER_LOST.search(line) or line.startswith(_QUOTED) for line in failure.last_words())
