@@ -146,7 +146,8 @@ def run(way: Way, seed: int) -> dict[str, Any]:
         score_every=STEPS / 12,
     )
     with mock.patch(
-        "paceline.tools.simulate.simulated_worker.FragmentReplica", Overwriting if way.overwrite else FragmentReplica
+        "paceline.tools.simulate.simulated_worker.FragmentReplica",
+        Overwriting if way.overwrite else FragmentReplica,
     ):
         found = simulate(plan, task)
     finite = [(each.seconds, each.loss if math.isfinite(each.loss) else None) for each in found.points]
