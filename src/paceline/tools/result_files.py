@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 from paceline.errors import UsageError
 from paceline.world.machine_facts import read_machine_facts
 
-__all__ = ["check_writable", "checked_files", "machine_record", "result_head", "versions"]
+__all__ = [
+    "check_writable",
+    "checked_files",
+    "machine_record",
+    "require_matplotlib",
+    "result_head",
+    "versions",
+]
 
 W = TypeVar("W", bound=Callable[..., Any])
 
@@ -68,14 +75,27 @@ def checked_files(
         check_writable(json_file, "--json")
         writer_of[json_file] = write_json
     if out is not None:
-        from paceline.tools.report.charts.chart_style import require_matplotlib
-
         require_matplotlib()
         in_folder = {out / name: writer for name, writer in writer_of_name.items()}
         for path in in_folder:
             check_writable(path, "--out", make_folder=True)
         writer_of |= in_folder
     return writer_of
+
+
+def require_matplotlib() -> Any:
+    """Return matplotlib, which charts are drawn with.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError(
+            "charts need matplotlib, which is not installed", remedy="pip install 'paceline[report]'"
+        ) from error
+    return matplotlib
 
 
 def result_head(

@@ -214,7 +214,7 @@ def _cases(
 
 def _check_files(draw: Path | None, json_file: Path | None) -> None:
     if draw is not None:
-        from paceline.tools.report.charts.chart_style import require_matplotlib
+        from paceline.tools.result_files import require_matplotlib
 
         require_matplotlib()
         if draw.suffix not in (".png", ".svg"):

@@ -17,9 +17,9 @@ from paceline.tools.bench.collectives.collectives_request import Request
 from paceline.tools.bench.collectives.collectives_rows import Result, Row, installed, write_csv, write_json
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
 from paceline.tools.bench.collectives.measurement_journal import Journal
-from paceline.tools.report.charts.chart_style import Chart, require_matplotlib
+from paceline.tools.report.charts.chart_style import Chart
 from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
-from paceline.tools.result_files import check_writable, machine_record
+from paceline.tools.result_files import check_writable, machine_record, require_matplotlib
 
 __all__ = ["Files", "bandwidth", "check", "plan_files", "times", "write_files", "writers"]
 

@@ -156,7 +156,7 @@ def _charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, M
     Raises:
         UsageError: matplotlib is not installed, or a file can't be written.
     """
-    from paceline.tools.report.charts.chart_style import require_matplotlib
+    from paceline.tools.result_files import require_matplotlib
 
     require_matplotlib()
     paths = {}

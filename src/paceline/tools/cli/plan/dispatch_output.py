@@ -21,8 +21,8 @@ from paceline.tools.console_table import print_wide
 from paceline.tools.plan.balance_report import Outcome
 from paceline.tools.plan.dispatch_forecast import SCHEMA, Asked, Forecast
 from paceline.tools.plan.dispatch_text import in_short, of_bias, of_loop, of_outcome, of_safe, percent
-from paceline.tools.report.charts.chart_style import Chart, require_matplotlib
-from paceline.tools.result_files import check_writable
+from paceline.tools.report.charts.chart_style import Chart
+from paceline.tools.result_files import check_writable, require_matplotlib
 
 __all__ = ["amounts", "plan_files", "result", "show", "title"]
 

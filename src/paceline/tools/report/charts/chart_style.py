@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from paceline._core.files import write_atomic
 from paceline.errors import UsageError
+from paceline.tools.result_files import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -41,7 +42,6 @@ __all__ = [
     "drawn",
     "log_ticks",
     "name_lines",
-    "require_matplotlib",
     "running_mean",
     "spread",
     "stacked_panels",
@@ -152,26 +152,7 @@ class Chart:
 
 def _style(salt: str) -> AbstractContextManager[object]:
     """Return the context in which everything is drawn and written; `salt` makes ids of an SVG repeatable."""
-    return _matplotlib().rc_context({**_STYLE, "svg.hashsalt": salt})
-
-
-def require_matplotlib() -> None:
-    """Raise if nothing can be drawn.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
-    _matplotlib()
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError(
-            "charts need matplotlib, which is not installed", remedy="pip install 'paceline[report]'"
-        ) from error
-    return matplotlib
+    return require_matplotlib().rc_context({**_STYLE, "svg.hashsalt": salt})
 
 
 def drawn(draw: Callable[P, Chart]) -> Callable[P, Chart]:

@@ -24,11 +24,11 @@ from paceline.tools.report.charts.chart_style import (
     drawn,
     log_ticks,
     name_lines,
-    require_matplotlib,
     running_mean,
     stacked_panels,
     swatch,
 )
+from paceline.tools.result_files import require_matplotlib
 
 if TYPE_CHECKING:
     from paceline.tools.report.charts.chart_style import Axes
