@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,34 @@ from launchers_table import cells, show, write
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what keeps the table of launchers."""
+    """Add the options that select the whole run and keep the table of launchers."""
+    parser.addoption("--all", action="store_true", help="run every test, thorough ones and whole sweeps too")
     parser.addoption("--launchers", metavar="FILE", help="write the table of launchers there, as JSON")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, so that two workers end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the short run, unless `--all` or a test by name is given; start long ones first.
+
+    Two workers then end at about the same time.
+    """
+    if not config.getoption("--all") and not any("::" in str(argument) for argument in config.args):
+        left_out = _thorough(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: _turn(item.path))
+
+
+def _thorough(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that only the whole run has.
+
+    Those are the ones marked ``thorough``, and of each function marked ``sweep`` all cases but the first and the last.
+    """
+    left_out = {item for item in items if item.get_closest_marker("thorough")}
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep") and item not in left_out:
+            cases[item.path, getattr(item, "originalname", item.name)].append(item)
+    return left_out.union(*(swept[1:-1] for swept in cases.values()))
 
 
 def _turn(path: Path) -> int:
