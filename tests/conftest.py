@@ -18,25 +18,28 @@ from launchers_table import cells, show, write
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that select the whole run and keep the table of launchers."""
     parser.addoption("--all", action="store_true", help="run every test, thorough ones and whole sweeps too")
+    parser.addoption(
+        "--rest", action="store_true", help="run only the tests that a run without --all leaves out"
+    )
     parser.addoption("--launchers", metavar="FILE", help="write the table of launchers there, as JSON")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of the short run, unless `--all` or a test by name is given; start long ones first.
+    """Keep the tests of the short run, or with `--rest` all others; `--all` and tests by name keep everything.
 
-    Two workers then end at about the same time.
+    Tests that take long start first, so that two workers end at about the same time.
     """
     if not config.getoption("--all") and not any("::" in str(argument) for argument in config.args):
-        left_out = _thorough(items)
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        thorough, rest = _thorough(items), config.getoption("--rest")
+        config.hook.pytest_deselected(items=[item for item in items if (item in thorough) != rest])
+        items[:] = [item for item in items if (item in thorough) == rest]
     items.sort(key=lambda item: _turn(item.path))
 
 
 def _thorough(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that only the whole run has.
+    """Return the tests that the short run leaves out.
 
-    Those are the ones marked ``thorough``, and of each function marked ``sweep`` all cases but the first and the last.
+    Those are the ones marked ``thorough``, and all cases but the first and the last of each one marked ``sweep``.
     """
     left_out = {item for item in items if item.get_closest_marker("thorough")}
     cases = defaultdict(list)
@@ -57,7 +60,7 @@ _LONG_FIRST = ("launch", "netlab", "ranks", "peers", "cli")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the table of launchers, and write it if that is asked for, where tests of launchers ran."""
+    """Print the table of launchers if tests of launchers ran, and write it to the file given by `--launchers`."""
     made = cells(terminalreporter.stats)
     if made:
         terminalreporter.section("launchers")
@@ -67,10 +70,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare this process, and so all that tests start.
+    """Prepare this process and its children.
 
-    SIGINT is taken as usual: a shell's background job ignores it. What is kept from run to run is kept elsewhere. No
-    example of a property has a time limit.
+    SIGINT interrupts as usual (a shell's background job ignores it), caches go to a temporary folder, and Hypothesis
+    has no deadline per example.
     """
     settings.register_profile("untimed", settings.default, deadline=None)
     settings.load_profile("untimed")

@@ -1,4 +1,4 @@
-"""Sends through a star as fast as a share allows: run on a host of the lab as `python star_pace.py ROLE …`.
+"""Sends through a star as fast as a share allows: run on a host of the lab as `python paced_sender.py ROLE …`.
 
 hub ADDRESS SECONDS SHARE LINK       a hub that sends to every worker it hears of, for so long
 worker ADDRESS SECONDS SHARE LINK    a worker that sends to the hub, for so long

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.alone
 LINK = 25e6  # 200 Mbit/s
 SHARE, MOST, LEAST = "30%", 0.33, 0.25
 SECONDS = 8.0
-PROGRAM = str(Path(__file__).with_name("star_pace.py"))
+PROGRAM = str(Path(__file__).with_name("paced_sender.py"))
 ENV = {"PYTHONPATH": str(Path(paceline.__file__).parents[1])}
 HUB, WORKER = 0, 1
 

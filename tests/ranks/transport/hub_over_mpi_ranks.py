@@ -1,4 +1,4 @@
-"""What the ranks of test_over_mpi.py do: ``python star_ranks.py CASE``."""
+"""What the ranks of test_over_mpi.py do: ``python hub_over_mpi_ranks.py CASE``."""
 
 from __future__ import annotations
 

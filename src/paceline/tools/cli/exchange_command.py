@@ -26,11 +26,10 @@ from paceline.tools.cli.shared_options import JsonRowsOption
 from paceline.tools.result_files import check_writable
 from paceline.transport.envelope_faults import FAULTS, parse_fault
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.exchange_measurement import Measured, Row
 from paceline.transport.mpi_exchange.exchange_settings import SHAPES, ExchangeSettings, check_memory
 
 if TYPE_CHECKING:
-    from paceline.transport.mpi_exchange.exchange_measurement import Measured
+    from paceline.transport.mpi_exchange.exchange_measurement import Measured, Row
     from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
 
 __all__ = ["FOOTER", "exchange", "table"]
