@@ -15,7 +15,7 @@ from types import FrameType
 
 from paceline._core import pdeathsig
 
-__all__ = ["POLL_SECONDS", "ChildProcess", "end", "sigterm_raises", "with_pdeathsig"]
+__all__ = ["POLL_SECONDS", "ChildProcess", "stop_processes", "sigterm_raises", "with_pdeathsig"]
 
 POLL_SECONDS = 0.05
 """How often children are looked at."""
@@ -51,7 +51,7 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", pdeathsig.__file__, str(os.getpid()), *command]
 
 
-def end(running: Sequence[ChildProcess], seconds: float | None = None) -> None:
+def stop_processes(running: Sequence[ChildProcess], seconds: float | None = None) -> None:
     """End every process and its children: first asked, then killed, after 5 seconds if not said otherwise."""
     for one in running:
         if one.exit_code() is None:

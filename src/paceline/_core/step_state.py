@@ -48,7 +48,7 @@ class Recorder(Protocol):
 
     def waited(self, bucket: int, since: float, until: float) -> None: ...
 
-    def did(self, task: str, since: float, until: float) -> None: ...
+    def task_ended(self, task: str, since: float, until: float) -> None: ...
 
     def planned(self, buckets: Sequence[object], describe: Callable[[], dict[str, object]]) -> None: ...
 
@@ -56,7 +56,7 @@ class Recorder(Protocol):
         self, kind: str, bucket: int, nbytes: float, sent: float, ready: float | None, since: float
     ) -> None: ...
 
-    def arrived(self, kind: str, bucket: int, done: float | None, seen: float) -> None: ...
+    def completed(self, kind: str, bucket: int, done: float | None, seen: float) -> None: ...
 
     def flush(self, now: float | None = None) -> None: ...
 
@@ -171,7 +171,7 @@ class StepState:
             self.task = before
             self.since = perf_counter()
             if self.recorder is not None:
-                self.recorder.did(task, started, self.since)
+                self.recorder.task_ended(task, started, self.since)
 
 
 step_state = StepState()

@@ -20,7 +20,7 @@ from paceline.parallel.engine import step_guard
 from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
-from paceline.parallel.engine.loss_weights import counted_filler
+from paceline.parallel.engine.loss_weights import missing_samples_error
 from paceline.parallel.engine.module_sync import broadcast_tensors, model_signature
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import Status
@@ -102,7 +102,7 @@ class DataParallel(torch.nn.Module):
         self.engine = self._build_engine(plan, reduce_dtype, gather_dtype, units)
         if tuned and self.comm.size > 1:
             self.engine.tuner = Tuner(self.engine)
-        step_guard.guard(self.engine)
+        step_guard.register_engine(self.engine)
 
     def _build_engine(
         self,
@@ -154,7 +154,7 @@ class DataParallel(torch.nn.Module):
         engine = self.engine
         for tensor in pytree.tree_leaves(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _grad: engine.reach(call))
+                tensor.register_hook(lambda _grad: engine.backward_reached(call))
 
     def backward(
         self, loss: torch.Tensor | None, samples: float | None = None, *, retain_graph: bool = False
@@ -178,11 +178,11 @@ class DataParallel(torch.nn.Module):
         samples = self._checked(loss, samples)
         weight = None
         if loss is not None:
-            factor = self.engine.weights.of_loss(samples)
+            factor = self.engine.weights.loss_factor(samples)
             weight = torch.full_like(loss, factor)
             if samples is not None and loss.dtype in (torch.bfloat16, torch.float16):
                 rounded = torch.full((), factor, dtype=loss.dtype)  # not `weight`: nobody waits for a GPU
-                samples = self.engine.weights.samples_of(rounded.item())
+                samples = self.engine.weights.samples_for(rounded.item())
         if samples is None:
             self.engine.begin(Status.SHARE)
         else:
@@ -191,9 +191,9 @@ class DataParallel(torch.nn.Module):
             self.engine.finite_check.losses.append(loss.detach())
         try:
             if samples is None and wait_counters.samples == 0:
-                raise counted_filler(self.comm.rank, self.engine.step)
+                raise missing_samples_error(self.comm.rank, self.engine.step)
             if loss is None or samples == 0:
-                self.engine.take_part(loss)
+                self.engine.contribute_nothing(loss)
             else:
                 loss.backward(weight, retain_graph=retain_graph)
         except BaseException:  # Ctrl-C too: the other ranks wait for this round
@@ -265,7 +265,7 @@ class DataParallel(torch.nn.Module):
         """
         if not max_norm > 0 or not norm_type > 0:
             raise UsageError(f"clip_grad_norm_({max_norm!r}, {norm_type!r})", remedy="both must be above 0")
-        step_guard.close(self.engine)
+        step_guard.ensure_synchronised(self.engine)
         return clip_global_norm_(self.engine, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline.world.host_identity import boot_id
 from paceline.world.object_collectives import gather_texts
 
-__all__ = ["ClockOffset", "compare_clocks", "due"]
+__all__ = ["ClockOffset", "compare_clocks", "is_due"]
 
 _ROUNDS = 8
 _EVERY = 1024
@@ -35,7 +35,7 @@ class ClockOffset:
     error: float = 0.0
 
 
-def due(step: int) -> bool:
+def is_due(step: int) -> bool:
     """Return whether clocks are compared after `step`: at powers of two, and then every so often.
 
     Example:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling import trace_file
-from paceline.profiling.clock_sync import compare_clocks, due
+from paceline.profiling.clock_sync import compare_clocks, is_due
 from paceline.profiling.step_recorder import StepRecorder
 
 __all__ = ["RankTimeline", "RecordedModel"]
@@ -80,7 +80,7 @@ class RankTimeline:
 
     def _after_round(self, step: int) -> None:
         """Compare clocks where it is time to: all ranks are here at the same step."""
-        if due(step):
+        if is_due(step):
             with step_state.running_task("clock"):
                 self._compare()
             _note_memory()

@@ -110,7 +110,7 @@ class StepRecorder:
         """Note that this process did nothing but wait for other ranks; `bucket` −1: for no bucket."""
         self._waits.append((bucket, since, until))
 
-    def did(self, task: str, since: float, until: float) -> None:
+    def task_ended(self, task: str, since: float, until: float) -> None:
         """Note a task that took its own time, such as ``"checkpoint"``."""
         self._tasks.append((task, since, until))
 
@@ -148,7 +148,7 @@ class StepRecorder:
         self._calls.append(call)
         self._under_way[kind, bucket] = call
 
-    def arrived(self, kind: str, bucket: int, done: float | None, seen: float) -> None:
+    def completed(self, kind: str, bucket: int, done: float | None, seen: float) -> None:
         """Note when a call was through, as far as anybody knows, and when this rank saw it."""
         call = self._under_way.pop((kind, bucket), None)
         if call is not None:

@@ -39,11 +39,11 @@ class Ordered:
     def attach(self, optimizer):
         self._tuner.attach(optimizer)
 
-    def stepped(self, optimizer):
-        self._tuner.stepped(optimizer)
+    def optimizer_stepping(self, optimizer):
+        self._tuner.optimizer_stepping(optimizer)
 
-    def at_rest(self):
-        self._tuner.at_rest()
+    def apply_pending_plan(self):
+        self._tuner.apply_pending_plan()
 
     def round_ended(self):
         self.seen.append(self._tuner._engine.plan)

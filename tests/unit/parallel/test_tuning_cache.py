@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.cost_model.bucket_layout import ReadyGradient
 from paceline.parallel.strategy import STRATEGIES, Sync
-from paceline.parallel.tuning.candidates import CallCost, candidates
+from paceline.parallel.tuning.candidates import CallCost, candidate_plans
 from paceline.parallel.tuning.tuning_cache import TuningResult, cache_folder, file_of, load, save
 
 MIB = 1 << 20
@@ -28,7 +28,7 @@ TUNED = TuningResult(Sync(5.0, shard="optimizer"), 0.85, 1.05, 0.81, "2026-01-02
 
 
 def test_the_default_comes_first_and_flat_last():
-    plans = candidates(LAYERS, CallCost(1e-3, 1e-9), may_shard=False)
+    plans = candidate_plans(LAYERS, CallCost(1e-3, 1e-9), may_shard=False)
     assert plans[0] == Sync()
     assert plans[-1] == STRATEGIES["flat"]
     assert len(plans) == 5
@@ -36,13 +36,13 @@ def test_the_default_comes_first_and_flat_last():
 
 
 def test_sharding_is_tried_at_two_sizes_where_it_may_be():
-    plans = candidates(LAYERS, CallCost(1e-3, 1e-9), may_shard=True)
+    plans = candidate_plans(LAYERS, CallCost(1e-3, 1e-9), may_shard=True)
     assert [plan.shard for plan in plans].count("optimizer") == 2
 
 
 def test_dear_calls_ask_for_large_buckets_and_cheap_ones_for_small():
     def sizes(call):
-        return [plan.bucket_mib for plan in candidates(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]]
+        return [plan.bucket_mib for plan in candidate_plans(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]]
 
     assert max(sizes(0.3)) > 25
     assert min(sizes(1e-6)) < min(sizes(0.3))
@@ -61,7 +61,7 @@ def test_candidates_are_few_and_differ(sizes, call, byte, may_shard, most):
     for nbytes, later in sizes:
         at += later
         ready.append(ReadyGradient(nbytes, at))
-    plans = candidates(ready, CallCost(call, byte), may_shard=may_shard, most=most)
+    plans = candidate_plans(ready, CallCost(call, byte), may_shard=may_shard, most=most)
     assert 2 <= len(plans) <= most
     assert len(set(plans)) == len(plans)
     assert plans[0] == Sync()

@@ -80,37 +80,37 @@ class GradSlot:
     used: bool = False
     start: int = 0
     numel: int = 0
-    staged: bool = False
-    stale: bool = False
-    early: torch.Tensor | None = None
+    upcast: bool = False
+    needs_zero: bool = False
+    unbucketed: torch.Tensor | None = None
     bucket: Bucket = field(init=False, repr=False)
     view: torch.Tensor = field(init=False, repr=False)
 
-    def freshen(self) -> None:
+    def zero_if_needed(self) -> None:
         """Zero the view if it is stale: next to its use, while it is in the cache."""
-        if self.stale:
+        if self.needs_zero:
             self.view.zero_()
-            self.stale = False
+            self.needs_zero = False
 
-    def keep_early(self, dtype: torch.dtype) -> None:
-        """Add the gradient that autograd brought to `early`, where the reduction has another dtype."""
+    def keep_unbucketed(self, dtype: torch.dtype) -> None:
+        """Add the gradient that autograd brought to `unbucketed`, where the reduction has another dtype."""
         grad = self.param.grad
         if grad is None or grad.is_complex() or grad.dtype == dtype:
             return
-        self.early = grad.detach().to(dtype) if self.early is None else self.early.add_(grad.detach())
+        self.unbucketed = grad.detach().to(dtype) if self.unbucketed is None else self.unbucketed.add_(grad.detach())
         self.param.grad = None
 
-    def show(self, visible: bool) -> None:
+    def expose(self, visible: bool) -> None:
         """Let ``param.grad`` be the gradient (rounded, where the bucket is more precise) or None."""
         if not visible:
             self.param.grad = None
-        elif self.early is not None:
-            self.param.grad = self.early.to(self.param.dtype)
-        elif self.placed:
-            self.param.grad = self.view.to(self.param.dtype) if self.staged else self.view
+        elif self.unbucketed is not None:
+            self.param.grad = self.unbucketed.to(self.param.dtype)
+        elif self.has_bucket:
+            self.param.grad = self.view.to(self.param.dtype) if self.upcast else self.view
 
     @property
-    def placed(self) -> bool:
+    def has_bucket(self) -> bool:
         """Whether the slot has its place in a bucket."""
         return hasattr(self, "bucket")
 
@@ -202,7 +202,7 @@ class Bucket:
         """On a GPU: the streams on which gradients were written into it; see [Note: streams]."""
         for slot in slots:
             slot.bucket, slot.view = self, _shaped(self.flat, slot)
-            slot.staged = not slot.param.is_complex() and slot.param.dtype != dtype
+            slot.upcast = not slot.param.is_complex() and slot.param.dtype != dtype
 
     @classmethod
     def for_ledger(
@@ -237,11 +237,11 @@ class Bucket:
     def adopt_gradients(self) -> None:
         """Move the parameters' gradients in, one by one, so that no second set of them exists."""
         for slot in self.slots:
-            grad = slot.early if slot.early is not None else slot.param.grad
-            slot.stale = grad is None
+            grad = slot.unbucketed if slot.unbucketed is not None else slot.param.grad
+            slot.needs_zero = grad is None
             if grad is not None:
                 slot.view.copy_(grad.detach())
-                slot.param.grad, slot.early = None, None
+                slot.param.grad, slot.unbucketed = None, None
 
     def adopt_parameters(self) -> None:
         """Move the parameters into one buffer laid out like the gradients, so that a shard is a slice."""

@@ -36,7 +36,7 @@ def agree_order(comm: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -
     last = {index: position for position, index in enumerate(firings)}
     seen = sorted(last, key=last.__getitem__)
     unseen = [slot.index for slot in reversed(slots) if slot.index not in last]
-    order, expected = comm.agree([seen + unseen, [slot.fired for slot in slots]], slots[0].param.device)
+    order, expected = comm.broadcast_ints([seen + unseen, [slot.fired for slot in slots]], slots[0].param.device)
     for slot, count in zip(slots, expected, strict=True):
         slot.expected = max(count, 1)
     return order
@@ -78,7 +78,7 @@ def build_buckets(
     ]
     grouped = plan_buckets(order, sizes, kinds, plan.bucket_nbytes)
     rank, ranks = comm.rank, comm.size
-    tail = round_status.length(ranks, flags)
+    tail = round_status.vector_length(ranks, flags)
     countable = bool(grouped) and dtypes[grouped[-1][0]] in (torch.float32, torch.float64)
     inside = countable and not sharded and sent_whole[grouped[-1][0]]
     courier = None
@@ -99,7 +99,7 @@ def build_buckets(
             )
         )
         if squeeze is not None and compressed:
-            courier = courier or ExchangeThread(held[0].param.device, on_stream=comm.orders_itself)
+            courier = courier or ExchangeThread(held[0].param.device, on_stream=comm.stream_ordered)
             buckets[-1].compressed = CompressedBucket(buckets[-1], squeeze, comm, courier, sharded=sharded)
         buckets[-1].adopt_gradients()
         return_freed_memory()

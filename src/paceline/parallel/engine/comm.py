@@ -72,7 +72,7 @@ class PendingCollective:
         under_way: holds works that must live until they are waited for.
 
     Attributes:
-        ended: when it ended, in seconds of ``time.perf_counter()``: as the backend tells, or when `look` saw it first;
+        ended: when it ended, in seconds of ``time.perf_counter()``: as the backend tells, or when `poll` saw it first;
             None: under way, or nobody knows.
     """
 
@@ -85,7 +85,7 @@ class PendingCollective:
         self._works, self._finish, self._under_way = works, finish, under_way
         self.ended: float | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take note of it if it has ended, as far as the backend tells: gloo does for collectives only.
 
         A callback would know the moment, but runs in a thread of the backend, which takes Python's lock, and time, from
@@ -141,7 +141,7 @@ class Comm:
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else str(dist.get_backend(self.group))
-        self._native_parts = self.has_native_parts(self.backend)
+        self._in_place_parts = self.scatters_in_place(self.backend)
         self._under_way: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
             self._under_way = _under_way.setdefault(self.group, set())
@@ -149,13 +149,13 @@ class Comm:
             self._tag_all_gather = self._tag_reduce_scatter + 1
 
     @staticmethod
-    def has_native_parts(backend: str) -> bool:
+    def scatters_in_place(backend: str) -> bool:
         """Tell whether the backend's own reduce-scatter and all-gather work in place."""
         return backend == "paceline" or "nccl" in backend
 
     def _takes_parts(self, flat: torch.Tensor) -> bool:
         """Tell whether the backend's own reduce-scatter and all-gather are what is used for `flat`."""
-        return self._native_parts or flat.device.type != "cpu"
+        return self._in_place_parts or flat.device.type != "cpu"
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -163,7 +163,7 @@ class Comm:
         return frozenset([0] if self.group is None else dist.get_process_group_ranks(self.group))
 
     @property
-    def orders_itself(self) -> bool:
+    def stream_ordered(self) -> bool:
         """Whether calls run in the order in which they were made, on a stream: NCCL's."""
         return "nccl" in self.backend
 
@@ -239,14 +239,14 @@ class Comm:
 
         return PendingCollective(works, add_received, self._under_way)
 
-    def expect_parts(self, flat: torch.Tensor) -> list[dist.Work]:
+    def post_part_receives(self, flat: torch.Tensor) -> list[dist.Work]:
         """Post the receives of an `all_gather` of `flat` ahead of time.
 
         A peer whose receive is posted already is sent to at once, without a round trip.
         """
         if self._takes_parts(flat):
             return []
-        return self.expect_rows(flat.view(self.size, -1), self._tag_all_gather)
+        return self.post_row_receives(flat.view(self.size, -1), self._tag_all_gather)
 
     def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> PendingCollective:
         """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
@@ -259,17 +259,17 @@ class Comm:
         if self._takes_parts(flat):
             work = _all_gather(flat, rows[self.rank], group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        return self.give_row(
-            rows, self.expect_parts(flat) if expected is None else expected, self._tag_all_gather
+        return self.all_gather_rows(
+            rows, self.post_part_receives(flat) if expected is None else expected, self._tag_all_gather
         )
 
     # ------------------------------------------------------------------ rows, one of each rank, at any time
 
-    def expect_rows(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
+    def post_row_receives(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
         """Post the receives of every other rank's row of `rows` [ranks, …]; none where calls order themselves."""
-        return [] if self.orders_itself else [self._receive(rows[peer], peer, tag) for peer in self.peers]
+        return [] if self.stream_ordered else [self._receive(rows[peer], peer, tag) for peer in self.peers]
 
-    def give_row(self, rows: torch.Tensor, expected: list[dist.Work], tag: int) -> PendingCollective:
+    def all_gather_rows(self, rows: torch.Tensor, expected: list[dist.Work], tag: int) -> PendingCollective:
         """Start sending this rank's row of `rows` to all others, whose rows come into the same place.
 
         Unlike a collective this may be called at any time, from any thread: messages are matched by `tag`.
@@ -280,13 +280,13 @@ class Comm:
             tag: reserved for these rows.
         """
         own = rows[self.rank]
-        if self.orders_itself:
+        if self.stream_ordered:
             work = _all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
         works = [*expected, *(self._send(own, peer, tag) for peer in self.peers)]
         return PendingCollective(works, under_way=self._under_way)
 
-    def swap_rows(
+    def all_to_all_rows(
         self, rows: torch.Tensor, into: torch.Tensor, fill: Callable[[int], None], tag: int
     ) -> PendingCollective:
         """Start sending row r of `rows` to rank r; every other rank's row for this one comes into its row of `into`.
@@ -294,14 +294,14 @@ class Comm:
         Args:
             rows, into: [ranks, …], contiguous, the same shape on all ranks; this rank's own rows mean nothing.
             fill: makes a rank's row right before it is sent.
-            tag: reserved for these rows; messages are matched by it, as in `give_row`.
+            tag: reserved for these rows; messages are matched by it, as in `all_gather_rows`.
         """
-        if self.orders_itself:
+        if self.stream_ordered:
             for peer in self.peers:
                 fill(peer)
             work = dist.all_to_all_single(into, rows, group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        works = self.expect_rows(into, tag)
+        works = self.post_row_receives(into, tag)
         for peer in self.peers:
             fill(peer)
             works.append(self._send(rows[peer], peer, tag))
@@ -325,7 +325,7 @@ class Comm:
 
     # ------------------------------------------------------------------ numbers by which the engine decides
 
-    def agree(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
+    def broadcast_ints(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
         """Return rank 0's `numbers`, rows of equal length, on all ranks; blocks for one broadcast."""
         agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
         self.broadcast(agreed)
@@ -337,7 +337,7 @@ class Comm:
         dist.all_gather_object(every, mine, group=self.group)
         return every
 
-    def write(self, numbers: list[float], place: torch.Tensor) -> None:
+    def write_status(self, numbers: list[float], place: torch.Tensor) -> None:
         """Put the numbers of this rank's ledger into `place`, from where they are summed over ranks.
 
         On a GPU without waiting for what it is doing: the copy is queued behind that.
@@ -345,7 +345,7 @@ class Comm:
         mine = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
         place.copy_(mine, non_blocking=True)
 
-    def read(self, summed: torch.Tensor) -> list[float]:
+    def read_status(self, summed: torch.Tensor) -> list[float]:
         """Return the numbers of the ledger, summed over ranks."""
         return summed.tolist()
 

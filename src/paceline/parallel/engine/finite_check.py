@@ -25,7 +25,7 @@ import torch
 from paceline.parallel.engine.comm import Comm
 from paceline.world.object_collectives import sum_over_ranks
 
-__all__ = ["FiniteCheck", "NonFiniteReport", "bad_peaks", "examine", "peak_of", "surely_finite"]
+__all__ = ["FiniteCheck", "NonFiniteReport", "non_finite_ranks", "find_non_finite", "peak_of", "surely_finite"]
 
 _MOST = 1e38
 """Larger finite peaks are told as this: a ledger may be float32."""
@@ -98,7 +98,7 @@ class FiniteCheck:
         self.losses: list[torch.Tensor] = []
         self._peaks: list[torch.Tensor] = []
 
-    def note(self, gradient: torch.Tensor) -> None:
+    def record_peak(self, gradient: torch.Tensor) -> None:
         """Measure one part of this rank's gradient, before it is reduced."""
         if self.measures:
             self._peaks.append(peak_of(gradient.detach()))
@@ -126,12 +126,12 @@ class FiniteCheck:
         return tuple(rank for rank, count in enumerate(bad) if count)
 
 
-def bad_peaks(peaks: Sequence[float]) -> tuple[int, ...]:
+def non_finite_ranks(peaks: Sequence[float]) -> tuple[int, ...]:
     """Return the ranks whose peak is not finite."""
     return tuple(rank for rank, peak in enumerate(peaks) if not math.isfinite(peak))
 
 
-def examine(
+def find_non_finite(
     parts: Mapping[str, Sequence[torch.Tensor]], comm: Comm, step: int, ranks: tuple[int, ...], *, split: bool
 ) -> NonFiniteReport | None:
     """Look at a result that may not be finite; all ranks of a split one call this.

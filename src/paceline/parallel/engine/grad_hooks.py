@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.parallel.engine.bucket import GradSlot
 from paceline.parallel.engine.comm import Comm
 
-__all__ = ["LateGradients", "hook"]
+__all__ = ["LateGradients", "register_grad_hooks"]
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Event = Callable[[T, int], None]
 
 
-def hook(
+def register_grad_hooks(
     engine: T, slots: Sequence[GradSlot], arriving: Event[T] | None, accumulated: Event[T]
 ) -> list[RemovableHandle]:
     """Have `engine` told of every gradient until it is gone; return the handles of the hooks.

@@ -46,7 +46,7 @@ def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
     finite_check = engine.finite_check
     assert finite_check is not None, "somebody asks"
     finite_check.norm = norm
-    if not finite_check.measures and engine.broken is None and not math.isfinite(norm):
+    if not finite_check.measures and engine.non_finite is None and not math.isfinite(norm):
         engine.look_closely(() if engine.local_only else finite_check.bad_losses(engine.comm))
 
 

@@ -53,7 +53,7 @@ class GradientState:
         self.sharded = plan.shard == "optimizer" and comm.size > 1
         self.slots = [GradSlot(index, name, param) for index, (name, param) in enumerate(named)]
         self.launch_queue = LaunchQueue(comm, sharded=self.sharded, overlap=plan.overlap)
-        self.leftovers = ResidualState(self.launch_queue)
+        self.residuals = ResidualState(self.launch_queue)
         self.order: list[int] = []
         """The order in which gradients become ready, as all ranks adopted it; empty before there are buckets."""
         self.weights = LossWeights(comm.rank, comm.size)
@@ -67,7 +67,7 @@ class GradientState:
         """Rounds so far: optimizer steps, where every step has one."""
         self.finite_check: FiniteCheck | None = None
         """Measures what this rank brings, where somebody asks whether gradients are finite."""
-        self.broken: NonFiniteReport | None = None
+        self.non_finite: NonFiniteReport | None = None
         """What is wrong with the latest result, where it is known to be not finite."""
 
         self._local = False  # there are gradients of this rank that no round has seen
@@ -77,7 +77,7 @@ class GradientState:
     # ------------------------------------------------------------------ what they are
 
     @property
-    def settled(self) -> bool:
+    def has_buckets(self) -> bool:
         """Whether the buckets exist (see [Note: the first round])."""
         return bool(self.buckets)
 
@@ -119,7 +119,7 @@ class GradientState:
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the gradients of which this rank holds a shard, and those that every rank holds whole."""
         if self.sharded:
-            self.note_waiting(self.launch_queue.arrive_all())
+            self.note_waiting(self.launch_queue.wait_all())
             return [piece.grad for piece in self.pieces() if piece.slot.used] if self._reduced else [], []
         return [], [slot.param.grad for slot in self.slots if slot.param.grad is not None]
 
@@ -127,7 +127,7 @@ class GradientState:
         """Return this rank's part of the result, by parameter."""
         parts: dict[str, list[torch.Tensor]] = {slot.name: [] for slot in self.slots}
         if self.sharded:
-            self.launch_queue.arrive_all()
+            self.launch_queue.wait_all()
             for piece in self.pieces():
                 parts[piece.slot.name] += [piece.grad] if piece.slot.used else []
             return parts
@@ -147,7 +147,7 @@ class GradientState:
             sharded=self.sharded,
             reduce_dtype=self.reduce_dtype,
         )
-        self.leftovers.resume()
+        self.residuals.resume()
 
     def change_plan(self, plan: Sync) -> None:
         """Lay out the buckets anew, between two steps; kept gradients move along. Every rank does the same.
@@ -155,12 +155,12 @@ class GradientState:
         To a plan that shards, or from one, only without kept gradients. Not for plans that compress, whose buckets
         have a memory.
         """
-        assert self.settled, "there are buckets"
+        assert self.has_buckets, "there are buckets"
         assert not self._local, "nothing waits for a round"
-        self.launch_queue.arrive_all()
+        self.launch_queue.wait_all()
         kept = [slot.param.grad is not None for slot in self.slots]
         for slot, has in zip(self.slots, kept, strict=True):
-            slot.early = slot.view if has and slot.staged else None
+            slot.unbucketed = slot.view if has and slot.upcast else None
         self.plan, self.launch_queue.buckets = plan, []
         before, self.sharded = self.sharded, plan.shard == "optimizer" and self.comm.size > 1
         self.launch_queue.sharded = self.sharded
@@ -171,7 +171,7 @@ class GradientState:
         self.launch_queue.overlap = plan.overlap
         self._lay_out()
         for slot, has in zip(self.slots, kept, strict=True):
-            slot.show(has)
+            slot.expose(has)
 
     # ------------------------------------------------------------------ before backward
 
@@ -197,24 +197,24 @@ class GradientState:
             for slot in bucket.slots:
                 slot.fired = 0
                 slot.used = slot.index in kept
-                slot.stale = not slot.used
+                slot.needs_zero = not slot.used
                 if slot.used:
                     self._restore(slot)
-                slot.param.grad = None if slot.staged else slot.view
+                slot.param.grad = None if slot.upcast else slot.view
 
     def _attach_early(self, slot: GradSlot) -> None:
         """Before there are buckets: keep what was not dropped, in the dtype of the reduction."""
         slot.fired, slot.used = 0, slot.param.grad is not None
         if not slot.used:
-            slot.early = None
-        elif slot.early is not None:
+            slot.unbucketed = None
+        elif slot.unbucketed is not None:
             slot.param.grad = None
 
     @staticmethod
     def _restore(slot: GradSlot) -> None:
         """Bring a view that is kept up to date with what the program did to ``param.grad``."""
         grad = slot.param.grad
-        if grad is not None and grad is not slot.view and not slot.staged:
+        if grad is not None and grad is not slot.view and not slot.upcast:
             slot.view.copy_(grad.detach())
 
     def _carry(self) -> None:
@@ -224,7 +224,7 @@ class GradientState:
 
     def _carry_results(self, factor: float) -> None:
         if self.sharded:
-            for bucket, low, high in self.launch_queue.own_parts():
+            for bucket, low, high in self.launch_queue.owned_ranges():
                 bucket.flat[:low].zero_()
                 bucket.flat[high:].zero_()
                 bucket.flat[low:high].mul_(factor)
@@ -249,7 +249,7 @@ class GradientState:
         """Take a gradient that autograd put elsewhere (staged dtype, create_graph, set by the program)."""
         grad = slot.param.grad
         assert grad is not None, "the hook runs after accumulation"
-        if slot.staged:
+        if slot.upcast:
             slot.view.add_(grad.detach())
             slot.param.grad = None
         else:
@@ -274,34 +274,34 @@ class GradientState:
 
     def _results(self) -> list[torch.Tensor]:
         """Return the memory of this rank's part of the result."""
-        if self.settled:
-            return [bucket.flat[low:high] for bucket, low, high in self.launch_queue.own_parts()]
-        held = (slot.param.grad if slot.early is None else slot.early for slot in self.slots)
+        if self.has_buckets:
+            return [bucket.flat[low:high] for bucket, low, high in self.launch_queue.owned_ranges()]
+        held = (slot.param.grad if slot.unbucketed is None else slot.unbucketed for slot in self.slots)
         return [grad for grad in held if grad is not None]
 
     def _scale(self, factor: float) -> None:
         """Multiply the result, where that changes it."""
-        if self.settled:
+        if self.has_buckets:
             self.launch_queue.scale(factor)
         elif factor != 1.0 and (results := self._results()):
             torch._foreach_mul_(results, factor)
 
-    def _attach_result(self, page: RoundSummary) -> None:
+    def _attach_result(self, summary: RoundSummary) -> None:
         """Show the result as ``param.grad`` where any rank has a gradient."""
-        for slot, used in zip(self.slots, page.used, strict=False):
+        for slot, used in zip(self.slots, summary.used, strict=False):
             slot.used = used
-            slot.show(used and not self.sharded)  # of a shard nothing is shown rather than a wrong number
+            slot.expose(used and not self.sharded)  # of a shard nothing is shown rather than a wrong number
 
     def drop(self) -> None:
         """Forget all gradients, as zero_grad() does."""
-        self.launch_queue.arrive_all()
+        self.launch_queue.wait_all()
         for slot in self.slots:
-            slot.param.grad, slot.early, slot.used, slot.fired = None, None, False, 0
+            slot.param.grad, slot.unbucketed, slot.used, slot.fired = None, None, False, 0
         self._late.clear()
         self._forget()
 
     def _forget(self) -> None:
         """Begin from nothing: what there was has been dropped."""
-        self._local, self._reduced, self.weights.samples, self.broken = False, False, 0.0, None
+        self._local, self._reduced, self.weights.samples, self.non_finite = False, False, 0.0, None
         if self.finite_check is not None:
             self.finite_check.clear()

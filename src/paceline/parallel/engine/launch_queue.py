@@ -83,11 +83,11 @@ class LaunchQueue:
     @staticmethod
     def _measure(bucket: Bucket, finite_check: FiniteCheck) -> None:
         for slot in bucket.slots:
-            slot.freshen()
+            slot.zero_if_needed()
         if bucket.slots:
-            finite_check.note(bucket.grads)
+            finite_check.record_peak(bucket.grads)
 
-    def depart(self, mean: bool) -> None:
+    def launch_rest(self, mean: bool) -> None:
         """Launch what is left, and wait for the ledger.
 
         A ledger of its own goes right before the last gradients: at the same place on all ranks, however many
@@ -100,9 +100,9 @@ class LaunchQueue:
         for bucket in rest:
             self._launch(bucket, mean)
             if not self.overlap:
-                self.arrive(bucket)
+                self.wait_for(bucket)
         self._next = len(self.buckets)
-        self.arrive(last)
+        self.wait_for(last)
 
     def takes_mean(self, bucket: Bucket, mean: bool) -> bool:
         """Tell whether `bucket` is averaged by its collective rather than summed."""
@@ -112,7 +112,7 @@ class LaunchQueue:
         started = time.perf_counter()
         bucket.launched = True
         for slot in bucket.slots:
-            slot.freshen()
+            slot.zero_if_needed()
         pending = self._send(bucket, mean)
         self._under_way[bucket.index] = pending, started
         freight, others = bucket.compressed, (self.comm.size - 1) / self.comm.size
@@ -135,7 +135,7 @@ class LaunchQueue:
             return self.comm.reduce_scatter(bucket.flat, mean=mean)
         return self.comm.all_reduce(bucket.flat, mean=mean)
 
-    def arrive(self, bucket: Bucket) -> float:
+    def wait_for(self, bucket: Bucket) -> float:
         """Wait for `bucket` and finish its result; return the seconds that took."""
         if bucket.index not in self._under_way:
             return 0.0
@@ -147,22 +147,22 @@ class LaunchQueue:
         self._scale(bucket)
         now = time.perf_counter()
         if (recorder := step_state.recorder_of(self.comm)) is not None:
-            recorder.arrived("reduce", bucket.index, pending.ended, now)
-            self.look()
+            recorder.completed("reduce", bucket.index, pending.ended, now)
+            self.poll()
         self.timings.call_seconds.append(now - started)
         return now - before
 
-    def look(self, apart: float = 0.0) -> None:
+    def poll(self, apart: float = 0.0) -> None:
         """Take note of what has ended, for a timeline; not if this was done less than `local_only` seconds ago."""
         now = time.perf_counter()
         if now - self._looked >= apart:
             self._looked = now
             for pending, _ in self._under_way.values():
-                pending.look()
+                pending.poll()
 
-    def arrive_all(self) -> float:
+    def wait_all(self) -> float:
         """Wait for every bucket; return the seconds that took."""
-        return sum(self.arrive(bucket) for bucket in self.buckets) if self._under_way else 0.0
+        return sum(self.wait_for(bucket) for bucket in self.buckets) if self._under_way else 0.0
 
     def scale(self, factor: float) -> None:
         """Multiply the results: what has arrived now, the rest when it arrives."""
@@ -175,7 +175,7 @@ class LaunchQueue:
         """Multiply a result that has arrived; what compression left out of it is in the same unit."""
         if self._factor == 1.0 or not bucket.slots:
             return
-        low, high = self.own_part(bucket)
+        low, high = self.owned_range(bucket)
         bucket.flat[low:high].mul_(self._factor)
         if bucket.compressed is not None and bucket.launched:
             bucket.compressed.rescale(self._factor)
@@ -184,17 +184,17 @@ class LaunchQueue:
         """Return the ledger, summed over ranks."""
         last = self.buckets[-1]
         if not last.slots:
-            return self.comm.read(last.flat.view(self.comm.size, -1).sum(0))
+            return self.comm.read_status(last.flat.view(self.comm.size, -1).sum(0))
         scale = self.comm.size if self.takes_mean(last, mean) else 1
-        return [value * scale for value in self.comm.read(last.ledger)]
+        return [value * scale for value in self.comm.read_status(last.ledger)]
 
-    def own_part(self, bucket: Bucket) -> tuple[int, int]:
+    def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return start and stop of what this rank holds reduced: its shard, or all of the bucket."""
         return bucket.span(self.comm.rank, self.comm.size) if self.sharded else bucket.span(0, 1)
 
-    def own_parts(self) -> Sequence[tuple[Bucket, int, int]]:
+    def owned_ranges(self) -> Sequence[tuple[Bucket, int, int]]:
         """Return (bucket, start, stop) of what this rank holds reduced."""
-        return [(bucket, *self.own_part(bucket)) for bucket in self.buckets if bucket.slots]
+        return [(bucket, *self.owned_range(bucket)) for bucket in self.buckets if bucket.slots]
 
 
 @dataclass

@@ -10,10 +10,10 @@ from __future__ import annotations
 from paceline.errors import SyncError
 from paceline.parallel.engine.round_status import RoundSummary, Status
 
-__all__ = ["LossWeights", "counted_filler"]
+__all__ = ["LossWeights", "missing_samples_error"]
 
 
-def counted_filler(rank: int, step: int) -> SyncError:
+def missing_samples_error(rank: int, step: int) -> SyncError:
     """Return the error for a backward without samples on a batch that a loader filled a place with."""
     return SyncError(
         "backward without samples= on a batch that has none: it would count as much as any other rank's",
@@ -50,11 +50,11 @@ class LossWeights:
         """Whether ranks count by their samples."""
         return self.status is Status.SAMPLES
 
-    def of_loss(self, samples: float | None) -> float:
+    def loss_factor(self, samples: float | None) -> float:
         """Return the factor for a loss that is the mean over `samples` samples; None: ranks count the same."""
         return 1 / self._ranks if samples is None else samples / self.reference
 
-    def samples_of(self, weight: float) -> float:
+    def samples_for(self, weight: float) -> float:
         """Return the samples that a (rounded) factor stands for."""
         return weight * self.reference
 
@@ -74,14 +74,14 @@ class LossWeights:
         self.samples = self.total if self.carries else 0.0
         return self.total / self.reference
 
-    def close(self, page: RoundSummary) -> float:
+    def close(self, summary: RoundSummary) -> float:
         """Take note of a round's totals; return the factor that makes its result the mean.
 
         Args:
             page: the round's ledger; at least one sample, where samples are counted.
         """
-        self.samples, self.total = 0.0, page.total
+        self.samples, self.total = 0.0, summary.total
         if not self.counted:
             return 1.0
-        factor, self.reference = self.reference / page.total, page.total
+        factor, self.reference = self.reference / summary.total, summary.total
         return factor

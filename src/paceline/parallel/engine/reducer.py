@@ -33,10 +33,10 @@ from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.comm import Comm
-from paceline.parallel.engine.finite_check import bad_peaks, examine, surely_finite
-from paceline.parallel.engine.grad_hooks import hook
+from paceline.parallel.engine.finite_check import non_finite_ranks, find_non_finite, surely_finite
+from paceline.parallel.engine.grad_hooks import register_grad_hooks
 from paceline.parallel.engine.gradient_state import GradientState
-from paceline.parallel.engine.loss_weights import LossWeights, counted_filler
+from paceline.parallel.engine.loss_weights import LossWeights, missing_samples_error
 from paceline.parallel.engine.round_status import Status
 from paceline.parallel.strategy import Sync
 
@@ -71,15 +71,15 @@ class Reducer(GradientState):
         self.sync_enabled = True
         """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
         self.local_only = False
-        """Whether this rank trains as in a world of one; `train_apart` decides."""
-        self.parted = False
+        """Whether this rank trains as in a world of one; `set_local_only` decides."""
+        self.replicas_differ = False
         """Whether parameters may differ between ranks: training apart was broken off."""
 
-        self._open = False  # a backward is under way
-        self._syncing = False  # ... and closes with a round
+        self._in_backward = False  # a backward is under way
+        self._will_sync = False  # ... and closes with a round
         self._firings: list[int] = []  # firings of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
-        self._handles = hook(
+        self._handles = register_grad_hooks(
             self, self.slots, Reducer.arriving if comm.size > 1 else None, Reducer.accumulated
         )
 
@@ -93,12 +93,12 @@ class Reducer(GradientState):
     @property
     def unsynced(self) -> bool:
         """Whether gradients of this rank alone wait for a round."""
-        return self._local or self._open
+        return self._local or self._in_backward
 
     @property
     def interrupted(self) -> bool:
         """Whether a backward began, never ended, and is not running now."""
-        return self._open and torch._C._current_graph_task_id() == -1
+        return self._in_backward and torch._C._current_graph_task_id() == -1
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
@@ -116,7 +116,7 @@ class Reducer(GradientState):
         """Return copies of the parameters; every rank has them whole."""
         return [param.detach().clone() for param in params]
 
-    def train_apart(self, apart: bool) -> None:
+    def set_local_only(self, apart: bool) -> None:
         """From now on keep every round to this rank, as in a world of one; or no longer."""
         assert not self.splits_gradients, "where ranks hold parts, none can train on its own"
         self.drop()
@@ -126,19 +126,19 @@ class Reducer(GradientState):
     # ------------------------------------------------------------------ begin
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return what `reach` is told when backward comes to this forward: nothing here."""
+        """Return what `backward_reached` is told when backward comes to this forward: nothing here."""
         self._let_tune()
 
     def _let_tune(self) -> None:
         """Let the plan change where nothing waits for a round."""
         if self.tuner is not None and not self._local and not self.local_only:
-            self.tuner.at_rest()
+            self.tuner.apply_pending_plan()
 
-    def reach(self, call: object) -> None:
+    def backward_reached(self, call: object) -> None:
         """Open the backward that has come to the outputs of a forward; `before_forward` returned `call`."""
         self.begin_in_backward()
 
-    def take_part(self, loss: torch.Tensor | None) -> None:
+    def contribute_nothing(self, loss: torch.Tensor | None) -> None:
         """Bring nothing to this round: `finish` sends zeros."""
 
     def begin(self, status: Status, samples: float = 0.0) -> None:
@@ -153,10 +153,10 @@ class Reducer(GradientState):
             UsageError: a CUDA graph is being captured, and there are other ranks.
         """
         self.recover()
-        if self._open:
+        if self._in_backward:
             return
         self._refuse_capture()
-        if self.parted and not self.local_only:
+        if self.replicas_differ and not self.local_only:
             raise SyncError(
                 "parameters differ between ranks: a block in which they trained apart ended in an exception",
                 rank=self.comm.rank,
@@ -165,7 +165,7 @@ class Reducer(GradientState):
             )
         step_state.begin_phase(self.step, "backward")
         self.comm.note_step(self.step)
-        self.launch_queue.arrive_all()  # the result of the last round, if nobody used it
+        self.launch_queue.wait_all()  # the result of the last round, if nobody used it
         self._let_tune()
         kept = self._kept()
         if not kept and not self._kept_elsewhere():
@@ -177,8 +177,8 @@ class Reducer(GradientState):
                 step=self.step,
                 remedy="call zero_grad() between them, or use the same call for every backward",
             )
-        self._open, self._syncing, self.weights.status = True, self.sync_enabled, status
-        if not self.settled:
+        self._in_backward, self._will_sync, self.weights.status = True, self.sync_enabled, status
+        if not self.has_buckets:
             self._firings.clear()
             for slot in self.slots:
                 self._attach_early(slot)
@@ -193,22 +193,22 @@ class Reducer(GradientState):
 
     def arriving(self, index: int) -> None:
         """Prepare for autograd to add to the gradient of slot `index`."""
-        if self._open and self.settled:
-            self.slots[index].freshen()
+        if self._in_backward and self.has_buckets:
+            self.slots[index].zero_if_needed()
 
     def accumulated(self, index: int) -> None:
         """Take note that autograd has added to the gradient of slot `index`."""
         slot = self.slots[index]
-        if not self._open:
+        if not self._in_backward:
             self._begin_late(slot)
         slot.fired += 1
         if step_state.recorder is not None:
-            self.launch_queue.look(_LOOK_SECONDS)
-        if not self.settled:
+            self.launch_queue.poll(_LOOK_SECONDS)
+        if not self.has_buckets:
             self._refuse_sparse(slot)
             self._firings.append(index)
             if self.reduce_dtype is not None:
-                slot.keep_early(storage_dtype(slot.param, self.reduce_dtype))
+                slot.keep_unbucketed(storage_dtype(slot.param, self.reduce_dtype))
             return
         bucket = slot.bucket
         if bucket.launched:
@@ -230,15 +230,15 @@ class Reducer(GradientState):
             bucket.ready = time.perf_counter()
             if recorder.quiet:
                 return
-        if self._syncing and self.plan.overlap and not self.local_only:
+        if self._will_sync and self.plan.overlap and not self.local_only:
             self.launch_queue.launch_full(self.weights.averaged, self.finite_check)
 
     def begin_in_backward(self) -> None:
         """Open the backward that is running, if nobody has, and have it closed at its end."""
-        if not self._open:
+        if not self._in_backward:
             self.begin(Status.EQUAL)
             if wait_counters.samples == 0:
-                refusal = counted_filler(self.comm.rank, self.step)
+                refusal = missing_samples_error(self.comm.rank, self.step)
                 with contextlib.suppress(SyncError):
                     self.finish(failed=True)
                 raise refusal
@@ -247,16 +247,16 @@ class Reducer(GradientState):
     def _begin_late(self, slot: GradSlot) -> None:
         """Open a backward that came by no output of the wrapped forward: one gradient is here already."""
         fresh = slot.param.grad
-        moved = not (self.settled and fresh is slot.view)
+        moved = not (self.has_buckets and fresh is slot.view)
         if moved:  # or `begin` would take it for one that was kept
             slot.param.grad = None
         self.begin_in_backward()
         if not moved or fresh is None:
             return
-        if not self.settled or slot.staged:
+        if not self.has_buckets or slot.upcast:
             slot.param.grad = fresh
         else:
-            slot.freshen()
+            slot.zero_if_needed()
             slot.param.grad = slot.view.add_(fresh.detach())
 
     def recover(self) -> bool:
@@ -278,11 +278,11 @@ class Reducer(GradientState):
             BackwardFailed: another rank raised; gradients are dropped on all ranks.
             SyncError: ranks made different calls, or another rank is gone.
         """
-        if not self._open:
+        if not self._in_backward:
             return
-        self._open = False
+        self._in_backward = False
         self._local = True
-        if self._syncing:
+        if self._will_sync:
             self.synchronise(failed)
         elif failed:
             self.drop()
@@ -290,31 +290,31 @@ class Reducer(GradientState):
             step_state.enter_phase("outside")
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
-                slot.show(slot.used)
+                slot.expose(slot.used)
 
     def synchronise(self, failed: bool = False) -> None:
         """Run a round over what is in the buckets: all ranks take part, whatever they hold.
 
         Raises: as `finish`.
         """
-        self._open = False
+        self._in_backward = False
         step_state.begin_phase(self.step, "exchange")
         if self.weights.counted and (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.samples = self.weights.samples
         ended = time.perf_counter()
         if self.comm.size == 1 or self.local_only:
-            page = self._alone(failed)
+            summary = self._alone(failed)
         else:
-            if not self.settled:
+            if not self.has_buckets:
                 self._settle()
-            page = self._exchange(failed)
+            summary = self._exchange(failed)
         self.timings.exposed_seconds = 0.0
         self.note_waiting(time.perf_counter() - ended)
         step_state.end_round(sees_waiting=self.sees_waiting)
         step_state.enter_phase("outside")
         self._local = False
         self.step += 1
-        self._conclude(page, failed)
+        self._conclude(summary, failed)
         # Not where a round failed: there the other ranks have just raised, and what is told may ask for them all.
         if self.round_ended is not None and not (failed or self.local_only):
             self.round_ended(self.step)
@@ -337,53 +337,53 @@ class Reducer(GradientState):
         mine = round_status.encode(
             self.comm.rank, self.comm.size, weights.samples, status, self._used_flags(), len(self._late)
         )
-        self.comm.write(mine, last.ledger)
+        self.comm.write_status(mine, last.ledger)
         if self.finite_check is not None:
             self.launch_queue.measure_rest(self.finite_check)
-            self.finite_check.write(last.ledger[round_status.place_of_peak(self.comm.rank, self.comm.size)])
-        self.launch_queue.depart(weights.averaged)
-        page = round_status.decode(self.launch_queue.read_ledger(weights.averaged), self.comm.size)
-        if page.late or not self.sharded:  # a sharded result is waited for where it is used
-            self.launch_queue.arrive_all()
-        if page.late:
+            self.finite_check.write_status(last.ledger[round_status.peak_index(self.comm.rank, self.comm.size)])
+        self.launch_queue.launch_rest(weights.averaged)
+        summary = round_status.decode(self.launch_queue.read_ledger(weights.averaged), self.comm.size)
+        if summary.late or not self.sharded:  # a sharded result is waited for where it is used
+            self.launch_queue.wait_all()
+        if summary.late:
             self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
-        return page
+        return summary
 
     # ------------------------------------------------------------------ conclude
 
-    def _conclude(self, page: round_status.RoundSummary, failed: bool) -> None:
+    def _conclude(self, summary: round_status.RoundSummary, failed: bool) -> None:
         """Turn the sums into means and attach them, or drop them all and say why."""
         try:
-            page.judge(self.comm.rank, self.step - 1)
+            summary.raise_for_status(self.comm.rank, self.step - 1)
         except SyncError:
             self.drop()
             if failed:  # this rank's own exception is on its way
                 return
             raise
-        if self.weights.counted and page.total == 0:
+        if self.weights.counted and summary.total == 0:
             self.weights.total = 0.0
             self.drop()
             return
-        factor = self.weights.close(page)
+        factor = self.weights.close(summary)
         self._scale(factor)
-        self._attach_result(page)
+        self._attach_result(summary)
         self._reduced = True
         if self.finite_check is not None:
             self.finite_check.norm = None
-            if self.finite_check.measures and self.broken is None:
-                self._look(page, factor)
+            if self.finite_check.measures and self.non_finite is None:
+                self._check_finite(summary, factor)
         if self.tuner is not None and not self.local_only:
             self.tuner.round_ended()
 
-    def _look(self, page: round_status.RoundSummary, factor: float) -> None:
+    def _check_finite(self, summary: round_status.RoundSummary, factor: float) -> None:
         """Find out whether the result is finite; see [Note: peaks] in `finite_check`."""
         assert self.finite_check is not None, "somebody asks"
-        if page.late or not surely_finite(page.peaks, factor, self.finite_check.largest):
-            self.look_closely(bad_peaks(page.peaks))  # nobody measures where a rank is alone
+        if summary.late or not surely_finite(summary.peaks, factor, self.finite_check.largest):
+            self.look_closely(non_finite_ranks(summary.peaks))  # nobody measures where a rank is alone
 
     def look_closely(self, ranks: tuple[int, ...]) -> None:
         """Look at every parameter's gradient; `ranks` brought what is not finite. All ranks call this."""
         if self.local_only or self.comm.size == 1:
             ranks = (self.comm.rank,)
         parts, split = self.parts_by_name(), self.splits_gradients
-        self.broken = examine(parts, self.comm, self.step - 1, ranks, split=split)
+        self.non_finite = find_non_finite(parts, self.comm, self.step - 1, ranks, split=split)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from paceline.errors import BackwardFailed, SyncError
 
-__all__ = ["RoundSummary", "Status", "alike", "decode", "encode", "length", "place_of_peak"]
+__all__ = ["RoundSummary", "Status", "replicated_sum", "decode", "encode", "vector_length", "peak_index"]
 
 
 class Status(enum.IntEnum):
@@ -61,7 +61,7 @@ class RoundSummary:
         """Return the ranks with that status."""
         return [rank for rank, value in enumerate(self.status) if value is status]
 
-    def judge(self, rank: int, step: int) -> None:
+    def raise_for_status(self, rank: int, step: int) -> None:
         """Raise if the round has no result; `rank` and `step` are for the message.
 
         Raises:
@@ -89,12 +89,12 @@ class RoundSummary:
             )
 
 
-def length(ranks: int, params: int) -> int:
+def vector_length(ranks: int, params: int) -> int:
     """Return the number of elements of a ledger."""
     return 4 * ranks + 1 + params
 
 
-def place_of_peak(rank: int, ranks: int) -> int:
+def peak_index(rank: int, ranks: int) -> int:
     """Return the index of that rank's peak in a ledger."""
     return 3 * ranks + rank
 
@@ -107,13 +107,13 @@ def encode(
     rank: int, ranks: int, samples: float, status: Status, used: Sequence[bool], late: int = 0
 ) -> list[float]:
     """Return this rank's ledger, ready to be summed; exact for 48 bits of `samples` in float32."""
-    page = [0.0] * (4 * ranks)
+    summary = [0.0] * (4 * ranks)
     high = _float32(samples)
-    page[rank], page[ranks + rank], page[2 * ranks + rank] = high, samples - high, float(status)
-    return [*page, float(late), *map(float, used)]
+    summary[rank], summary[ranks + rank], summary[2 * ranks + rank] = high, samples - high, float(status)
+    return [*summary, float(late), *map(float, used)]
 
 
-def alike(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
+def replicated_sum(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
     """Return what `ranks` ledgers sum to if every rank writes into its own columns what `rank` wrote into its.
 
     Example:

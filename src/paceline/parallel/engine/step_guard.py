@@ -23,7 +23,7 @@ from paceline.testing import fault_injection
 if TYPE_CHECKING:
     from paceline.parallel.tuning.tuner import Tuner
 
-__all__ = ["ConsumesShards", "GuardedEngine", "close", "guard"]
+__all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "register_engine"]
 
 
 class GuardedEngine(Protocol):
@@ -67,7 +67,7 @@ _held = weakref.WeakKeyDictionary()
 _installed = False
 
 
-def guard(engine: GuardedEngine) -> None:
+def register_engine(engine: GuardedEngine) -> None:
     """Have `engine` asked before every optimizer step from now on, as long as it lives."""
     global _installed
     _engines.add(engine)
@@ -78,7 +78,7 @@ def guard(engine: GuardedEngine) -> None:
         _installed = True
 
 
-def close(engine: GuardedEngine) -> None:
+def ensure_synchronised(engine: GuardedEngine) -> None:
     """Let nothing unsynchronised pass: synchronise what this rank has, or raise.
 
     Raises:
@@ -121,8 +121,8 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
             )
         if engine.tuner is not None:
-            engine.tuner.stepped(optimizer)
-        close(engine)
+            engine.tuner.optimizer_stepping(optimizer)
+        ensure_synchronised(engine)
         step_state.enter_phase("optimizer")
 
 

@@ -120,7 +120,7 @@ class OuterLoop:
         parts = strided(layers_of(self.module), self.cadence.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
-        courier = ExchangeThread(device, on_stream=self._comm.orders_itself)
+        courier = ExchangeThread(device, on_stream=self._comm.stream_ordered)
         return [
             ModelFragment(
                 [(name, named[name]) for name in part],
@@ -152,7 +152,7 @@ class OuterLoop:
         cancel_state_averaging(self._optimizer)
         if self._engine is not None:
             reference = self._engine.weights.reference if self._resumed else None
-            self._engine.train_apart(True)
+            self._engine.set_local_only(True)
             if reference is not None:
                 self._engine.weights.reference = reference
         if not self._resumed:
@@ -174,14 +174,14 @@ class OuterLoop:
                 self._broken = False
         finally:
             if self._engine is not None:
-                self._engine.train_apart(False)
-                self._engine.parted = self._broken
+                self._engine.set_local_only(False)
+                self._engine.replicas_differ = self._broken
         if self._engine is not None and not self._broken:
             average_state_before_next_step(self._optimizer, self._comm)
 
     def _begin_alike(self) -> None:
         """Give all ranks rank 0's parameters, where gradients have not kept them the same, and buffers; these are θ."""
-        may_differ = self._engine is None or self._engine.parted
+        may_differ = self._engine is None or self._engine.replicas_differ
         params = self.module.parameters() if may_differ else ()
         broadcast_tensors(self._comm, [*params, *self.module.buffers()])
         for fragment in self._fragments:

@@ -29,7 +29,7 @@ from paceline._core.units import MIB
 from paceline.cost_model.bucket_layout import CommChannel, ReadyGradient, plan_buckets, simulate_backward
 from paceline.parallel.strategy import STRATEGIES, Shard, Sync
 
-__all__ = ["GAIN", "CallCost", "CandidateRace", "candidates"]
+__all__ = ["GAIN", "CallCost", "CandidateRace", "candidate_plans"]
 
 _CAPS_MIB = (0.0, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, math.inf)
 
@@ -53,7 +53,7 @@ class CallCost:
         return self.call_seconds + self.seconds_per_byte * nbytes
 
 
-def candidates(
+def candidate_plans(
     ready: Sequence[ReadyGradient], price: CallCost, *, may_shard: bool, most: int = 5
 ) -> tuple[Sync, ...]:
     """Return the plans to try, the default first.

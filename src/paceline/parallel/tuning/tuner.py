@@ -4,7 +4,7 @@
 
     start     as `Sync()`, torch DDP's bucket size, which everything is compared with
     look      one step in which is noted when each gradient is ready; a few calls tell what a call costs
-    try       few plans (`candidates`) take turns (`race`), a turn a few steps; the slowest rank's time counts
+    try       few plans (`candidate_plans`) take turns (`race`), a turn a few steps; the slowest rank's time counts
     settle    the winner stays, is told, and is kept for the next run of this model on these hosts (`remember`)
     watch     when steps get much slower or faster for long, it begins again
 
@@ -35,7 +35,7 @@ import torch
 from paceline.cost_model.bucket_layout import ReadyGradient
 from paceline.parallel.engine.comm import Comm
 from paceline.parallel.strategy import Sync
-from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidates
+from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidate_plans
 from paceline.parallel.tuning.tuning_cache import TuningCache, TuningResult
 from paceline.world.object_collectives import gather_rows
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paceline.parallel.engine.reducer import Reducer
     from paceline.parallel.sharding.zero import ShardedOptimizer
 
-__all__ = ["DEFAULT", "Tuner", "price_of_calls", "slowest"]
+__all__ = ["DEFAULT", "Tuner", "measure_call_cost", "max_over_ranks"]
 
 _SMALL_NBYTES, _MOST_NBYTES, _FACTOR = 4 << 10, 16 << 20, 8
 
@@ -56,7 +56,7 @@ _LONG_ENOUGH = 0.05  # seconds of a call: what it costs to begin hardly counts a
 _TURNS = 5
 
 
-def price_of_calls(comm: Comm, device: torch.device) -> CallCost:
+def measure_call_cost(comm: Comm, device: torch.device) -> CallCost:
     """Return what a call costs, and a byte; all ranks call this, with nothing else under way."""
     small = statistics.median(_seconds(comm, _SMALL_NBYTES, device) for _ in range(_TURNS))
     nbytes, seconds = _SMALL_NBYTES, small
@@ -66,7 +66,7 @@ def price_of_calls(comm: Comm, device: torch.device) -> CallCost:
     return CallCost(small, max(0.0, seconds - small) / max(nbytes - _SMALL_NBYTES, 1))
 
 
-def slowest(seconds: Sequence[float], comm: Comm) -> list[float]:
+def max_over_ranks(seconds: Sequence[float], comm: Comm) -> list[float]:
     """Return, number by number, the largest of all ranks."""
     rows = gather_rows(torch.tensor(seconds, dtype=torch.float64), comm.group)
     return torch.stack(rows).amax(0).tolist()
@@ -79,7 +79,7 @@ def _seconds(comm: Comm, nbytes: int, device: torch.device) -> float:
     comm.all_reduce(flat).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return slowest([time.perf_counter() - started], comm)[0]
+    return max_over_ranks([time.perf_counter() - started], comm)[0]
 
 
 DEFAULT = Sync()
@@ -142,7 +142,7 @@ class Tuner:
         """Take note of an optimizer that updates this model."""
         self._optimizers.append(weakref.ref(optimizer))
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepping(self, optimizer: torch.optim.Optimizer) -> None:
         """Take note that `optimizer` is about to update this model."""
         attached = [reference() for reference in self._optimizers]
         self._others |= not any(each is not None and each.includes(optimizer) for each in attached)
@@ -158,7 +158,7 @@ class Tuner:
             self.wanted = self._course.send(now - before)
             self._since = time.perf_counter()
 
-    def at_rest(self) -> None:
+    def apply_pending_plan(self) -> None:
         """Have the engine take up the wanted plan; called when none of its gradients wait for a round."""
         engine = self._engine
         if engine.plan == self.wanted or not engine.settled:
@@ -196,7 +196,7 @@ class Tuner:
         while (turn := race.turn) is not None:
             yield plans[turn]
             laps = yield from _steps(plans[turn], _MEASURED)
-            race.record(min(slowest(laps, self._comm)))
+            race.record(min(max_over_ranks(laps, self._comm)))
         return self._found(plans, race)
 
     def _watch(self, plan: Sync, usual: float | None) -> Course:
@@ -205,7 +205,7 @@ class Tuner:
         moved, now = 0, 0.0
         while moved < _FOR_LONG:
             laps = yield from _steps(plan, _WINDOW)
-            (now,) = slowest([statistics.median(laps)], self._comm)
+            (now,) = max_over_ranks([statistics.median(laps)], self._comm)
             usual = now if usual is None else usual
             moved = moved + 1 if max(now / usual, usual / now) > _MOVED else 0
         self._tell(f"steps take {now:.3g} s, where {usual:.3g} s were usual: the search begins again")
@@ -217,12 +217,12 @@ class Tuner:
         began = min(arrivals.values(), default=0.0)
         seconds = [arrivals.get(index, began) - began for index in engine.order]
         ready: list[ReadyGradient] = []
-        for index, own in zip(engine.order, slowest(seconds, self._comm), strict=True):
+        for index, own in zip(engine.order, max_over_ranks(seconds, self._comm), strict=True):
             view = engine.slots[index].view
             at = max(own, ready[-1].seconds if ready else 0.0)
             ready.append(ReadyGradient(view.nbytes, at, f"{view.dtype} on {view.device}"))
-        price = price_of_calls(self._comm, engine.device)
-        return candidates(ready, price, may_shard=self._may_shard())
+        price = measure_call_cost(self._comm, engine.device)
+        return candidate_plans(ready, price, may_shard=self._may_shard())
 
     def _may_shard(self) -> bool:
         """Tell whether plans that shard the optimizer can be tried; see [Note: sharding]."""
