@@ -15,7 +15,7 @@ from types import FrameType
 
 from paceline._core import pdeathsig
 
-__all__ = ["POLL_SECONDS", "ChildProcess", "stop_processes", "sigterm_raises", "with_pdeathsig"]
+__all__ = ["POLL_SECONDS", "ChildProcess", "sigterm_raises", "stop_processes", "with_pdeathsig"]
 
 POLL_SECONDS = 0.05
 """How often children are looked at."""

@@ -42,7 +42,9 @@ def test_sharding_is_tried_at_two_sizes_where_it_may_be():
 
 def test_dear_calls_ask_for_large_buckets_and_cheap_ones_for_small():
     def sizes(call):
-        return [plan.bucket_mib for plan in candidate_plans(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]]
+        return [
+            plan.bucket_mib for plan in candidate_plans(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]
+        ]
 
     assert max(sizes(0.3)) > 25
     assert min(sizes(1e-6)) < min(sizes(0.3))

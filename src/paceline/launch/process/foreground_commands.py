@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 from shutil import which
 from typing import IO
 
-from paceline._core.child_process import POLL_SECONDS, ChildProcess, stop_processes, sigterm_raises, with_pdeathsig
+from paceline._core.child_process import (
+    POLL_SECONDS,
+    ChildProcess,
+    sigterm_raises,
+    stop_processes,
+    with_pdeathsig,
+)
 from paceline.errors import UsageError
 from paceline.launch.agent.job_outcome import exit_status
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline._core.child_process import POLL_SECONDS, stop_processes, sigterm_raises
+from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError

@@ -26,7 +26,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from paceline._core.child_process import ChildProcess, stop_processes, sigterm_raises, with_pdeathsig
+from paceline._core.child_process import ChildProcess, sigterm_raises, stop_processes, with_pdeathsig
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.job_outcome import exit_status
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, await_server

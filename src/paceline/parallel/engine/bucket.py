@@ -97,7 +97,9 @@ class GradSlot:
         grad = self.param.grad
         if grad is None or grad.is_complex() or grad.dtype == dtype:
             return
-        self.unbucketed = grad.detach().to(dtype) if self.unbucketed is None else self.unbucketed.add_(grad.detach())
+        self.unbucketed = (
+            grad.detach().to(dtype) if self.unbucketed is None else self.unbucketed.add_(grad.detach())
+        )
         self.param.grad = None
 
     def expose(self, visible: bool) -> None:

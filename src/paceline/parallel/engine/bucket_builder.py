@@ -36,7 +36,9 @@ def agree_order(comm: Comm, slots: Sequence[GradSlot], firings: Sequence[int]) -
     last = {index: position for position, index in enumerate(firings)}
     seen = sorted(last, key=last.__getitem__)
     unseen = [slot.index for slot in reversed(slots) if slot.index not in last]
-    order, expected = comm.broadcast_ints([seen + unseen, [slot.fired for slot in slots]], slots[0].param.device)
+    order, expected = comm.broadcast_ints(
+        [seen + unseen, [slot.fired for slot in slots]], slots[0].param.device
+    )
     for slot, count in zip(slots, expected, strict=True):
         slot.expected = max(count, 1)
     return order

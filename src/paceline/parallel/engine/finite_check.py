@@ -25,7 +25,14 @@ import torch
 from paceline.parallel.engine.comm import Comm
 from paceline.world.object_collectives import sum_over_ranks
 
-__all__ = ["FiniteCheck", "NonFiniteReport", "non_finite_ranks", "find_non_finite", "peak_of", "surely_finite"]
+__all__ = [
+    "FiniteCheck",
+    "NonFiniteReport",
+    "find_non_finite",
+    "non_finite_ranks",
+    "peak_of",
+    "surely_finite",
+]
 
 _MOST = 1e38
 """Larger finite peaks are told as this: a ledger may be float32."""

@@ -33,7 +33,7 @@ from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.comm import Comm
-from paceline.parallel.engine.finite_check import non_finite_ranks, find_non_finite, surely_finite
+from paceline.parallel.engine.finite_check import find_non_finite, non_finite_ranks, surely_finite
 from paceline.parallel.engine.grad_hooks import register_grad_hooks
 from paceline.parallel.engine.gradient_state import GradientState
 from paceline.parallel.engine.loss_weights import LossWeights, missing_samples_error
@@ -340,7 +340,9 @@ class Reducer(GradientState):
         self.comm.write_status(mine, last.ledger)
         if self.finite_check is not None:
             self.launch_queue.measure_rest(self.finite_check)
-            self.finite_check.write_status(last.ledger[round_status.peak_index(self.comm.rank, self.comm.size)])
+            self.finite_check.write_status(
+                last.ledger[round_status.peak_index(self.comm.rank, self.comm.size)]
+            )
         self.launch_queue.launch_rest(weights.averaged)
         summary = round_status.decode(self.launch_queue.read_ledger(weights.averaged), self.comm.size)
         if summary.late or not self.sharded:  # a sharded result is waited for where it is used

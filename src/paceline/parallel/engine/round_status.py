@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from paceline.errors import BackwardFailed, SyncError
 
-__all__ = ["RoundSummary", "Status", "replicated_sum", "decode", "encode", "vector_length", "peak_index"]
+__all__ = ["RoundSummary", "Status", "decode", "encode", "peak_index", "replicated_sum", "vector_length"]
 
 
 class Status(enum.IntEnum):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from paceline.parallel.engine.reducer import Reducer
     from paceline.parallel.sharding.zero import ShardedOptimizer
 
-__all__ = ["DEFAULT", "Tuner", "measure_call_cost", "max_over_ranks"]
+__all__ = ["DEFAULT", "Tuner", "max_over_ranks", "measure_call_cost"]
 
 _SMALL_NBYTES, _MOST_NBYTES, _FACTOR = 4 << 10, 16 << 20, 8
 
