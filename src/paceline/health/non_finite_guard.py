@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 
 from paceline.errors import NonFiniteGradient, UsageError, unknown
-from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_norm import global_norm, note_norm
-from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
 
 __all__ = ["NonFiniteGuard"]
 

@@ -170,7 +170,7 @@ class Profiler:
 
 def _how(model: RecordedModel) -> str:
     """Return how a model is synchronised, in a few words."""
-    plan = "auto" if model.engine.tuner is not None else model.plan.words
+    plan = "auto" if model.engine.tuner is not None else model.plan.label
     squeezed = model.plan.compression_config
     return plan if squeezed is None else f"{plan}, {squeezed.name}"
 

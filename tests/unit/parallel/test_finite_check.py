@@ -66,20 +66,20 @@ def test_a_gauge_writes_one_number_and_begins_anew(dtype):
     finite_check, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
     finite_check.record_peak(torch.tensor([3.0, 4.0]))
     finite_check.record_peak(torch.tensor([1.0]))
-    finite_check.write(place[1])
+    finite_check.write_peak(place[1])
     assert place.tolist() == [5.0, 6.0, 5.0]
-    finite_check.write(place[1])
+    finite_check.write_peak(place[1])
     assert place.tolist() == [5.0, 0.0, 5.0]
     finite_check.record_peak(torch.tensor([1e300], dtype=torch.float64))
-    finite_check.write(place[1])
+    finite_check.write_peak(place[1])
     assert math.isfinite(place[1]), "finite stays finite in a float32 ledger"
     for bad in BAD:
         finite_check.record_peak(torch.tensor([1.0, bad]))
-        finite_check.write(place[0])
+        finite_check.write_peak(place[0])
         assert not math.isfinite(place[0])
     finite_check.record_peak(torch.tensor([math.nan]))
     finite_check.clear()
-    finite_check.write(place[0])
+    finite_check.write_peak(place[0])
     assert place[0] == 0
 
 

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from paceline.cost_model.bucket_layout import ReadyGradient
 from paceline.parallel.strategy import STRATEGIES, Sync
 from paceline.parallel.tuning.candidates import CallCost, candidate_plans
-from paceline.parallel.tuning.tuning_cache import TuningResult, cache_folder, file_of, load, save
+from paceline.parallel.tuning.tuning_cache import (
+    TuningResult,
+    cache_file,
+    cache_folder,
+    load_result,
+    save_result,
+)
 
 MIB = 1 << 20
 LAYERS = [ReadyGradient(4 * MIB, 0.02 * place) for place in range(1, 31)]
@@ -80,16 +86,16 @@ def test_a_reduce_scatter_passes_the_bytes_once():
 
 
 def test_what_is_kept_comes_back(tmp_path):
-    path = save(tmp_path / "tuned", KEY, TUNED)
-    assert path == file_of(tmp_path / "tuned", KEY)
-    assert load(tmp_path / "tuned", KEY) == TUNED
+    path = save_result(tmp_path / "tuned", KEY, TUNED)
+    assert path == cache_file(tmp_path / "tuned", KEY)
+    assert load_result(tmp_path / "tuned", KEY) == TUNED
     assert list((tmp_path / "tuned").iterdir()) == [path]
 
 
 def test_one_bucket_for_all_can_be_kept(tmp_path):
     flat = TuningResult(STRATEGIES["flat"], 1.0, 1.1, 0.9, "2026", ROWS)
-    save(tmp_path, KEY, flat)
-    found = load(tmp_path, KEY)
+    save_result(tmp_path, KEY, flat)
+    found = load_result(tmp_path, KEY)
     assert found is not None
     assert found.plan.bucket_mib == math.inf
 
@@ -108,23 +114,23 @@ def test_one_bucket_for_all_can_be_kept(tmp_path):
     ],
 )
 def test_what_is_damaged_or_of_others_is_as_if_nothing_were_kept(tmp_path, spoil):
-    path = save(tmp_path, KEY, TUNED)
+    path = save_result(tmp_path, KEY, TUNED)
     assert path is not None
     text = path.read_text()
     assert spoil(text) != text
     path.write_text(spoil(text))
-    assert load(tmp_path, KEY) is None
+    assert load_result(tmp_path, KEY) is None
 
 
 def test_other_models_worlds_and_hosts_have_their_own(tmp_path):
-    save(tmp_path, KEY, TUNED)
-    assert load(tmp_path, {**KEY, "hosts": ["a"]}) is None
-    assert load(tmp_path / "nowhere", KEY) is None
+    save_result(tmp_path, KEY, TUNED)
+    assert load_result(tmp_path, {**KEY, "hosts": ["a"]}) is None
+    assert load_result(tmp_path / "nowhere", KEY) is None
 
 
 def test_where_nothing_can_be_kept_training_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
-    assert save(tmp_path / "file" / "tuned", KEY, TUNED) is None
+    assert save_result(tmp_path / "file" / "tuned", KEY, TUNED) is None
 
 
 def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
@@ -140,8 +146,8 @@ def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
 
 def test_the_sentence_names_the_choice_the_gain_and_the_evidence():
     assert TUNED.sentence == (
-        "sharded, 5 MiB, 1.23 times as fast as the default (bucketed, 25 MiB) in the median of 2 rounds; a step takes "
-        "0.85 s. Seconds of a step, by rounds: bucketed, 25 MiB: 1 1.1; sharded, 5 MiB: 0.8 0.9; flat: 1.2 –."
+        "sharded, 5 MiB, 1.23× faster than the default (bucketed, 25 MiB) in the median of 2 rounds; a step takes "
+        "0.85 s. Seconds per step, by rounds: bucketed, 25 MiB: 1 1.1; sharded, 5 MiB: 0.8 0.9; flat: 1.2 –."
     )
 
 
@@ -164,4 +170,4 @@ def test_a_default_that_stays_says_so():
     ],
 )
 def test_a_plan_in_words(plan, words):
-    assert plan.words == words
+    assert plan.label == words

@@ -29,10 +29,9 @@ from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.exchange_thread import ExchangeThread
-from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Comm
-from paceline.parallel.engine.module_sync import broadcast_tensors, model_signature
-from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
+from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
+from paceline.parallel.engine.comm import Comm, broadcast_tensors
+from paceline.parallel.engine.model_checks import model_signature
 from paceline.parallel.local_sgd.model_fragment import Arrival, ModelFragment
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
 from paceline.parallel.local_sgd.preconditions import check_numbers, engine_to_part, refuse_unfit
