@@ -30,12 +30,12 @@ def contestants(flat: torch.Tensor, wire: Comm) -> dict[str, Callable[[], object
     own = flat.chunk(wire.size)[wire.rank]
     part = torch.empty_like(own)
     ahead = Comm()  # with tags of its own: its receives stay posted while others have their turn
-    posted = ahead.expect_parts(flat)
+    posted = ahead.post_part_receives(flat)
 
     def gather_posted_ahead() -> None:
         """As the sharded optimizer does: the receives of the next gather are posted before this one is sent."""
         nonlocal posted
-        expected, posted = posted, ahead.expect_parts(flat)
+        expected, posted = posted, ahead.post_part_receives(flat)
         ahead.all_gather(flat, expected).wait()
 
     return {

@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from paceline._core.version import __version__
+from paceline._core import __version__
 
 if TYPE_CHECKING:
     from paceline.async_dp.api import AsyncDataParallel as AsyncDataParallel

@@ -1,35 +1,35 @@
 """Every error that Paceline raises on purpose.
 
     PacelineError
-    ├── UsageError            an argument or option is wrong: nothing was started yet
+    ├── UsageError            an argument or option is wrong; nothing was started yet
     │   ├── MismatchError     ranks disagree about something that must be the same on all
-    │   └── UnevenData        ranks have unequal numbers of batches, and that was not to be
+    │   └── UnevenData        ranks have unequal numbers of batches, which the policy refuses
     ├── WorldError            the environment describes no consistent world of ranks
-    │   └── MissingRanks      a world did not complete in time: names who is missing
-    ├── DataError             a dataset raised, or did not hold what it said: names rank and batch
-    ├── SyncError             gradients can't be synchronised as asked
+    │   └── MissingRanks      a world did not complete in time; names the missing ranks
+    ├── DataError             a dataset raised, or contradicted its own length; names rank and batch
+    ├── SyncError             gradients can't be synchronised
     │   ├── UnsyncedGradients optimizer.step() would have used gradients of one rank only
     │   ├── BackwardFailed    another rank raised during this backward
-    │   ├── NonFiniteGradient a gradient is NaN or infinite: names parameters and ranks
-    │   └── ReplicasDiverged  parameters that must be equal on all ranks differ: names one and the ranks
+    │   ├── NonFiniteGradient a gradient is NaN or infinite; names parameters and ranks
+    │   └── ReplicasDiverged  parameters that must be equal on all ranks differ; names one and the ranks
     ├── CollectiveError       a collective can't be completed
-    │   ├── PeerLost          a rank ended or left while others waited for it: names it
-    │   ├── CollectiveTimeout a rank did not come in time: names it
-    │   └── PeerFailed        a rank raised, ended, stopped or stands still: who, where, and what it was doing
+    │   ├── PeerLost          a rank ended or left while others waited for it; names it
+    │   ├── CollectiveTimeout a rank did not join in time; names it
+    │   └── PeerFailed        a rank raised, ended, stopped or hangs; names it, its host and what it was doing
     ├── CheckpointError       a checkpoint can't be written or read
-    │   └── DamagedCheckpoint it is not what was written: names the file
-    ├── EnvelopeError         an envelope can't be delivered: names who sent it, and which it is
-    │   ├── DamagedEnvelope   its bytes are not those that were sent: names the part
-    │   ├── TruncatedEnvelope it ends too early: names where
-    │   ├── RepeatedEnvelope  it has come before
-    │   ├── ForeignEnvelope   it is of another run, from an unknown source, or for somebody else
-    │   ├── MisplacedEnvelope it came out of its order
-    │   └── MissingEnvelope   it never came, or not in time
+    │   └── DamagedCheckpoint it is not what was written; names the file
+    ├── EnvelopeError         an envelope can't be delivered; names its source and number
+    │   ├── DamagedEnvelope   its bytes are not those that were sent; names the part
+    │   ├── TruncatedEnvelope it ends too early; names where
+    │   ├── RepeatedEnvelope  it was received before
+    │   ├── ForeignEnvelope   it is of another run, from an unknown source, or for another recipient
+    │   ├── MisplacedEnvelope it is out of order
+    │   └── MissingEnvelope   it never arrived, or not in time
     ├── RankFailed            a process that Paceline started ended with an error
     └── HostFailed            a program on a host of the lab ended with an error, or did not end in time
 
-A message says what was passed, what is valid and what to do. Where they are known, the rank and the
-optimizer step are attributes and part of the text.
+A message contains what was passed, what is valid and what to do. If known, the rank and the optimizer step are
+attributes and part of the text.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ __all__ = [
 
 
 class _Known(TypedDict, total=False):
-    """What any error may be told besides its message, see `PacelineError`."""
+    """Arguments of every error besides its message, see `PacelineError`."""
 
     rank: int | None
     step: int | None
@@ -83,10 +83,10 @@ class PacelineError(Exception):
 
     Args:
         message: what happened, what is valid.
-        rank: the rank concerned, where it is known.
-        step: the optimizer step concerned, where it is known: counted from 0 by a model, from 1 by
-            ``paceline train`` and its log.
-        remedy: what the user can do, one sentence.
+        rank: the rank concerned, if known.
+        step: the optimizer step concerned, if known: counted from 0 by a model, from 1 by ``paceline train`` and its
+            log.
+        remedy: what the user can do, in one sentence.
 
     Example:
         >>> print(PacelineError("the disk is full", rank=1, step=20, remedy="make room"))
@@ -114,7 +114,7 @@ class MismatchError(UsageError):
 
 
 class UnevenData(UsageError):
-    """Ranks have unequal numbers of batches, and the policy is to refuse that."""
+    """Ranks have unequal numbers of batches, which the policy refuses."""
 
 
 class WorldError(PacelineError, RuntimeError):
@@ -122,15 +122,15 @@ class WorldError(PacelineError, RuntimeError):
 
 
 class MissingRanks(WorldError, TimeoutError):
-    """A world did not complete in time; the message names the ranks that never came."""
+    """A world did not complete in time; the message names the missing ranks."""
 
 
 class DataError(PacelineError, RuntimeError):
-    """A dataset raised, or did not hold what it said; the message names the rank and the batch."""
+    """A dataset raised, or contradicted its own length; the message names the rank and the batch."""
 
 
 class SyncError(PacelineError, RuntimeError):
-    """Gradients can't be synchronised as asked."""
+    """Gradients can't be synchronised."""
 
 
 class UnsyncedGradients(SyncError):
@@ -142,20 +142,20 @@ class BackwardFailed(SyncError):
 
 
 class NonFiniteGradient(SyncError):
-    """The synchronised gradient is NaN or infinite; no rank has made the step."""
+    """The synchronised gradient is NaN or infinite; no rank took the step."""
 
 
 class ReplicasDiverged(SyncError):
-    """Parameters that ought to be equal on all ranks differ."""
+    """Parameters that must be equal on all ranks differ."""
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """A collective can't be completed; the group it was called on is of no more use.
+    """A collective can't be completed; its group can't be used any more.
 
     Args:
-        message, rank, step, remedy: as for every error; `rank` and `step` are those of the rank at fault.
-        host: where that rank runs.
-        exit_code: of its process; −n if signal n ended it, None if it is not known.
+        message: as for every error; `rank` and `step`, too, are those of the rank at fault.
+        host: of that rank.
+        exit_code: of its process; −n if signal n ended it, None if not known.
     """
 
     def __init__(
@@ -170,11 +170,11 @@ class PeerLost(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """A rank did not come to a collective in time."""
+    """A rank did not join a collective in time."""
 
 
 class CheckpointError(PacelineError, RuntimeError):
-    """A checkpoint can't be written or read; those that were complete before stay."""
+    """A checkpoint can't be written or read; earlier complete ones are kept."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -182,16 +182,15 @@ class DamagedCheckpoint(CheckpointError):
 
 
 class PeerFailed(CollectiveError):
-    """A rank failed, so that the training can't go on; raised on the other ranks by `paceline.Watchdog`.
+    """A rank failed, so training can't go on; raised on the other ranks by `paceline.Watchdog`.
 
     Args:
-        message, rank, step, remedy, host, exit_code: as for a CollectiveError; `rank` is None where no single one
-            is to blame.
-        pid: its process.
-        phase: of the step that it was in, see `paceline._core.step_state`.
-        bucket: that it was waiting for, −1: none.
-        kind: what happened to it: one of those in `paceline.health.attribution`.
-        stack: its traceback, or where it stands; empty if nobody could tell.
+        message: as for a CollectiveError, like `host` and `exit_code`; `rank` is None if no single rank is at fault.
+        pid: its process id.
+        phase: its phase of the step, see `paceline._core.step_state`.
+        bucket: the bucket that it waited for, −1: none.
+        kind: of failure, see `paceline.health.attribution`.
+        stack: its traceback or present stack; empty if not known.
     """
 
     def __init__(
@@ -215,10 +214,10 @@ class EnvelopeError(PacelineError, RuntimeError):
     """An envelope can't be delivered.
 
     Args:
-        message, rank, step, remedy: as for every error; `rank` is the rank that it came from.
-        source: who sent it, as far as that is known: a rank, or the number of a worker.
-        sequence: its number among those of its source, where that is known.
-        part: the part of it that is at fault: ``"begin mark"``, ``"header"``, ``"payload"``, ``"end mark"``, or "".
+        message: as for every error; `rank`, too, is that of its sender.
+        source: its sender, if known: a rank, or the number of a worker.
+        sequence: its number among those of its source, if known.
+        part: its damaged part: ``"begin mark"``, ``"header"``, ``"payload"``, ``"end mark"``, or "".
     """
 
     def __init__(
@@ -243,27 +242,27 @@ class TruncatedEnvelope(EnvelopeError):
 
 
 class RepeatedEnvelope(EnvelopeError):
-    """An envelope came that has come before."""
+    """An envelope was received before."""
 
 
 class ForeignEnvelope(EnvelopeError):
-    """An envelope is of another run, from an unknown source, or for somebody else."""
+    """An envelope is of another run, from an unknown source, or for another recipient."""
 
 
 class MisplacedEnvelope(EnvelopeError):
-    """An envelope came out of its order."""
+    """An envelope is out of order."""
 
 
 class MissingEnvelope(EnvelopeError, TimeoutError):
-    """An envelope never came, or not in time."""
+    """An envelope never arrived, or not in time."""
 
 
 class RankFailed(PacelineError, RuntimeError):
     """A process that Paceline started ended with an error.
 
     Args:
-        message, rank, step, remedy: as for every error.
-        exit_code: for the process that started it to end with.
+        message: as for every error.
+        exit_code: with which the process that started it is to end.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1, **known: Unpack[_Known]) -> None:
@@ -275,7 +274,7 @@ class HostFailed(PacelineError, RuntimeError):
     """A program on a host of the lab ended with an error, or did not end in time.
 
     Args:
-        message, rank, step, remedy: as for every error.
+        message: as for every error.
         host: number of the host that failed first.
     """
 
@@ -285,7 +284,7 @@ class HostFailed(PacelineError, RuntimeError):
 
 
 def unknown(kind: str, given: object, valid: Iterable[str]) -> UsageError:
-    """Return the error for a name that is none of `valid`, with the nearest one suggested.
+    """Return the error for a name that is none of `valid`; it suggests the nearest one.
 
     Example:
         >>> raise unknown("strategy", "bukketed", ["naive", "bucketed"])

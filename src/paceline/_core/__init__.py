@@ -1,2 +1,4 @@
-"""What every other folder may use: units, files, locks, hashing, processes. No torch, and nothing of Paceline but
-errors."""
+"""What every other folder may use: units, formats, files, locks, processes. Imports no torch, and of Paceline only
+`errors`."""
+
+__version__ = "0.1.0"

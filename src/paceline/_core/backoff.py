@@ -1,4 +1,4 @@
-"""Waiting for something that has to be looked for, without taking the core from whoever makes it happen."""
+"""Backoff between polls: yields the core at first, then sleeps for longer and longer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import time
 __all__ = ["Backoff"]
 
 _YIELDS, _NAP_SECONDS = 50, 50e-6
-_LONGEST_NAP_SECONDS = 200e-6  # MPI moves some bytes whenever it is asked: longer naps leave links idle
+_LONGEST_NAP_SECONDS = 200e-6  # MPI moves some bytes at every poll: longer naps leave links idle
 
 
 class Backoff:
-    """Waits a little when nothing moves: first by letting others run, then asleep for longer and longer."""
+    """Waits between polls of something that another thread or process completes."""
 
     def __init__(self) -> None:
         self._times = 0
 
     def reset(self) -> None:
-        """Note that something moved."""
+        """Start over, after progress."""
         self._times = 0
 
     def wait(self) -> None:
-        """Wait a little."""
+        """Wait a little, longer than the last time."""
         self._times += 1
         if self._times <= _YIELDS:
             os.sched_yield()

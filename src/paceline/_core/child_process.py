@@ -1,4 +1,4 @@
-"""A process that was started here, its own children with it: whether it runs, and how it is ended."""
+"""Child processes with their process groups: exit codes, signals, termination."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from types import FrameType
 
 from paceline._core import pdeathsig
 
-__all__ = ["POLL_SECONDS", "ChildProcess", "end", "sigterm_raises", "with_pdeathsig"]
+__all__ = ["POLL_SECONDS", "ChildProcess", "sigterm_raises", "stop_processes", "with_pdeathsig"]
 
 POLL_SECONDS = 0.05
-"""How often children are looked at."""
+"""Between two polls of children."""
 
-_END_SECONDS = 5.0  # between asking a child to end and killing it
+_TERMINATE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
 class ChildProcess:
-    """A process that leads a process group of its own, so that its children end with it."""
+    """A process that leads its own process group, so that its children end with it."""
 
     process: subprocess.Popen[bytes]
 
     def exit_code(self) -> int | None:
-        """Return the exit code (−n: ended by signal n), None while it runs; its process id stays taken."""
+        """Return the exit code (−n: ended by signal n), None while it runs; it is not reaped."""
         if self.process.returncode is not None:
             return self.process.returncode
         ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -39,7 +39,7 @@ class ChildProcess:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def signal_group(self, number: int) -> None:
-        """Send a signal to this process and its children, unless it was reaped: then the number may be another's."""
+        """Send a signal to the process and its children, unless it was reaped: its id may be another's then."""
         if self.process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -51,18 +51,18 @@ def with_pdeathsig(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", pdeathsig.__file__, str(os.getpid()), *command]
 
 
-def end(running: Sequence[ChildProcess], seconds: float | None = None) -> None:
-    """End every process and its children: first asked, then killed, after 5 seconds if not said otherwise."""
-    for one in running:
-        if one.exit_code() is None:
-            one.signal_group(signal.SIGTERM)
-            one.signal_group(signal.SIGCONT)
-    deadline = time.monotonic() + (_END_SECONDS if seconds is None else seconds)
-    while time.monotonic() < deadline and any(one.exit_code() is None for one in running):
+def stop_processes(running: Sequence[ChildProcess], seconds: float | None = None) -> None:
+    """End every process and its children: by SIGTERM, and after `seconds` (default: 5) by SIGKILL."""
+    for child in running:
+        if child.exit_code() is None:
+            child.signal_group(signal.SIGTERM)
+            child.signal_group(signal.SIGCONT)
+    deadline = time.monotonic() + (_TERMINATE_SECONDS if seconds is None else seconds)
+    while time.monotonic() < deadline and any(child.exit_code() is None for child in running):
         time.sleep(POLL_SECONDS)
-    for one in running:
-        one.signal_group(signal.SIGKILL)
-        one.process.wait()
+    for child in running:
+        child.signal_group(signal.SIGKILL)
+        child.process.wait()
 
 
 @contextlib.contextmanager
@@ -78,8 +78,8 @@ def sigterm_raises() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in heeded}
+    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in handled}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""How many cores this process may use: `usable_cores`."""
+"""Number of cores that this process may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["cpu_quota", "usable_cores"]
 
 
 def usable_cores() -> float:
-    """Return the hardware threads that this process may use at once: its affinity and its container's quota."""
+    """Return the hardware threads that this process may use at once, by its affinity and its container's quota."""
     affine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(float(affine), cpu_quota() or float("inf"))
 
@@ -20,9 +20,9 @@ def cpu_quota(root: str = "/sys/fs/cgroup") -> float | None:
     Source: Linux, cgroup-v2.rst, ``cpu.max``: "$QUOTA $PERIOD" in microseconds.
     """
     try:
-        words = Path(f"{root}/cpu.max").read_text().split()
+        fields = Path(f"{root}/cpu.max").read_text().split()
     except OSError:
         return None
-    if len(words) != 2 or not words[0].isdecimal():
+    if len(fields) != 2 or not fields[0].isdecimal():
         return None
-    return int(words[0]) / int(words[1])
+    return int(fields[0]) / int(fields[1])

@@ -1,7 +1,4 @@
-"""One process at a time: a file that is locked, which says who holds it, and is free again when its process ends.
-
-One hub or worker at a time: a lock on a file of its folder.
-"""
+"""Locks on files, one process at a time: released when the process ends, with the holder named in the file."""
 
 from __future__ import annotations
 
@@ -18,24 +15,28 @@ from paceline.errors import UsageError
 
 __all__ = ["FileLock", "FolderLock", "LockHolder"]
 
+_TIMEOUT_SECONDS, _RETRY_SECONDS = 5.0, 0.05
+"""How long a folder's lock is waited for: a process that was killed may take a moment to end."""
+
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who holds a lock.
+    """The process that holds a lock.
 
     Attributes:
-        own: whether it is this process. told: who it is, in words.
+        own: whether it is this process.
+        description: process, host and time.
     """
 
     own: bool
-    told: str
+    description: str
 
 
 class FileLock:
-    """A file that one process at a time may hold, until it closes it or ends.
+    """A file that one process at a time can lock, until it closes it or ends.
 
     Args:
-        path: the file, in a folder that exists; it is made where it is absent.
+        path: the file, in a folder that exists; created if it is absent.
 
     Raises:
         OSError: it can't be opened.
@@ -45,31 +46,32 @@ class FileLock:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._file = os.fdopen(handle, "r+b", buffering=0)  # closed with this object at the latest
 
-    def take(self, patience: float, nap: float) -> LockHolder | None:
-        """Wait for the lock, and write down who holds it.
+    def acquire(self, timeout: float, interval: float) -> LockHolder | None:
+        """Wait for the lock, and write this process's name to the file.
 
         Args:
-            patience: seconds to wait for another process; this one is not waited for. nap: between two tries.
+            timeout: seconds to wait for another process; this one is not waited for.
+            interval: seconds between two attempts.
 
         Returns:
-            who holds it instead; None: it is held now.
+            None once the lock is acquired, else its holder.
 
         Raises:
             OSError: its file system has no locks, or it can't be written.
         """
-        deadline = time.monotonic() + patience
-        while not self._taken():
+        deadline = time.monotonic() + timeout
+        while not self._try_lock():
             holder = self._holder()
             if holder.own or time.monotonic() > deadline:
                 return holder
-            time.sleep(nap)
+            time.sleep(interval)
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": now}).encode()
         os.pwrite(self._file.fileno(), text, 0)
         os.ftruncate(self._file.fileno(), len(text))
         return None
 
-    def _taken(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,62 +80,51 @@ class FileLock:
 
     def _holder(self) -> LockHolder:
         try:
-            told = json.loads(os.pread(self._file.fileno(), 1000, 0))
-            own = (told["pid"], told["host"]) == (os.getpid(), socket.gethostname())
-            return LockHolder(own, f"process {told['pid']} on {told['host']}, since {told['since']}")
+            found = json.loads(os.pread(self._file.fileno(), 1000, 0))
+            own = (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
+            return LockHolder(own, f"process {found['pid']} on {found['host']}, since {found['since']}")
         except (ValueError, KeyError, TypeError):
-            return LockHolder(False, "a process that has not yet said which it is")
+            return LockHolder(False, "a process that has not written its name yet")
 
     def close(self) -> None:
-        """Let the next one hold it; closing twice is closing once."""
+        """Release the lock; closing twice is no error."""
         self._file.close()
 
 
-_PATIENCE_SECONDS, _NAP_SECONDS = 5.0, 0.05
-"""How long a lock is waited for: a process that was killed may take a moment to be gone."""
-
-
 class FolderLock:
-    """Makes this the only one who writes to a folder, until it is closed or its process ends.
+    """Makes this process the only writer of a folder, until it is closed or the process ends.
 
     Args:
-        path: the file that is locked, in a folder that exists.
-        whose: who it is that locks, for messages: ``"hub"``.
+        path: the file to lock, in the folder, which exists.
+        owner: the kind of process, for messages: ``"hub"``.
 
     Raises:
-        UsageError: another process holds it, whose number and host are told; or it can't be locked.
+        UsageError: another process, which is named, holds the lock; or the file can't be locked.
     """
 
-    def __init__(self, path: Path, whose: str) -> None:
+    def __init__(self, path: Path, owner: str) -> None:
+        self._lock: FileLock | None = None
         try:
             self._lock = FileLock(path)
-        except OSError as error:
-            raise _unlockable(path, error) from error
-        try:
-            self._take(path, whose)
+            holder = self._lock.acquire(_TIMEOUT_SECONDS, _RETRY_SECONDS)
         except OSError as error:
             self.close()
-            raise _unlockable(path, error) from error
+            raise UsageError(
+                f"{str(path)!r} can't be locked: {error.strerror or error}",
+                remedy="name a folder that you may write to, on a file system with locks",
+            ) from error
         except BaseException:
             self.close()
             raise
-
-    def _take(self, path: Path, whose: str) -> None:
-        holder = self._lock.take(_PATIENCE_SECONDS, _NAP_SECONDS)
         if holder is not None:
+            self.close()
             own = holder.own
             raise UsageError(
-                f"{str(path.parent)!r} is in use by {'this' if own else 'another'} {whose}: {holder.told}",
-                remedy=f"{'close it' if own else f'end that {whose}'} first, or name another folder",
+                f"{str(path.parent)!r} is in use by {'this' if own else 'another'} {owner}: {holder.description}",
+                remedy=f"{'close it' if own else f'end that {owner}'} first, or name another folder",
             )
 
     def close(self) -> None:
-        """Let the next one write; closing twice is closing once."""
-        self._lock.close()
-
-
-def _unlockable(path: Path, error: OSError) -> UsageError:
-    return UsageError(
-        f"{str(path)!r} can't be locked: {error.strerror or error}",
-        remedy="name a folder that you may write to, on a file system with locks",
-    )
+        """Release the lock; closing twice is no error."""
+        if self._lock is not None:
+            self._lock.close()

@@ -1,4 +1,4 @@
-"""Files that outlive a crash: what is written has reached the disk, and is whole, old or new, at every instant."""
+"""Files that survive a crash: written atomically (old or new, never partial) and flushed to disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from pathlib import Path
 
 __all__ = ["EarlyFlush", "fsync", "write_atomic", "write_json", "write_text"]
 
+_EARLY_NBYTES = 8 << 20  # between two early flushes
+_SYNC_FILE_RANGE_WRITE = 2
+
 
 def fsync(path: Path) -> None:
-    """Wait until `path`, a file or a folder, is on the disk."""
+    """Wait until `path`, a file or a folder, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -24,47 +27,47 @@ def fsync(path: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` make the file beside its place, and put it there once it is complete and on disk.
+    """Replace the file at `path` by one that `write` makes, once that is complete and on disk.
 
     Args:
-        path: the file, whose folder exists; its permissions stay.
-        write: writes to the path that it is given, which has the name of `path` in another folder.
+        path: the file, whose folder exists; its permissions are kept.
+        write: writes a file to the path that it is passed, in a temporary folder and with the same name.
 
     Raises:
-        OSError: it can't be written; what was there stays.
+        OSError: it can't be written; the old file is kept.
     """
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        beside = Path(folder, path.name)
-        write(beside)
+        temporary = Path(folder, path.name)
+        write(temporary)
         if path.exists():
-            shutil.copymode(path, beside)
-        fsync(beside)
-        os.replace(beside, path)
+            shutil.copymode(path, temporary)
+        fsync(temporary)
+        os.replace(temporary, path)
     fsync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Give the file at `path` this text; see `write_atomic`."""
-    write_atomic(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+    """Write text to `path`, see `write_atomic`."""
+    write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: object, *, indent: int | None = 1) -> None:
-    """Give the file at `path` this value as JSON; see `write_atomic`.
+    """Write a value as JSON to `path`, see `write_atomic`.
 
     Raises:
-        ValueError: a number of it is NaN or infinite, which JSON doesn't have.
+        ValueError: a number is NaN or infinite, which JSON lacks.
     """
     write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
 
 
 class EarlyFlush:
-    """Writes to an open file and has the disk begin at once, so that waiting for it at the end is short.
+    """Writes to an open file and starts flushing early, so that the final `os.fsync` is short.
 
-    Linux would let what is written lie in memory for a while (sync_file_range(2), SYNC_FILE_RANGE_WRITE). Elsewhere
-    this is an ordinary write. It is no promise: `os.fsync` is still to be called.
+    Linux would keep written data in memory for a while (sync_file_range(2), SYNC_FILE_RANGE_WRITE). On other systems
+    this is an ordinary write.
 
     Args:
-        handle: of the file, at its beginning.
+        handle: the file's descriptor, at its beginning.
     """
 
     def __init__(self, handle: int) -> None:
@@ -72,23 +75,14 @@ class EarlyFlush:
         self._at, self._begun = 0, 0
 
     def write(self, block: memoryview) -> int:
-        """Write a part of `block`, and return how many bytes those were."""
+        """Write a part of `block`, and return its number of bytes."""
         nbytes = os.write(self._handle, block)
         self._at += nbytes
         if self._at - self._begun >= _EARLY_NBYTES:
-            _begin_to_flush(self._handle, self._begun, self._at - self._begun)
+            if (flush := _sync_file_range()) is not None:
+                flush(self._handle, self._begun, self._at - self._begun, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._at
         return nbytes
-
-
-_EARLY_NBYTES = 8 << 20
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def _begin_to_flush(handle: int, start: int, nbytes: int) -> None:
-    call = _sync_file_range()
-    if call is not None:
-        call(handle, start, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 @functools.cache

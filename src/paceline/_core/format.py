@@ -1,4 +1,4 @@
-"""Numbers for people: sizes, times, counts, shares, ratios, in one style everywhere."""
+"""Formats numbers for people: sizes, times, counts, shares and ratios, in one style everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def format_bytes(nbytes: float) -> str:
-    """Return a size for people, in binary units with three significant digits.
+    """Return a size in binary units, with three significant digits.
 
     Example:
         >>> format_bytes(26214400), format_bytes(1023)
@@ -33,7 +33,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_size(nbytes: float) -> str:
-    """Return the size of a message as people give it: in decimal units, unless only binary ones make it round.
+    """Return the size of a message: in decimal units, unless only binary ones make it round.
 
     Example:
         >>> format_size(100_000_000), format_size(1_024_000_000), format_size(65536), format_size(17)
@@ -45,7 +45,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_decimal(nbytes: float) -> str:
-    """Return a number of bytes in decimal units, as networks count them.
+    """Return a size in decimal units, as networks count.
 
     Example:
         >>> format_decimal(81_899_520), format_decimal(17)
@@ -55,7 +55,7 @@ def format_decimal(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a time for people, three significant digits.
+    """Return a time with three significant digits.
 
     Example:
         >>> format_seconds(0.00025), format_seconds(0.0123), format_seconds(75)
@@ -74,7 +74,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Return a count for people: ``12.3 M``.
+    """Return a count with three significant digits and a decimal prefix.
 
     Example:
         >>> format_count(12_345_678), format_count(999)
@@ -87,7 +87,7 @@ def format_count(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a long time for people: as `format_seconds`, in days where there are two or more.
+    """Return a long time: as `format_seconds`, or in days from two days on.
 
     Example:
         >>> format_duration(5400.0), format_duration(200_000.0), format_duration(1e8)
@@ -100,20 +100,20 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Return a share of a whole in per cent: two significant digits below 10 %, enough of them near 100 %.
+    """Return a share in per cent: two significant digits below 10 %, and enough of them near 100 %.
 
     Example:
         >>> format_percent(0.0123), format_percent(0.5), format_percent(0.0), format_percent(0.99991)
         ('1.2 %', '50 %', '0 %', '99.99 %')
     """
-    hundredths = 100 * share
-    if 99 < hundredths < 100:
-        return f"{hundredths:.4g} %"
-    return f"{hundredths:.2g} %" if abs(hundredths) < 9.95 else f"{hundredths:,.0f} %"
+    percent = 100 * share
+    if 99 < percent < 100:
+        return f"{percent:.4g} %"
+    return f"{percent:.2g} %" if abs(percent) < 9.95 else f"{percent:,.0f} %"
 
 
 def format_ratio(ratio: float) -> str:
-    """Return a ratio as people say it: ``"2.9×"``.
+    """Return a ratio with two significant digits.
 
     Example:
         >>> format_ratio(2.947), format_ratio(0.1536), format_ratio(61198.2)
@@ -123,7 +123,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def format_number(value: float) -> str:
-    """Return a score or a loss for people: four significant digits.
+    """Return a score or a loss with four significant digits.
 
     Example:
         >>> format_number(0.73274588), format_number(math.nan)

@@ -1,12 +1,12 @@
-"""An orderly end: before a launcher ends ranks by signals, it asks those that listen to leave by themselves.
+"""Requests from a launcher to its ranks to leave, before it ends them by signals.
 
-A rank that the others see end is to them one that failed. So `paceline.Watchdog` listens, in a file that the launcher
-names to each rank: a rank that is asked tells the others that it leaves, and whom it knows to have failed.
+To other ranks, a rank that ends is one that failed. So `paceline.Watchdog` listens, in a file whose name the launcher
+passes to each rank: a rank that is requested to leave informs the others, and reports which ranks failed.
 
-    no file     nobody listens                  "here"      the rank listens
-    "failed"    it is to leave: a rank failed   "changed"   it is to leave: the world is to be another one
+    no file     not listening                      "here"      the rank listens
+    "failed"    request to leave: a rank failed    "changed"   request to leave: the world changes
 
-When a rank has nothing to say, it removes the file; the launcher waits no longer for it.
+After its last report the rank removes the file, and the launcher stops waiting for it.
 """
 
 from __future__ import annotations
@@ -25,30 +25,27 @@ Reason = Literal["failed", "changed"]
 
 
 def request_shutdown(path: Path, reason: Reason) -> None:
-    """Ask a rank to leave, if it listens; where that can't be written down, a signal will have to do."""
+    """Request a rank to leave if it listens; if that can't be written, a signal has to do."""
     if is_listening(path):
         with contextlib.suppress(OSError):
             path.write_text(reason)
 
 
 def is_listening(path: Path) -> bool:
-    """Return whether a rank listens, and has not yet said all that it has to say."""
+    """Return whether a rank listens and has not finished its reports."""
     return path.exists()
 
 
 class ShutdownListener:
-    """The side of a rank, which listens from now on, unless its launcher asks nobody.
-
-    What goes wrong with the file is nothing to fail for.
-    """
+    """The side of a rank, which listens from now on if its launcher named a file; errors of the file are ignored."""
 
     def __init__(self) -> None:
         self._path = Path(os.environ.get(VARIABLE) or os.devnull)
         with contextlib.suppress(OSError):
             self._path.write_text("here")
 
-    def asked(self) -> Reason | None:
-        """Return why this rank is asked to leave, None if it is not."""
+    def requested(self) -> Reason | None:
+        """Return why this rank is to leave, None if it is not."""
         with contextlib.suppress(OSError):
             match self._path.read_text():
                 case "failed":
@@ -58,7 +55,7 @@ class ShutdownListener:
         return None
 
     def done(self) -> None:
-        """Tell that this rank listens no more."""
+        """Stop listening."""
         with contextlib.suppress(OSError):
             if self._path.is_file():
                 self._path.unlink()

@@ -1,6 +1,6 @@
-"""JSON to typed values and back (msgspec). Every error names the file and the field.
+"""Decodes JSON to typed values and encodes them (msgspec); errors name the file and the field.
 
-A type is a dataclass or anything else that msgspec reads; bounds are part of it::
+A type is a dataclass or any other that msgspec supports; bounds are part of it::
 
     @dataclass(frozen=True)
     class Line:
@@ -57,16 +57,16 @@ def encode(value: object) -> Any:
 
 
 def decode(record: object, kind: type[T], where: str) -> T:
-    """Return the value of a type that plain JSON values stand for; unknown fields are ignored.
+    """Return `record` as a value of type `kind`; unknown fields are ignored.
 
     Args:
-        record: what ``json.loads`` returned.
+        record: a result of ``json.loads``.
         kind: the type, such as a dataclass with bounds (`Positive`, `Whole`, …).
         where: the file, or the place in it, for errors.
 
     Raises:
-        UsageError: a field is missing or has another type or value than it must; names it and shows its value.
-            Errors that the type's own ``__post_init__`` raises are passed on.
+        UsageError: a field is missing, or its type or value is not valid; names it and shows its value. Errors that the
+            type's ``__post_init__`` raises are passed on.
     """
     try:
         return msgspec.convert(record, kind)
@@ -83,12 +83,12 @@ def decode(record: object, kind: type[T], where: str) -> T:
 
 
 def field_error(record: object, path: str, expected: str, where: str) -> UsageError:
-    """Return the error that says what a field holds and what must stand there.
+    """Return the error for a field that is not valid.
 
     Args:
         record: the whole value.
-        path: of the field, such as ``".collectives[2].alpha"``; empty: the whole.
-        expected: what must stand there.
+        path: of the field, such as ``".collectives[2].alpha"``; empty: the whole value.
+        expected: the valid values.
         where: the file.
     """
     value: Any = record
@@ -103,14 +103,14 @@ def field_error(record: object, path: str, expected: str, where: str) -> UsageEr
 
 
 def read_result(path: str | Path, kind: str, schema: int, *, what: str, remedy: str) -> dict[str, Any]:
-    """Return what a measuring command wrote, once its kind and schema are right.
+    """Return the result that a measuring command wrote.
 
     Args:
         path: the file.
-        kind: what its ``"kind"`` must be.
-        schema: the newest ``"schema"`` that is understood.
-        what: the kind in words, for errors: ``"measurement of collectives"``.
-        remedy: what to name instead, for errors.
+        kind: the required ``"kind"``.
+        schema: the newest ``"schema"`` that can be read.
+        what: description of the kind, for errors: ``"measurement of collectives"``.
+        remedy: for errors.
 
     Raises:
         UsageError: it can't be read, is not JSON, is of another kind or of a newer schema.
@@ -132,7 +132,7 @@ class _Head(msgspec.Struct):
 def check_result(
     record: object, where: str, kind: str, schema: int, *, what: str, remedy: str
 ) -> dict[str, Any]:
-    """Return a record whose ``"kind"`` and ``"schema"`` are right; parameters and errors as `read_result`."""
+    """Return `record` if its ``"kind"`` and ``"schema"`` are right; arguments and errors as in `read_result`."""
     head = decode(record, _Head, where)
     if head.kind != kind:
         raise UsageError(f"{where} is no {what}: its kind is {head.kind!r}", remedy=remedy)

@@ -1,6 +1,6 @@
-"""Random numbers that are computed from where they are used: the same on every platform, in any order.
+"""Counter-based random numbers: hashes of where they are used, the same on every platform and in any order.
 
-Everything is integer arithmetic modulo 2^64.
+All arithmetic is on integers modulo 2^64.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def derive_key(*parts: int, after: int = 0) -> int:
     """Return a 64-bit key that depends on all `parts`, in their order.
 
     Args:
-        parts: any numbers. after: key of the parts before: ``derive_key(3, after=key_of(1, 2))`` is
-        ``derive_key(1, 2, 3)``.
+        parts: any numbers.
+        after: key of the parts before: ``derive_key(3, after=derive_key(1, 2))`` is ``derive_key(1, 2, 3)``.
     """
     key = after
     for part in parts:
-        key = _mixed_one(part, key ^ 0x5851F42D4C957F2D)
+        key = _hash_one(part, key ^ 0x5851F42D4C957F2D)
     return key
 
 
-def _mixed_one(number: int, key: int) -> int:
-    """Return what `keyed_hash` makes of one number: Python's integers are quicker than an array of one."""
+def _hash_one(number: int, key: int) -> int:
+    """Return `keyed_hash` of one number; Python's integers are faster than an array of one."""
     z = (number + key) * 0x9E3779B97F4A7C15 & _ALL_BITS
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
     z = (z ^ z >> 27) * 0x94D049BB133111EB & _ALL_BITS

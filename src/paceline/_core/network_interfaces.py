@@ -1,7 +1,4 @@
-"""Network interfaces, and the address at which gloo would listen.
-
-Bytes that a host has sent and received, as the kernel counts them at its interfaces.
-"""
+"""Network interfaces: their addresses and byte counters, and the address at which gloo listens."""
 
 from __future__ import annotations
 
@@ -26,10 +23,10 @@ class Interface:
     """A network interface.
 
     Attributes:
-        name: as the system calls it, and as GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME want it.
+        name: the system's name, which GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME take.
         addresses: its IP addresses.
         up: whether it is in use.
-        bytes_per_second: speed of the link, 0 if it does not tell.
+        bytes_per_second: speed of the link, 0 if unknown.
         mtu: largest packet in bytes.
     """
 
@@ -41,7 +38,7 @@ class Interface:
 
     @property
     def loopback(self) -> bool:
-        """Whether it leads nowhere but to this machine."""
+        """Whether it reaches only this machine."""
         return bool(self.addresses) and all(is_loopback(address) for address in self.addresses)
 
 
@@ -60,7 +57,7 @@ def list_interfaces() -> tuple[Interface, ...]:
 
 
 def host_address() -> str:
-    """Return what this host's own name resolves to, empty if to nothing.
+    """Return the address to which this host's name resolves, empty if there is none.
 
     gloo listens there unless GLOO_SOCKET_IFNAME names an interface, so other hosts must be able to reach it.
     """
@@ -71,7 +68,7 @@ def host_address() -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address` is one of this machine to itself."""
+    """Return whether `address` is a loopback address."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -80,7 +77,7 @@ def is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class InterfaceBytes:
-    """Bytes counted at a host's end of its link, headers included; the difference of two is what went between.
+    """Byte counters of an interface, headers included; the difference of two is the traffic between them.
 
     Example:
         >>> InterfaceBytes(sent=500, received=80) - InterfaceBytes(sent=200, received=50)

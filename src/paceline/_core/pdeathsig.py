@@ -1,11 +1,10 @@
-"""Become another program that dies with the process that started it.
+"""Script that runs another program, which is killed when the process that started it ends.
 
-    python leash.py PARENT_PID PROGRAM ARGUMENT …
+    python pdeathsig.py PARENT_PID PROGRAM ARGUMENT …
 
-Run as a script before the program itself: the kernel is asked to kill this process when its parent ends for
-whatever reason (Linux: prctl(2), PR_SET_PDEATHSIG), and the wish outlives exec. Asking between fork
-and exec instead (``preexec_fn``) is unsafe when the parent has threads. Elsewhere than on Linux the program
-runs without a leash.
+Before exec it makes the kernel kill this process when its parent ends for whatever reason (Linux: prctl(2),
+PR_SET_PDEATHSIG), a setting that outlives exec. Doing so between fork and exec (``preexec_fn``) is unsafe when the
+parent has threads. On other systems than Linux the program outlives its parent.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Put this process on the leash of `parent` and replace it by `command`."""
+    """Make this process end with `parent`, and replace it by `command`."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the kernel knew of the wish
+        if os.getppid() != parent:  # it ended before the setting took effect
             sys.exit(1)
     os.execvp(command[0], command)
 

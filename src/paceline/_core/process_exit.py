@@ -1,7 +1,4 @@
-"""How a process ended, in words.
-
-How a process that is not our child ended.
-"""
+"""Exit codes and signals as text, and the exit status of processes that are not children."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ __all__ = ["ExitStatus", "describe_exit", "exit_status_of", "has_ended", "signal
 
 
 def signal_name(number: int) -> str:
-    """Return what people call a signal; real-time signals have no names.
+    """Return the name of a signal; real-time signals have none.
 
     Example:
         >>> signal_name(9), signal_name(40)
@@ -27,7 +24,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process with this exit code ended; −n: by signal n.
+    """Return an exit code as text; −n: ended by signal n.
 
     Example:
         >>> describe_exit(3), describe_exit(-9)
@@ -37,26 +34,18 @@ def describe_exit(code: int) -> str:
 
 
 _PIDFD_INFO = struct.Struct("<QQ11Ii")  # mask, cgroup, 11 ids, exit code (linux/pidfd.h, struct pidfd_info)
-
-
 _PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
-
-
 _INFO_EXIT = 1 << 3
-
-
 _EXIT_CODE_FIELD = 49  # of /proc/<pid>/stat, counted from the state (proc(5): field 52)
-
-
-_PATIENCE_SECONDS = 1.0
+_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended.
+    """Exit status of a process.
 
     Attributes:
-        code: its exit code, −n where signal n ended it, None if it can't be known.
+        code: its exit code, −n if signal n ended it, None if unknown.
     """
 
     code: int | None
@@ -68,25 +57,25 @@ class ExitStatus:
 
 
 def has_ended(pidfd: int, seconds: float = 0.0) -> bool:
-    """Return whether the process is no more, waiting for it; False where there is no descriptor of it (−1)."""
+    """Return whether the process has ended, after waiting at most `seconds`; False without a descriptor (−1)."""
     if pidfd < 0:
         return False
-    watch = select.poll()  # takes descriptors of any number, as select() does not
-    watch.register(pidfd, select.POLLIN)
-    return bool(watch.poll(seconds * 1e3))
+    poll = select.poll()  # takes descriptors above 1023, unlike select()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
 
 
 def exit_status_of(pidfd: int, pid: int) -> ExitStatus:
-    """Return how the process ended, waiting a moment until it is through with ending.
+    """Return the exit status of a process that is ending, after waiting up to a second for its end.
 
-    Linux tells it by pidfd (since 6.15), or in /proc as long as its parent has not collected it.
+    Linux reports it by pidfd (since 6.15), or in /proc until its parent has reaped it.
 
     Args:
         pidfd: a descriptor of the process, −1 if there is none.
-        pid: its number.
+        pid: its process id.
     """
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    has_ended(pidfd, _PATIENCE_SECONDS)
+    deadline = time.monotonic() + _WAIT_SECONDS
+    has_ended(pidfd, _WAIT_SECONDS)
     while True:
         status = _status_by_pidfd(pidfd)
         if status is None:

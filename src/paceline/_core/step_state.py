@@ -1,20 +1,19 @@
-"""What this process is doing: which step, which phase of it, and whether it waits for other ranks.
+"""State of this process in its training step: step, phase, and whether it waits for other ranks.
 
-Engine, optimizer, loader and checkpoints write it, each for itself; who watches the ranks reads it, from another
-thread. Writing is a few attributes and one look at the clock, some hundred nanoseconds, and never blocks.
+Engine, optimizer, loader and checkpoints write it; whatever monitors the ranks reads it from another thread. A write
+sets a few attributes and reads the clock, takes some hundred nanoseconds, and never blocks.
 
-[Note: numbering] `step` is the number of the round of synchronisation that is under way, counted from 0 as the
-engine's own ``step``: with one round for each optimizer step, the number of updates made before. The optimizer's update
-and everything up to the next forward still belong to the step whose round they follow: the number moves on with the
-next forward. (``paceline train`` and its log count from 1, so they call this step ``step + 1``.)
+[Note: numbering] `step` is the number of the present round of synchronisation, counted from 0 as the engine's ``step``:
+with one round per optimizer step, the number of updates made before. The optimizer's update and everything up to the
+next forward belong to the step whose round they follow: the number changes with the next forward. (``paceline train``
+and its log count from 1, and call this step ``step + 1``.)
 
     step k   forward → backward → exchange → optimizer → outside, data …   step k + 1   forward → …
 
-What the loader and the engine of one process tell each other, without knowing each other.
-
-The engine counts the seconds in which this rank did nothing but wait for others: in a synchronous step all ranks need
-the same time, and the fast ones spend it waiting, so who learns how fast a rank is takes them off. The loader says
-how many samples the latest batch has: a batch without any must not be counted as if it were full.
+`WaitCounters` connects the loader and the engine of a process. The engine counts the seconds in which this rank only
+waited for others: in a synchronous step all ranks need the same time and the fast ones spend it waiting, so the loader
+subtracts them to learn a rank's speed. The loader sets the number of samples of the latest batch: a batch without
+samples must not count as if it were full.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PHASES", "Recorder", "StepState", "WaitCounters", "step_state", "wait_counters"]
 
 PHASES = ("forward", "backward", "exchange", "optimizer", "outside", "data")
-"""The phases of a step, in their order; the loader fetches the next step's batch in the present one."""
+"""The phases of a step, in order; the loader fetches the next step's batch in the present one."""
 
 
 class Recorder(Protocol):
@@ -48,7 +47,7 @@ class Recorder(Protocol):
 
     def waited(self, bucket: int, since: float, until: float) -> None: ...
 
-    def did(self, task: str, since: float, until: float) -> None: ...
+    def task_ended(self, task: str, since: float, until: float) -> None: ...
 
     def planned(self, buckets: Sequence[object], describe: Callable[[], dict[str, object]]) -> None: ...
 
@@ -56,27 +55,27 @@ class Recorder(Protocol):
         self, kind: str, bucket: int, nbytes: float, sent: float, ready: float | None, since: float
     ) -> None: ...
 
-    def arrived(self, kind: str, bucket: int, done: float | None, seen: float) -> None: ...
+    def completed(self, kind: str, bucket: int, done: float | None, seen: float) -> None: ...
 
     def flush(self, now: float | None = None) -> None: ...
 
 
 class StepState:
-    """Of one process.
+    """State of one process.
 
     Attributes:
-        step: the step under way, counted from 0; see [Note: numbering].
-        phase: one of `PHASES`; ``"outside"`` is the user's own code between them.
-        task: ``"eval"`` or ``"checkpoint"`` while one is made, whatever phases that passes through; else empty.
-        bucket: what is waited for, in launch order; −1: no bucket.
-        waiting: whether this process waits for other ranks, and does nothing else.
+        step: the present step, counted from 0; see [Note: numbering].
+        phase: one of `PHASES`; ``"outside"`` is the user's code between the others.
+        task: ``"eval"`` or ``"checkpoint"`` during one, whatever phases that passes through; else empty.
+        bucket: the bucket that is waited for, in launch order; −1: none.
+        waiting: whether this process only waits for other ranks.
         since: when phase, bucket or waiting changed last, in seconds of ``time.perf_counter()``.
-        rounds: rounds of synchronisation that ended in this process, of all its models.
-        busy_seconds: of all those rounds, spent on anything but waiting.
+        rounds: rounds of synchronisation that ended in this process, over all its models.
+        busy_seconds: time of all those rounds that was not spent waiting.
         latest_busy_seconds: of the latest round.
-        sees_waiting: whether the two above mean anything: the host's clock does not tell waiting from computing on
-            a GPU, nor inside FSDP2.
-        recorder: hears of everything too, while a timeline is recorded.
+        sees_waiting: whether these two are meaningful: the host's clock can't separate waiting from computing on a
+            GPU, or inside FSDP2.
+        recorder: receives all changes while a timeline is recorded.
     """
 
     __slots__ = (
@@ -101,7 +100,7 @@ class StepState:
         self.rounds, self.busy_seconds, self.latest_busy_seconds = 0, 0.0, 0.0
         self.sees_waiting = True
         self.recorder: Recorder | None = None
-        self._ended, self._waited = 0.0, 0.0  # when the latest round ended, and what was waited since
+        self._ended, self._waited = 0.0, 0.0  # when the latest round ended, and seconds waited since
 
     def enter_phase(self, phase: str) -> None:
         """Begin a phase of the present step."""
@@ -134,12 +133,12 @@ class StepState:
         self.since = now
 
     def recorder_of(self, comm: object) -> Recorder | None:
-        """Return what records the steps of the model with these ranks, None if nothing does."""
+        """Return the recorder of the model with these ranks, None if its steps are not recorded."""
         return self.recorder if self.recorder is not None and self.recorder.records(comm) else None
 
     @contextmanager
     def waiting_for_peers(self, bucket: int = -1) -> Iterator[None]:
-        """Wait for other ranks in this block; what raises in it leaves it marked, for whoever tells of that."""
+        """Wait for other ranks in this block; an exception leaves the state waiting, for the error's report."""
         self.begin_wait(bucket)
         yield
         self.end_wait()
@@ -156,7 +155,7 @@ class StepState:
 
     @contextmanager
     def running_task(self, task: str) -> Iterator[None]:
-        """Do a task in this block that takes its own time, such as ``"checkpoint"``; also where it raises.
+        """Run a task such as ``"checkpoint"`` in this block; it ends also if the block raises.
 
         Example:
             >>> with step_state.running_task("checkpoint"):
@@ -171,21 +170,21 @@ class StepState:
             self.task = before
             self.since = perf_counter()
             if self.recorder is not None:
-                self.recorder.did(task, started, self.since)
+                self.recorder.task_ended(task, started, self.since)
 
 
 step_state = StepState()
-"""Of this process."""
+"""The state of this process."""
 
 
 @dataclass
 class WaitCounters:
-    """Of one process.
+    """Counters that the engine and the loader of a process share.
 
     Attributes:
-        waited_seconds: in which this rank waited for others, since the process began.
+        waited_seconds: time in which this rank waited for others, since the process began.
         waits: how often that was counted.
-        samples: of the batch that a loader handed out and that is being trained on; None: no loader is serving.
+        samples: of the loader's batch in training; None: no loader is in use.
     """
 
     waited_seconds: float = 0.0
@@ -199,4 +198,4 @@ class WaitCounters:
 
 
 wait_counters = WaitCounters()
-"""Of this process."""
+"""The counters of this process."""

@@ -1,7 +1,8 @@
-"""Parses quantities with units: ``"25MiB"``, ``"1Gbit/s"``, ``"250us"``.
+"""Parses quantities with units, ``"25MiB"``, ``"1Gbit/s"``, ``"250us"``, and lists and sweeps of them.
 
-Inside Paceline a size is an ``int`` in bytes (``nbytes``), a time a ``float`` in seconds and a rate a
-``float`` in bytes per second. Decimal prefixes count in 1000 (``MB``), binary ones in 1024 (``MiB``).
+Inside Paceline a size is an ``int`` in bytes (``nbytes``), a time a ``float`` in seconds and a rate a ``float`` in
+bytes per second. Decimal prefixes count in 1000 (``MB``), binary ones in 1024 (``MiB``). Every parser returns a number
+as it is, and raises a `UsageError` for a text that it can't parse.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ _PREFIX = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _PREFIX |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
-
-
 _LARGEST = 1e200  # a float holds it times any unit
 
 
 def _split(text: str, kind: str, example: str) -> tuple[float, str]:
+    """Return number and unit, in lower case."""
     match = _NUMBER.fullmatch(text)
     number = float(match[1].replace("_", "")) if match is not None else math.inf
     if match is None or number > _LARGEST:
@@ -45,14 +45,12 @@ def _split(text: str, kind: str, example: str) -> tuple[float, str]:
     return number, match[2].lower()
 
 
+def _unknown_unit(text: str, kind: str, unit: str, remedy: str) -> UsageError:
+    return UsageError(f"{text!r} is no {kind}: unknown unit {unit!r}", remedy=remedy)
+
+
 def parse_bytes(text: str | int) -> int:
-    """Return a size in bytes.
-
-    Args:
-        text: a number of bytes, or a number with ``B``, ``kB``, ``MB``, ``GB``, ``KiB``, ``MiB``, ``GiB`` …
-
-    Raises:
-        UsageError: `text` is no size.
+    """Return a size in bytes: a number with ``B``, ``kB``, ``MB``, ``GB``, ``KiB``, ``MiB``, ``GiB`` …, or without.
 
     Example:
         >>> parse_bytes("25MiB"), parse_bytes("5MB"), parse_bytes(17)
@@ -63,20 +61,12 @@ def parse_bytes(text: str | int) -> int:
     number, unit = _split(text, "size", "25MiB or 5MB")
     prefix = unit.removesuffix("b")
     if prefix not in _PREFIX or (unit and unit == prefix):
-        raise UsageError(
-            f"{text!r} is no size: unknown unit {unit!r}", remedy="valid: B kB MB GB TB KiB MiB GiB TiB"
-        )
+        raise _unknown_unit(text, "size", unit, "valid: B kB MB GB TB KiB MiB GiB TiB")
     return round(number * _PREFIX[prefix])
 
 
 def parse_rate(text: str | float) -> float:
-    """Return a data rate in bytes per second.
-
-    Args:
-        text: bytes per second as a number, or a number with ``MB/s``, ``MiB/s``, ``Mbit/s``, ``Gbit/s`` …
-
-    Raises:
-        UsageError: `text` is no rate.
+    """Return a data rate in bytes per second: a number with ``MB/s``, ``MiB/s``, ``Mbit/s``, ``Gbit/s`` ….
 
     Example:
         >>> parse_rate("1Gbit/s"), parse_rate("40MB/s")
@@ -88,19 +78,11 @@ def parse_rate(text: str | float) -> float:
     for suffix, bits in (("bit/s", 1), ("bps", 1), ("b/s", 8)):
         if unit.endswith(suffix) and unit.removesuffix(suffix) in _PREFIX:
             return number * _PREFIX[unit.removesuffix(suffix)] * bits / 8
-    raise UsageError(
-        f"{text!r} is no rate: unknown unit {unit!r}", remedy="valid: MB/s MiB/s Mbit/s Gbit/s …"
-    )
+    raise _unknown_unit(text, "rate", unit, "valid: MB/s MiB/s Mbit/s Gbit/s …")
 
 
 def parse_seconds(text: str | float) -> float:
-    """Return a time in seconds.
-
-    Args:
-        text: seconds as a number, or a number with ``ns``, ``us``, ``ms``, ``s``, ``min``, ``h``, ``d``.
-
-    Raises:
-        UsageError: `text` is no time.
+    """Return a time in seconds: a number with ``ns``, ``us``, ``ms``, ``s``, ``min``, ``h`` or ``d``.
 
     Example:
         >>> parse_seconds("250us"), parse_seconds("5min")
@@ -110,18 +92,12 @@ def parse_seconds(text: str | float) -> float:
         return float(text)
     number, unit = _split(text, "time", "250us or 5min")
     if unit not in _SECONDS:
-        raise UsageError(f"{text!r} is no time: unknown unit {unit!r}", remedy=f"valid: {' '.join(_SECONDS)}")
+        raise _unknown_unit(text, "time", unit, f"valid: {' '.join(_SECONDS)}")
     return number * _SECONDS[unit]
 
 
 def parse_count(text: str | int) -> int:
-    """Return a count.
-
-    Args:
-        text: a number, alone or with ``k``, ``M``, ``G`` (or ``B``), ``T``: thousands, millions …
-
-    Raises:
-        UsageError: `text` is no count.
+    """Return a count: a number with ``k``, ``M``, ``G`` (or ``B``) or ``T``, or without.
 
     Example:
         >>> parse_count("20M"), parse_count("1.5B"), parse_count("4_000")
@@ -132,18 +108,12 @@ def parse_count(text: str | int) -> int:
     number, unit = _split(text, "count", "20M or 1.5B")
     prefix = "g" if unit == "b" else unit
     if prefix not in ("", "k", "m", "g", "t"):
-        raise UsageError(f"{text!r} is no count: unknown unit {unit!r}", remedy="valid: k M G B T")
+        raise _unknown_unit(text, "count", unit, "valid: k M G B T")
     return round(number * _PREFIX[prefix])
 
 
 def parse_share(text: str | float) -> float:
-    """Return a share, 0 to 1 where it is one of a whole.
-
-    Args:
-        text: a number, or one with ``%``.
-
-    Raises:
-        UsageError: `text` is no share.
+    """Return a share, such as 0 to 1 of a whole: a number, or one with ``%``.
 
     Example:
         >>> parse_share("10%"), parse_share("0.25")
@@ -154,24 +124,24 @@ def parse_share(text: str | float) -> float:
     plain = text.strip().removesuffix("%")
     number, unit = _split(plain, "share", "10% or 0.1")
     if unit:
-        raise UsageError(f"{text!r} is no share: unknown unit {unit!r}", remedy="write 10% or 0.1")
+        raise _unknown_unit(text, "share", unit, "write 10% or 0.1")
     return number if plain == text.strip() else number / 100
 
 
 def parse_list(
     option: str, text: str, kind: Callable[[str], T], *, example: str, separator: str = ","
 ) -> tuple[T, ...]:
-    """Return the values that the text of an option lists, in its order.
+    """Return the values that an option's text lists, in its order.
 
     Args:
         option: its name, for errors: ``"--block"``.
         text: the values, separated.
-        kind: what parses one: ``int``, ``float``, ``str``, or a parser such as `parse_bytes`.
+        kind: parses one value: ``int``, ``float``, ``str``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
-        separator: stands between two values.
+        separator: between two values.
 
     Raises:
-        UsageError: there is none, or one is not valid.
+        UsageError: there is no value, or one is not valid.
 
     Example:
         >>> parse_list("--block", "2,10", int, example="2,10,100")
@@ -190,16 +160,16 @@ def parse_list(
 def parse_sweep(
     option: str, text: str, kind: Callable[[str], float], *, example: str, least: float = 1, most: int = 200
 ) -> tuple[float, ...]:
-    """Return the numbers that the text of an option lists or sweeps, each once, in ascending order.
+    """Return the numbers that an option's text lists or sweeps, each once, in ascending order.
 
     Args:
         option: its name, for errors: ``"--sizes"``.
         text: numbers separated by commas; one may be a sweep ``FIRST:LAST`` (doubling), ``FIRST:LAST:xFACTOR`` or
             ``FIRST:LAST:+STEP``, which ends with ``LAST``.
-        kind: what parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
+        kind: parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
         least: the smallest valid number.
-        most: how many numbers there may be.
+        most: the largest valid number of numbers.
 
     Raises:
         UsageError: a number is not valid or below `least`, a sweep makes no progress, or there are too many numbers.

@@ -45,8 +45,7 @@ from paceline.async_dp.worker.worker_resources import (
 )
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
-from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
+from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of
 from paceline.profiling import trace_file
 from paceline.transport.zmq import SocketSettings, WorkerExchange

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline._core import __version__
 from paceline._core.step_state import step_state
-from paceline._core.version import __version__
 from paceline.checkpoint.background_saver import BackgroundSave, Buffers, RankShare
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
 from paceline.checkpoint.parts.checkpoint_contents import contents_of, take_up

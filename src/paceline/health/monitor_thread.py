@@ -320,7 +320,7 @@ class MonitorThread:
         return verdict
 
     def _consider(self, now: float) -> None:
-        asked = self._launcher.asked()
+        asked = self._launcher.requested()
         if asked is None and self._all_well(now):
             self._pending = None
             return

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import torch
 
 from paceline.errors import NonFiniteGradient, UsageError, unknown
-from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
 from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_norm import global_norm, note_norm
-from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
 
 __all__ = ["NonFiniteGuard"]
 
@@ -98,14 +97,14 @@ class NonFiniteGuard:
         if (
             finite_check is not None
             and not finite_check.measures
-            and engine.broken is None
+            and engine.non_finite is None
             and finite_check.norm is None
         ):
             note_norm(engine, global_norm(engine))  # nobody clipped
-        if engine.broken is None:
+        if engine.non_finite is None:
             self._row = 0
             return
-        self.latest = engine.broken
+        self.latest = engine.non_finite
         if finite_check is not None:
             finite_check.measures = True  # the next one's source is to be known
         if self._action == "stop":

@@ -34,9 +34,8 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ReplicasDiverged, UsageError
-from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.module_sync import broadcast_tensors
-from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
+from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
+from paceline.parallel.engine.comm import broadcast_tensors
 from paceline.world.object_collectives import RowsUnderWay, gather_rows, gather_rows_ahead, verify_same
 from paceline.world.rendezvous import format_ranks
 

@@ -1,15 +1,13 @@
-"""How gradients are synchronised, as a point in a plane: :class:`Sync`.
+"""How gradients are synchronised: `Sync`, and the strategies that have names.
 
-The names that people know are points of it:
-
-| name         | bucket_mib | overlap | shard        | what happens                                              |
-|--------------|-----------:|---------|--------------|-----------------------------------------------------------|
-| `naive`      |          0 | no      | none         | one all-reduce per parameter, after backward              |
-| `flat`       |          ∞ | no      | none         | one all-reduce of everything, after backward              |
-| `overlap`    |          0 | yes     | none         | one all-reduce per parameter, as soon as it is ready      |
-| `bucketed`   |         25 | yes     | none         | one all-reduce per bucket, as soon as it is full          |
-| `sharded`    |         25 | yes     | optimizer    | reduce-scatter per bucket, each rank updates 1/N (ZeRO-1) |
-| `full-shard` |          – | yes     | parameters   | PyTorch FSDP2: parameters, gradients, state are 1/N       |
+| name         | alias   | bucket_mib | overlap | shard      | description                                             |
+|--------------|---------|-----------:|---------|------------|---------------------------------------------------------|
+| `naive`      |         |          0 | no      | none       | one all-reduce per parameter, after backward            |
+| `flat`       |         |          ∞ | no      | none       | one all-reduce of everything, after backward            |
+| `overlap`    |         |          0 | yes     | none       | one all-reduce per parameter, as soon as it is ready    |
+| `bucketed`   | `ddp`   |         25 | yes     | none       | one all-reduce per bucket, as soon as it is full        |
+| `sharded`    | `zero1` |         25 | yes     | optimizer  | ZeRO-1: reduce-scatter per bucket, each updates its 1/N |
+| `full-shard` | `fsdp`  |          – | yes     | parameters | PyTorch FSDP2: 1/N of parameters, gradients and state   |
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline._core.units import MIB
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.compression_config import Compression
 
-__all__ = ["STRATEGIES", "Shard", "Sync"]
+__all__ = ["ALIASES", "STRATEGIES", "Shard", "Sync"]
 
 Shard = Literal["none", "optimizer", "parameters"]
 
@@ -33,11 +32,11 @@ class Sync:
     Attributes:
         bucket_mib: bucket size in MiB (2**20 bytes) of gradients. 0: one bucket per parameter;
             ``math.inf``: a single bucket.
-        overlap: launch a bucket while backward still runs, rather than after it.
+        overlap: launch buckets during backward rather than after it.
         shard: what each rank keeps only 1/N of: ``"none"``, the ``"optimizer"`` state (ZeRO-1,
-            arXiv 1910.02054 §5.1) or the ``"parameters"`` too (PyTorch FSDP2).
-        compression: how gradients are made smaller before they are sent: a name such as ``"int8"``, a `Compression`,
-            or None. Not with FSDP2, which reduces its gradients itself.
+            arXiv 1910.02054 §5.1) or also the ``"parameters"`` (PyTorch FSDP2).
+        compression: of gradients: a name such as ``"int8"``, a `Compression`, or None. Not with FSDP2, which reduces
+            its gradients itself.
 
     Raises:
         UsageError: a value is out of range.
@@ -73,29 +72,40 @@ class Sync:
 
     @property
     def compression_config(self) -> Compression | None:
-        """How gradients are made smaller."""
+        """The compression of gradients."""
         return Compression.of(self.compression)
 
     @classmethod
     def of(cls, sync: str | Sync) -> Sync:
-        """Return the point that `sync` names; a `Sync` is returned as it is.
+        """Return the strategy with a name or alias; a `Sync` is returned as it is.
+
+        Args:
+            sync: ``"naive"``, ``"flat"``, ``"overlap"``, ``"bucketed"`` (or ``"ddp"``), ``"sharded"`` (or ``"zero1"``),
+                ``"full-shard"`` (or ``"fsdp"``), or a `Sync`.
 
         Raises:
-            UsageError: no strategy has that name (the nearest one is suggested); ``"auto"`` is a search for one.
+            UsageError: no strategy has that name (the nearest one is suggested), or it is ``"auto"``, which searches
+                for one.
+
+        Example:
+            >>> Sync.of("zero1").name
+            'sharded'
         """
         if isinstance(sync, Sync):
             return sync
         if sync == "auto":
             raise UsageError(
-                "sync='auto' is a search for a strategy, not one", remedy="it goes to paceline.DataParallel"
+                "sync='auto' searches for a strategy and is none itself",
+                remedy="pass it to paceline.DataParallel",
             )
-        if not isinstance(sync, str) or sync not in STRATEGIES:
-            raise unknown("strategy", sync, [*STRATEGIES, "auto"])
-        return STRATEGIES[sync]
+        name = ALIASES.get(sync, sync) if isinstance(sync, str) else sync
+        if not isinstance(name, str) or name not in STRATEGIES:
+            raise unknown("strategy", sync, [*STRATEGIES, "auto", *ALIASES])
+        return STRATEGIES[name]
 
     @property
     def name(self) -> str:
-        """The strategy's usual name."""
+        """The strategy's name."""
         if self.shard != "none":
             return "sharded" if self.shard == "optimizer" else "full-shard"
         if self.bucket_mib == 0:
@@ -103,17 +113,17 @@ class Sync:
         return "bucketed" if self.overlap else "flat"
 
     @property
-    def words(self) -> str:
-        """The plan in words: ``"bucketed, 25 MiB"``."""
+    def label(self) -> str:
+        """The name with the bucket size: ``"bucketed, 25 MiB"``."""
         if self.shard == "parameters" or (self.bucket_mib in (0, math.inf) and self in STRATEGIES.values()):
-            return self.name  # that says it all
+            return self.name  # which implies the size
         size = {0.0: "per parameter", math.inf: "one bucket"}.get(self.bucket_mib, f"{self.bucket_mib:g} MiB")
         return f"{self.name}, {size}"
 
     @property
     def bucket_nbytes(self) -> float:
         """The bucket size in bytes; may be infinite."""
-        return self.bucket_mib * 2**20
+        return self.bucket_mib * MIB
 
 
 STRATEGIES: dict[str, Sync] = {
@@ -124,3 +134,4 @@ STRATEGIES: dict[str, Sync] = {
     "sharded": Sync(shard="optimizer"),
     "full-shard": Sync(shard="parameters"),
 }
+ALIASES: dict[str, str] = {"ddp": "bucketed", "zero1": "sharded", "fsdp": "full-shard"}

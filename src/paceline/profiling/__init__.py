@@ -1,8 +1,9 @@
-"""A run's record: what ran, each rank's timeline on one clock, the numbers of its steps. `paceline report` reads it.
+"""Recording a run for `paceline report`: each rank's timeline on one clock, the numbers of its steps, what ran.
 
-record.py    the user's side: around the loop
-timeline.py  what each rank does and when, on one clock
-    clocks.py    how far the clocks of hosts are apart
-facts.py     what ran, and on what
-scalars.py   the numbers of steps, for TensorBoard too
+profiler.py       `Profiler`, around the user's loop; ``run.json``
+rank_timeline.py  one rank's timeline
+step_recorder.py  gathers a step and writes it as one line
+trace_file.py     the file of these lines
+clock_sync.py     offsets between the clocks of hosts
+step_metrics.py   losses and other numbers per step, for TensorBoard too
 """

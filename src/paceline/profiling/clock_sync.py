@@ -1,11 +1,11 @@
-"""How far the clocks of a group's hosts are apart from rank 0's, by messages that go and come back.
+"""Measures how far the clocks of a group's hosts are from rank 0's, by round trips of messages.
 
-Ranks of one kernel share its clock: only one rank of each other one is asked. Rank 0 sends it a message and hears its
-time; of some such rounds the shortest counts, and its middle is taken for the moment in which the answer was given
-(Cristian, Distributed Computing 3, 1989). So an offset is off by at most half of that round.
+Ranks of one kernel share its clock, so one rank per kernel is measured. Rank 0 sends it a message and receives its
+time. Of several round trips the shortest counts, and its middle is taken as the moment of the answer (Cristian,
+Distributed Computing 3, 1989). An offset is therefore off by at most half of that round trip.
 
-Clocks drift, by some millionths: an hour apart they differ by milliseconds. So this is done again and again; who reads
-the timeline draws a line between two measurements.
+Clocks drift by some millionths, which is milliseconds after an hour. So this is repeated; a reader of the timeline
+interpolates between two measurements.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch.distributed as dist
 from paceline.world.host_identity import boot_id
 from paceline.world.object_collectives import gather_texts
 
-__all__ = ["ClockOffset", "compare_clocks", "due"]
+__all__ = ["ClockOffset", "compare_clocks", "is_due"]
 
-_ROUNDS = 8
+_ROUND_TRIPS = 8
 _EVERY = 1024
-"""Steps between two measurements, once a run is under way."""
+"""Steps between two measurements in a long run."""
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """What this rank's clock shows more than rank 0's, in seconds, and by how much that may be off."""
+    """This rank's clock minus rank 0's, and its largest error, in seconds."""
 
     seconds: float = 0.0
     error: float = 0.0
 
 
-def due(step: int) -> bool:
-    """Return whether clocks are compared after `step`: at powers of two, and then every so often.
+def is_due(step: int) -> bool:
+    """Return whether clocks are compared after `step`: at powers of two, and every 1024 steps.
 
     Example:
-        >>> [step for step in range(20) if due(step)]
+        >>> [step for step in range(20) if is_due(step)]
         [1, 2, 4, 8, 16]
     """
     return step > 0 and (step % _EVERY == 0 if step > _EVERY else step & (step - 1) == 0)
@@ -52,13 +52,13 @@ def compare_clocks(
     key: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> ClockOffset:
-    """Return how far this rank's clock is from rank 0's; all ranks of `group` call this.
+    """Return the offset of this rank's clock from rank 0's; all ranks of `group` call this.
 
     Args:
         group: the ranks; None: a world of one.
-        device: where the group wants tensors.
-        key: what ranks that share a clock have in common; None: this boot of this kernel.
-        clock: seconds since the epoch.
+        device: of tensors that the group can send.
+        key: the same on ranks that share a clock; None: this boot of this kernel.
+        clock: returns seconds since the epoch.
     """
     if group is None:
         return ClockOffset()
@@ -67,7 +67,7 @@ def compare_clocks(
     table = torch.zeros(len(keys), 2, dtype=torch.float64)
     for leader in leaders:
         if rank == 0:
-            found = _ask(leader, group, device, clock)
+            found = _measure(leader, group, device, clock)
             table[leader] = torch.tensor([found.seconds, found.error], dtype=torch.float64)
         elif rank == leader:
             _answer(group, device, clock)
@@ -79,7 +79,7 @@ def compare_clocks(
 
 
 def _leaders(keys: Sequence[str]) -> list[int]:
-    """Return the first rank of each clock but rank 0's; ranks that can't tell their clock have one each."""
+    """Return the first rank of each clock but rank 0's; a rank without a key counts as having its own clock."""
     seen, leaders = {keys[0]} - {""}, []
     for rank, key in enumerate(keys):
         if rank and (not key or key not in seen):
@@ -88,26 +88,26 @@ def _leaders(keys: Sequence[str]) -> list[int]:
     return leaders
 
 
-def _ask(
+def _measure(
     peer: int, group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]
 ) -> ClockOffset:
-    """Return how far the clock of `peer` is ahead, by the shortest of some rounds."""
+    """Return how far the clock of `peer` is ahead, by the shortest round trip."""
     message = torch.zeros(1, dtype=torch.float64, device=device)
-    rounds = []
-    for _ in range(_ROUNDS):
-        asked = clock()
+    trips = []
+    for _ in range(_ROUND_TRIPS):
+        sent = clock()
         dist.send(message, group=group, group_dst=peer)
         dist.recv(message, group=group, group_src=peer)
-        told = message.item()
-        heard = clock()
-        rounds.append((heard - asked, told - (asked + heard) / 2))
-    length, seconds = min(rounds)
+        answer = message.item()
+        received = clock()
+        trips.append((received - sent, answer - (sent + received) / 2))
+    length, seconds = min(trips)
     return ClockOffset(seconds, length / 2)
 
 
 def _answer(group: dist.ProcessGroup, device: torch.device, clock: Callable[[], float]) -> None:
     message = torch.zeros(1, dtype=torch.float64, device=device)
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUND_TRIPS):
         dist.recv(message, group=group, group_src=0)
         message.fill_(clock())
         dist.send(message, group=group, group_dst=0)

@@ -1,11 +1,15 @@
-"""`Profiler`: what a training of one's own leaves for `paceline report`."""
+"""`Profiler`: records a training run for `paceline report`."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import platform
+import shlex
+import sys
 import time
+from datetime import datetime
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -13,35 +17,54 @@ from typing import Any, Self
 
 import torch
 
+from paceline._core import __version__
 from paceline._core.files import write_json
+from paceline._core.format import format_bytes
 from paceline.errors import UsageError
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
-from paceline.profiling.run_facts import command_line, machine_facts, started_now, versions
 from paceline.profiling.step_metrics import StepMetrics
 from paceline.world.host_identity import host_of
+from paceline.world.machine_facts import read_machine_facts
 from paceline.world.object_collectives import gather_texts, place_in, sum_over_ranks
 
-__all__ = ["Profiler"]
+__all__ = ["Profiler", "machine_facts", "versions"]
 
 _OWN = frozenset({"step", "samples", "step_seconds", "samples_per_second", "tokens_per_second"})
 
 
-class Profiler:
-    """Records a training while the block runs: its timeline, its numbers, what ran. All ranks make one.
+def machine_facts() -> dict[str, object]:
+    """Return this machine's facts for ``run.json``; no address, so that the file can be shared."""
+    here = read_machine_facts()
+    return {
+        "system": here.system,
+        "cpu": here.cpu,
+        "usable cores": here.usable_cores,
+        "memory": format_bytes(here.memory_nbytes),
+        "GPUs": torch.cuda.device_count(),
+    }
 
-    Afterwards ``paceline report FOLDER`` makes a page of it: where the time went, which rank the others waited for,
-    what limits, what to do. A folder that holds a record already is gone on with: of steps that are done again, as
-    after a restart, the report shows what was written last.
+
+def versions() -> dict[str, str]:
+    """Return the versions of Paceline, torch and Python for ``run.json``."""
+    return {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+class Profiler:
+    """Records a training run during its block: timeline, losses, machine and versions. All ranks create one.
+
+    Afterwards ``paceline report FOLDER`` makes a page of it: where the time went, which rank the others waited for, the
+    bottleneck and remedies. A folder that holds a record is continued: of steps that are repeated, as after a restart,
+    the report shows the last record.
 
     Args:
-        folder: where to; seen by all ranks, or each host has its own part.
-        model: whose steps these are; what other models of this process do is part of them.
-        every: of so many steps one is written by `log`.
-        tensorboard: write scalars for TensorBoard too; None: where it is installed.
+        folder: written to; visible to all ranks, or each host has its own part.
+        model: the model whose steps are recorded; work of other models in this process is part of its steps.
+        every: steps between two lines written by `log`.
+        tensorboard: write scalars for TensorBoard too; None: if it is installed.
 
     Raises:
-        UsageError: `model` is not wrapped, the folder can't be written on some rank, `every` is below 1, or another
-            one is at work in this process.
+        UsageError: `model` is not wrapped, the folder can't be written on some rank, `every` is below 1, or this
+            process has another active Profiler.
 
     Example:
         >>> import tempfile
@@ -64,23 +87,23 @@ class Profiler:
     ) -> None:
         if not isinstance(model, RecordedModel):
             raise UsageError(
-                f"Record of a {type(model).__name__}",
+                f"Profiler of a {type(model).__name__}",
                 remedy="give it the model that paceline.DataParallel returned",
             )
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self.folder, self._model, self._every = Path(folder), model, every
         self._rank = place_in(model.comm.group)[0]
-        _make(self.folder, model)
+        _make_folder(self.folder, model)
         self._nodes = len(set(gather_texts(host_of(os.environ, *place_in()), model.comm.group)))
         self._timeline = RankTimeline(self.folder, model)
-        self._scalars = StepMetrics(self.folder, tensorboard)
+        self._metrics = StepMetrics(self.folder, tensorboard)
         self._samples = self._tokens = 0.0
         self._steps, self._since = 0, time.perf_counter()
 
     def __enter__(self) -> Self:
         if self._rank == 0:
-            self._describe()
+            self._write_facts()
         self._timeline.__enter__()
         self._since = time.perf_counter()
         return self
@@ -91,40 +114,26 @@ class Profiler:
         try:
             self._timeline.__exit__(kind, error, trace)
         finally:
-            self._scalars.close()
+            self._metrics.close()
 
     def log(
         self, *, samples: float = 1.0, tokens: float = 0.0, **numbers: float | torch.Tensor | None
     ) -> None:
-        """Take note of a step's numbers; every rank calls this once a step, after backward.
+        """Record a step's numbers; every rank calls this once a step, after backward.
 
-        Every so many steps their means over all ranks, weighted by `samples`, are written, with the speed since the
-        time before.
+        Every so many steps their means over all ranks, weighted by `samples`, are written, with the throughput since
+        the previous line.
 
         Args:
-            samples: of this rank in this step; 0 where it had none.
-            tokens: the same of tokens, where they are what counts.
-            numbers: such as ``loss``, means over this rank's samples; None where it has none.
+            samples: of this rank in this step; 0 if it had none.
+            tokens: of this rank in this step, where tokens are counted.
+            numbers: such as ``loss``, means over this rank's samples; None if it has none.
 
         Raises:
             UsageError: a number has a name that this writes itself, is no single number, or is None on a rank that has
                 samples; or `samples` is negative.
         """
-        if not _OWN.isdisjoint(numbers):
-            taken = ", ".join(sorted(_OWN & numbers.keys()))
-            raise UsageError(f"log(): {taken} is written by Record itself", remedy="use another name")
-        if not 0 <= samples < math.inf:
-            raise UsageError(f"log(samples={samples!r})", remedy="pass the number of samples, 0 or more")
-        for name, value in numbers.items():
-            if not (value is None or isinstance(value, Real) or _is_scalar(value)):
-                raise UsageError(
-                    f"log(): {name} is {_told(value)}, not one number",
-                    remedy="pass its mean over this rank's samples",
-                )
-        if samples and any(value is None for value in numbers.values()):
-            raise UsageError(
-                f"log(): None with samples={samples!r}", remedy="a rank without numbers passes samples=0"
-            )
+        _check_numbers(samples, numbers)
         self._samples, self._tokens = self._samples + samples, self._tokens + tokens
         self._steps += 1
         step = self._model.engine.step
@@ -145,77 +154,73 @@ class Profiler:
             line["samples_per_second"] = done / seconds
             if tokens_done:
                 line["tokens_per_second"] = tokens_done / seconds
-            self._scalars.add(step, line)
+            self._metrics.add(step, line)
         self._samples = self._tokens = 0.0
         self._steps, self._since = 0, now
 
-    def _describe(self) -> None:
-        """Write ``run.json``."""
-        model = self._model
-        write_json(
-            self.folder / "run.json",
-            _known(self.folder / "run.json")
-            | {
-                "command": command_line(),
-                "started": started_now(),
-                "synchronised": _how(model),
-                "parameters": sum(param.numel() for param in model.module.parameters()),
-                "world": {"size": model.comm.size, "nodes": self._nodes, "backend": model.comm.backend},
-                "machine": machine_facts(),
-                "versions": versions(),
-            },
-            indent=2,
+    def _write_facts(self) -> None:
+        """Write ``run.json``, keeping fields that other programs have added to it."""
+        path, model = self.folder / "run.json", self._model
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = {}
+        strategy = "auto" if model.engine.tuner is not None else model.plan.label
+        compression = model.plan.compression_config
+        program = Path(sys.argv[0]).name if sys.argv[0] else "python"
+        facts = {
+            "command": shlex.join([program, *sys.argv[1:]]),
+            "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "synchronised": strategy if compression is None else f"{strategy}, {compression.name}",
+            "parameters": sum(param.numel() for param in model.module.parameters()),
+            "world": {"size": model.comm.size, "nodes": self._nodes, "backend": model.comm.backend},
+            "machine": machine_facts(),
+            "versions": versions(),
+        }
+        write_json(path, (found if isinstance(found, dict) else {}) | facts, indent=2)
+
+
+def _check_numbers(samples: float, numbers: dict[str, Any]) -> None:
+    if not _OWN.isdisjoint(numbers):
+        taken = ", ".join(sorted(_OWN & numbers.keys()))
+        raise UsageError(f"log(): {taken} is written by Profiler itself", remedy="use another name")
+    if not 0 <= samples < math.inf:
+        raise UsageError(f"log(samples={samples!r})", remedy="pass the number of samples, 0 or more")
+    for name, value in numbers.items():
+        tensor = isinstance(value, torch.Tensor)
+        if value is None or isinstance(value, Real) or (tensor and value.numel() == 1):
+            continue
+        kind = f"tensor of shape {list(value.shape)}" if tensor else type(value).__name__
+        raise UsageError(
+            f"log(): {name} is a {kind}, not one number", remedy="pass its mean over this rank's samples"
         )
-
-
-def _how(model: RecordedModel) -> str:
-    """Return how a model is synchronised, in a few words."""
-    plan = "auto" if model.engine.tuner is not None else model.plan.words
-    squeezed = model.plan.compression_config
-    return plan if squeezed is None else f"{plan}, {squeezed.name}"
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1
-
-
-def _told(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"
+    if samples and any(value is None for value in numbers.values()):
+        raise UsageError(
+            f"log(): None with samples={samples!r}", remedy="a rank without numbers passes samples=0"
+        )
 
 
 def _number(value: float | torch.Tensor | None) -> float:
     return 0.0 if value is None else float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def _make(folder: Path, model: RecordedModel) -> None:
-    """Make the folder; where a rank can't, all are told.
+def _make_folder(folder: Path, model: RecordedModel) -> None:
+    """Create the folder; if a rank can't, all raise.
 
     Raises:
         UsageError: some rank can't.
     """
-    told = ""
+    reason = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
-            told = "it may not be written"
+            reason = "it may not be written"
     except OSError as error:
-        told = str(error.strerror)
-    refused = {rank: why for rank, why in enumerate(gather_texts(told, model.comm.group)) if why}
-    if refused:
-        rank, why = next(iter(refused.items()))
-        raise UsageError(
-            f"can't record into {str(folder)!r}: {why}",
-            rank=rank,
-            remedy="name a folder that you may write to",
-        )
-
-
-def _known(path: Path) -> dict[str, object]:
-    """Return what a run before has written; nothing where that can't be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        reason = str(error.strerror)
+    for rank, refused in enumerate(gather_texts(reason, model.comm.group)):
+        if refused:
+            raise UsageError(
+                f"can't record into {str(folder)!r}: {refused}",
+                rank=rank,
+                remedy="name a folder that you may write to",
+            )

@@ -1,4 +1,4 @@
-"""`RankTimeline`: what this rank does and when, step by step, on a clock that all ranks share."""
+"""`RankTimeline`: records what this rank does in each step, on a clock that all ranks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.profiling import trace_file
-from paceline.profiling.clock_sync import compare_clocks, due
+from paceline.profiling.clock_sync import compare_clocks, is_due
 from paceline.profiling.step_recorder import StepRecorder
 
 __all__ = ["RankTimeline", "RecordedModel"]
@@ -23,7 +23,7 @@ __all__ = ["RankTimeline", "RecordedModel"]
 
 @runtime_checkable
 class RecordedModel(Protocol):
-    """What recording needs of a model: `paceline.parallel.data_parallel.DataParallel` has it."""
+    """A model as it is recorded; `paceline.parallel.data_parallel.DataParallel` implements it."""
 
     module: torch.nn.Module
     comm: Any
@@ -34,17 +34,17 @@ class RecordedModel(Protocol):
 
 
 class RankTimeline:
-    """Writes ``trace/rank<k>.jsonl`` in a folder while the block runs; all ranks make one at the same place.
+    """Writes ``trace/rank<k>.jsonl`` in a folder during its block; all ranks create one at the same point.
 
     Every step is one line (`paceline.profiling.step_recorder`). After steps 1, 2, 4, 8 … and then after every 1024th
-    the ranks compare their clocks and note the memory that they use.
+    the ranks compare their clocks and write the memory that they use.
 
     Args:
         folder: of the run.
-        model: whose ranks and steps these are.
+        model: the model whose steps are recorded.
 
     Raises:
-        UsageError: the folder can't be written, or a timeline is being recorded in this process already.
+        UsageError: the folder can't be written, or this process records a timeline already.
     """
 
     def __init__(self, folder: str | os.PathLike[str], model: RecordedModel) -> None:
@@ -54,7 +54,9 @@ class RankTimeline:
                 remedy="end the first one before; with several models record the one that is trained in every step",
             )
         self._engine, self._group = model.engine, model.comm.group
-        self._device = _device_of(self._group)
+        self._device = torch.device("cpu")  # of tensors that the group can send
+        if self._group is not None and "nccl" in str(dist.get_backend(self._group)):
+            self._device = torch.device("cuda", torch.cuda.current_device())
         self.rank = model.comm.rank
         self._file = Path(folder, "trace", f"rank{self.rank}.jsonl")
 
@@ -63,42 +65,35 @@ class RankTimeline:
         trace_file.mark("session", step=self._engine.step)
         self._compare()
         step_state.recorder = StepRecorder(self._engine)
-        self._engine.round_ended = self._after_round
+        self._engine.on_round_end = self._after_round
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace_: TracebackType | None
     ) -> None:
         recorder, step_state.recorder = step_state.recorder, None
-        self._engine.round_ended = None
+        self._engine.on_round_end = None
         if recorder is not None:
             recorder.flush()
         if error is None:
             self._compare()
-        _note_memory()
+        _write_memory()
         trace_file.close()
 
     def _after_round(self, step: int) -> None:
-        """Compare clocks where it is time to: all ranks are here at the same step."""
-        if due(step):
+        """Compare clocks if it is due; all ranks are here at the same step."""
+        if is_due(step):
             with step_state.running_task("clock"):
                 self._compare()
-            _note_memory()
+            _write_memory()
 
     def _compare(self) -> None:
         offset = compare_clocks(self._group, self._device)
         trace_file.mark("clock", offset=offset.seconds, error=offset.error)
 
 
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where the group wants tensors."""
-    if group is not None and "nccl" in str(dist.get_backend(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _note_memory() -> None:
-    """Write the most memory that this process has used so far: resident, and allocated on its GPU."""
+def _write_memory() -> None:
+    """Write this process's peak memory: resident, and allocated on its GPU."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks: dict[str, object] = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if torch.cuda.is_available() and torch.cuda.is_initialized():

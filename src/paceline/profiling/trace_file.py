@@ -1,19 +1,19 @@
-"""What a rank did and when: one JSON object per line, one file per rank, free when closed.
+"""Trace of a rank: one JSON object per line, one file per rank, at no cost while none is open.
 
-    trace.open(run / "trace" / f"rank{rank}.jsonl", rank)
-    with trace.span("forward", step=7):
-        loss = model(x)
-    trace.mark("checkpoint", step=7)
-    trace.close()
+    trace_file.open(run / "trace" / f"rank{rank}.jsonl", rank)
+    started = time.perf_counter()
+    loss = model(x)
+    trace_file.add("forward", started, time.perf_counter() - started, step=7)
+    trace_file.mark("checkpoint", step=7)
+    trace_file.close()
 
-A line reads ``{"name": "forward", "start": 1760000000.123456, "seconds": 0.0042, "rank": 0, "step": 7}``.
-``start`` is in unix seconds, so that ranks of one machine share a time line; it is ``time.perf_counter()``
-plus one offset taken when the file is opened, so that it never jumps within a file.
+A line reads ``{"name": "forward", "start": 1760000000.123456, "seconds": 0.0042, "rank": 0, "step": 7}``. ``start`` is
+in unix seconds, so that ranks of one machine share a time line; it is ``time.perf_counter()`` plus one offset taken
+when the file is opened, so it never jumps within a file.
 
-While nothing is open, `span` returns one shared object that does nothing, and `mark` and `add` return at
-once. While a file is open, each line is a single ``write`` to a file in append mode: nothing waits in a
-buffer, so a process that is killed loses nothing, threads never mix their lines, and a forked child has
-nothing of its parent's to flush. The child itself starts with the trace closed.
+Each line is a single ``write`` to a file in append mode, without a buffer. So a process that is killed loses nothing,
+threads never mix their lines, and a forked child, which starts with the trace closed, has nothing of its parent's to
+flush.
 """
 
 from __future__ import annotations
@@ -24,21 +24,18 @@ import json
 import math
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 
 from paceline.errors import UsageError
 
-__all__ = ["add", "close", "is_open", "mark", "open", "span"]
+__all__ = ["add", "close", "mark", "open"]
 
 _OWN_FIELDS = frozenset({"name", "start", "seconds", "rank"})
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class _Writer:
-    """One open trace file."""
+    """An open trace file."""
 
     __slots__ = ("_file", "_offset", "_rank")
 
@@ -47,7 +44,6 @@ class _Writer:
         self._offset = time.time() - time.perf_counter()
 
     def write(self, name: str, start: float, seconds: float, fields: dict[str, object]) -> None:
-        """Write one line; `start` is a value of ``time.perf_counter()``."""
         if not _OWN_FIELDS.isdisjoint(fields):
             taken = ", ".join(sorted(_OWN_FIELDS & fields.keys()))
             raise UsageError(f"trace of {name!r}: a field can't be called {taken}", remedy="rename the field")
@@ -64,37 +60,16 @@ class _Writer:
         self._file.close()
 
 
-class _Span:
-    """A span that is running; it is written when it ends, also by an exception."""
-
-    __slots__ = ("_fields", "_name", "_start")
-
-    def __init__(self, name: str, fields: dict[str, object]) -> None:
-        self._name, self._fields = name, fields
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        seconds = time.perf_counter() - self._start
-        if kind is not None:
-            self._fields["error"] = kind.__name__
-        if _writer is not None:
-            _writer.write(self._name, self._start, seconds, self._fields)
-
-
 _writer: _Writer | None = None
 
 
 def open(path: str | os.PathLike[str], rank: int, *, append: bool = False) -> None:
-    """Start to write this process's trace to `path`; a trace that is open already is closed first.
+    """Start to write this process's trace to `path`; a trace that is already open is closed first.
 
     Args:
-        path: the file; its folder is made if need be.
-        rank: the rank that every line carries.
-        append: keep what the file holds (a run that resumes), rather than start anew.
+        path: the file; its folder is created if need be.
+        rank: written to every line.
+        append: keep the file's content (of a run that resumes) instead of starting over.
 
     Raises:
         UsageError: the file can't be written.
@@ -126,44 +101,27 @@ def close() -> None:
         _writer = None
 
 
-def is_open() -> bool:
-    """Return whether spans are being written."""
-    return _writer is not None
-
-
-def span(name: str, **fields: object) -> AbstractContextManager[None]:
-    """Return a context manager that writes how long its block took.
-
-    A block that raises is written too, with the field ``error`` holding the exception's class name.
-
-    Args:
-        name: what happens in the block.
-        fields: whatever helps to read the trace; values that JSON can hold.
-    """
-    return _NOTHING if _writer is None else _Span(name, fields)
-
-
 def mark(name: str, **fields: object) -> None:
-    """Write that something happened now, with ``seconds`` 0."""
+    """Write an event that happens now, with ``seconds`` 0."""
     if _writer is not None:
         _writer.write(name, time.perf_counter(), 0.0, fields)
 
 
 def add(name: str, start: float, seconds: float, **fields: object) -> None:
-    """Write a span that was measured elsewhere.
+    """Write a span of time.
 
     Args:
-        name: what happened.
+        name: of the span.
         start: when it began, a value of ``time.perf_counter()`` of this process.
-        seconds: how long it took.
-        fields: as for `span`.
+        seconds: its duration.
+        fields: further JSON values.
     """
     if _writer is not None:
         _writer.write(name, start, seconds, fields)
 
 
 def _line(record: dict[str, object]) -> bytes:
-    """Return `record` as one line of strict JSON: NaN and infinities, which JSON can't say, become null."""
+    """Return `record` as a line of strict JSON; NaN and infinities, which JSON lacks, become null."""
     try:
         try:
             text = json.dumps(record, allow_nan=False)
@@ -187,12 +145,7 @@ def _finite(value: object) -> object:
     return value
 
 
-def _forget() -> None:
-    """Drop the parent's file in a forked child: two processes must not both speak for one rank."""
-    close()
-
-
 @functools.cache
 def _register_once() -> None:
     atexit.register(close)
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=close)  # two processes must not both write for one rank

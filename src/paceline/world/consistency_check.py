@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from paceline._core.version import __version__
+from paceline._core import __version__
 from paceline.errors import MismatchError
 from paceline.world.rendezvous import format_ranks
 

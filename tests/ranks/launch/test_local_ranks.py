@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import paceline
-from paceline._core.child_process import ChildProcess, end
+from paceline._core.child_process import ChildProcess, stop_processes
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.process.local_ranks import run_ranks
 
@@ -284,10 +284,10 @@ def test_a_log_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkey
 def test_who_was_reaped_is_sent_no_signal(monkeypatch):
     """Its number may be another process's by then."""
     child = ChildProcess(subprocess.Popen([sys.executable, "-S", "-c", ""], process_group=0))
-    end([child])
+    stop_processes([child])
     monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("a signal was sent"))
     child.signal_group(signal.SIGKILL)
-    end([child])
+    stop_processes([child])
 
 
 def test_a_signal_without_a_name_is_told_by_its_number(home):

@@ -156,7 +156,7 @@ def accumulated(rank, size, compression, uneven, call):
                 totals.append(torch.zeros_like(grads(model)))
             totals[total] += grads(model)
             model.zero_grad()
-    parts = squeezed.engine.leftovers.state()["parts"]
+    parts = squeezed.engine.residuals.state()["parts"]
     return totals, {name: kept["residual"].double() for name, kept in parts.items()}
 
 
@@ -201,7 +201,7 @@ def poisoned(rank, size, compression):
             continue
         optim.step()
         optim.zero_grad()
-    kept = model.engine.leftovers.state()["parts"]
+    kept = model.engine.residuals.state()["parts"]
     clean = all(bool(each.isfinite().all()) for parts in kept.values() for each in parts.values())
     return flat(model.parameters()), finite.skipped, finite.latest.ranks, failed, clean
 
@@ -234,7 +234,7 @@ def resumed(rank, size, folder, compression, steps, total):
     if steps < total:
         keep.save(wait=True)
     keep.close()
-    kept = model.engine.leftovers.state()["parts"]
+    kept = model.engine.residuals.state()["parts"]
     owed = {name: parts["residual"].double() for name, parts in kept.items() if "residual" in parts}
     return flat(model.parameters()), owed
 
@@ -267,7 +267,7 @@ def owed_after_loading(rank, size, folder, compression):
     keep = paceline.Checkpoint(folder, model, optim)
     keep.load()
     keep.close()
-    owed = [state["parts"] for state in model.engine.leftovers._kept]
+    owed = [state["parts"] for state in model.engine.residuals._kept]
     return (
         {name: sum(parts[name]["residual"].double() for parts in owed) for name in owed[0]}
         if owed

@@ -96,7 +96,7 @@ def test_an_exception_in_backward_is_named_and_training_goes_on(pool, sync, bad,
 def rounds_told(rank, size, sync):
     """Return the rounds that this rank was told of; backward raises on rank 1 in the second one."""
     model, told = paceline.DataParallel(model_zoo.Exploding().double(), sync=sync), []
-    model.engine.round_ended = told.append
+    model.engine.on_round_end = told.append
     for step in range(3):
         model.module.broken = step == 1 and rank == 1
         try:

@@ -68,7 +68,7 @@ def test_parameters_and_buffers_come_from_rank_0(pool, sync):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32 is no dtype of floating point"),
+        ({"reduce_dtype": torch.int32}, "reduce_dtype=torch.int32 is no floating-point dtype"),
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32'"),
         ({"sync": "full-shard", "gather_dtype": torch.int8}, "gather_dtype=torch.int8"),
         ({"sync": ["bucketed"]}, "unknown strategy"),

@@ -319,7 +319,7 @@ def by_collectives(rank, size):
     """Train with gloo's own reduce-scatter and all-gather, as it must where gradients are on a GPU."""
     reference, other = build(torch.optim.AdamW, **ADAMW)
     train(reference, other, rank, range(3))
-    with mock.patch.object(Comm, "_takes_parts", return_value=True):
+    with mock.patch.object(Comm, "_by_backend", return_value=True):
         model, optim = build(torch.optim.AdamW, **ADAMW)
         train(model, optim, rank, range(3))
     return apart(model.parameters(), reference.parameters())

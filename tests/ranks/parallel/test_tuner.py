@@ -39,15 +39,15 @@ class Ordered:
     def attach(self, optimizer):
         self._tuner.attach(optimizer)
 
-    def stepped(self, optimizer):
-        self._tuner.stepped(optimizer)
+    def optimizer_stepping(self, optimizer):
+        self._tuner.optimizer_stepping(optimizer)
 
-    def at_rest(self):
-        self._tuner.at_rest()
+    def apply_pending_plan(self):
+        self._tuner.apply_pending_plan()
 
     def round_ended(self):
         self.seen.append(self._tuner._engine.plan)
-        self._tuner.wanted = next(self._plans)
+        self._tuner.target = next(self._plans)
 
 
 def train(rank, name, kind, sync, plans=None, steps=9, *, dtype=torch.float64, sharded=True, late_zero=False):
@@ -207,7 +207,7 @@ def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
     )
     plans = []
     for step in range(steps):
-        plans.append(model.plan.words)
+        plans.append(model.plan.label)
         for micro in range(accumulate):
             x = torch.full((2, 64), 0.01 * (step + rank + micro))
             with model.accumulate() if micro < accumulate - 1 else contextlib.nullcontext():
@@ -222,7 +222,7 @@ def tuned(rank, steps, *, sharded=True, idle=None, accumulate=1, moments=None):
 
 def check_search(rank, size, options):
     plans, told, settled, params = tuned(rank, 45, **options)
-    return plans, told, None if settled is None else settled.plan.words, params
+    return plans, told, None if settled is None else settled.plan.label, params
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
@@ -237,7 +237,7 @@ def test_all_ranks_settle_on_one_plan_within_40_steps(pool, ranks, backend, tmp_
     assert set(plans[40:]) == {settled}, "it is in force in step 40 at the latest, seen before its forward"
     (sentence,) = told
     assert settled in sentence
-    assert "Seconds of a step, by rounds: bucketed, 25 MiB: " in sentence
+    assert "Seconds per step, by rounds: bucketed, 25 MiB: " in sentence
     for other in found:
         assert all(torch.equal(a, b) for a, b in zip(params, other[3], strict=True))
 
@@ -261,7 +261,7 @@ def check_two_runs(rank, size, other_model):
 def test_what_was_found_is_there_in_the_next_run(pool, tmp_path):
     for plan, plans, told, settled in pool(2, "paceline").run(check_two_runs, False, env=kept_in(tmp_path)):
         assert settled.plan == plan
-        assert plans[-1] == plan.words
+        assert plans[-1] == plan.label
         assert "found for this model on these hosts on" in told[0]
     assert len(list((tmp_path / "paceline" / "tuned").iterdir())) == 1
 

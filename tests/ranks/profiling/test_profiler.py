@@ -206,7 +206,7 @@ def refuses(rank, size, folder):
     model = paceline.DataParallel(model_zoo.build("Plain"))
     with pytest.raises(UsageError, match="rank 1"):
         paceline.Profiler(folder / "file" if rank == 1 else folder / "fine", model)
-    with pytest.raises(UsageError, match="Record of a Plain"):
+    with pytest.raises(UsageError, match="Profiler of a Plain"):
         paceline.Profiler(folder, model.module)
     for every in (0, "10min"):
         with pytest.raises(UsageError, match=f"every={every!r}"):

@@ -301,14 +301,14 @@ def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
     monkeypatch.setenv(graceful_shutdown.VARIABLE, str(file))
     listener = graceful_shutdown.ShutdownListener()
     assert graceful_shutdown.is_listening(file)
-    assert listener.asked() is None
+    assert listener.requested() is None
     graceful_shutdown.request_shutdown(file, "failed")
-    assert listener.asked() == "failed"
+    assert listener.requested() == "failed"
     listener.done()
     listener.done()
     assert not graceful_shutdown.is_listening(file)
     monkeypatch.setenv(graceful_shutdown.VARIABLE, str(tmp_path / "gone" / "leave0"))
-    assert graceful_shutdown.ShutdownListener().asked() is None
+    assert graceful_shutdown.ShutdownListener().requested() is None
     monkeypatch.delenv(graceful_shutdown.VARIABLE)
     graceful_shutdown.ShutdownListener().done()
     assert os.path.exists(os.devnull)

@@ -64,22 +64,22 @@ def test_a_sum_is_surely_finite_where_the_peaks_say_so(peaks, factor, largest, s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_gauge_writes_one_number_and_begins_anew(dtype):
     finite_check, place = FiniteCheck(3e38), torch.full((3,), 5.0, dtype=dtype)
-    finite_check.note(torch.tensor([3.0, 4.0]))
-    finite_check.note(torch.tensor([1.0]))
-    finite_check.write(place[1])
+    finite_check.record_peak(torch.tensor([3.0, 4.0]))
+    finite_check.record_peak(torch.tensor([1.0]))
+    finite_check.write_peak(place[1])
     assert place.tolist() == [5.0, 6.0, 5.0]
-    finite_check.write(place[1])
+    finite_check.write_peak(place[1])
     assert place.tolist() == [5.0, 0.0, 5.0]
-    finite_check.note(torch.tensor([1e300], dtype=torch.float64))
-    finite_check.write(place[1])
+    finite_check.record_peak(torch.tensor([1e300], dtype=torch.float64))
+    finite_check.write_peak(place[1])
     assert math.isfinite(place[1]), "finite stays finite in a float32 ledger"
     for bad in BAD:
-        finite_check.note(torch.tensor([1.0, bad]))
-        finite_check.write(place[0])
+        finite_check.record_peak(torch.tensor([1.0, bad]))
+        finite_check.write_peak(place[0])
         assert not math.isfinite(place[0])
-    finite_check.note(torch.tensor([math.nan]))
+    finite_check.record_peak(torch.tensor([math.nan]))
     finite_check.clear()
-    finite_check.write(place[0])
+    finite_check.write_peak(place[0])
     assert place[0] == 0
 
 
@@ -88,8 +88,8 @@ def test_a_ledger_carries_the_peak_of_every_rank(ranks):
     pages = []
     for rank in range(ranks):
         page = round_status.encode(rank, ranks, 10.0 + rank, Status.SAMPLES, [True, rank == 0], late=rank)
-        assert len(page) == round_status.length(ranks, 2)
-        page[round_status.place_of_peak(rank, ranks)] = math.nan if rank == 1 else float(rank)
+        assert len(page) == round_status.vector_length(ranks, 2)
+        page[round_status.peak_index(rank, ranks)] = math.nan if rank == 1 else float(rank)
         pages.append(page)
     summed = torch.tensor(pages).sum(0).tolist()
     page = round_status.decode(summed, ranks)

@@ -1,4 +1,4 @@
-"""What tuning tries, keeps and says, by plain values."""
+"""Candidates, cached results and messages of the tuner, by plain values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from paceline.cost_model.bucket_layout import ReadyGradient
 from paceline.parallel.strategy import STRATEGIES, Sync
-from paceline.parallel.tuning.candidates import CallCost, candidates
-from paceline.parallel.tuning.tuning_cache import TuningResult, cache_folder, file_of, load, save
+from paceline.parallel.tuning.candidates import CallCost, candidate_plans
+from paceline.parallel.tuning.tuning_cache import (
+    TuningResult,
+    cache_file,
+    cache_folder,
+    load_result,
+    save_result,
+)
 
 MIB = 1 << 20
 LAYERS = [ReadyGradient(4 * MIB, 0.02 * place) for place in range(1, 31)]
@@ -28,21 +34,23 @@ TUNED = TuningResult(Sync(5.0, shard="optimizer"), 0.85, 1.05, 0.81, "2026-01-02
 
 
 def test_the_default_comes_first_and_flat_last():
-    plans = candidates(LAYERS, CallCost(1e-3, 1e-9), may_shard=False)
+    plans = candidate_plans(LAYERS, CallCost(1e-3, 1e-9), may_shard=False)
     assert plans[0] == Sync()
     assert plans[-1] == STRATEGIES["flat"]
     assert len(plans) == 5
     assert all(plan.shard == "none" for plan in plans)
 
 
-def test_sharding_is_tried_at_two_sizes_where_it_may_be():
-    plans = candidates(LAYERS, CallCost(1e-3, 1e-9), may_shard=True)
+def test_sharding_is_tried_at_two_sizes_if_allowed():
+    plans = candidate_plans(LAYERS, CallCost(1e-3, 1e-9), may_shard=True)
     assert [plan.shard for plan in plans].count("optimizer") == 2
 
 
-def test_dear_calls_ask_for_large_buckets_and_cheap_ones_for_small():
+def test_expensive_calls_lead_to_large_buckets_and_cheap_ones_to_small():
     def sizes(call):
-        return [plan.bucket_mib for plan in candidates(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]]
+        return [
+            plan.bucket_mib for plan in candidate_plans(LAYERS, CallCost(call, 5e-9), may_shard=False)[1:-1]
+        ]
 
     assert max(sizes(0.3)) > 25
     assert min(sizes(1e-6)) < min(sizes(0.3))
@@ -61,7 +69,7 @@ def test_candidates_are_few_and_differ(sizes, call, byte, may_shard, most):
     for nbytes, later in sizes:
         at += later
         ready.append(ReadyGradient(nbytes, at))
-    plans = candidates(ready, CallCost(call, byte), may_shard=may_shard, most=most)
+    plans = candidate_plans(ready, CallCost(call, byte), may_shard=may_shard, most=most)
     assert 2 <= len(plans) <= most
     assert len(set(plans)) == len(plans)
     assert plans[0] == Sync()
@@ -74,20 +82,20 @@ def test_a_reduce_scatter_passes_the_bytes_once():
     assert price.reduce_scatter(10) == pytest.approx(5.1)
 
 
-# ---------------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------------- cached results
 
 
-def test_what_is_kept_comes_back(tmp_path):
-    path = save(tmp_path / "tuned", KEY, TUNED)
-    assert path == file_of(tmp_path / "tuned", KEY)
-    assert load(tmp_path / "tuned", KEY) == TUNED
+def test_a_result_is_loaded_as_it_was_saved(tmp_path):
+    path = save_result(tmp_path / "tuned", KEY, TUNED)
+    assert path == cache_file(tmp_path / "tuned", KEY)
+    assert load_result(tmp_path / "tuned", KEY) == TUNED
     assert list((tmp_path / "tuned").iterdir()) == [path]
 
 
-def test_one_bucket_for_all_can_be_kept(tmp_path):
+def test_a_single_bucket_can_be_saved(tmp_path):
     flat = TuningResult(STRATEGIES["flat"], 1.0, 1.1, 0.9, "2026", ROWS)
-    save(tmp_path, KEY, flat)
-    found = load(tmp_path, KEY)
+    save_result(tmp_path, KEY, flat)
+    found = load_result(tmp_path, KEY)
     assert found is not None
     assert found.plan.bucket_mib == math.inf
 
@@ -105,27 +113,27 @@ def test_one_bucket_for_all_can_be_kept(tmp_path):
         lambda text: text.replace('"ratio": 0.81,\n "date"', '"date"'),
     ],
 )
-def test_what_is_damaged_or_of_others_is_as_if_nothing_were_kept(tmp_path, spoil):
-    path = save(tmp_path, KEY, TUNED)
+def test_a_damaged_or_foreign_file_is_ignored(tmp_path, spoil):
+    path = save_result(tmp_path, KEY, TUNED)
     assert path is not None
     text = path.read_text()
     assert spoil(text) != text
     path.write_text(spoil(text))
-    assert load(tmp_path, KEY) is None
+    assert load_result(tmp_path, KEY) is None
 
 
-def test_other_models_worlds_and_hosts_have_their_own(tmp_path):
-    save(tmp_path, KEY, TUNED)
-    assert load(tmp_path, {**KEY, "hosts": ["a"]}) is None
-    assert load(tmp_path / "nowhere", KEY) is None
+def test_other_models_worlds_and_hosts_have_their_own_files(tmp_path):
+    save_result(tmp_path, KEY, TUNED)
+    assert load_result(tmp_path, {**KEY, "hosts": ["a"]}) is None
+    assert load_result(tmp_path / "nowhere", KEY) is None
 
 
-def test_where_nothing_can_be_kept_training_goes_on(tmp_path):
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
-    assert save(tmp_path / "file" / "tuned", KEY, TUNED) is None
+    assert save_result(tmp_path / "file" / "tuned", KEY, TUNED) is None
 
 
-def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
+def test_the_folder_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "paceline"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
@@ -133,33 +141,16 @@ def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / ".cache" / "paceline"
 
 
-# ---------------------------------------------------------------------- what is said
+# ---------------------------------------------------------------------- messages
 
 
-def test_the_sentence_names_the_choice_the_gain_and_the_evidence():
+def test_the_message_names_the_choice_the_gain_and_the_measurements():
     assert TUNED.sentence == (
-        "sharded, 5 MiB, 1.23 times as fast as the default (bucketed, 25 MiB) in the median of 2 rounds; a step takes "
-        "0.85 s. Seconds of a step, by rounds: bucketed, 25 MiB: 1 1.1; sharded, 5 MiB: 0.8 0.9; flat: 1.2 –."
+        "sharded, 5 MiB, 1.23× faster than the default (bucketed, 25 MiB) in the median of 2 rounds; a step takes "
+        "0.85 s. Seconds per step, by rounds: bucketed, 25 MiB: 1 1.1; sharded, 5 MiB: 0.8 0.9; flat: 1.2 –."
     )
 
 
-def test_a_default_that_stays_says_so():
+def test_the_message_of_a_default_that_stays():
     stays = TuningResult(Sync(), 1.0, 1.0, 1.0, "2026", ROWS)
     assert stays.sentence.startswith("bucketed, 25 MiB, the default, stays: no other plan is faster")
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (Sync(), "bucketed, 25 MiB"),
-        (Sync(bucket_mib=0), "overlap"),
-        (Sync(bucket_mib=0, overlap=False), "naive"),
-        (Sync(bucket_mib=math.inf, overlap=False), "flat"),
-        (Sync(bucket_mib=math.inf), "bucketed, one bucket"),
-        (Sync(bucket_mib=0.5, overlap=False), "flat, 0.5 MiB"),
-        (Sync(bucket_mib=0, shard="optimizer"), "sharded, per parameter"),
-        (Sync(shard="parameters"), "full-shard"),
-    ],
-)
-def test_a_plan_in_words(plan, words):
-    assert plan.words == words

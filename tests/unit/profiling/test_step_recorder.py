@@ -65,8 +65,8 @@ def test_calls_tell_what_is_known_of_them(lines):
     recorder.phase("forward", start)
     recorder.launched("reduce", 0, 4096, 2048, start + 0.001, start + 0.002)
     recorder.launched("gather", 0, 2048.0, 1024.0, None, start + 0.003)
-    recorder.arrived("reduce", 0, None, start + 0.004)
-    recorder.arrived("reduce", 7, None, start)  # of a step that is over
+    recorder.completed("reduce", 0, None, start + 0.004)
+    recorder.completed("reduce", 7, None, start)  # of a step that is over
     recorder.samples = 16.0
     recorder.flush(start + 0.010)
     (line,) = lines()

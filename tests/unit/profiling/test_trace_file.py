@@ -1,7 +1,8 @@
-"""The trace: what its lines hold; free when closed; forks and kills leave whole lines."""
+"""Trace files: fields of a line, no effect while closed, whole lines after forks and kills."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -27,20 +28,33 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-def test_free_when_closed():
-    assert not trace_file.is_open()
-    assert trace_file.span("a") is trace_file.span("b", step=1)
-    with trace_file.span("a"):
+@contextlib.contextmanager
+def span(name, **fields):
+    """Write how long the block took, with the class of the exception that ended it."""
+    started = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        fields["error"] = type(error).__name__
+        raise
+    finally:
+        trace_file.add(name, started, time.perf_counter() - started, **fields)
+
+
+def test_nothing_is_written_while_closed():
+    assert trace_file._writer is None
+    with span("a"):
         trace_file.mark("b")
         trace_file.add("c", 0.0, 1.0)
+    assert trace_file._writer is None
 
 
-def test_span_mark_and_add_share_one_time_line(tmp_path):
+def test_spans_and_marks_share_one_time_line(tmp_path):
     path = tmp_path / "trace" / "rank3.jsonl"
     before = time.time()
     trace_file.open(path, 3)
-    with trace_file.span("outer", step=7):
-        with trace_file.span("inner", step=7, note="x"):
+    with span("outer", step=7):
+        with span("inner", step=7, note="x"):
             time.sleep(0.01)
         trace_file.mark("flag", ready=True)
         measured = time.perf_counter()
@@ -59,7 +73,7 @@ def test_span_mark_and_add_share_one_time_line(tmp_path):
 
 def test_a_span_that_raises_is_written_with_its_error(tmp_path):
     trace_file.open(tmp_path / "t", 0)
-    with pytest.raises(KeyError), trace_file.span("load"):
+    with pytest.raises(KeyError), span("load"):
         raise KeyError("x")
     assert lines(tmp_path / "t")[0]["error"] == "KeyError"
 
@@ -94,9 +108,9 @@ def test_opening_twice_closes_the_first(tmp_path):
 
 def test_closing_inside_a_span_is_no_error(tmp_path):
     trace_file.open(tmp_path / "t", 0)
-    with trace_file.span("x"):
+    with span("x"):
         trace_file.close()
-    assert not trace_file.is_open()
+    assert trace_file._writer is None
 
 
 def test_numbers_that_json_cannot_say_become_null(tmp_path):
@@ -125,7 +139,7 @@ def test_a_path_that_cannot_be_written_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="can't write the trace"):
         trace_file.open(tmp_path / "file" / "rank0.jsonl", 0)
-    assert not trace_file.is_open()
+    assert trace_file._writer is None
 
 
 def test_a_forked_child_is_closed_and_writes_nothing(tmp_path):
@@ -134,7 +148,7 @@ def test_a_forked_child_is_closed_and_writes_nothing(tmp_path):
     child = os.fork()
     if child == 0:
         trace_file.mark("child")
-        os._exit(7 if trace_file.is_open() else 0)
+        os._exit(7 if trace_file._writer else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     trace_file.mark("after")
     assert [line["name"] for line in lines(tmp_path / "t")] == ["before", "after"]

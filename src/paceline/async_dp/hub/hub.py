@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline._core.version import __version__
+from paceline._core import __version__
 from paceline.async_dp.hub.global_params import GlobalParams
 from paceline.async_dp.hub.hub_recovery import HubCounters, facts_of, replay, take_up
 from paceline.async_dp.hub.hub_rules import HubRules

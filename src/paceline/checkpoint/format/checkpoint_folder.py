@@ -182,7 +182,7 @@ class CheckpointLock:
     def __init__(self, folder: Path, patience: float = _PATIENCE_SECONDS) -> None:
         try:
             self._lock = FileLock(folder / "lock")
-            holder = self._lock.take(patience, _NAP_SECONDS)
+            holder = self._lock.acquire(patience, _NAP_SECONDS)
         except OSError as error:
             raise UsageError(
                 f"can't lock {str(folder)!r} for this run: {error.strerror or error}",
@@ -192,7 +192,7 @@ class CheckpointLock:
             self.close()
             whose, own = "this" if holder.own else "another", holder.own
             raise CheckpointError(
-                f"{whose} run writes checkpoints to {str(folder)!r} already: {holder.told}",
+                f"{whose} run writes checkpoints to {str(folder)!r} already: {holder.description}",
                 remedy=f"{'close() that Checkpoint' if own else 'end that run'} first, or name another folder",
             )
 

@@ -76,7 +76,7 @@ def contents_of(subjects: NamedObjects, rank: int, ranks: int, *, epoch: int) ->
         "compressed": {
             name: kept
             for name, model in subjects.models.items()
-            if isinstance(model, DataParallel) and (kept := model.engine.leftovers.state())
+            if isinstance(model, DataParallel) and (kept := model.engine.residuals.state())
         },
         "own": {
             name: each.rank_state_dict()
@@ -130,8 +130,8 @@ def take_up(
             told = first["engines"][name]
             model.engine.step, model.engine.weights.reference = told["step"], told["reference"]
             kept = [state.get("compressed", {}).get(name, {}) for state in states]
-            model.engine.leftovers.load(kept)
-            model.engine.parted = False
+            model.engine.residuals.load(kept)
+            model.engine.replicas_differ = False
         if first["extra"][name]:
             bare(model).load_state_dict(first["extra"][name], strict=False)
     for name, optimizer in subjects.optimizers.items():

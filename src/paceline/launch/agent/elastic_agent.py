@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline._core import graceful_shutdown
-from paceline._core.child_process import end
+from paceline._core.child_process import stop_processes
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import signal_name
 from paceline.launch.agent.elastic_rendezvous import ElasticRendezvous
@@ -207,10 +207,10 @@ class ElasticAgent(SimpleElasticAgent):
             if not any(graceful_shutdown.is_listening(files[one.rank]) for one in there):
                 break
             await_end(there, min(left, _LOOK_SECONDS))
-        end(self._running, self._job.patience.end)
+        stop_processes(self._running, self._job.patience.end)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0.0) -> None:
-        end(self._running, self._job.patience.end)
+        stop_processes(self._running, self._job.patience.end)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         raise AssertionError("our own loop looks at the ranks")

@@ -16,7 +16,13 @@ from collections.abc import Mapping, Sequence
 from shutil import which
 from typing import IO
 
-from paceline._core.child_process import POLL_SECONDS, ChildProcess, end, sigterm_raises, with_pdeathsig
+from paceline._core.child_process import (
+    POLL_SECONDS,
+    ChildProcess,
+    sigterm_raises,
+    stop_processes,
+    with_pdeathsig,
+)
 from paceline.errors import UsageError
 from paceline.launch.agent.job_outcome import exit_status
 
@@ -47,7 +53,7 @@ def run_commands(command_of_host: Mapping[str, Sequence[str]], follow: float = _
                     copies.append(_copy(host, child.process.stdout))
             return _await(running, follow)
         finally:
-            end(list(running.values()))
+            stop_processes(list(running.values()))
             for copy in copies:
                 copy.join(timeout=1.0)  # a child of the command may live on and hold the other end
 

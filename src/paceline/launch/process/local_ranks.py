@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline._core.child_process import POLL_SECONDS, end, sigterm_raises
+from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
@@ -73,7 +73,7 @@ def run_ranks(
                 running.append(_start(argv, rank, ranks, variables, logs))  # noqa: PERF401 — end those started if one fails
             _watch(running, timeout, logs_stay=log_dir is not None)
     finally:
-        end(running)
+        stop_processes(running)
         shutil.rmtree(private, ignore_errors=True)
 
 

@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
-from paceline._core.child_process import POLL_SECONDS, ChildProcess, end, sigterm_raises, with_pdeathsig
+from paceline._core.child_process import (
+    POLL_SECONDS,
+    ChildProcess,
+    sigterm_raises,
+    stop_processes,
+    with_pdeathsig,
+)
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.world.mpi_world import INSTALL, find_mpiexec
@@ -162,4 +168,4 @@ def run_mpi(
                 time.sleep(POLL_SECONDS)
             return code
         finally:
-            end([child])
+            stop_processes([child])

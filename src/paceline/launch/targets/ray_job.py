@@ -26,7 +26,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
-from paceline._core.child_process import ChildProcess, end, sigterm_raises, with_pdeathsig
+from paceline._core.child_process import ChildProcess, sigterm_raises, stop_processes, with_pdeathsig
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.job_outcome import exit_status
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, await_server
@@ -185,7 +185,7 @@ def _rendezvous(work: ClusterJob, node: str) -> Iterator[str]:
         await_server(address, _SERVE_SECONDS, lambda told: None)  # else a host on this machine would serve it
         yield str(address)
     finally:
-        end([server])
+        stop_processes([server])
 
 
 def _host(ray: Any, work: ClusterJob, group: Any, number: int) -> Any:

@@ -205,7 +205,7 @@ class AllToAllReduce:
         self._packer = _Packer(flat, codec, feedback)
         self._part = flat.numel() // comm.size
         self._body = codec.nbytes(self._part)
-        device = flat.device if comm.orders_itself else torch.device("cpu")
+        device = flat.device if comm.stream_ordered else torch.device("cpu")
         rows = [comm.size, self._body + _LABEL_NBYTES]
         self._outgoing = torch.zeros(rows, dtype=torch.uint8, device=device)
         self._incoming = torch.zeros(rows, dtype=torch.uint8, device=device)
@@ -222,7 +222,7 @@ class AllToAllReduce:
         assert self._ticket is None, "the sum before it was waited for"
         self._packer.begin(measure)
         label.write(self._incoming[self._comm.rank, self._body :])
-        expected = [] if self._scatter else self._comm.expect_rows(self._sums, self._tag + 1)
+        expected = [] if self._scatter else self._comm.post_row_receives(self._sums, self._tag + 1)
 
         def fill(rank: int) -> None:
             self._packer.pack(
@@ -230,7 +230,7 @@ class AllToAllReduce:
             )
             label.write(self._outgoing[rank, self._body :])
 
-        swapping = self._comm.swap_rows(self._outgoing, self._incoming, fill, self._tag)
+        swapping = self._comm.all_to_all_rows(self._outgoing, self._incoming, fill, self._tag)
         self._ticket = self._courier.give(lambda: self._sum_up(swapping, expected))
 
     def _span(self, rank: int) -> tuple[int, int]:
@@ -256,7 +256,7 @@ class AllToAllReduce:
             own.div_(total)
         if not self._scatter:
             packer.pack(start, stop, self._sums[rank], counts=total != 0.0)
-            self._gathering = self._comm.give_row(self._sums, expected, self._tag + 1)
+            self._gathering = self._comm.all_gather_rows(self._sums, expected, self._tag + 1)
 
     def wait(self) -> None:
         """Block until the buffer holds the sum; see `CompressedReduce`."""
@@ -292,7 +292,7 @@ class AllGatherReduce:
     ) -> None:
         self._comm, self._packer = comm, _Packer(flat, codec, feedback)
         body = codec.nbytes(flat.numel())
-        device = flat.device if comm.orders_itself else torch.device("cpu")
+        device = flat.device if comm.stream_ordered else torch.device("cpu")
         self._rows = torch.zeros(comm.size, body + _LABEL_NBYTES, dtype=torch.uint8, device=device)
         self._body = body
         self._tag = comm.reserve_tags(1) if tag is None else tag
@@ -305,11 +305,11 @@ class AllGatherReduce:
         """Start summing; see `CompressedReduce`."""
         assert self._gathering is None, "the sum before it was waited for"
         self._packer.begin(measure)
-        expected = self._comm.expect_rows(self._rows, self._tag)
+        expected = self._comm.post_row_receives(self._rows, self._tag)
         mine = self._rows[self._comm.rank]
         self._packer.pack(0, self._packer.flat.numel(), mine[: self._body])
         label.write(mine[self._body :])
-        self._gathering = self._comm.give_row(self._rows, expected, self._tag)
+        self._gathering = self._comm.all_gather_rows(self._rows, expected, self._tag)
 
     def wait(self) -> None:
         """Block until the buffer holds the sum; see `CompressedReduce`."""

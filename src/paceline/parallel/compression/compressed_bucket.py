@@ -89,7 +89,7 @@ class CompressedBucket:
         parcel.launch(measure=measure)
         return self
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Do nothing: when packets came is not known."""
 
     ended: float | None = None

@@ -106,12 +106,12 @@ class PowerSGDAllReduce:
     def _share(self, flat: Tensor) -> None:
         """Make `flat` the same on all ranks; see [Note: one P]."""
         rows = flat.view(self._comm.size, -1)
-        if rows.device.type != "cpu" and not self._comm.orders_itself:
+        if rows.device.type != "cpu" and not self._comm.stream_ordered:
             host = rows.cpu()
-            self._comm.give_row(host, self._comm.expect_rows(host, self._tag), self._tag).wait()
+            self._comm.all_gather_rows(host, self._comm.post_row_receives(host, self._tag), self._tag).wait()
             rows.copy_(host)
             return
-        self._comm.give_row(rows, self._comm.expect_rows(rows, self._tag), self._tag).wait()
+        self._comm.all_gather_rows(rows, self._comm.post_row_receives(rows, self._tag), self._tag).wait()
 
     def _leave_out(self, matrices: Sequence[Tensor]) -> None:
         """Take from the matrices what is sent of them; where that is not finite, nothing is left."""

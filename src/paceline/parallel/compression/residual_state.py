@@ -56,7 +56,11 @@ class ResidualState:
             freight.take_up([state["parts"] for state in kept], own)
 
     def _freights(self) -> list[CompressedBucket]:
-        return [bucket.compressed for bucket in self._flight.buckets if bucket.compressed is not None]
+        return [
+            bucket.compressed
+            for bucket in self._flight.buckets
+            if isinstance(bucket.compressed, CompressedBucket)
+        ]
 
 
 def _together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """The collectives that the engine needs, over any process group.
 
-gloo's reduce-scatter clones its input and runs a whole all-reduce, and its all-gather copies twice, so
-over gloo both are sent point to point instead: every rank sends each peer that peer's part, and
-receives its own. That moves (N-1)/N of the buffer per rank, as a ring does, without a copy
-(large buffers gain: benchmarks/wire). Backends with in-place forms of their own (paceline, NCCL) use those, and so
-does gloo for memory of a GPU, which it can reduce and gather but not send.
+gloo's reduce-scatter clones its input and runs a whole all-reduce, and its all-gather copies twice. So on gloo both are
+sent point to point: every rank sends each peer that peer's part, and receives its own. That moves (N-1)/N of the buffer
+per rank, as a ring does, without a copy (large buffers gain: benchmarks/wire). Backends with in-place forms (paceline,
+NCCL) use those, and so does gloo for GPU memory, which it can reduce and gather but not send.
+
+[Note: abandoned messages] A model can be deleted with messages pending: after an exception between backward and step,
+or a step given up half-way. gloo stops reading a connection for good when a message arrives whose receive was freed,
+and a posted receive would take the next model's message of the same tag. So messages live until they are waited for or
+their group ends, and each `Comm` has its own tags.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,34 +27,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError, SyncError, UsageError
 
-__all__ = ["Comm", "PendingCollective"]
+__all__ = ["Comm", "PendingCollective", "broadcast_tensors"]
 
 _FIRST_TAG = 71_000
-"""Tags of our own messages start here, so that a program's own send and recv never meet them."""
+"""First tag of the engine's messages, out of the way of a program's own send and recv."""
 
 _GLOO_LANES = 2
-"""Collectives that one gloo group runs at a time: it has two worker threads with connections of their own."""
+"""Collectives that one gloo group runs at a time: it has two worker threads, each with its own connections."""
 
 _SPLIT_NBYTES = 4 << 20
 """All-reduces of at least this many bytes are split over the lanes."""
-
-# [Note: abandoned messages]
-# A model can go away with messages under way: an exception between backward and step, a step given up
-# half-way. gloo stops reading a connection for good when a message arrives whose receive was freed, and a
-# receive left posted would take the next model's message of the same tag. So messages live until they are
-# waited for or their group ends, and each Wire has tags of its own.
 
 # These have new names since torch 2.13, and the old ones warn.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-_under_way: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictionary()
+_pending_works: WeakKeyDictionary[dist.ProcessGroup, set[dist.Work]] = WeakKeyDictionary()
 _next_tag: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def _named_loss() -> Iterator[None]:
-    """Turn a process group's error into one that says what it means: some peer is gone or silent."""
+def _peer_errors() -> Iterator[None]:
+    """Turn a process group's error into a SyncError that says what it means: a peer is gone or silent."""
     try:
         yield
     except PacelineError:
@@ -64,38 +62,37 @@ def _named_loss() -> Iterator[None]:
 
 
 class PendingCollective:
-    """A collective under way.
+    """A collective in flight.
 
     Args:
         works: what to wait for, in order.
-        finish: what completes the result once all have arrived.
-        under_way: holds works that must live until they are waited for.
+        finish: completes the result once all works are done.
+        held: set of works to keep alive; these are removed from it after the wait.
 
     Attributes:
-        ended: when it ended, in seconds of ``time.perf_counter()``: as the backend tells, or when `look` saw it first;
-            None: under way, or nobody knows.
+        ended: when it completed, in seconds of ``time.perf_counter()``: as the backend reports, or when `poll` saw it
+            first; None while pending or if not known.
     """
 
     def __init__(
         self,
         works: list[dist.Work],
         finish: Callable[[], None] | None = None,
-        under_way: set[dist.Work] | None = None,
+        held: set[dist.Work] | None = None,
     ) -> None:
-        self._works, self._finish, self._under_way = works, finish, under_way
+        self._works, self._finish, self._held = works, finish, held
         self.ended: float | None = None
 
-    def look(self) -> None:
-        """Take note of it if it has ended, as far as the backend tells: gloo does for collectives only.
+    def poll(self) -> None:
+        """Set `ended` if the backend reports completion (gloo does so for collectives only).
 
-        A callback would know the moment, but runs in a thread of the backend, which takes Python's lock, and time, from
-        the one that computes.
+        A callback would have the exact time, but it runs in a thread of the backend, which competes for the GIL.
         """
         if self.ended is None and all(work.is_completed() for work in self._works):
-            self.ended = self._told() or time.perf_counter()
+            self.ended = self._reported_end() or time.perf_counter()
 
-    def _told(self) -> float | None:
-        """Return when the last of the works ended, None if some backend does not say."""
+    def _reported_end(self) -> float | None:
+        """Return when the last work ended, None if a backend does not report it."""
         ends = [getattr(work, "ended", None) for work in self._works]
         known = [end for end in ends if end is not None]
         return max(known) if known and len(known) == len(ends) else None
@@ -106,28 +103,28 @@ class PendingCollective:
         Raises:
             SyncError: another rank ended, or did not answer within the process group's time-out.
         """
-        with _named_loss():
+        with _peer_errors():
             for work in self._works:
                 work.wait()
         if self.ended is None:
-            self.ended = self._told()
-        if self._under_way is not None:
-            self._under_way.difference_update(self._works)
+            self.ended = self._reported_end()
+        if self._held is not None:
+            self._held.difference_update(self._works)
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
 
 
 class Comm:
-    """A process group as the engine sees it; of size 1 without one.
+    """A process group as the engine uses it; of size 1 without one.
 
-    All ranks of a group make their wires in the same order: that is how they agree on tags.
+    All ranks of a group create their `Comm`s in the same order, so that they agree on tags.
 
     Args:
-        group: the process group; None: the default group, or no communication where there is none.
+        group: the process group; None: the default group, or no communication if there is none.
 
     Raises:
-        UsageError: it is no process group, as what torch gives to ranks that are not in one.
+        UsageError: `group` is no process group, such as torch returns to ranks outside a new group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -141,39 +138,39 @@ class Comm:
         self.rank = 0 if alone else dist.get_rank(self.group)
         self.size = 1 if alone else dist.get_world_size(self.group)
         self.backend = "none" if alone else str(dist.get_backend(self.group))
-        self._native_parts = self.has_native_parts(self.backend)
-        self._under_way: set[dist.Work] = set()
+        self._in_place_parts = self.scatters_in_place(self.backend)
+        self._held: set[dist.Work] = set()
         if self.group is not None:  # see [Note: abandoned messages]
-            self._under_way = _under_way.setdefault(self.group, set())
+            self._held = _pending_works.setdefault(self.group, set())
             self._tag_reduce_scatter = self.reserve_tags(2)
             self._tag_all_gather = self._tag_reduce_scatter + 1
 
     @staticmethod
-    def has_native_parts(backend: str) -> bool:
-        """Tell whether the backend's own reduce-scatter and all-gather work in place."""
+    def scatters_in_place(backend: str) -> bool:
+        """Return whether the backend's reduce-scatter and all-gather work in place."""
         return backend == "paceline" or "nccl" in backend
 
-    def _takes_parts(self, flat: torch.Tensor) -> bool:
-        """Tell whether the backend's own reduce-scatter and all-gather are what is used for `flat`."""
-        return self._native_parts or flat.device.type != "cpu"
+    def _by_backend(self, flat: torch.Tensor) -> bool:
+        """Return whether `flat` is scattered and gathered by the backend rather than point to point."""
+        return self._in_place_parts or flat.device.type != "cpu"
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks, as the world numbers them."""
+        """The members' ranks in the default group."""
         return frozenset([0] if self.group is None else dist.get_process_group_ranks(self.group))
 
     @property
-    def orders_itself(self) -> bool:
-        """Whether calls run in the order in which they were made, on a stream: NCCL's."""
+    def stream_ordered(self) -> bool:
+        """Whether calls run on a stream in the order in which they were made (NCCL)."""
         return "nccl" in self.backend
 
     @property
     def peers(self) -> list[int]:
-        """All other ranks, the next one first, so that no rank is everybody's first target."""
+        """All other ranks, the next one first, so that no rank is everyone's first target."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def reserve_tags(self, count: int) -> int:
-        """Return the first of `count` tags that nobody else uses; all ranks reserve in the same order."""
+        """Return the first of `count` unused tags; all ranks reserve in the same order."""
         if self.group is None:
             return _FIRST_TAG
         first = _next_tag.get(self.group, _FIRST_TAG)
@@ -181,28 +178,30 @@ class Comm:
         return first
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return uninitialised 1-D memory; where the group has some that it reduces in place, that."""
+        """Return uninitialised 1-D memory, from the group where it has memory that it reduces in place."""
         offers = getattr(self.group, "supports_tensor_alloc", None)
         if self.group is not None and offers is not None and offers(device):
             return self.group.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[attr-defined]
         return torch.empty(numel, dtype=dtype, device=device)
 
     def mesh(self, device: str) -> DeviceMesh:
-        """Return the ranks as a mesh of one dimension, as FSDP2 asks for them; `device` is a type."""
+        """Return the ranks as a one-dimensional mesh, which FSDP2 requires; `device` is a type."""
         assert self.group is not None, "a world of one has no mesh"
         return DeviceMesh.from_group(self.group, device)
 
     def note_step(self, step: int) -> None:
-        """Tell the other ranks, for their messages, which step this rank is in, where the group can."""
+        """Set the step that a rank's error messages name, where the group supports that."""
         note = getattr(self.group, "note_step", None)
         if note is not None:
             note(step)
+
+    # ------------------------------------------------------------------ collectives on a whole buffer
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool = False) -> PendingCollective:
         """Start summing (or averaging) `flat` over all ranks, in place."""
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         lanes = _GLOO_LANES if self.backend == "gloo" and flat.nbytes >= _SPLIT_NBYTES else 1
-        with _named_loss():
+        with _peer_errors():
             works = [
                 dist.all_reduce(part, op=op, group=self.group, async_op=True) for part in flat.chunk(lanes)
             ]
@@ -211,154 +210,191 @@ class Comm:
     def reduce_scatter(
         self, flat: torch.Tensor, into: torch.Tensor | None = None, *, mean: bool = False
     ) -> PendingCollective:
-        """Start summing (or averaging) `flat` over all ranks; each rank ends with its own N-th of the result.
+        """Start summing (or averaging) `flat` over all ranks; each rank ends with its N-th of the result.
 
         Args:
             flat: the same size on all ranks, divisible by the number of ranks.
-            into: where the result goes; None: this rank's own N-th of `flat`.
+            into: where the result goes; None: this rank's N-th of `flat`.
             mean: divide by the number of ranks.
         """
         parts = flat.chunk(self.size)
         own = parts[self.rank]
         result = own if into is None else into
-        if self._takes_parts(flat):
+        if self._by_backend(flat):
             op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
             work = _reduce_scatter(result, flat, op=op, group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
         peers = self.peers
-        inbox = own.new_empty(len(peers), own.numel())
-        works = [self._receive(inbox[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)]
+        received = own.new_empty(len(peers), own.numel())
+        works = [
+            self._receive(received[row], peer, self._tag_reduce_scatter) for row, peer in enumerate(peers)
+        ]
         works += [self._send(parts[peer], peer, self._tag_reduce_scatter) for peer in peers]
 
         def add_received() -> None:
-            torch.add(own, inbox[0], out=result)
-            for row in inbox[1:]:
+            torch.add(own, received[0], out=result)
+            for row in received[1:]:
                 result.add_(row)
             if mean:
                 result.div_(self.size)
 
-        return PendingCollective(works, add_received, self._under_way)
+        return PendingCollective(works, add_received, self._held)
 
-    def expect_parts(self, flat: torch.Tensor) -> list[dist.Work]:
-        """Post the receives of an `all_gather` of `flat` ahead of time.
-
-        A peer whose receive is posted already is sent to at once, without a round trip.
-        """
-        if self._takes_parts(flat):
+    def post_part_receives(self, flat: torch.Tensor) -> list[dist.Work]:
+        """Post the receives of an `all_gather` of `flat` early, which saves its senders a round trip."""
+        if self._by_backend(flat):
             return []
-        return self.expect_rows(flat.view(self.size, -1), self._tag_all_gather)
+        return self.post_row_receives(flat.view(self.size, -1), self._tag_all_gather)
 
-    def all_gather(self, flat: torch.Tensor, expected: list[dist.Work] | None = None) -> PendingCollective:
-        """Start filling `flat` on all ranks with each rank's own N-th of it, in place.
+    def all_gather(self, flat: torch.Tensor, posted: list[dist.Work] | None = None) -> PendingCollective:
+        """Start filling `flat` on all ranks with each rank's N-th of it, in place.
 
         Args:
             flat: the same size on all ranks, divisible by the number of ranks.
-            expected: what `expect_parts(flat)` returned, where it was called.
+            posted: the receives, if `post_part_receives(flat)` was called.
         """
         rows = flat.view(self.size, -1)
-        if self._takes_parts(flat):
+        if self._by_backend(flat):
             work = _all_gather(flat, rows[self.rank], group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        return self.give_row(
-            rows, self.expect_parts(flat) if expected is None else expected, self._tag_all_gather
-        )
+        receives = self.post_part_receives(flat) if posted is None else posted
+        return self.all_gather_rows(rows, receives, self._tag_all_gather)
 
-    # ------------------------------------------------------------------ rows, one of each rank, at any time
+    # ------------------------------------------------------------------ rows, one per rank, at any time
 
-    def expect_rows(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
-        """Post the receives of every other rank's row of `rows` [ranks, …]; none where calls order themselves."""
-        return [] if self.orders_itself else [self._receive(rows[peer], peer, tag) for peer in self.peers]
+    def post_row_receives(self, rows: torch.Tensor, tag: int) -> list[dist.Work]:
+        """Post the receives of every other rank's row of `rows` [ranks, …]; none if calls are stream-ordered."""
+        return [] if self.stream_ordered else [self._receive(rows[peer], peer, tag) for peer in self.peers]
 
-    def give_row(self, rows: torch.Tensor, expected: list[dist.Work], tag: int) -> PendingCollective:
-        """Start sending this rank's row of `rows` to all others, whose rows come into the same place.
+    def all_gather_rows(self, rows: torch.Tensor, posted: list[dist.Work], tag: int) -> PendingCollective:
+        """Start sending this rank's row of `rows` to all others, whose rows arrive in the same tensor.
 
         Unlike a collective this may be called at any time, from any thread: messages are matched by `tag`.
 
         Args:
             rows: [ranks, …], the same shape on all ranks, contiguous.
-            expected: what `expect_rows(rows, tag)` returned.
+            posted: the receives that `post_row_receives(rows, tag)` returned.
             tag: reserved for these rows.
         """
         own = rows[self.rank]
-        if self.orders_itself:
+        if self.stream_ordered:
             work = _all_gather(rows.view(-1), own.view(-1), group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        works = [*expected, *(self._send(own, peer, tag) for peer in self.peers)]
-        return PendingCollective(works, under_way=self._under_way)
+        works = [*posted, *(self._send(own, peer, tag) for peer in self.peers)]
+        return PendingCollective(works, held=self._held)
 
-    def swap_rows(
+    def all_to_all_rows(
         self, rows: torch.Tensor, into: torch.Tensor, fill: Callable[[int], None], tag: int
     ) -> PendingCollective:
-        """Start sending row r of `rows` to rank r; every other rank's row for this one comes into its row of `into`.
+        """Start sending row r of `rows` to rank r; the row from rank r arrives in row r of `into`.
 
         Args:
-            rows, into: [ranks, …], contiguous, the same shape on all ranks; this rank's own rows mean nothing.
-            fill: makes a rank's row right before it is sent.
-            tag: reserved for these rows; messages are matched by it, as in `give_row`.
+            rows: [ranks, …], contiguous, the same shape on all ranks; this rank's row is not used.
+            into: as `rows`.
+            fill: writes a rank's row right before it is sent.
+            tag: reserved for these rows; messages are matched by it, as in `all_gather_rows`.
         """
-        if self.orders_itself:
+        if self.stream_ordered:
             for peer in self.peers:
                 fill(peer)
             work = dist.all_to_all_single(into, rows, group=self.group, async_op=True)
             return PendingCollective([work] if work is not None else [])
-        works = self.expect_rows(into, tag)
+        works = self.post_row_receives(into, tag)
         for peer in self.peers:
             fill(peer)
             works.append(self._send(rows[peer], peer, tag))
-        return PendingCollective(works, under_way=self._under_way)
-
-    def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Return the p-norm of everything from the p-norm `norm` of each rank's part, in float64; blocks."""
-        total = norm.to(torch.float64)
-        op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
-        if norm_type != math.inf:
-            total = total**norm_type
-        with _named_loss(), step_state.waiting_for_peers():
-            dist.all_reduce(total, op=op, group=self.group)
-        return total if norm_type == math.inf else total ** (1 / norm_type)
-
-    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
-        """Copy `flat` from the group's rank `source` to all ranks; blocks."""
-        if self.size > 1:
-            with step_state.waiting_for_peers():
-                dist.broadcast(flat, group=self.group, group_src=source)
-
-    # ------------------------------------------------------------------ numbers by which the engine decides
-
-    def agree(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
-        """Return rank 0's `numbers`, rows of equal length, on all ranks; blocks for one broadcast."""
-        agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
-        self.broadcast(agreed)
-        return agreed.tolist()
-
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Return every rank's `mine`, by rank; blocks."""
-        every: list[Any] = [None] * self.size
-        dist.all_gather_object(every, mine, group=self.group)
-        return every
-
-    def write(self, numbers: list[float], place: torch.Tensor) -> None:
-        """Put the numbers of this rank's ledger into `place`, from where they are summed over ranks.
-
-        On a GPU without waiting for what it is doing: the copy is queued behind that.
-        """
-        mine = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
-        place.copy_(mine, non_blocking=True)
-
-    def read(self, summed: torch.Tensor) -> list[float]:
-        """Return the numbers of the ledger, summed over ranks."""
-        return summed.tolist()
+        return PendingCollective(works, held=self._held)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        with _named_loss():
+        with _peer_errors():
             return self._hold(dist.isend(tensor, group=self.group, tag=tag, group_dst=peer))
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        with _named_loss():
+        with _peer_errors():
             return self._hold(dist.irecv(tensor, group=self.group, tag=tag, group_src=peer))
 
     def _hold(self, work: dist.Work | None) -> dist.Work:
         """Keep `work` alive; see [Note: abandoned messages]."""
         assert work is not None, "this rank belongs to the group"
-        self._under_way.add(work)
+        self._held.add(work)
         return work
+
+    # ------------------------------------------------------------------ blocking calls
+
+    def combine_norms(self, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Return the p-norm over all ranks' parts in float64, from the p-norm `norm` of this rank's part."""
+        total = norm.to(torch.float64)
+        op = dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM
+        if norm_type != math.inf:
+            total = total**norm_type
+        with _peer_errors(), step_state.waiting_for_peers():
+            dist.all_reduce(total, op=op, group=self.group)
+        return total if norm_type == math.inf else total ** (1 / norm_type)
+
+    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
+        """Copy `flat` from the group's rank `source` to all ranks."""
+        if self.size > 1:
+            with step_state.waiting_for_peers():
+                dist.broadcast(flat, group=self.group, group_src=source)
+
+    def broadcast_ints(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
+        """Return rank 0's `numbers`, rows of equal length, on all ranks."""
+        agreed = torch.tensor(numbers, dtype=torch.int64, device=device)
+        self.broadcast(agreed)
+        return agreed.tolist()
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Return every rank's `mine`, by rank."""
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, mine, group=self.group)
+        return every
+
+    # ------------------------------------------------------------------ the round status
+
+    def write_status(self, numbers: list[float], place: torch.Tensor) -> None:
+        """Write this rank's status vector to `place`; on a GPU without waiting for it."""
+        mine = torch.tensor(numbers, dtype=place.dtype, pin_memory=place.is_cuda)
+        place.copy_(mine, non_blocking=True)
+
+    def read_status(self, summed: torch.Tensor) -> list[float]:
+        """Return the status vector, summed over ranks."""
+        return summed.tolist()
+
+
+def broadcast_tensors(
+    comm: Comm, tensors: Iterable[torch.Tensor], *, source: int = 0, cap_nbytes: int = 64 << 20
+) -> None:
+    """Copy the values of rank `source` to all ranks, many tensors per message.
+
+    Args:
+        comm: the ranks.
+        tensors: the same shapes and dtypes in the same order on all ranks; written in place.
+        source: the rank to copy from.
+        cap_nbytes: largest message, unless a single tensor is larger.
+    """
+    if comm.size == 1:
+        return
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same_kind in kinds.values():
+        batch, nbytes = [], 0
+        for tensor in same_kind:
+            if batch and nbytes + tensor.nbytes > cap_nbytes:
+                _broadcast_packed(comm, batch, source)
+                batch, nbytes = [], 0
+            batch.append(tensor)
+            nbytes += tensor.nbytes
+        _broadcast_packed(comm, batch, source)
+
+
+def _broadcast_packed(comm: Comm, tensors: list[torch.Tensor], source: int) -> None:
+    """Send the tensors as bytes, since gloo refuses some dtypes."""
+    packed = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+    comm.broadcast(packed, source)
+    if comm.rank == source:
+        return
+    for tensor, part in zip(tensors, packed.split([tensor.nbytes for tensor in tensors]), strict=True):
+        # a copy starts at an aligned address
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))

@@ -1,7 +1,4 @@
-"""Hooks of parameters that tell an engine of its gradients, and keep nothing alive.
-
-Gradients that came after their bucket had left; see [Note: late gradients] in `reducer`.
-"""
+"""Parameter hooks that report gradients to an engine without keeping it alive; gradients that arrive late."""
 
 from __future__ import annotations
 
@@ -11,58 +8,52 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.engine.bucket import GradSlot
 from paceline.parallel.engine.comm import Comm
 
-__all__ = ["LateGradients", "hook"]
+__all__ = ["LateGradients", "register_grad_hooks"]
 
 T = TypeVar("T")
+Callback = Callable[[T, int], None]
 
 
-Event = Callable[[T, int], None]
-
-
-def hook(
-    engine: T, slots: Sequence[GradSlot], arriving: Event[T] | None, accumulated: Event[T]
-) -> list[RemovableHandle]:
-    """Have `engine` told of every gradient until it is gone; return the handles of the hooks.
+def register_grad_hooks(
+    engine: T, slots: Sequence[GradSlot], before: Callback[T] | None, after: Callback[T]
+) -> None:
+    """Call methods of `engine` around the accumulation of each gradient, until the engine is deleted.
 
     Args:
-        engine: who is told. slots: of its parameters.
-        arriving: called with a slot's index before autograd adds to its gradient; None: nobody asks (a world of one
-            has no buckets to prepare).
-        accumulated: the same after that.
+        engine: held weakly; the hooks are removed with it.
+        slots: its parameters.
+        before: called with the engine and a slot's index before autograd adds to its gradient; None: no call.
+        after: the same after that.
     """
     handles = []
     for slot in slots:
-        if arriving is not None:
-            handles.append(slot.param.register_hook(_tell(weakref.ref(engine), slot.index, arriving)))
-        done = _tell(weakref.ref(engine), slot.index, accumulated)
+        if before is not None:
+            handles.append(slot.param.register_hook(_hook(weakref.ref(engine), slot.index, before)))
+        done = _hook(weakref.ref(engine), slot.index, after)
         handles.append(slot.param.register_post_accumulate_grad_hook(done))
-    weakref.finalize(engine, _remove, handles)
-    return handles
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    weakref.finalize(engine, remove)
 
 
-def _tell(engine: weakref.ref[T], index: int, event: Event[T]) -> Callable[[torch.Tensor], None]:
-    """Return the hook that tells `engine` of an event of slot `index`."""
-
-    def tell(_tensor: torch.Tensor) -> None:
+def _hook(engine: weakref.ref[T], index: int, callback: Callback[T]) -> Callable[[torch.Tensor], None]:
+    def hook(_tensor: torch.Tensor) -> None:
         alive = engine()
         if alive is not None:
-            event(alive, index)
+            callback(alive, index)
 
-    return tell
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+    return hook
 
 
 class LateGradients:
-    """Keeps late gradients until all ranks can reduce them in a second pass."""
+    """Gradients that arrived after their bucket was launched; see [Note: late gradients] in `reducer`."""
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}
@@ -71,7 +62,7 @@ class LateGradients:
         return len(self._kept)
 
     def keep(self, slot: GradSlot) -> None:
-        """Take the gradient that autograd has just put beside the launched bucket of `slot`."""
+        """Take the gradient that autograd has just put outside the launched bucket of `slot`."""
         grad = slot.param.grad
         assert grad is not None, "the hook runs after accumulation"
         late = grad.detach().to(slot.view.dtype)
@@ -80,9 +71,9 @@ class LateGradients:
         slot.param.grad = None
 
     def reduce(self, slots: Sequence[GradSlot], comm: Comm, device: torch.device, *, mean: bool) -> None:
-        """Add all ranks' late gradients to the reduced ones, and mend the expected number of firings.
+        """Add all ranks' late gradients to the reduced ones, and correct the expected number of firings.
 
-        All ranks call this when the ledger reports a late gradient on any of them.
+        All ranks call this when the round status reports a late gradient on any of them.
         """
         facts = [[slot.fired, slot.index in self._kept] for slot in slots]
         agreed = torch.tensor(facts, dtype=torch.int64, device=device)
@@ -97,5 +88,5 @@ class LateGradients:
         self._kept.clear()
 
     def clear(self) -> None:
-        """Forget them."""
+        """Discard them."""
         self._kept.clear()

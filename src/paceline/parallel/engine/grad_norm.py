@@ -1,8 +1,8 @@
-"""Clipping by the norm of the whole gradient, wherever its parts lie.
+"""Norm of, and clipping by, the whole gradient, whichever ranks hold its parts.
 
-[Note: one norm for all plans] A sum over shards is rounded otherwise than a sum over whole gradients. Where the plan
-may change from step to step (``sync="auto"``) that would change parameters in their last bits. So there the norm is
-summed in float64 and rounded to float32: what the order of a sum changes in float64 is gone then.
+[Note: one norm for all plans] A sum over shards rounds differently than a sum over whole gradients. Where the plan may
+change from step to step (``sync="auto"``) that would change the last bits of parameters. There the norm is summed in
+float64 and rounded to float32, which hides the order of the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.parallel.engine.reducer import Reducer
 __all__ = ["clip_global_norm_", "global_norm", "note_norm"]
 
 _BLOCK = 1 << 16
-"""Elements that are turned into float64 at a time: they stay in the cache."""
+"""Elements converted to float64 at a time, so that they stay in the cache."""
 
 
 def clip_global_norm_(engine: Reducer, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -39,30 +39,33 @@ def global_norm(engine: Reducer, norm_type: float = 2.0) -> torch.Tensor:
 
 
 def note_norm(engine: Reducer, norm: torch.Tensor) -> None:
-    """Have all ranks look where a norm is not finite, before a clipped NaN is everywhere.
+    """Record the norm for the finite check; if it is not finite, all ranks inspect the gradient before it is clipped.
 
-    Where ranks measure what they bring, they know already; see [Note: without peaks] in `finite_check`.
+    Ranks that measure peaks know already; see [Note: without peaks] in `finite_check`.
     """
     finite_check = engine.finite_check
-    assert finite_check is not None, "somebody asks"
+    assert finite_check is not None, "a finite check is installed"
     finite_check.norm = norm
-    if not finite_check.measures and engine.broken is None and not math.isfinite(norm):
-        engine.look_closely(() if engine.local_only else finite_check.bad_losses(engine.comm))
+    if not finite_check.measures and engine.non_finite is None and not math.isfinite(norm):
+        engine.inspect_result(() if engine.local_only else finite_check.ranks_with_bad_loss(engine.comm))
 
 
 def _global(
     engine: Reducer, shards: list[torch.Tensor], wholes: list[torch.Tensor], norm_type: float
 ) -> torch.Tensor:
-    take = _norm if engine.tuner is None else _precise_norm
-    norm = take(wholes, norm_type, engine.device)
+    norm_of = _norm if engine.tuner is None else _precise_norm
+    norm = norm_of(wholes, norm_type, engine.device)
     if engine.splits_gradients:
-        part = engine.comm.combine_norms(take(shards, norm_type, engine.device), norm_type)
-        norm = _join(part, norm, norm_type)
+        part = engine.comm.combine_norms(norm_of(shards, norm_type, engine.device), norm_type)
+        if norm_type == math.inf:
+            norm = torch.maximum(part, norm)
+        else:
+            norm = (part**norm_type + norm**norm_type) ** (1 / norm_type)
     return norm if engine.tuner is None else norm.to(torch.float32)
 
 
 def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    grads = [grad for grad in grads if grad.numel()]  # of nothing there is no largest
+    grads = [grad for grad in grads if grad.numel()]  # the maximum of nothing is an error
     if not grads:
         return torch.zeros((), device=device)
     return torch.nn.utils.get_total_norm(grads, norm_type)
@@ -71,7 +74,9 @@ def _norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> 
 def _precise_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """Return the norm in float64; see [Note: one norm for all plans]."""
     parts = [
-        torch.linalg.vector_norm(part, norm_type, dtype=_precise(grad.dtype))
+        torch.linalg.vector_norm(
+            part, norm_type, dtype=torch.complex128 if part.is_complex() else torch.float64
+        )
         for grad in grads
         for part in grad.reshape(-1).split(_BLOCK)
         if part.numel()
@@ -79,14 +84,3 @@ def _precise_norm(grads: list[torch.Tensor], norm_type: float, device: torch.dev
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack(parts), norm_type)
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
-
-
-def _join(one: torch.Tensor, other: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the p-norm of two parts from the p-norm of each."""
-    if norm_type == math.inf:
-        return torch.maximum(one, other)
-    return (one**norm_type + other**norm_type) ** (1 / norm_type)

@@ -1,22 +1,22 @@
-"""The rounds of synchronisation: one engine for every plan but full-shard.
+"""The reducer: runs the rounds of synchronisation of every plan but full-shard.
 
-A *round* is one synchronised backward. Every rank launches the same collectives in the same order and
-closes the round with the ledger, whatever happened to it in between; so ranks never drift apart.
+A *round* is one synchronised backward. Every rank launches the same collectives in the same order and closes the round
+with the round status, whatever happened on it in between, so ranks never drift apart.
 
     begin     attach the gradients as views into the buckets
-    (hooks)   a gradient arrives: zero its view, if zero_grad() dropped what was there
-              a parameter's gradient is complete: count it; a full bucket is launched, in bucket order
-    finish    write the ledger, launch what is left, read the ledger, fix the weights; wait for everything,
-              or when sharded for each bucket where it is used
+    (hooks)   before autograd adds to a gradient: zero its view if zero_grad() dropped it
+              after a parameter's gradient is complete: count it; launch full buckets, in bucket order
+    finish    write the round status, launch the other buckets, read the status, fix the weights; wait for all buckets,
+              or if sharded for each bucket where it is used
 
-[Note: the first round] Which gradient is ready when, and how often its hook fires, is learnt from the first
-backward. Until then gradients stay where autograd puts them; at the end of that backward all ranks adopt
-rank 0's order, the buckets are built once, and the gradients move in. No later step moves them.
+[Note: the first round] Which gradient is ready when, and how often its hook fires, is learnt from the first backward.
+Until then gradients stay where autograd puts them. At the end of that backward all ranks adopt rank 0's order, the
+buckets are built, and the gradients move in. They do not move in later steps.
 
-[Note: late gradients] A launched bucket is being reduced, so nothing may write to it. Its parameters are
-therefore detached from their views at launch (``param.grad = None``). Should autograd bring another gradient
-all the same (a parameter shared by re-entrant checkpoints that ran in a new order), it arrives in memory of
-its own, is reduced in a second pass, and the count that was too low is mended on all ranks.
+[Note: late gradients] A launched bucket is being reduced, so nothing may write to it. Its parameters therefore lose
+their views at launch (``param.grad = None``). If autograd still adds a gradient (a parameter shared by re-entrant
+checkpoints that ran in a new order), it is put in other memory and reduced in a second pass, and the count of firings
+that was too low is corrected on all ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from paceline.parallel.engine import round_status
 from paceline.parallel.engine.bucket import Bucket, GradSlot, storage_dtype
 from paceline.parallel.engine.bucket_builder import agree_order
 from paceline.parallel.engine.comm import Comm
-from paceline.parallel.engine.finite_check import bad_peaks, examine, surely_finite
-from paceline.parallel.engine.grad_hooks import hook
+from paceline.parallel.engine.finite_check import find_non_finite, non_finite_ranks, surely_finite
+from paceline.parallel.engine.grad_hooks import register_grad_hooks
 from paceline.parallel.engine.gradient_state import GradientState
-from paceline.parallel.engine.loss_weights import LossWeights, counted_filler
-from paceline.parallel.engine.round_status import Status
+from paceline.parallel.engine.round_status import LossWeights, RoundSummary, Status, missing_samples_error
 from paceline.parallel.strategy import Sync
 
 __all__ = ["Reducer"]
 
-_LOOK_SECONDS = 1e-3
-"""Between two looks, in backward, at what has ended: each look takes microseconds."""
+_POLL_SECONDS = 1e-3
+"""Between two polls for completed collectives in backward; each takes microseconds."""
 
 
 class Reducer(GradientState):
@@ -53,9 +52,13 @@ class Reducer(GradientState):
         named: the trainable parameters with their names, in registration order, each once.
         comm: the ranks.
         plan: any plan that does not shard parameters.
-        reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced;
-            None: their own.
+        reduce_dtype: dtype in which gradients of bf16 and fp16 parameters are accumulated and reduced; None: their own.
         frozen: parameters that required no gradient when the model was wrapped.
+
+    Attributes:
+        sync_enabled: whether a backward that begins now synchronises; `accumulate()` turns it off.
+        local_only: whether this rank trains as in a world of one; see `set_local_only`.
+        replicas_differ: whether parameters may differ between ranks, since an exception ended local training.
     """
 
     def __init__(
@@ -69,21 +72,17 @@ class Reducer(GradientState):
         super().__init__(named, comm, plan, reduce_dtype)
         self.frozen: Sequence[tuple[str, torch.nn.Parameter]] = tuple(frozen)
         self.sync_enabled = True
-        """Whether a backward that begins now synchronises; `accumulate()` turns it off."""
         self.local_only = False
-        """Whether this rank trains as in a world of one; `train_apart` decides."""
-        self.parted = False
-        """Whether parameters may differ between ranks: training apart was broken off."""
+        self.replicas_differ = False
 
-        self._open = False  # a backward is under way
-        self._syncing = False  # ... and closes with a round
-        self._firings: list[int] = []  # firings of the first backward
+        self._in_backward = False
+        self._will_sync = False  # the present backward closes with a round
+        self._firings: list[int] = []  # of the first backward
         self._ids = {id(param) for _, param in [*named, *frozen]}
-        self._handles = hook(
-            self, self.slots, Reducer.arriving if comm.size > 1 else None, Reducer.accumulated
-        )
+        before = Reducer.before_accumulate if comm.size > 1 else None
+        register_grad_hooks(self, self.slots, before, Reducer.after_accumulate)
 
-    # ------------------------------------------------------------------ what the rest of Paceline asks
+    # ------------------------------------------------------------------ the model's parameters
 
     @property
     def splits_gradients(self) -> bool:
@@ -92,20 +91,15 @@ class Reducer(GradientState):
 
     @property
     def unsynced(self) -> bool:
-        """Whether gradients of this rank alone wait for a round."""
-        return self._local or self._open
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a backward began, never ended, and is not running now."""
-        return self._open and torch._C._current_graph_task_id() == -1
+        """Whether there are gradients of this rank that no round has reduced."""
+        return self._local or self._in_backward
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
         return [*((slot.name, slot.param) for slot in self.slots), *self.frozen]
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Tell whether `param` is one of the model's."""
+        """Return whether `param` is one of the model's."""
         return id(param) in self._ids
 
     def bucket_plan(self) -> list[tuple[int, list[str]]]:
@@ -116,58 +110,57 @@ class Reducer(GradientState):
         """Return copies of the parameters; every rank has them whole."""
         return [param.detach().clone() for param in params]
 
-    def train_apart(self, apart: bool) -> None:
-        """From now on keep every round to this rank, as in a world of one; or no longer."""
-        assert not self.splits_gradients, "where ranks hold parts, none can train on its own"
+    def set_local_only(self, local: bool) -> None:
+        """From now on, train each rank as in a world of one, or (False) synchronise again."""
+        assert not self.splits_gradients, "each rank has whole gradients"
         self.drop()
-        self.local_only = apart
-        self.weights = LossWeights(self.comm.rank, 1 if apart else self.comm.size)
+        self.local_only = local
+        self.weights = LossWeights(self.comm.rank, 1 if local else self.comm.size)
 
     # ------------------------------------------------------------------ begin
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return what `reach` is told when backward comes to this forward: nothing here."""
-        self._let_tune()
+        """Prepare for a forward; the result is passed to `backward_reached`."""
+        self._apply_pending_plan()
 
-    def _let_tune(self) -> None:
-        """Let the plan change where nothing waits for a round."""
+    def _apply_pending_plan(self) -> None:
         if self.tuner is not None and not self._local and not self.local_only:
-            self.tuner.at_rest()
+            self.tuner.apply_pending_plan()
 
-    def reach(self, call: object) -> None:
-        """Open the backward that has come to the outputs of a forward; `before_forward` returned `call`."""
+    def backward_reached(self, call: object) -> None:
+        """Open the backward that has reached a forward's outputs; `call` is from `before_forward`."""
         self.begin_in_backward()
 
-    def take_part(self, loss: torch.Tensor | None) -> None:
-        """Bring nothing to this round: `finish` sends zeros."""
+    def contribute_nothing(self, loss: torch.Tensor | None) -> None:
+        """Run no backward in this round: `finish` sends zeros."""
 
     def begin(self, status: Status, samples: float = 0.0) -> None:
         """Open a backward.
 
         Args:
             status: how this rank's gradient is weighted.
-            samples: that it is the mean of, where they count.
+            samples: number of samples behind it, if they are counted.
 
         Raises:
-            SyncError: two kinds of weights would be mixed in one gradient.
+            SyncError: two kinds of weights would be mixed in one gradient, or parameters differ between ranks.
             UsageError: a CUDA graph is being captured, and there are other ranks.
         """
         self.recover()
-        if self._open:
+        if self._in_backward:
             return
         self._refuse_capture()
-        if self.parted and not self.local_only:
+        if self.replicas_differ and not self.local_only:
             raise SyncError(
-                "parameters differ between ranks: a block in which they trained apart ended in an exception",
+                "parameters differ between ranks: an exception ended a block of local training",
                 rank=self.comm.rank,
                 step=self.step,
                 remedy="load a checkpoint before training goes on",
             )
         step_state.begin_phase(self.step, "backward")
         self.comm.note_step(self.step)
-        self.launch_queue.arrive_all()  # the result of the last round, if nobody used it
-        self._let_tune()
-        kept = self._kept()
+        self.launch_queue.wait_all()  # the result of the last round, if it was not used
+        self._apply_pending_plan()
+        kept = self._kept_slots()
         if not kept and not self._kept_elsewhere():
             self._forget()
         elif (self._local or self._reduced) and status is not self.weights.status:
@@ -177,38 +170,38 @@ class Reducer(GradientState):
                 step=self.step,
                 remedy="call zero_grad() between them, or use the same call for every backward",
             )
-        self._open, self._syncing, self.weights.status = True, self.sync_enabled, status
-        if not self.settled:
+        self._in_backward, self._will_sync, self.weights.status = True, self.sync_enabled, status
+        if self.has_buckets:
+            self._attach(kept)
+        else:
             self._firings.clear()
             for slot in self.slots:
-                self._attach_early(slot)
-        else:
-            self._attach(kept)
+                self._attach_unbucketed(slot)
         if self._reduced:
             self._carry()
         self.weights.samples += samples
-        self.launch_queue.open(self.step)
+        self.launch_queue.begin_round(self.step)
 
     # ------------------------------------------------------------------ hooks
 
-    def arriving(self, index: int) -> None:
-        """Prepare for autograd to add to the gradient of slot `index`."""
-        if self._open and self.settled:
-            self.slots[index].freshen()
+    def before_accumulate(self, index: int) -> None:
+        """Prepare slot `index` before autograd adds to its gradient."""
+        if self._in_backward and self.has_buckets:
+            self.slots[index].zero_if_needed()
 
-    def accumulated(self, index: int) -> None:
-        """Take note that autograd has added to the gradient of slot `index`."""
+    def after_accumulate(self, index: int) -> None:
+        """Count a gradient that autograd has added to slot `index`, and launch full buckets."""
         slot = self.slots[index]
-        if not self._open:
+        if not self._in_backward:
             self._begin_late(slot)
         slot.fired += 1
         if step_state.recorder is not None:
-            self.launch_queue.look(_LOOK_SECONDS)
-        if not self.settled:
+            self.launch_queue.poll(_POLL_SECONDS)
+        if not self.has_buckets:
             self._refuse_sparse(slot)
             self._firings.append(index)
             if self.reduce_dtype is not None:
-                slot.keep_early(storage_dtype(slot.param, self.reduce_dtype))
+                slot.keep_unbucketed(storage_dtype(slot.param, self.reduce_dtype))
             return
         bucket = slot.bucket
         if bucket.launched:
@@ -219,52 +212,51 @@ class Reducer(GradientState):
         bucket.note_writer()
         if slot.fired == slot.expected:
             bucket.pending -= 1
-            if self.arrivals is not None:
-                self.arrivals[index] = time.perf_counter()
+            if self.ready_times is not None:
+                self.ready_times[index] = time.perf_counter()
             if bucket.pending == 0:
-                self._full(bucket)
+                self._bucket_full(bucket)
 
-    def _full(self, bucket: Bucket) -> None:
-        """Launch what is full, where that is done in backward."""
+    def _bucket_full(self, bucket: Bucket) -> None:
         if (recorder := step_state.recorder_of(self.comm)) is not None:
             bucket.ready = time.perf_counter()
             if recorder.quiet:
                 return
-        if self._syncing and self.plan.overlap and not self.local_only:
+        if self._will_sync and self.plan.overlap and not self.local_only:
             self.launch_queue.launch_full(self.weights.averaged, self.finite_check)
 
     def begin_in_backward(self) -> None:
-        """Open the backward that is running, if nobody has, and have it closed at its end."""
-        if not self._open:
+        """Open the backward that is running, if it is not open, and close it at its end."""
+        if not self._in_backward:
             self.begin(Status.EQUAL)
             if wait_counters.samples == 0:
-                refusal = counted_filler(self.comm.rank, self.step)
+                error = missing_samples_error(self.comm.rank, self.step)
                 with contextlib.suppress(SyncError):
                     self.finish(failed=True)
-                raise refusal
+                raise error
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _begin_late(self, slot: GradSlot) -> None:
-        """Open a backward that came by no output of the wrapped forward: one gradient is here already."""
+        """Open a backward that bypassed the wrapped forward; `slot` has a gradient already."""
         fresh = slot.param.grad
-        moved = not (self.settled and fresh is slot.view)
-        if moved:  # or `begin` would take it for one that was kept
+        moved = not (self.has_buckets and fresh is slot.view)
+        if moved:  # or `begin` would take it for a kept one
             slot.param.grad = None
         self.begin_in_backward()
         if not moved or fresh is None:
             return
-        if not self.settled or slot.staged:
+        if not self.has_buckets or slot.upcast:
             slot.param.grad = fresh
         else:
-            slot.freshen()
+            slot.zero_if_needed()
             slot.param.grad = slot.view.add_(fresh.detach())
 
     def recover(self) -> bool:
-        """Complete a backward that an exception cut short, without a result; tell whether there was one."""
-        if not self.interrupted:
-            return False
-        self.finish(failed=True)
-        return True
+        """Complete a backward that an exception interrupted, without a result; return whether there was one."""
+        interrupted = self._in_backward and torch._C._current_graph_task_id() == -1
+        if interrupted:
+            self.finish(failed=True)
+        return interrupted
 
     # ------------------------------------------------------------------ finish
 
@@ -278,11 +270,11 @@ class Reducer(GradientState):
             BackwardFailed: another rank raised; gradients are dropped on all ranks.
             SyncError: ranks made different calls, or another rank is gone.
         """
-        if not self._open:
+        if not self._in_backward:
             return
-        self._open = False
+        self._in_backward = False
         self._local = True
-        if self._syncing:
+        if self._will_sync:
             self.synchronise(failed)
         elif failed:
             self.drop()
@@ -290,100 +282,93 @@ class Reducer(GradientState):
             step_state.enter_phase("outside")
             for slot in self.slots:
                 slot.used = slot.used or slot.fired > 0
-                slot.show(slot.used)
+                slot.expose(slot.used)
 
     def synchronise(self, failed: bool = False) -> None:
-        """Run a round over what is in the buckets: all ranks take part, whatever they hold.
+        """Run a round over the gradients there are; all ranks take part.
 
         Raises: as `finish`.
         """
-        self._open = False
+        self._in_backward = False
         step_state.begin_phase(self.step, "exchange")
         if self.weights.counted and (recorder := step_state.recorder_of(self.comm)) is not None:
             recorder.samples = self.weights.samples
-        ended = time.perf_counter()
+        started = time.perf_counter()
+        status = Status.FAILED if failed else self.weights.status
         if self.comm.size == 1 or self.local_only:
-            page = self._alone(failed)
+            used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
+            summary = RoundSummary((self.weights.samples,), (status,), used)
         else:
-            if not self.settled:
-                self._settle()
-            page = self._exchange(failed)
+            if not self.has_buckets:  # see [Note: the first round]
+                self.order = agree_order(self.comm, self.slots, self._firings)
+                self._build_buckets()
+            summary = self._exchange(status)
         self.timings.exposed_seconds = 0.0
-        self.note_waiting(time.perf_counter() - ended)
+        self.note_waiting(time.perf_counter() - started)
         step_state.end_round(sees_waiting=self.sees_waiting)
         step_state.enter_phase("outside")
         self._local = False
         self.step += 1
-        self._conclude(page, failed)
-        # Not where a round failed: there the other ranks have just raised, and what is told may ask for them all.
-        if self.round_ended is not None and not (failed or self.local_only):
-            self.round_ended(self.step)
+        self._conclude(summary, failed)
+        # Not where a round failed: the other ranks have just raised, and the callback may run collectives.
+        if self.on_round_end is not None and not (failed or self.local_only):
+            self.on_round_end(self.step)
 
-    def _settle(self) -> None:
-        """Build the buckets; see [Note: the first round]."""
-        self.order = agree_order(self.comm, self.slots, self._firings)
-        self._lay_out()
-
-    def _alone(self, failed: bool) -> round_status.RoundSummary:
-        """Return the page of a world of one, where this rank's own gradients are the result."""
-        used = tuple(slot.used or slot.fired > 0 for slot in self.slots)
-        status = Status.FAILED if failed else self.weights.status
-        return round_status.RoundSummary((self.weights.samples,), (status,), used)
-
-    def _exchange(self, failed: bool) -> round_status.RoundSummary:
-        """Launch what is left with the ledger, wait for everything, return the page."""
-        weights, last = self.weights, self.buckets[-1]
-        status = Status.FAILED if failed else weights.status
-        mine = round_status.encode(
-            self.comm.rank, self.comm.size, weights.samples, status, self._used_flags(), len(self._late)
-        )
-        self.comm.write(mine, last.ledger)
+    def _exchange(self, status: Status) -> RoundSummary:
+        """Launch the remaining buckets with the round status, wait for them, return the summary."""
+        weights, last, rank, size = self.weights, self.buckets[-1], self.comm.rank, self.comm.size
+        mine = round_status.encode(rank, size, weights.samples, status, self._used_flags(), len(self._late))
+        self.comm.write_status(mine, last.status)
         if self.finite_check is not None:
             self.launch_queue.measure_rest(self.finite_check)
-            self.finite_check.write(last.ledger[round_status.place_of_peak(self.comm.rank, self.comm.size)])
-        self.launch_queue.depart(weights.averaged)
-        page = round_status.decode(self.launch_queue.read_ledger(weights.averaged), self.comm.size)
-        if page.late or not self.sharded:  # a sharded result is waited for where it is used
-            self.launch_queue.arrive_all()
-        if page.late:
+            self.finite_check.write_peak(last.status[round_status.peak_index(rank, size)])
+        self.launch_queue.launch_rest(weights.averaged)
+        summary = round_status.decode(self.launch_queue.read_status(weights.averaged), size)
+        if summary.late or not self.sharded:  # a sharded result is waited for where it is used
+            self.launch_queue.wait_all()
+        if summary.late:
             self._late.reduce(self.slots, self.comm, self.device, mean=weights.averaged)
-        return page
+        return summary
 
     # ------------------------------------------------------------------ conclude
 
-    def _conclude(self, page: round_status.RoundSummary, failed: bool) -> None:
-        """Turn the sums into means and attach them, or drop them all and say why."""
+    def _conclude(self, summary: RoundSummary, failed: bool) -> None:
+        """Turn the sums into means and attach them, or drop them all and raise."""
         try:
-            page.judge(self.comm.rank, self.step - 1)
+            summary.raise_for_status(self.comm.rank, self.step - 1)
         except SyncError:
             self.drop()
-            if failed:  # this rank's own exception is on its way
+            if failed:  # this rank's own exception is being raised
                 return
             raise
-        if self.weights.counted and page.total == 0:
+        if self.weights.counted and summary.total == 0:
             self.weights.total = 0.0
             self.drop()
             return
-        factor = self.weights.close(page)
+        factor = self.weights.end_round(summary)
         self._scale(factor)
-        self._attach_result(page)
+        self._attach_result(summary)
         self._reduced = True
         if self.finite_check is not None:
             self.finite_check.norm = None
-            if self.finite_check.measures and self.broken is None:
-                self._look(page, factor)
+            if self.finite_check.measures and self.non_finite is None:
+                self._check_finite(summary, factor)
         if self.tuner is not None and not self.local_only:
             self.tuner.round_ended()
 
-    def _look(self, page: round_status.RoundSummary, factor: float) -> None:
-        """Find out whether the result is finite; see [Note: peaks] in `finite_check`."""
-        assert self.finite_check is not None, "somebody asks"
-        if page.late or not surely_finite(page.peaks, factor, self.finite_check.largest):
-            self.look_closely(bad_peaks(page.peaks))  # nobody measures where a rank is alone
+    def _check_finite(self, summary: RoundSummary, factor: float) -> None:
+        """Inspect the result unless the peaks show that it is finite; see [Note: peaks] in `finite_check`."""
+        assert self.finite_check is not None, "a finite check is installed"
+        if summary.late or not surely_finite(summary.peaks, factor, self.finite_check.largest):
+            self.inspect_result(non_finite_ranks(summary.peaks))
 
-    def look_closely(self, ranks: tuple[int, ...]) -> None:
-        """Look at every parameter's gradient; `ranks` brought what is not finite. All ranks call this."""
-        if self.local_only or self.comm.size == 1:
+    def inspect_result(self, ranks: tuple[int, ...]) -> None:
+        """Set `non_finite` by inspecting every parameter's gradient; all ranks call this.
+
+        Args:
+            ranks: ranks whose own gradient was not finite.
+        """
+        if self.local_only or self.comm.size == 1:  # no peaks were measured
             ranks = (self.comm.rank,)
         parts, split = self.parts_by_name(), self.splits_gradients
-        self.broken = examine(parts, self.comm, self.step - 1, ranks, split=split)
+        self.non_finite = find_non_finite(parts, self.comm, self.step - 1, ranks, split=split)

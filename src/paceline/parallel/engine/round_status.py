@@ -1,14 +1,20 @@
-"""What ranks tell one another at the end of a round of synchronisation.
+"""The status vector that ranks exchange at the end of a round, and the weights of the mean that follow from it.
 
-The ledger is a short vector that is summed with the last bucket. Every rank writes its own columns and adds
-to shared flags, so that after the sum all ranks hold the same page:
+Every rank writes its own columns of a short vector and adds to shared flags. The vector is summed along with the last
+bucket, so all ranks read the same summary:
 
     | samples, high part: N | samples, low part: N | status: N | peaks: N | late gradients | used: one per parameter |
 
-`samples` weigh the mean, so a short last batch, unequal shares, an empty rank and token masks are one
-mechanism; `peaks` tell which ranks' own gradients were finite, where that is asked (`gauge`); `used` tells whether any
-rank has a gradient (a parameter that nobody used keeps ``grad=None``, as in one process); `late` that a gradient came
-after its bucket had left; `status` lets a rank that failed in backward finish the round and say so.
+    samples   weight the mean, so that a short last batch, unequal shares, a rank without data and token masks are one
+              mechanism; high and low part are exact for 48 bits in float32
+    status    how the rank weighted its gradient, or that its backward failed, so that it still completes the round
+    peaks     show which ranks' gradients were finite, if a finite check is installed (`finite_check`)
+    late      gradients that arrived after their bucket was launched
+    used      whether any rank has a gradient; a parameter that no rank used keeps ``grad=None``, as in one process
+
+[Note: loss weights] A rank multiplies its loss by samples / reference, which costs nothing. The reference is the
+previous round's total, so while the total stays the same, the sum over ranks is the mean over all samples. When it
+changes, one multiplication by reference / total corrects the sum.
 """
 
 from __future__ import annotations
@@ -20,30 +26,49 @@ from dataclasses import dataclass
 
 from paceline.errors import BackwardFailed, SyncError
 
-__all__ = ["RoundSummary", "Status", "alike", "decode", "encode", "length", "place_of_peak"]
+__all__ = [
+    "LossWeights",
+    "RoundSummary",
+    "Status",
+    "decode",
+    "encode",
+    "missing_samples_error",
+    "peak_index",
+    "replicated_sum",
+    "vector_length",
+]
 
 
 class Status(enum.IntEnum):
-    """What a rank brought to the round."""
+    """How a rank's gradient was weighted, or that it failed."""
 
     SAMPLES = 0
-    """Gradients weighted by a number of samples (``model.backward(loss, samples=n)``)."""
+    """By a number of samples (``model.backward(loss, samples=n)``)."""
     EQUAL = 1
-    """Gradients that count as every other rank's (``loss.backward()``): the collective averages."""
+    """As every other rank's (``loss.backward()``): the collective averages."""
     SHARE = 2
-    """The same, divided by the number of ranks already (``model.backward(loss)``): the collective sums."""
+    """As every other rank's, divided by the number of ranks already (``model.backward(loss)``): the collective sums."""
     FAILED = 3
-    """An exception in backward; this round has no result."""
+    """Backward raised; the round has no result."""
+
+
+_CALLS = {
+    Status.SAMPLES: "model.backward(loss, samples=...)",
+    Status.SHARE: "model.backward(loss)",
+    Status.EQUAL: "loss.backward()",
+}
 
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """A ledger as all ranks read it.
+    """A summed status vector.
 
     Attributes:
-        samples: per rank. status: per rank. used: per parameter, whether any rank has a gradient.
-        late: gradients, over all ranks, that came after their bucket had left.
-        peaks: per rank, a number no element of its gradient exceeds; 0 where nobody asked.
+        samples: per rank.
+        status: per rank.
+        used: per parameter, whether any rank has a gradient.
+        late: number of late gradients, over all ranks.
+        peaks: per rank, a number that no element of its gradient exceeds; 0 without a finite check.
     """
 
     samples: tuple[float, ...]
@@ -57,68 +82,57 @@ class RoundSummary:
         """Samples of all ranks."""
         return sum(self.samples)
 
-    def ranks(self, status: Status) -> list[int]:
-        """Return the ranks with that status."""
-        return [rank for rank, value in enumerate(self.status) if value is status]
-
-    def judge(self, rank: int, step: int) -> None:
+    def raise_for_status(self, rank: int, step: int) -> None:
         """Raise if the round has no result; `rank` and `step` are for the message.
 
         Raises:
             BackwardFailed: a rank raised an exception in backward.
             SyncError: some ranks passed samples and others did not.
         """
-        if bad := self.ranks(Status.FAILED):
+        failed = [other for other, status in enumerate(self.status) if status is Status.FAILED]
+        if failed:
             raise BackwardFailed(
-                f"backward raised an exception on rank {', '.join(map(str, bad))}; no rank has a gradient",
-                rank=bad[0],
+                f"backward raised an exception on rank {', '.join(map(str, failed))}; no rank has a gradient",
+                rank=failed[0],
                 step=step,
                 remedy="see that rank's own error; training can go on with the next step",
             )
-        calls = {
-            Status.SAMPLES: "model.backward(loss, samples=...)",
-            Status.SHARE: "model.backward(loss)",
-            Status.EQUAL: "loss.backward()",
-        }
-        made = [
-            f"ranks {ranks} called {call}" for status, call in calls.items() if (ranks := self.ranks(status))
-        ]
+        made = []
+        for kind, call in _CALLS.items():
+            ranks = [other for other, status in enumerate(self.status) if status is kind]
+            made += [f"ranks {ranks} called {call}"] if ranks else []
         if len(made) > 1:
             raise SyncError(
                 " and ".join(made), rank=rank, step=step, remedy="make the same call on every rank"
             )
 
 
-def length(ranks: int, params: int) -> int:
-    """Return the number of elements of a ledger."""
+def vector_length(ranks: int, params: int) -> int:
+    """Return the number of elements of a status vector."""
     return 4 * ranks + 1 + params
 
 
-def place_of_peak(rank: int, ranks: int) -> int:
-    """Return the index of that rank's peak in a ledger."""
+def peak_index(rank: int, ranks: int) -> int:
+    """Return the index of a rank's peak in a status vector."""
     return 3 * ranks + rank
-
-
-def _float32(value: float) -> float:
-    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def encode(
     rank: int, ranks: int, samples: float, status: Status, used: Sequence[bool], late: int = 0
 ) -> list[float]:
-    """Return this rank's ledger, ready to be summed; exact for 48 bits of `samples` in float32."""
-    page = [0.0] * (4 * ranks)
-    high = _float32(samples)
-    page[rank], page[ranks + rank], page[2 * ranks + rank] = high, samples - high, float(status)
-    return [*page, float(late), *map(float, used)]
+    """Return this rank's status vector, without its peak."""
+    columns = [0.0] * (4 * ranks)
+    high = struct.unpack("f", struct.pack("f", samples))[0]
+    columns[rank], columns[ranks + rank], columns[2 * ranks + rank] = high, samples - high, float(status)
+    return [*columns, float(late), *map(float, used)]
 
 
-def alike(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
-    """Return what `ranks` ledgers sum to if every rank writes into its own columns what `rank` wrote into its.
+def replicated_sum(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
+    """Return the sum of `ranks` status vectors that all report what this `rank` reports in `mine`.
 
     Example:
-        >>> page = decode(alike(encode(1, 3, 8.0, Status.SAMPLES, [True, False]), 1, 3), 3)
-        >>> page.samples, page.used
+        >>> summary = decode(replicated_sum(encode(1, 3, 8.0, Status.SAMPLES, [True, False]), 1, 3), 3)
+        >>> summary.samples, summary.used
         ((8.0, 8.0, 8.0), (True, False))
     """
     columns = [mine[part * ranks + rank] for part in range(4) for _ in range(ranks)]
@@ -126,7 +140,7 @@ def alike(mine: Sequence[float], rank: int, ranks: int) -> list[float]:
 
 
 def decode(summed: Sequence[float], ranks: int) -> RoundSummary:
-    """Return the page that a summed ledger holds."""
+    """Return the summary that a summed status vector holds."""
     high, low, status = summed[:ranks], summed[ranks : 2 * ranks], summed[2 * ranks : 3 * ranks]
     return RoundSummary(
         samples=tuple(upper + lower for upper, lower in zip(high, low, strict=True)),
@@ -135,3 +149,74 @@ def decode(summed: Sequence[float], ranks: int) -> RoundSummary:
         late=round(summed[4 * ranks]),
         used=tuple(value > 0 for value in summed[4 * ranks + 1 :]),
     )
+
+
+def missing_samples_error(rank: int, step: int) -> SyncError:
+    """Return the error for a backward without samples on a loader's filler batch."""
+    return SyncError(
+        "backward without samples= on a batch that has none: it would count as much as any other rank's",
+        rank=rank,
+        step=step,
+        remedy="call model.backward(loss, samples=batch.samples), which is exact for unequal batches",
+    )
+
+
+class LossWeights:
+    """The weights of one rank's gradients; see [Note: loss weights].
+
+    Attributes:
+        status: how the present gradient is weighted.
+        samples: this rank's samples since the last round.
+        total: all ranks' samples behind the latest result.
+        reference: the total by which this round's losses are weighted; it decides the last bits of the result.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._ranks = ranks
+        self.carries_result = rank == 0 or ranks == 1
+        """Whether this rank carries a result into the next round; see `carry`."""
+        self.reference = float(ranks)
+        self.status = Status.EQUAL
+        self.samples = 0.0
+        self.total = 0.0
+
+    @property
+    def averaged(self) -> bool:
+        """Whether the collective averages, since the loss was not scaled (``loss.backward()``)."""
+        return self.status is Status.EQUAL
+
+    @property
+    def counted(self) -> bool:
+        """Whether ranks are weighted by samples."""
+        return self.status is Status.SAMPLES
+
+    def loss_factor(self, samples: float | None) -> float:
+        """Return the factor for a loss that is the mean over `samples`; None: ranks count equally."""
+        return 1 / self._ranks if samples is None else samples / self.reference
+
+    def samples_for(self, factor: float) -> float:
+        """Return the samples that a (rounded) factor stands for."""
+        return factor * self.reference
+
+    def carry(self) -> float:
+        """Take the latest result into the next round; return the factor on the ranks that carry it.
+
+        A result that zero_grad() did not drop must count once, not once per rank. So one rank carries it and the others
+        start from zero; when sharded, each rank carries its shard.
+        """
+        if not self.counted:
+            return float(self._ranks) if self.averaged else 1.0
+        self.samples = self.total if self.carries_result else 0.0
+        return self.total / self.reference
+
+    def end_round(self, summary: RoundSummary) -> float:
+        """Record a round's totals; return the factor that makes its sum the mean.
+
+        Args:
+            summary: of the round, with at least one sample if ranks are weighted by samples.
+        """
+        self.samples, self.total = 0.0, summary.total
+        if not self.counted:
+            return 1.0
+        factor, self.reference = self.reference / summary.total, summary.total
+        return factor

@@ -1,16 +1,16 @@
-"""The gate: ``optimizer.step()`` never runs on gradients that were not synchronised.
+"""Guard that keeps ``optimizer.step()`` from using gradients that were not synchronised.
 
-torch's DistributedDataParallel lets three mistakes through: a layer skipped on all ranks, a flag toggled
-between forward and backward, and ``no_sync`` around only the backward. Here every ``step()`` of every torch
-optimizer first asks the engines whose parameters it holds. Gradients of one rank alone are synchronised
-then and there (all ranks step, so all take part); what can't be synchronised raises and names itself.
+torch's DistributedDataParallel lets three mistakes through: a layer skipped on all ranks, a flag toggled between
+forward and backward, and ``no_sync`` around only the backward. Here a hook before every ``step()`` of every torch
+optimizer checks the engines whose parameters it holds. Gradients of one rank alone are synchronised at that point (all
+ranks step, so all take part); what can't be synchronised raises, by name.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,42 +18,40 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline._core.step_state import step_state
 from paceline.errors import UnsyncedGradients, UsageError
 from paceline.parallel.engine.comm import Comm
+from paceline.parallel.engine.interfaces import PlanController
 from paceline.testing import fault_injection
 
-if TYPE_CHECKING:
-    from paceline.parallel.tuning.tuner import Tuner
-
-__all__ = ["ConsumesShards", "GuardedEngine", "close", "guard"]
+__all__ = ["ConsumesShards", "GuardedEngine", "ensure_synchronised", "register_engine"]
 
 
 class GuardedEngine(Protocol):
-    """An engine that answers for the gradients of its parameters."""
+    """An engine as the guard uses it."""
 
     comm: Comm
     sharded: bool
-    tuner: Tuner | None
+    tuner: PlanController | None
     step: int
     frozen: Sequence[tuple[str, torch.nn.Parameter]]
+
+    @property
+    def unsynced(self) -> bool:
+        """Whether there are gradients of this rank that no round has reduced."""
+        ...
 
     def named_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
         """Return all parameters of the model with their names, as optimizers hold them."""
         ...
 
-    @property
-    def unsynced(self) -> bool:
-        """Whether gradients of this rank alone wait to be synchronised."""
-        ...
-
     def holds(self, param: torch.Tensor) -> bool:
-        """Tell whether `param` is one of the model's."""
+        """Return whether `param` is one of the model's."""
         ...
 
     def recover(self) -> bool:
-        """Complete a backward that an exception cut short; tell whether there was one."""
+        """Complete a backward that an exception interrupted; return whether there was one."""
         ...
 
     def synchronise(self) -> None:
-        """Synchronise what this rank has; all ranks take part."""
+        """Synchronise the gradients of this rank; all ranks take part."""
         ...
 
 
@@ -62,30 +60,31 @@ class ConsumesShards:
 
 
 _engines: weakref.WeakSet[GuardedEngine] = weakref.WeakSet()
-_held: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, list[weakref.ref[GuardedEngine]]]]
-_held = weakref.WeakKeyDictionary()
+_engines_by_optimizer: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[int, list[weakref.ref[GuardedEngine]]]
+] = weakref.WeakKeyDictionary()
 _installed = False
 
 
-def guard(engine: GuardedEngine) -> None:
-    """Have `engine` asked before every optimizer step from now on, as long as it lives."""
+def register_engine(engine: GuardedEngine) -> None:
+    """Check `engine` before every optimizer step from now on, as long as it lives."""
     global _installed
     _engines.add(engine)
-    _held.clear()
+    _engines_by_optimizer.clear()
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _installed = True
 
 
-def close(engine: GuardedEngine) -> None:
-    """Let nothing unsynchronised pass: synchronise what this rank has, or raise.
+def ensure_synchronised(engine: GuardedEngine) -> None:
+    """Synchronise this rank's gradients if they are not, or raise.
 
     Raises:
-        UnsyncedGradients: backward was cut short by an exception, or a parameter that was frozen when the
-            model was wrapped has a gradient.
+        UnsyncedGradients: backward was interrupted by an exception, or a parameter that was frozen when the model was
+            wrapped has a gradient.
     """
-    step = engine.step  # of that backward, whose round is closed now
+    step = engine.step  # of the interrupted backward, whose round `recover` closes
     if engine.recover():
         raise UnsyncedGradients(
             "the last backward ended in an exception, so there is no global gradient",
@@ -121,8 +120,8 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
                 remedy=f"use paceline.ShardedOptimizer(model, torch.optim.{name}, ...)",
             )
         if engine.tuner is not None:
-            engine.tuner.stepped(optimizer)
-        close(engine)
+            engine.tuner.optimizer_stepping(optimizer)
+        ensure_synchronised(engine)
         step_state.enter_phase("optimizer")
 
 
@@ -135,12 +134,12 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 
 
 def _engines_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[GuardedEngine]]:
-    """Return the engines whose parameters `optimizer` holds; looked up again when it gets new groups."""
-    known = _held.get(optimizer)
+    """Return the engines whose parameters `optimizer` holds; looked up again if its number of parameters changes."""
+    known = _engines_by_optimizer.get(optimizer)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if known is not None and known[0] == count:
         return known[1]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [weakref.ref(engine) for engine in _engines if any(map(engine.holds, params))]
-    _held[optimizer] = (count, found)
+    _engines_by_optimizer[optimizer] = (count, found)
     return found

@@ -29,10 +29,9 @@ from paceline._core.step_state import step_state
 from paceline.errors import UsageError
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.exchange_thread import ExchangeThread
-from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Comm
-from paceline.parallel.engine.module_sync import broadcast_tensors, model_signature
-from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
+from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
+from paceline.parallel.engine.comm import Comm, broadcast_tensors
+from paceline.parallel.engine.model_checks import model_signature
 from paceline.parallel.local_sgd.model_fragment import Arrival, ModelFragment
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
 from paceline.parallel.local_sgd.preconditions import check_numbers, engine_to_part, refuse_unfit
@@ -120,7 +119,7 @@ class OuterLoop:
         parts = strided(layers_of(self.module), self.cadence.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
-        courier = ExchangeThread(device, on_stream=self._comm.orders_itself)
+        courier = ExchangeThread(device, on_stream=self._comm.stream_ordered)
         return [
             ModelFragment(
                 [(name, named[name]) for name in part],
@@ -152,7 +151,7 @@ class OuterLoop:
         cancel_state_averaging(self._optimizer)
         if self._engine is not None:
             reference = self._engine.weights.reference if self._resumed else None
-            self._engine.train_apart(True)
+            self._engine.set_local_only(True)
             if reference is not None:
                 self._engine.weights.reference = reference
         if not self._resumed:
@@ -174,14 +173,14 @@ class OuterLoop:
                 self._broken = False
         finally:
             if self._engine is not None:
-                self._engine.train_apart(False)
-                self._engine.parted = self._broken
+                self._engine.set_local_only(False)
+                self._engine.replicas_differ = self._broken
         if self._engine is not None and not self._broken:
             average_state_before_next_step(self._optimizer, self._comm)
 
     def _begin_alike(self) -> None:
         """Give all ranks rank 0's parameters, where gradients have not kept them the same, and buffers; these are θ."""
-        may_differ = self._engine is None or self._engine.parted
+        may_differ = self._engine is None or self._engine.replicas_differ
         params = self.module.parameters() if may_differ else ()
         broadcast_tensors(self._comm, [*params, *self.module.buffers()])
         for fragment in self._fragments:

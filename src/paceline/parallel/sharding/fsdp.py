@@ -122,9 +122,9 @@ class FSDPEngine(Reducer):
         self._shake_hands((args, kwargs))
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
 
-    def reach(self, call: object) -> None:
+    def backward_reached(self, call: object) -> None:
         """Note a forward that backward goes through: the last one comes first."""
-        super().reach(call)
+        super().backward_reached(call)
         if all(call is not other for other in self._reached):
             self._reached.append(call)
 
@@ -147,10 +147,10 @@ class FSDPEngine(Reducer):
 
     def begin(self, status: Status, samples: float = 0.0) -> None:
         """Open a backward; whether FSDP2 reduces in it is decided here."""
-        opening = not self._open
+        opening = not self._in_backward
         super().begin(status, samples)
         if opening:
-            self._root().set_requires_gradient_sync(self._syncing)
+            self._root().set_requires_gradient_sync(self._will_sync)
             if not self._shards_local:  # what zero_grad() dropped is unused until backward brings it again
                 self._shard_used = {name: param.grad is not None for name, param in self.shards}
             self._watch_shards()
@@ -174,12 +174,12 @@ class FSDPEngine(Reducer):
     def _mark_used(self, name: str, whole: torch.Tensor) -> None:
         self._shard_used[name] = True
         if self.finite_check is not None and whole.grad is not None:  # before FSDP2 reduces it
-            self.finite_check.note(whole.grad)
+            self.finite_check.record_peak(whole.grad)
 
     def _name_of(self, fsdp_param: Any) -> str:
         return next(name for name, param in self.shards if param is fsdp_param.sharded_param)
 
-    def take_part(self, loss: torch.Tensor | None) -> None:
+    def contribute_nothing(self, loss: torch.Tensor | None) -> None:
         """Run FSDP2's collectives with a contribution of zero; see [Note: ranks without data]."""
         if loss is not None:
             loss.backward(torch.zeros_like(loss))
@@ -213,12 +213,12 @@ class FSDPEngine(Reducer):
         reached, self._reached = self._reached, []
         if reached and not failed:
             self._latest = reached[::-1]
-        if self._open and failed:
-            self._open = False
+        if self._in_backward and failed:
+            self._in_backward = False
             self._root().reset_iter_state()
             self.drop()
             return
-        self._shards_local = self._open and not self._syncing
+        self._shards_local = self._in_backward and not self._will_sync
         super().finish()
 
     def synchronise(self, failed: bool = False) -> None:
@@ -248,9 +248,9 @@ class FSDPEngine(Reducer):
         visible = bool(self._watched) or not self.shards
         return [*super()._used_flags(), *(used or not visible for used in self._shard_used.values())]
 
-    def _attach_result(self, page: RoundSummary) -> None:
-        super()._attach_result(page)
-        for (name, param), used in zip(self.shards, page.used[len(self.slots) :], strict=True):
+    def _attach_result(self, summary: RoundSummary) -> None:
+        super()._attach_result(summary)
+        for (name, param), used in zip(self.shards, summary.used[len(self.slots) :], strict=True):
             self._shard_used[name] = used
             if not used:
                 param.grad = None
@@ -267,9 +267,9 @@ class FSDPEngine(Reducer):
     def _shard_grads(self) -> list[torch.Tensor]:
         return [param.grad.to_local() for _, param in self.shards if isinstance(param.grad, DTensor)]
 
-    def _look(self, page: RoundSummary, factor: float) -> None:
+    def _check_finite(self, summary: RoundSummary, factor: float) -> None:
         hidden = self.shards and not self._watched  # see [Note: torch internals]
-        super()._look(replace(page, peaks=()) if hidden else page, factor)
+        super()._check_finite(replace(summary, peaks=()) if hidden else summary, factor)
 
     def parts_by_name(self) -> dict[str, list[torch.Tensor]]:
         """Return this rank's part of the result, by parameter."""

@@ -151,7 +151,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         assert reducer is not None, "without an inner optimizer the model is sharded"
         if reducer.unsynced:
             reducer.synchronise()
-        if reducer.settled:  # no backward yet: nothing to update
+        if reducer.has_buckets:  # no backward yet: nothing to update
             self._update(reducer)
         return result
 
@@ -160,12 +160,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         parts = self._parts or self._build(reducer)
         flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
         if not self._expected:  # an update that raised has posted them already
-            self._expected = [reducer.comm.expect_parts(flat) for flat in flats]
+            self._expected = [reducer.comm.post_part_receives(flat) for flat in flats]
         exposed, under_way = 0.0, []
         recorder = step_state.recorder_of(reducer.comm)
         arriving = iter(self._expected)
         for part in parts:
-            exposed += sum(reducer.launch_queue.arrive(bucket) for bucket in part.buckets)
+            exposed += sum(reducer.launch_queue.wait_for(bucket) for bucket in part.buckets)
             part.update(self.param_groups)
             for flat in part.flats():
                 launched = time.perf_counter()
@@ -179,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         for number, pending in enumerate(under_way):
             pending.wait()
             if recorder is not None:
-                recorder.arrived("gather", number, pending.ended, time.perf_counter())
+                recorder.completed("gather", number, pending.ended, time.perf_counter())
         step_state.end_wait()
         self._expected = []
         seconds = time.perf_counter() - started

@@ -1,23 +1,21 @@
-"""What an all-reduce costs on this wire, from a few calls between two steps; all ranks find the same.
+"""The tuner of ``sync="auto"``: finds the plan with the shortest steps during training, between optimizer steps.
 
-``sync="auto"``: on the run itself, between optimizer steps, the plan under which a step is shortest is found.
+    start    with `Sync()`, torch DDP's bucket size, the default that everything is compared with
+    measure  when each gradient becomes ready, in one step; what a call costs, by a few calls
+    race     a few plans (`candidates`) take turns of a few steps each; the slowest rank's time counts
+    keep     the winner stays, is reported, and is kept for the next run of this model on these hosts (`tuning_cache`)
+    watch    when steps get much slower or faster for long, the search starts again
 
-    start     as `Sync()`, torch DDP's bucket size, which everything is compared with
-    look      one step in which is noted when each gradient is ready; a few calls tell what a call costs
-    try       few plans (`candidates`) take turns (`race`), a turn a few steps; the slowest rank's time counts
-    settle    the winner stays, is told, and is kept for the next run of this model on these hosts (`remember`)
-    watch     when steps get much slower or faster for long, it begins again
-
-All of it is decided at the ends of rounds, from numbers that all ranks have, so that all change at the same step. A
-plan changes nothing but when and in which pieces gradients are sent: on a backend that sums in rank order (paceline)
+All decisions are made at the ends of rounds, from numbers that all ranks have, so all ranks change plan at the same
+step. A plan changes only when and in which pieces gradients are sent: on a backend that sums in rank order (paceline)
 the parameters are the same to the bit.
 
 [Note: when a plan changes] Between a step and the next forward, or at the beginning of backward on a rank that runs no
 forward. The step during which it changes pays for moving, so it does not count.
 
-[Note: sharding] Plans that shard the optimizer are tried only where a `ShardedOptimizer` alone updates the model. Its
-state then moves from layout to layout. Nothing else of a program needs to differ, but that gradients are gone after
-``step()``, as with ``"sharded"``.
+[Note: sharding] Plans that shard the optimizer are tried only if a single `ShardedOptimizer` updates the model. Its
+state then moves from layout to layout. Programs need no change, except that gradients are gone after ``step()``, as
+with ``"sharded"``.
 """
 
 from __future__ import annotations
@@ -28,248 +26,224 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.cost_model.bucket_layout import ReadyGradient
 from paceline.parallel.engine.comm import Comm
+from paceline.parallel.engine.interfaces import ReshardableOptimizer
+from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.strategy import Sync
-from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidates
+from paceline.parallel.tuning.candidates import CallCost, CandidateRace, candidate_plans
 from paceline.parallel.tuning.tuning_cache import TuningCache, TuningResult
 from paceline.world.object_collectives import gather_rows
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["DEFAULT", "Tuner", "max_over_ranks", "measure_call_cost"]
 
-    from paceline.parallel.engine.reducer import Reducer
-    from paceline.parallel.sharding.zero import ShardedOptimizer
+DEFAULT = Sync()
 
-__all__ = ["DEFAULT", "Tuner", "price_of_calls", "slowest"]
+_SMALL_NBYTES, _MOST_NBYTES, _GROWTH = 4 << 10, 16 << 20, 8
+_LONG_CALL = 0.05  # seconds of a call in which its fixed cost hardly counts
+_SMALL_CALLS = 5
 
-_SMALL_NBYTES, _MOST_NBYTES, _FACTOR = 4 << 10, 16 << 20, 8
+_ROUNDS = 4  # of the race
+_STEPS_PER_TURN = 2  # that count, after one that pays for the change
+_WINDOW = 20  # steps between two checks for drift
+_DRIFT = 1.25  # ratio of step times that counts as drift
+_DRIFT_WINDOWS = 3  # in a row
 
-
-_LONG_ENOUGH = 0.05  # seconds of a call: what it costs to begin hardly counts any more
-
-
-_TURNS = 5
-
-
-def price_of_calls(comm: Comm, device: torch.device) -> CallCost:
-    """Return what a call costs, and a byte; all ranks call this, with nothing else under way."""
-    small = statistics.median(_seconds(comm, _SMALL_NBYTES, device) for _ in range(_TURNS))
-    nbytes, seconds = _SMALL_NBYTES, small
-    while seconds < _LONG_ENOUGH and nbytes * _FACTOR <= _MOST_NBYTES:
-        nbytes *= _FACTOR
-        seconds = min(_seconds(comm, nbytes, device) for _ in range(2))
-    return CallCost(small, max(0.0, seconds - small) / max(nbytes - _SMALL_NBYTES, 1))
+Search = Generator[Sync, float, None]
+"""Yields the plan for the next step, and is sent the seconds of that step."""
 
 
-def slowest(seconds: Sequence[float], comm: Comm) -> list[float]:
+def max_over_ranks(seconds: Sequence[float], comm: Comm) -> list[float]:
     """Return, number by number, the largest of all ranks."""
     rows = gather_rows(torch.tensor(seconds, dtype=torch.float64), comm.group)
     return torch.stack(rows).amax(0).tolist()
 
 
+def measure_call_cost(comm: Comm, device: torch.device) -> CallCost:
+    """Measure what an all-reduce costs per call and per byte; all ranks call this, with no other call in flight."""
+    small = statistics.median(_seconds(comm, _SMALL_NBYTES, device) for _ in range(_SMALL_CALLS))
+    nbytes, seconds = _SMALL_NBYTES, small
+    while seconds < _LONG_CALL and nbytes * _GROWTH <= _MOST_NBYTES:
+        nbytes *= _GROWTH
+        seconds = min(_seconds(comm, nbytes, device) for _ in range(2))
+    return CallCost(small, max(0.0, seconds - small) / max(nbytes - _SMALL_NBYTES, 1))
+
+
 def _seconds(comm: Comm, nbytes: int, device: torch.device) -> float:
-    """Return what an all-reduce takes on the slowest rank."""
+    """Return the seconds of an all-reduce on the slowest rank."""
     flat = comm.allocate(nbytes // 4, torch.float32, device).zero_()
     started = time.perf_counter()
     comm.all_reduce(flat).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return slowest([time.perf_counter() - started], comm)[0]
-
-
-DEFAULT = Sync()
-
-
-_MEASURED = 2  # steps of a turn that count; the one before pays for the change
-
-
-_ROUNDS = 4
-
-
-_WINDOW = 20  # steps between two looks at whether step time has moved
-
-
-_MOVED = 1.25
-
-
-_FOR_LONG = 3  # windows in a row
-
-
-Course = Generator[Sync, float, None]
-"""Yields the plan to go on with, and is sent the seconds of the step that was made with it."""
+    return max_over_ranks([time.perf_counter() - started], comm)[0]
 
 
 class Tuner:
-    """Finds the plan under which a model's steps are shortest, while it trains.
+    """Finds the plan with the shortest steps, while the model trains.
 
     Args:
         engine: of the model, in a world of two ranks or more.
 
     Attributes:
-        wanted: the plan that the engine shall have from the next step on.
-        settled: what is known of it; None while candidates are tried.
-        sentences: what was told so far: what was chosen, what that gains, how it was found.
-        tell: how rank 0 says a sentence; by default on stderr.
+        target: the plan for the next step.
+        settled: the chosen plan and its measurements; None while candidates are tried.
+        sentences: all messages so far: the choice, its gain, the measurements.
+        tell: called with each message on rank 0; by default prints to stderr.
     """
 
     def __init__(self, engine: Reducer) -> None:
-        self.wanted = DEFAULT
+        self.target = DEFAULT
         self.settled: TuningResult | None = None
         self.sentences: list[str] = []
-        self.tell: Callable[[str], object] = _on_stderr
+        self.tell: Callable[[str], object] = lambda text: print(text, file=sys.stderr)
         self._engine_ref = weakref.ref(engine)
         self._comm = engine.comm
-        self._optimizers: list[weakref.ref[ShardedOptimizer]] = []
+        self._optimizers: list[weakref.ref[ReshardableOptimizer]] = []
         self._others = False  # an optimizer that can't update shards has stepped the model
-        self._memory = TuningCache(engine.slots, engine.comm)
-        self._course: Course | None = None
+        self._cache = TuningCache(engine.slots, engine.comm)
+        self._search: Search | None = None
         self._since: float | None = None
 
     @property
     def _engine(self) -> Reducer:
         engine = self._engine_ref()
-        assert engine is not None, "it is the engine that calls"
+        assert engine is not None, "the engine makes the call"
         return engine
 
-    # ------------------------------------------------------------------ what the engine and the optimizer tell
+    # ------------------------------------------------------------------ called by the engine and the optimizer
 
-    def attach(self, optimizer: ShardedOptimizer) -> None:
-        """Take note of an optimizer that updates this model."""
+    def attach(self, optimizer: ReshardableOptimizer) -> None:
+        """Register an optimizer that updates this model."""
         self._optimizers.append(weakref.ref(optimizer))
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note that `optimizer` is about to update this model."""
+    def optimizer_stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that `optimizer` is about to update this model."""
         attached = [reference() for reference in self._optimizers]
         self._others |= not any(each is not None and each.includes(optimizer) for each in attached)
 
     def round_ended(self) -> None:
-        """Take note that all ranks have ended a round, and decide what to do next."""
+        """Record the duration of a step, and decide on the next plan; all ranks call this after every round."""
         now = time.perf_counter()
         before, self._since = self._since, now
-        if self._course is None:
-            self._course = self._whole_course()
-            next(self._course)
-        elif before is not None and self._engine.plan == self.wanted:  # see [Note: when a plan changes]
-            self.wanted = self._course.send(now - before)
+        if self._search is None:
+            self._search = self._run()
+            next(self._search)
+        elif before is not None and self._engine.plan == self.target:  # see [Note: when a plan changes]
+            self.target = self._search.send(now - before)
             self._since = time.perf_counter()
 
-    def at_rest(self) -> None:
-        """Have the engine take up the wanted plan; called when none of its gradients wait for a round."""
+    def apply_pending_plan(self) -> None:
+        """Switch the engine to the target plan; called while none of its gradients wait for a round."""
         engine = self._engine
-        if engine.plan == self.wanted or not engine.settled:
+        if engine.plan == self.target or not engine.has_buckets:
             return
-        if "optimizer" not in (engine.plan.shard, self.wanted.shard):
-            engine.change_plan(self.wanted)
+        if "optimizer" not in (engine.plan.shard, self.target.shard):
+            engine.change_plan(self.target)
             return
         (optimizer,) = (reference() for reference in self._optimizers)
-        if optimizer is not None and optimizer.movable and engine.dropped:
+        if optimizer is not None and optimizer.movable and engine.empty:
             state = optimizer.gather_state()
-            engine.change_plan(self.wanted)
+            engine.change_plan(self.target)
             optimizer.resume_state(state)
 
-    # ------------------------------------------------------------------ the course of it
+    # ------------------------------------------------------------------ the search
 
-    def _whole_course(self) -> Course:
-        """Search, settle, watch, and begin again when steps have become much slower or faster."""
+    def _run(self) -> Search:
+        """Search, keep the result, watch for drift, and search again when step times have drifted."""
         yield DEFAULT  # most optimizers make their state in the first step
-        self.settled = self._remembered()
+        self.settled = self._cached_result()
         usual = None if self.settled is None else self.settled.step_seconds
         while True:
             if self.settled is None:
-                self.settled = yield from self._search()
+                self.settled = yield from self._find()
             yield from self._watch(self.settled.plan, usual)
             self.settled, usual = None, None
 
-    def _search(self) -> Generator[Sync, float, TuningResult]:
-        """Look, try, and return what was found."""
+    def _find(self) -> Generator[Sync, float, TuningResult]:
+        """Measure, race the candidates, and return the result."""
         if self._engine.plan != DEFAULT:
             yield DEFAULT
-        self._engine.arrivals = {}
+        self._engine.ready_times = {}
         yield DEFAULT
         plans = self._candidates()
         race = CandidateRace(len(plans), _ROUNDS)
         while (turn := race.turn) is not None:
             yield plans[turn]
-            laps = yield from _steps(plans[turn], _MEASURED)
-            race.record(min(slowest(laps, self._comm)))
-        return self._found(plans, race)
+            seconds = yield from _steps(plans[turn], _STEPS_PER_TURN)
+            race.record(min(max_over_ranks(seconds, self._comm)))
+        return self._conclude(plans, race)
 
-    def _watch(self, plan: Sync, usual: float | None) -> Course:
-        """Return when steps have become much slower or faster for long than `usual`; None: than at the beginning."""
+    def _watch(self, plan: Sync, usual: float | None) -> Search:
+        """Return when step times have drifted from `usual` for long; None: from those of the first window."""
         yield plan
-        moved, now = 0, 0.0
-        while moved < _FOR_LONG:
-            laps = yield from _steps(plan, _WINDOW)
-            (now,) = slowest([statistics.median(laps)], self._comm)
+        drifted, now = 0, 0.0
+        while drifted < _DRIFT_WINDOWS:
+            seconds = yield from _steps(plan, _WINDOW)
+            (now,) = max_over_ranks([statistics.median(seconds)], self._comm)
             usual = now if usual is None else usual
-            moved = moved + 1 if max(now / usual, usual / now) > _MOVED else 0
-        self._tell(f"steps take {now:.3g} s, where {usual:.3g} s were usual: the search begins again")
+            drifted = drifted + 1 if max(now / usual, usual / now) > _DRIFT else 0
+        self._report(f"steps take {now:.3g} s, up or down from {usual:.3g} s: the search begins again")
 
     def _candidates(self) -> Sequence[Sync]:
-        """Return the plans to try, the same on all ranks; ends the noting of arrivals."""
+        """Return the plans to try, the same on all ranks; ends the recording of ready times."""
         engine = self._engine
-        arrivals, engine.arrivals = engine.arrivals or {}, None
-        began = min(arrivals.values(), default=0.0)
-        seconds = [arrivals.get(index, began) - began for index in engine.order]
+        times, engine.ready_times = engine.ready_times or {}, None
+        began = min(times.values(), default=0.0)
+        seconds = [times.get(index, began) - began for index in engine.order]
         ready: list[ReadyGradient] = []
-        for index, own in zip(engine.order, slowest(seconds, self._comm), strict=True):
+        for index, own in zip(engine.order, max_over_ranks(seconds, self._comm), strict=True):
             view = engine.slots[index].view
             at = max(own, ready[-1].seconds if ready else 0.0)
             ready.append(ReadyGradient(view.nbytes, at, f"{view.dtype} on {view.device}"))
-        price = price_of_calls(self._comm, engine.device)
-        return candidates(ready, price, may_shard=self._may_shard())
+        price = measure_call_cost(self._comm, engine.device)
+        return candidate_plans(ready, price, may_shard=self._may_shard())
 
     def _may_shard(self) -> bool:
-        """Tell whether plans that shard the optimizer can be tried; see [Note: sharding]."""
+        """Return whether plans that shard the optimizer can be tried; see [Note: sharding]."""
         attached = [reference() for reference in self._optimizers]
         if len(attached) != 1 or self._others:
             return False
         return attached[0] is not None and attached[0].can_shard
 
-    # ------------------------------------------------------------------ what was found
+    # ------------------------------------------------------------------ results
 
-    def _remembered(self) -> TuningResult | None:
-        """Return what an earlier run found, where that can be used."""
-        tuned = self._memory.read()
-        if tuned is None or (tuned.plan.shard == "optimizer" and not self._may_shard()):
+    def _cached_result(self) -> TuningResult | None:
+        """Return and report an earlier run's result if it is usable."""
+        result = self._cache.read()
+        if result is None or (result.plan.shard == "optimizer" and not self._may_shard()):
             return None
-        self._tell(
-            f"{tuned.plan.words}, found for this model on these hosts on {tuned.date}: a step took "
-            f"{tuned.step_seconds:.3g} s then, {tuned.default_seconds:.3g} s with {DEFAULT.words}"
+        self._report(
+            f"{result.plan.label}, found for this model on these hosts on {result.date}: a step took "
+            f"{result.step_seconds:.3g} s then, {result.default_seconds:.3g} s with {DEFAULT.label}"
         )
-        return tuned
+        return result
 
-    def _found(self, plans: Sequence[Sync], race: CandidateRace) -> TuningResult:
-        """Return the result of a race, told and kept."""
+    def _conclude(self, plans: Sequence[Sync], race: CandidateRace) -> TuningResult:
+        """Return, report and keep the result of a race."""
         winner = race.winner
         rows = tuple(
-            {"plan": plan.words, "seconds": seconds, "ratio": race.score(number)}
+            {"plan": plan.label, "seconds": seconds, "ratio": race.score(number)}
             for number, (plan, seconds) in enumerate(zip(plans, race.seconds, strict=True))
         )
         date = datetime.now(UTC).isoformat(timespec="seconds")
         times = race.step_seconds(winner), race.step_seconds(0), race.score(winner)
-        tuned = TuningResult(plans[winner], *times, date, rows)
-        kept = self._memory.write(tuned)
-        self._tell(" ".join(filter(None, (tuned.sentence, f"Kept in {kept}." if kept else ""))))
-        return tuned
+        result = TuningResult(plans[winner], *times, date, rows)
+        file = self._cache.write(result)
+        self._report(result.sentence + (f" Kept in {file}." if file else ""))
+        return result
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self.sentences.append(f'sync="auto": {text}')
         if self._comm.rank == 0:
             self.tell(self.sentences[-1])
 
 
-def _on_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def _steps(plan: Sync, count: int) -> Generator[Sync, float, list[float]]:
-    """Go on with `plan`, and return the seconds of so many steps."""
+    """Run `count` steps with `plan`, and return their seconds."""
     seconds = [0.0] * count
     for at in range(count):
         seconds[at] = yield plan

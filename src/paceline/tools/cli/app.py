@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from paceline._core.version import __version__
+from paceline._core import __version__
 from paceline.errors import PacelineError, UsageError
 
 __all__ = ["app", "main", "show"]

@@ -130,7 +130,7 @@ def _as_begun(settings: Settings, world: World) -> Settings | None:
 
 def measure_rate(comm: Comm, device: torch.device) -> float:
     """Return how many bytes a second a rank sends to the others together, while all do; all ranks call this."""
-    device = device if comm.orders_itself else torch.device("cpu")
+    device = device if comm.stream_ordered else torch.device("cpu")
     tag = comm.reserve_tags(1)
     _swap(comm, 1024, device, tag)  # connections are made
     began, row = time.perf_counter(), max(64, _FIRST_NBYTES // comm.size)
@@ -150,7 +150,7 @@ def _swap(comm: Comm, nbytes: int, device: torch.device, tag: int) -> float:
     into = torch.empty_like(rows)
     barrier(comm.group)
     started = time.perf_counter()
-    comm.swap_rows(rows, into, lambda rank: None, tag).wait()
+    comm.all_to_all_rows(rows, into, lambda rank: None, tag).wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return _slowest(time.perf_counter() - started)

@@ -120,6 +120,8 @@ class Settings:
         if not self.out:
             raise UsageError("out is empty", remedy="name a folder for the run, for example runs/train")
         size = self.model_size(self.vocabulary or 256)  # this and the rest refuse what they can't be made of
+        if self.sync is not None and not self.is_auto:
+            object.__setattr__(self, "sync", Sync.of(self.sync).name)  # an alias's canonical name
         self._check_auto()
         self._check_compression()
         if (apart := self.apart) is not None:

@@ -18,8 +18,8 @@ import torch
 from paceline._core.format import format_bytes, format_count, format_seconds
 from paceline.errors import CollectiveError, PacelineError, UsageError, WorldError
 from paceline.health.watchdog import Watchdog
+from paceline.profiling.profiler import machine_facts, versions
 from paceline.profiling.rank_timeline import RankTimeline
-from paceline.profiling.run_facts import machine_facts, versions
 from paceline.tools.models.gpt import GPT
 from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.train_settings import Settings

@@ -34,7 +34,7 @@ class RehearsedWire(Comm):
     def __init__(self, backend: str) -> None:
         super().__init__()
         self.backend = backend
-        self._native_parts = self.has_native_parts(backend)
+        self._in_place_parts = self.scatters_in_place(backend)
         self._mesh = super().mesh("cpu")
         self._written: Sequence[float] = ()
 
@@ -42,7 +42,7 @@ class RehearsedWire(Comm):
         """Return the mesh that was made beforehand, of real numbers."""
         return self._mesh
 
-    def agree(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
+    def broadcast_ints(self, numbers: list[list[int]], device: torch.device) -> list[list[int]]:
         """Return `numbers`: all ranks saw the same."""
         super().broadcast(torch.tensor(numbers, dtype=torch.int64, device=device))
         return numbers
@@ -51,14 +51,14 @@ class RehearsedWire(Comm):
         """Return `mine`, as if from every rank."""
         return [mine] * self.size
 
-    def write(self, numbers: list[float], place: torch.Tensor) -> None:
+    def write_status(self, numbers: list[float], place: torch.Tensor) -> None:
         """Put the numbers of this rank's ledger into `place`, and remember them."""
-        super().write(numbers, place)
+        super().write_status(numbers, place)
         self._written = numbers
 
-    def read(self, summed: torch.Tensor) -> list[float]:
+    def read_status(self, summed: torch.Tensor) -> list[float]:
         """Return the ledger as it would be if all ranks had written what this one has."""
-        return round_status.alike(self._written, self.rank, self.size)
+        return round_status.replicated_sum(self._written, self.rank, self.size)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         return FakeWork()

@@ -1,0 +1,101 @@
+"""Protocols through which the engine uses compression, tuning and sharding, which import the engine."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["BucketCompressor", "InFlight", "PlanController", "ReshardableOptimizer"]
+
+
+class InFlight(Protocol):
+    """A launched reduction.
+
+    Attributes:
+        ended: when it completed, in seconds of ``time.perf_counter()``; None while pending or if not known.
+    """
+
+    ended: float | None
+
+    def poll(self) -> None:
+        """Set `ended` if the backend reports completion."""
+        ...
+
+    def wait(self) -> None:
+        """Block until the result is in place."""
+        ...
+
+
+class BucketCompressor(Protocol):
+    """Reduces one bucket in compressed packets; `CompressedBucket` implements it."""
+
+    @property
+    def calls(self) -> int:
+        """Collectives per reduction."""
+        ...
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank sends per reduction, network headers excluded."""
+        ...
+
+    @property
+    def payload_nbytes(self) -> float:
+        """Bytes handed to the collectives, as `SyncTimings.nbytes` counts them."""
+        ...
+
+    def launch(self, step: int, *, mean: bool) -> InFlight:
+        """Start summing (or averaging) the bucket over all ranks in round `step`."""
+        ...
+
+    def rescale(self, factor: float) -> None:
+        """Scale the residual as the latest result was scaled."""
+        ...
+
+
+class ReshardableOptimizer(Protocol):
+    """An optimizer whose state can move between layouts; `ShardedOptimizer` implements it."""
+
+    @cached_property
+    def can_shard(self) -> bool:
+        """Whether it can update parts of parameters."""
+        ...
+
+    @property
+    def movable(self) -> bool:
+        """Whether its state can move now."""
+        ...
+
+    def includes(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `optimizer` is this one or the inner one that it updates with."""
+        ...
+
+    def gather_state(self) -> dict[str, dict[str, Any]]:
+        """Return the whole state of every parameter; all ranks call this."""
+        ...
+
+    def resume_state(self, state_of: dict[str, dict[str, Any]]) -> None:
+        """Continue from a gathered state in the engine's present layout."""
+        ...
+
+
+class PlanController(Protocol):
+    """Changes the plan of an engine between steps; `Tuner` implements it."""
+
+    def attach(self, optimizer: ReshardableOptimizer) -> None:
+        """Register an optimizer that updates the engine's parameters."""
+        ...
+
+    def optimizer_stepping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that `optimizer` is about to update the engine's parameters."""
+        ...
+
+    def round_ended(self) -> None:
+        """Decide on the next plan; all ranks call this after every round."""
+        ...
+
+    def apply_pending_plan(self) -> None:
+        """Switch the engine to the plan decided on; called while no gradient waits for a round."""
+        ...
