@@ -289,7 +289,7 @@ class DataParallel(torch.nn.Module):
 
     def compressed_buckets(self) -> list[CompressionStats]:
         """Return what compression does to each bucket it is used on: bytes and error; none before the first step."""
-        return [bucket.compressed.told() for bucket in self.engine.buckets if bucket.compressed is not None]
+        return [bucket.compressed.stats() for bucket in self.engine.buckets if bucket.compressed is not None]
 
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).
@@ -334,7 +334,7 @@ def _refuse_unfit(module: torch.nn.Module, compression: Compression | None) -> N
                 remedy="run one forward before wrapping",
             )
         if compression is not None and param.requires_grad and not compression.exempts(name, param):
-            compression.refuse_unfit(name, param)
+            compression.check_supported(name, param)
 
 
 def _refuse_graphs(module: torch.nn.Module, sync: str | Sync) -> None:

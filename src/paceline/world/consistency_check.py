@@ -23,7 +23,7 @@ from paceline._core.version import __version__
 from paceline.errors import MismatchError
 from paceline.world.rendezvous import format_ranks
 
-__all__ = ["difference", "facts_of_this_process", "program_of"]
+__all__ = ["facts_of_this_process", "find_mismatch", "program_fact"]
 
 
 def facts_of_this_process() -> dict[str, str]:
@@ -36,11 +36,11 @@ def facts_of_this_process() -> dict[str, str]:
     file = getattr(main, "__file__", None)
     if file is not None:
         name = getattr(getattr(main, "__spec__", None), "name", "")
-        facts |= program_of(Path(file), name, Path(sys.executable).parent)
+        facts |= program_fact(Path(file), name, Path(sys.executable).parent)
     return facts
 
 
-def program_of(file: Path, name: str, scripts: Path) -> dict[str, str]:
+def program_fact(file: Path, name: str, scripts: Path) -> dict[str, str]:
     """Return the fact that tells a program, nothing where it can't be read.
 
     Args:
@@ -57,7 +57,7 @@ def program_of(file: Path, name: str, scripts: Path) -> dict[str, str]:
     return {"the program": f"{name or file.name} (text {hashlib.sha256(text).hexdigest()[:12]})"}
 
 
-def difference(facts_of_rank: Sequence[Mapping[str, str]]) -> MismatchError | None:
+def find_mismatch(facts_of_rank: Sequence[Mapping[str, str]]) -> MismatchError | None:
     """Return the error for the first fact on which ranks differ, the same on every rank; None if there is none.
 
     Args:

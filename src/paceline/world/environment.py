@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import WorldError
-from paceline.world.rendezvous_store import meeting_point
+from paceline.world.rendezvous_store import resolve_init_method
 
-__all__ = ["ProcessPlace", "node_of", "read_environment"]
+__all__ = ["ProcessPlace", "launcher_node", "read_environment"]
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,11 @@ def read_environment(
         )
         local["local_rank"] = local_rank
     name = launcher.name if launcher else ""
-    method = meeting_point(env, init_method, name, rank, size, local["local_size"], local["nodes"])
+    method = resolve_init_method(env, init_method, name, rank, size, local["local_size"], local["nodes"])
     return ProcessPlace(rank=rank, size=size, init_method=method, source=name or "arguments", **local)
 
 
-def node_of(env: Mapping[str, str], rank: int, size: int) -> int | None:
+def launcher_node(env: Mapping[str, str], rank: int, size: int) -> int | None:
     """Return the number of the node that a launcher placed this very rank on, None if none tells.
 
     Raises:

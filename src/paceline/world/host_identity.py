@@ -6,12 +6,12 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.world.environment import node_of
+from paceline.world.environment import launcher_node
 
-__all__ = ["boot_id", "host_of"]
+__all__ = ["boot_id", "host_label"]
 
 
-def host_of(env: Mapping[str, str], rank: int, size: int) -> str:
+def host_label(env: Mapping[str, str], rank: int, size: int) -> str:
     """Return a text that is the same for all ranks of a host, and for no others.
 
     The node number that a launcher tells of this very rank comes first: so several hosts can be played on
@@ -20,7 +20,7 @@ def host_of(env: Mapping[str, str], rank: int, size: int) -> str:
     Args:
         env: the environment variables. rank, size: place in the world.
     """
-    node = node_of(env, rank, size)
+    node = launcher_node(env, rank, size)
     return f"node {node}" if node is not None else f"{socket.gethostname()} {boot_id()}"
 
 

@@ -24,17 +24,17 @@ from paceline._core.network_interfaces import Interface, host_address, list_inte
 from paceline.world.mpi_world import find_mpiexec
 
 __all__ = [
-    "Compiler",
-    "Gpu",
-    "Loopback",
+    "CompilerFacts",
+    "GpuFacts",
+    "LoopbackTiming",
     "MachineFacts",
-    "Mpi",
-    "Torch",
+    "MpiFacts",
+    "TorchFacts",
     "available_nbytes",
-    "compiler",
+    "find_compiler",
+    "find_mpi",
     "memory_limit",
     "memory_used",
-    "mpi",
     "read_machine_facts",
     "torch_facts",
 ]
@@ -89,13 +89,13 @@ class MachineFacts:
     nvidia: bool
     interfaces: tuple[Interface, ...]
     gloo_interface: str
-    torch: Torch | None
-    mpi: Mpi
-    compiler: Compiler | None
+    torch: TorchFacts | None
+    mpi: MpiFacts
+    compiler: CompilerFacts | None
 
 
 @dataclass(frozen=True)
-class Loopback:
+class LoopbackTiming:
     """Times of an all-reduce between ranks of this machine.
 
     Attributes:
@@ -150,8 +150,8 @@ def read_machine_facts(env: Mapping[str, str] | None = None) -> MachineFacts:
         interfaces=list_interfaces(),
         gloo_interface=env.get("GLOO_SOCKET_IFNAME", ""),
         torch=torch_facts(),
-        mpi=mpi(),
-        compiler=compiler(env),
+        mpi=find_mpi(),
+        compiler=find_compiler(env),
     )
 
 
@@ -197,7 +197,7 @@ def _names_in(folder: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """A GPU that torch can use; memory in bytes, compute capability as in "9.0"."""
 
     name: str
@@ -206,7 +206,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchFacts:
     """The installed PyTorch.
 
     Attributes:
@@ -221,11 +221,11 @@ class Torch:
     cuda: str
     threads: int
     backends: tuple[str, ...]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuFacts, ...]
 
 
 @dataclass(frozen=True)
-class Mpi:
+class MpiFacts:
     """The installed MPI: version of mpi4py and path of mpiexec, each empty if absent."""
 
     mpi4py: str
@@ -233,14 +233,14 @@ class Mpi:
 
 
 @dataclass(frozen=True)
-class Compiler:
+class CompilerFacts:
     """The C++ compiler that torch.compile would use."""
 
     path: str
     version: str
 
 
-def torch_facts() -> Torch | None:
+def torch_facts() -> TorchFacts | None:
     """Return the facts of PyTorch, None if it can't be imported."""
     try:
         import torch
@@ -258,26 +258,26 @@ def torch_facts() -> Torch | None:
     gpus = (
         tuple(_gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
     )
-    return Torch(torch.__version__, torch.version.cuda or "", torch.get_num_threads(), backends, gpus)
+    return TorchFacts(torch.__version__, torch.version.cuda or "", torch.get_num_threads(), backends, gpus)
 
 
-def _gpu(index: int) -> Gpu:
+def _gpu(index: int) -> GpuFacts:
     import torch
 
     properties = torch.cuda.get_device_properties(index)
-    return Gpu(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}")
+    return GpuFacts(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}")
 
 
-def mpi() -> Mpi:
+def find_mpi() -> MpiFacts:
     """Return what there is of MPI; nothing of it is imported or started."""
     try:
         version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
         version = ""
-    return Mpi(version, find_mpiexec() or shutil.which("mpirun") or "")
+    return MpiFacts(version, find_mpiexec() or shutil.which("mpirun") or "")
 
 
-def compiler(env: Mapping[str, str]) -> Compiler | None:
+def find_compiler(env: Mapping[str, str]) -> CompilerFacts | None:
     """Return the C++ compiler: CXX if set, else g++ or clang++; None if there is none that runs."""
     names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
     for path in filter(None, map(shutil.which, names)):
@@ -285,5 +285,5 @@ def compiler(env: Mapping[str, str]) -> Compiler | None:
             told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler(path, told.stdout.partition("\n")[0])
+        return CompilerFacts(path, told.stdout.partition("\n")[0])
     return None

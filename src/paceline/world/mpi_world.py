@@ -17,13 +17,13 @@ from typing import Any
 from paceline.errors import UsageError, WorldError
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, find_launcher
 
-__all__ = ["INSTALL", "find_mpiexec", "load_mpi", "release_mpi_names", "under_mpi"]
+__all__ = ["INSTALL_MPI", "find_mpiexec", "load_mpi", "mpi_launcher_size", "unlink_mpich_shared_memory"]
 
-INSTALL = "pip install 'paceline[mpi]'"
+INSTALL_MPI = "pip install 'paceline[mpi]'"
 """How MPI and its Python module are installed."""
 
 
-def under_mpi(env: Mapping[str, str]) -> int | None:
+def mpi_launcher_size(env: Mapping[str, str]) -> int | None:
     """Return how many ranks an MPI launcher (mpiexec, mpirun, srun) says there are, None if none started this.
 
     Raises:
@@ -49,8 +49,8 @@ def load_mpi(size: int | None = None) -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: mpi4py is there, but no library
-        raise UsageError(f"MPI can't be used: {error}", remedy=INSTALL) from error
-    told, there = under_mpi(os.environ), MPI.COMM_WORLD.size
+        raise UsageError(f"MPI can't be used: {error}", remedy=INSTALL_MPI) from error
+    told, there = mpi_launcher_size(os.environ), MPI.COMM_WORLD.size
     if told is not None and told > 1 and there == 1:
         raise WorldError(
             f"the launcher started {told} ranks, but MPI knows of one: they belong to two different MPIs",
@@ -59,7 +59,7 @@ def load_mpi(size: int | None = None) -> Any:
     if size is not None and size > there:
         raise WorldError(
             f"there are {size} ranks, but the MPI world that this process was started in has {there}",
-            remedy=f"start with `mpiexec -n {size} python …` ({INSTALL} brings mpiexec)",
+            remedy=f"start with `mpiexec -n {size} python …` ({INSTALL_MPI} brings mpiexec)",
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise WorldError(
@@ -69,7 +69,7 @@ def load_mpi(size: int | None = None) -> Any:
     return MPI
 
 
-def release_mpi_names(comm: Any) -> None:
+def unlink_mpich_shared_memory(comm: Any) -> None:
     """Have MPICH's shared memory go with the ranks, however they end; all ranks of the world have to call.
 
     MPICH removes its segment from /dev/shm where the ranks leave in order, and leaves it there where they are killed

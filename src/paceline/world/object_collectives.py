@@ -29,12 +29,12 @@ from paceline._core.step_state import step_state
 from paceline.errors import MismatchError
 
 __all__ = [
-    "RowsUnderWay",
+    "PendingRows",
     "barrier",
     "gather_rows",
-    "gather_rows_ahead",
+    "gather_rows_async",
     "gather_texts",
-    "place_in",
+    "rank_and_size",
     "sum_over_ranks",
     "verify_same",
 ]
@@ -45,7 +45,7 @@ _held: WeakKeyDictionary[ProcessGroup, deque[dist.Work | None]] = WeakKeyDiction
 """The latest exchanges of each group; see [Note: held works]."""
 
 
-def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
+def rank_and_size(group: ProcessGroup | None = None) -> tuple[int, int]:
     """Return (rank, ranks) of this process in `group`; (0, 1) where there is none."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
@@ -54,7 +54,7 @@ def place_in(group: ProcessGroup | None = None) -> tuple[int, int]:
 
 def sum_over_ranks(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum of `values` over all ranks, where the group communicates; may overwrite `values`."""
-    if place_in(group)[1] == 1:
+    if rank_and_size(group)[1] == 1:
         return values
     values = values.to(_device(group, values))
     work = dist.all_reduce(values, group=group, async_op=True)
@@ -71,7 +71,7 @@ def barrier(group: ProcessGroup | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class RowsUnderWay:
+class PendingRows:
     """Every rank's row, on its way."""
 
     work: dist.Work | None
@@ -85,26 +85,26 @@ class RowsUnderWay:
         return [row.cpu() for row in self.rows]
 
 
-def gather_rows_ahead(row: Tensor, group: ProcessGroup | None = None) -> RowsUnderWay:
+def gather_rows_async(row: Tensor, group: ProcessGroup | None = None) -> PendingRows:
     """Begin to gather every rank's `row`, which has the same shape and dtype on all ranks."""
-    ranks = place_in(group)[1]
+    ranks = rank_and_size(group)[1]
     if ranks == 1:
-        return RowsUnderWay(None, [row])
+        return PendingRows(None, [row])
     row = row.to(_device(group, row))
     rows = [torch.empty_like(row) for _ in range(ranks)]
     work = dist.all_gather(rows, row, group=group, async_op=True)
     _hold(work, group)
-    return RowsUnderWay(work, rows)
+    return PendingRows(work, rows)
 
 
 def gather_rows(row: Tensor, group: ProcessGroup | None = None) -> list[Tensor]:
     """Return every rank's `row`, which has the same shape and dtype on all ranks, on the CPU."""
-    return gather_rows_ahead(row, group).wait()
+    return gather_rows_async(row, group).wait()
 
 
 def gather_texts(text: str, group: ProcessGroup | None = None) -> list[str]:
     """Return every rank's `text`, by rank; costs one tiny all-gather where all are empty."""
-    if place_in(group)[1] == 1:
+    if rank_and_size(group)[1] == 1:
         return [text]
     data = text.encode()
     lengths = [int(row) for row in gather_rows(torch.tensor([len(data)], dtype=torch.int64), group)]
@@ -134,7 +134,7 @@ def verify_same(
     Raises:
         MismatchError: on every rank alike, naming the first line that differs from rank 0's and the ranks.
     """
-    if place_in(group)[1] == 1:
+    if rank_and_size(group)[1] == 1:
         return
     text = json.dumps(list(lines))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")

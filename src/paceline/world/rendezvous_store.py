@@ -20,7 +20,7 @@ from paceline.errors import MissingRanks, WorldError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["first_host", "meeting_point", "open_store", "path_of", "split_tcp"]
+__all__ = ["first_host", "open_store", "path_of", "resolve_init_method", "split_tcp"]
 
 
 def open_store(init_method: str, rank: int, size: int, timeout: float) -> Store:
@@ -118,7 +118,7 @@ TORCH_PORT = 29500  # torchrun's default
 _VALID = "valid: file:///absolute/path, tcp://host:port, env:// (MASTER_ADDR and MASTER_PORT)"
 
 
-def meeting_point(
+def resolve_init_method(
     env: Mapping[str, str],
     init_method: str | None,
     launcher: str,

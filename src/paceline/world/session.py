@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError, WorldError, unknown
 from paceline.testing import fault_injection
-from paceline.world.consistency_check import difference, facts_of_this_process
-from paceline.world.device import BACKENDS, choose_device
+from paceline.world.consistency_check import facts_of_this_process, find_mismatch
+from paceline.world.device_selection import BACKENDS, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
 from paceline.world.rendezvous import RankClaim, RankRoster, join_rendezvous, leave_rendezvous
 from paceline.world.rendezvous_store import open_store
@@ -183,7 +183,7 @@ def _gather(store: Store, place: ProcessPlace, timeout: float, alike: bool) -> R
     facts = facts_of_this_process() if alike else None
     restarted = place.init_method == "env://"
     roster = join_rendezvous(store, place.rank, place.size, timeout, restarted=restarted, facts=facts)
-    error = difference([claim.facts for claim in roster.claims])
+    error = find_mismatch([claim.facts for claim in roster.claims])
     if error is not None:
         leave_rendezvous(store, roster, place.rank)
         raise error

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.parallel.compression.stochastic_rounding import RoundingBits
 
-__all__ = ["CHUNK", "Blockwise", "Layout", "padded", "part"]
+__all__ = ["CHUNK", "BlockLayout", "BlockwiseCodec", "padded", "part"]
 
 CHUNK = 1 << 18
 """Numbers that are worked on at a time; see [Note: chunks]."""
@@ -37,7 +37,7 @@ def part(packet: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """Where scales and levels lie in a packet.
 
     Args:
@@ -83,7 +83,7 @@ class Layout:
         return min(blocks, max(1, CHUNK // self.block)) if device.type == "cpu" else blocks
 
 
-class Blockwise(ABC):
+class BlockwiseCodec(ABC):
     """A codec of blocks, but for how blocks become scales and levels, and levels numbers.
 
     Args:
@@ -92,8 +92,8 @@ class Blockwise(ABC):
         dither: the random bits it rounds with; None: it rounds to the nearest.
     """
 
-    def __init__(self, name: str, layout: Layout, dither: RoundingBits | None) -> None:
-        self.name, self.layout, self.dither = name, layout, dither
+    def __init__(self, name: str, layout: BlockLayout, dither: RoundingBits | None) -> None:
+        self.name, self.layout, self.rounding_bits = name, layout, dither
 
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
@@ -132,11 +132,11 @@ class Blockwise(ABC):
                 numbers.add_(work.view(-1), alpha=weight)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.dither is None else self.dither.state_dict()
+        return {} if self.rounding_bits is None else self.rounding_bits.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.dither is not None and state:
-            self.dither.load_state_dict(state)
+        if self.rounding_bits is not None and state:
+            self.rounding_bits.load_state_dict(state)
 
     @abstractmethod
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError, unknown
-from paceline.parallel.compression.blockwise import Blockwise, Layout, padded, part
+from paceline.parallel.compression.blockwise import BlockLayout, BlockwiseCodec, padded, part
 from paceline.parallel.compression.stochastic_rounding import RoundingBits, rounding_bits_of
 
-__all__ = ["BlockCodec", "Codec", "HalfCodec", "RawCodec", "ratio"]
+__all__ = ["Codec", "HalfCodec", "IntCodec", "RawCodec", "ratio"]
 
 _LEAST_SCALE = 2.0**-120
 """Smaller scales have no reciprocal to trust: numbers of less than half of it come out as 0."""
@@ -134,7 +134,7 @@ class RawCodec:
         pass
 
 
-class HalfCodec(Blockwise):
+class HalfCodec(BlockwiseCodec):
     """Two bytes a number: bfloat16, rounded to the nearest (ties to even), or float16 with a scale a block.
 
     The scales are powers of two, so they cost no precision: numbers down to 2⁻²⁸ of their block's largest keep all 11
@@ -156,7 +156,9 @@ class HalfCodec(Blockwise):
             raise UsageError("fp16 rounds to the nearest only", remedy='use "bf16" for stochastic rounding')
         scaled = kind == "fp16"
         layout = (
-            Layout(_FP16_BLOCK, torch.float16, _FP16_BLOCK) if scaled else Layout(1, torch.bfloat16, 1, False)
+            BlockLayout(_FP16_BLOCK, torch.float16, _FP16_BLOCK)
+            if scaled
+            else BlockLayout(1, torch.bfloat16, 1, False)
         )
         super().__init__(kind, layout, rounding_bits_of(rounding, seed, rank))
 
@@ -167,8 +169,8 @@ class HalfCodec(Blockwise):
             scales.view(torch.int32).bitwise_and_(0x7F80_0000)  # the power of two below; NaN becomes infinity
             scales.mul_(2.0**-_FP16_EXPONENT)
             levels.copy_(torch.mul(rows, scales.reciprocal(), out=work))
-        elif self.dither is not None:
-            _dithered_bf16(rows, self.dither, levels)
+        elif self.rounding_bits is not None:
+            _dithered_bf16(rows, self.rounding_bits, levels)
         else:
             levels.copy_(rows)
         work.copy_(levels)
@@ -179,7 +181,7 @@ class HalfCodec(Blockwise):
         return math.isfinite(error.sum())
 
 
-class BlockCodec(Blockwise):
+class IntCodec(BlockwiseCodec):
     """Whole levels of 8 or 4 bits, from −127 to 127 or −7 to 7, and a float32 scale for each block.
 
     A level is the block's largest |number| / 127 or / 7, and an error at most half of that. int4 lies two to a byte:
@@ -205,7 +207,7 @@ class BlockCodec(Blockwise):
         if block < 2 or block % 2:
             raise UsageError(f"Blocks(block={block})", remedy="use an even number, such as 256")
         self.bits, self._most = bits, 2 ** (bits - 1) - 1
-        layout = Layout(block, torch.int8, block * bits // 8)
+        layout = BlockLayout(block, torch.int8, block * bits // 8)
         name = f"int{bits}" if block == _BLOCK else f"int{bits} in blocks of {block}"
         super().__init__(name, layout, rounding_bits_of(rounding, seed, rank))
 
@@ -214,8 +216,8 @@ class BlockCodec(Blockwise):
         scales.mul_((1 - 2.0**-22) / self._most)  # a little less: the largest level × scale never overflows
         scales.clamp_(min=_LEAST_SCALE)
         torch.mul(rows, scales.reciprocal(), out=work)
-        if self.dither is not None:
-            work.view(-1).add_(self.dither.bits(work.numel(), work.device), alpha=2.0**-16)
+        if self.rounding_bits is not None:
+            work.view(-1).add_(self.rounding_bits.bits(work.numel(), work.device), alpha=2.0**-16)
             work.clamp_(-self._most, self._most)
         work.round_()
         if self.bits == 8:

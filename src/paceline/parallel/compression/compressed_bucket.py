@@ -151,7 +151,7 @@ class CompressedBucket:
         """The payload of these collectives, by the rule of `SyncTimings.nbytes`."""
         return self.sent_nbytes * self._comm.size / (self._comm.size - 1)
 
-    def told(self) -> CompressionStats:
+    def stats(self) -> CompressionStats:
         """Return what compression does to the bucket."""
         ways = 1 if self._sharded else 2
         whole = self._bucket.grads.nbytes

@@ -138,7 +138,7 @@ class Compression:
                 return True
         return any(fnmatchcase(name, pattern) for pattern in self.exempt)
 
-    def refuse_unfit(self, name: str, param: torch.Tensor) -> None:
+    def check_supported(self, name: str, param: torch.Tensor) -> None:
         """Raise where the numbers of a parameter can't be made smaller in this way.
 
         Raises:
@@ -169,15 +169,15 @@ class Compression:
         """Return what makes the packets of `rank` at optimizer step `step`."""
         import torch
 
-        from paceline.parallel.compression.codecs import BlockCodec, HalfCodec, RawCodec
-        from paceline.parallel.compression.topk import TopK
+        from paceline.parallel.compression.codecs import HalfCodec, IntCodec, RawCodec
+        from paceline.parallel.compression.topk import TopKCodec
 
         if self.name in ("bf16", "fp16"):
             return HalfCodec(self.name, self.rounding, self.seed, rank)
         if self.name in ("int8", "int4"):
-            return BlockCodec(int(self.name[3:]), self.block, self.rounding, self.seed, rank)
+            return IntCodec(int(self.name[3:]), self.block, self.rounding, self.seed, rank)
         if self.name == "topk":
-            return TopK(self.phase(step))
+            return TopKCodec(self.phase(step))
         return RawCodec(torch.float32)  # what powersgd sends, before and after it begins
 
     def factors(self, step: int) -> bool:

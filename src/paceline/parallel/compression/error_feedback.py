@@ -4,7 +4,7 @@ With x = what is to be sent plus the residual e, the packet is C(x) and the new 
 what is left, are together what was given, over any number of rounds (Seide et al., Interspeech 2014; Karimireddy et
 al., arXiv 1901.09847, algorithm 2). A codec that loses much then delays, and no longer distorts.
 
-With `momentum`, for `TopK`: what waits for its turn for many rounds gets there with the momentum it would have had (Lin
+With `momentum`, for `TopKCodec`: what waits for its turn for many rounds gets there with the momentum it would have had (Lin
 et al., arXiv 1712.01887, algorithm 2: momentum correction and momentum factor masking)::
 
     u ← m·u + g        v ← v + u        send the largest of v        u ← 0 and v ← v − sent where it was sent
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 from paceline.parallel.compression.codecs import Codec, RawCodec
-from paceline.parallel.compression.topk import TopK
+from paceline.parallel.compression.topk import TopKCodec
 
 __all__ = ["ErrorFeedback", "density_at"]
 
@@ -31,7 +31,7 @@ class ErrorFeedback:
     """A codec together with what it has lost so far, for one buffer of numbers.
 
     Args:
-        codec: for all packets; may be set to another one at any time, such as a `TopK` that keeps less.
+        codec: for all packets; may be set to another one at any time, such as a `TopKCodec` that keeps less.
         numel: of the buffer, whose parts are compressed one at a time, in any order.
         device: where the numbers are.
         momentum: from 0 to below 1; above 0 for TopK only.
@@ -50,7 +50,7 @@ class ErrorFeedback:
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum={momentum}", remedy="use a number from 0 to below 1, such as 0.9")
-        if momentum and not isinstance(codec, TopK):
+        if momentum and not isinstance(codec, TopKCodec):
             raise UsageError(
                 f"momentum={momentum} with {codec.name}",
                 remedy="leave momentum to the optimizer; only a TopK delays numbers so long that it needs its own",
@@ -93,7 +93,7 @@ class ErrorFeedback:
             self.velocity.mul_(factor)
 
     def _with_momentum(self, values: Tensor, packet: Tensor, residual: Tensor, velocity: Tensor) -> None:
-        assert isinstance(self.codec, TopK), "checked when it was made"
+        assert isinstance(self.codec, TopKCodec), "checked when it was made"
         velocity.mul_(self.momentum).add_(values)
         self.codec.compress(residual.add_(velocity), packet, residual)
         indices, sent = self.codec.entries(packet)
@@ -103,7 +103,7 @@ class ErrorFeedback:
 
 
 def density_at(step: int, keep: float, warmup_steps: int) -> float:
-    """Return which part of the numbers a `TopK` keeps in a step: less and less, exponentially, down to `keep`.
+    """Return which part of the numbers a `TopKCodec` keeps in a step: less and less, exponentially, down to `keep`.
 
     Args:
         step: counted from 0. keep: after the warm-up. warmup_steps: in which 1/4, 1/16, … are kept in turn, each for

@@ -28,7 +28,7 @@ from torch import Tensor
 from paceline.errors import UsageError
 from paceline.parallel.compression.blockwise import CHUNK, padded, part
 
-__all__ = ["TopK"]
+__all__ = ["TopKCodec"]
 
 _HEADER = 32
 """Bytes before the values: two int64, one float32, padding."""
@@ -44,7 +44,7 @@ _SAMPLED = 1 << 17
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopKCodec:
     """The largest numbers of a packet, as float16 with one scale; the others count as 0.
 
     Without error feedback (`feedback.py`) most of a gradient would be lost.

@@ -35,9 +35,9 @@ from paceline.parallel.engine.module_sync import broadcast_tensors, model_signat
 from paceline.parallel.engine.optimizer_ownership import check_optimizer_owned
 from paceline.parallel.local_sgd.model_fragment import Arrival, ModelFragment
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
-from paceline.parallel.local_sgd.preconditions import check_numbers, engine_to_part, refuse_unfit
+from paceline.parallel.local_sgd.preconditions import check_numbers, check_synchronisable, engine_to_part
 from paceline.parallel.local_sgd.state_averaging import average_state_before_next_step, cancel_state_averaging
-from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of, strided
+from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of, split_into_fragments
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.profiling import trace_file
 from paceline.world.object_collectives import verify_same
@@ -116,8 +116,8 @@ class OuterLoop:
     def _make_fragments(self, piece_mib: float) -> list[ModelFragment]:
         named = dict(self.module.named_parameters())
         compression = self.compression
-        exempt = refuse_unfit(type(self).__name__, named, compression)
-        parts = strided(layers_of(self.module), self.cadence.fragments)
+        exempt = check_synchronisable(type(self).__name__, named, compression)
+        parts = split_into_fragments(layers_of(self.module), self.cadence.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
         courier = ExchangeThread(device, on_stream=self._comm.orders_itself)
@@ -193,9 +193,9 @@ class OuterLoop:
         samples = self._samples_of_step()
         self._samples = [before + samples for before in self._samples]
         self._lap += 1
-        if self._flying and self._flying[0] == self.cadence.merged_at(self._lap):
+        if self._flying and self._flying[0] == self.cadence.fragment_merged_at(self._lap):
             self._merge()
-        due = self.cadence.sent_at(self._lap)
+        due = self.cadence.fragment_sent_at(self._lap)
         if due is not None:
             self._send(due)
             if not self.cadence.delay:
@@ -227,7 +227,9 @@ class OuterLoop:
             last = self._fragments[number].arrive().finished
         self.exposed_seconds += time.perf_counter() - started
         turn = self.syncs - (self.cadence.fragments if last else 0)  # at the end: as the time before
-        outer = self.outer if self.cadence.step_of(turn) + self.cadence.delay >= self.warmup else Averaging()
+        outer = (
+            self.outer if self.cadence.send_step(turn) + self.cadence.delay >= self.warmup else Averaging()
+        )
         mix = 0.0 if finished else self.mix
         arrival = self._fragments[number].merge(outer, mix)
         step_state.enter_phase("outside")

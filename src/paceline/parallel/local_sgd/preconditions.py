@@ -13,7 +13,7 @@ from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
 
-__all__ = ["check_numbers", "engine_to_part", "refuse_unfit"]
+__all__ = ["check_numbers", "check_synchronisable", "engine_to_part"]
 
 
 def check_numbers(warmup: object, mix: object, piece_mib: object) -> None:
@@ -57,7 +57,9 @@ def engine_to_part(model: nn.Module, comm: Comm) -> Reducer | None:
     return model.engine
 
 
-def refuse_unfit(name: str, params: Mapping[str, Tensor], compression: Compression | None) -> list[str]:
+def check_synchronisable(
+    name: str, params: Mapping[str, Tensor], compression: Compression | None
+) -> list[str]:
     """Return the trained parameters that are not compressed, by name.
 
     Args:
@@ -92,5 +94,5 @@ def refuse_unfit(name: str, params: Mapping[str, Tensor], compression: Compressi
     exempt = [each for each, param in trained.items() if compression.exempts(each, param)]
     for each, param in trained.items():
         if each not in exempt:
-            compression.refuse_unfit(each, param)
+            compression.check_supported(each, param)
     return exempt

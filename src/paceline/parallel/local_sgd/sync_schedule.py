@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["SyncSchedule", "layers_of", "strided"]
+__all__ = ["SyncSchedule", "layers_of", "split_into_fragments"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class SyncSchedule:
                 remedy=f"give a delay of 0 to {self.every - 1} steps",
             )
 
-    def sent_at(self, step: int) -> int | None:
+    def fragment_sent_at(self, step: int) -> int | None:
         """Return the fragment that is sent after local step `step`, counted from 1."""
         return self._fragment_at.get(step % self.every) if step > 0 else None
 
-    def steps_to_sending(self, step: int) -> int:
+    def steps_until_send(self, step: int) -> int:
         """Return how many steps after local step `step` a fragment is sent next, 1 or more."""
         if self.fragments == 1:
             return self.every - step % self.every
@@ -78,15 +78,15 @@ class SyncSchedule:
             for fragment in range(self.fragments)
         }
 
-    def step_of(self, number: int) -> int:
+    def send_step(self, number: int) -> int:
         """Return the local step after which the sending of this number is due, counted from 0."""
         cycle, fragment = divmod(number, self.fragments)
         return cycle * self.every + (fragment + 1) * self.every // self.fragments
 
-    def merged_at(self, step: int) -> int | None:
+    def fragment_merged_at(self, step: int) -> int | None:
         """Return the fragment that is merged after local step `step`, before one is sent."""
         sent = step - self.delay
-        return self.sent_at(sent) if sent > 0 else None
+        return self.fragment_sent_at(sent) if sent > 0 else None
 
 
 def layers_of(module: nn.Module) -> list[list[str]]:
@@ -116,7 +116,7 @@ def _layer(name: str, listed: Sequence[str]) -> str:
     return name.partition(".")[0]
 
 
-def strided(layers: Sequence[Sequence[str]], fragments: int) -> list[list[str]]:
+def split_into_fragments(layers: Sequence[Sequence[str]], fragments: int) -> list[list[str]]:
     """Return the parameters of each fragment.
 
     Raises:

@@ -18,19 +18,19 @@ from paceline.parallel.engine.bucket import Bucket, ShardPiece, shaped_as, stora
 from paceline.parallel.engine.comm import Comm
 from paceline.world.object_collectives import gather_texts
 
-__all__ = ["StateOf", "cut", "flattened", "gather", "shaped"]
+__all__ = ["StateOf", "cut", "flatten_state", "gather", "unflatten_state"]
 
 StateOf = dict[str, dict[str, Any]]
 """State by the parameter's name, then by its own name: ``state["head.weight"]["exp_avg"]``."""
 
 
-def flattened(state: Mapping[str, Any], param: Tensor, elementwise: Collection[str]) -> dict[str, Any]:
+def flatten_state(state: Mapping[str, Any], param: Tensor, elementwise: Collection[str]) -> dict[str, Any]:
     """Return a parameter's state as it is between layouts; `elementwise` names what has a number per element."""
     return {key: _flat(value, param) if key in elementwise else value for key, value in state.items()}
 
 
-def shaped(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """Return a parameter's state as optimizers of whole parameters hold it; undoes `flattened`."""
+def unflatten_state(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return a parameter's state as optimizers of whole parameters hold it; undoes `flatten_state`."""
     numel = storage_numel(param)
     return {
         key: shaped_as(param, value)

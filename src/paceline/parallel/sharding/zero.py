@@ -29,7 +29,15 @@ from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.step_guard import ConsumesShards
 from paceline.parallel.sharding.elementwise_probe import elementwise_keys, is_elementwise, probe
-from paceline.parallel.sharding.reshard import StateOf, cut, flattened, gather, joined, shaped, whole_part
+from paceline.parallel.sharding.reshard import (
+    StateOf,
+    cut,
+    flatten_state,
+    gather,
+    joined,
+    unflatten_state,
+    whole_part,
+)
 
 __all__ = ["ShardedOptimizer"]
 
@@ -266,7 +274,9 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         call this."""
         if self._whole is not None:
             held = [(name, param, self._whole.state.get(param)) for name, param in self._named()]
-            return {name: flattened(state, param, self._elementwise) for name, param, state in held if state}
+            return {
+                name: flatten_state(state, param, self._elementwise) for name, param, state in held if state
+            }
         held = [
             (piece, part.optimizer.state.get(param, {}))
             for part in self._parts
@@ -280,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         held = [(name, param) for name, param in self._engine.named_parameters() if name in state_of]
         if self._reducer is None:
             self._update_whole()
-            self.state.update((param, shaped(state_of[name], param)) for name, param in held)
+            self.state.update((param, unflatten_state(state_of[name], param)) for name, param in held)
             return
         self.state = defaultdict(dict)
         self._loaded = {name: [whole_part(state_of[name], param)] for name, param in held}
@@ -325,7 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         for index, (name, param) in enumerate(self._named()):
             if name in parts_of:
                 whole = cut(name, 0, storage_numel(param), parts_of[name], self._elementwise)
-                state[index] = shaped(whole, param)
+                state[index] = unflatten_state(whole, param)
         at = itertools.count()
         groups = [
             {**_options_of(loaded), "params": [next(at) for _ in group["params"]]}
@@ -336,7 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     def _as_shards(self, state: dict[int, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         """Return what torch's optimizers have as the one shard of a whole parameter each."""
         return {
-            name: [whole_part(flattened(state[index], param, self._elementwise), param)]
+            name: [whole_part(flatten_state(state[index], param, self._elementwise), param)]
             for index, (name, param) in enumerate(self._named())
             if index in state
         }
