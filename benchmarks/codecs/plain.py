@@ -37,9 +37,11 @@ def plain_of(codec: Codec, numel: int) -> Plain:
     if isinstance(codec, RawCodec):
         return Plain(lambda values: (values.clone(), torch.zeros_like(values)), lambda packet: packet)
     if isinstance(codec, HalfCodec):
-        return half(torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.dither is not None)
+        return half(
+            torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.rounding_bits is not None
+        )
     if isinstance(codec, IntCodec):
-        return blocks(codec.bits, codec.dither is not None)
+        return blocks(codec.bits, codec.rounding_bits is not None)
     assert isinstance(codec, TopKCodec)
     return top(codec.count(numel), numel)
 

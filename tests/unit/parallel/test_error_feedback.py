@@ -9,8 +9,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
-from paceline.parallel.compression.error_feedback import ErrorFeedback, density_at
-from paceline.parallel.compression.topk import TopKCodec
+from paceline.parallel.compression.error_feedback import ErrorFeedback
+from paceline.parallel.compression.topk import TopKCodec, density_at
 
 CODECS = {
     "bf16": lambda: HalfCodec("bf16"),

@@ -14,7 +14,7 @@ import torch
 
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.compression.residual_state import ResidualState
+from paceline.parallel.compression.compressed_bucket import ResidualState
 from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
 from paceline.parallel.engine.bucket_builder import build_buckets
 from paceline.parallel.engine.comm import Comm

@@ -9,4 +9,4 @@ from __future__ import annotations
 from paceline.tools.diagnostics.machine_findings import Finding, findings
 from paceline.world.machine_facts import LoopbackTiming, MachineFacts, read_machine_facts
 
-__all__ = ["Finding", "Loopback", "MachineFacts", "findings", "read_machine_facts"]
+__all__ = ["Finding", "LoopbackTiming", "MachineFacts", "findings", "read_machine_facts"]
