@@ -101,8 +101,11 @@ class ParameterLayout:
         Raises:
             UsageError: more fragments than layers, no parameter that is trained, one that can't be sent.
         """
-        from paceline.parallel.local_sgd.preconditions import check_synchronisable
-        from paceline.parallel.local_sgd.sync_schedule import layers_of, split_into_fragments
+        from paceline.parallel.local_sgd.sync_schedule import (
+            check_synchronisable,
+            layers_of,
+            split_into_fragments,
+        )
 
         named = dict(module.named_parameters())
         exempt = set(check_synchronisable("Star", named, compression))
