@@ -33,7 +33,7 @@ from paceline.backends.shm.host_peers import (
 from paceline.backends.shm.shared_arena import arena
 from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.backends.shm.shm_p2p import ShmPointToPoint
-from paceline.world.host_identity import host_label
+from paceline.world.environment import host_label
 
 __all__ = ["create", "register_inner"]
 

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
 from paceline.profiling.run_facts import command_line, machine_facts, started_now, versions
 from paceline.profiling.step_metrics import StepMetrics
-from paceline.world.host_identity import host_label
+from paceline.world.environment import host_label
 from paceline.world.object_collectives import gather_texts, rank_and_size, sum_over_ranks
 
 __all__ = ["Profiler"]

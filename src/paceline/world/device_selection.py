@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and the backend that fits it."""
+"""Selects the device of a rank and the backend that fits it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from paceline.errors import UsageError, WorldError
 
 __all__ = ["BACKENDS", "choose_device"]
 
-CPU_BACKENDS = ("paceline", "gloo", "mpi4py")
-BACKENDS = (*CPU_BACKENDS, "nccl")
+_CPU_BACKENDS = ("paceline", "gloo", "mpi4py")
+BACKENDS = (*_CPU_BACKENDS, "nccl")
 
 
 def choose_device(
@@ -18,56 +18,49 @@ def choose_device(
 ) -> tuple[str, str]:
     """Return the device (``"cpu"`` or ``"cuda:<index>"``) and the backend of a rank.
 
-    Without `device`, CUDA is taken where there is a GPU and the backend is none for the CPU. A launcher that shows
-    each rank one GPU of its own (CUDA_VISIBLE_DEVICES) makes that GPU number 0 for each.
+    Without `device`, CUDA is used if there is a GPU and the backend is not one for the CPU. If a launcher shows each
+    rank one GPU only (CUDA_VISIBLE_DEVICES), that is GPU 0 for each.
 
     Raises:
-        WorldError: CUDA is asked for and absent, or the node has fewer GPUs than ranks.
-        UsageError: `device` is no device, or `backend` can't serve it.
+        WorldError: CUDA is requested and absent, or the node has fewer GPUs than ranks.
+        UsageError: `device` is not a device, or `backend` does not support it.
     """
     import torch
 
-    if device not in (None, "") and not (
-        isinstance(device, str) and re.fullmatch(r"cpu|cuda(:\d+)?", device)
-    ):
+    valid = isinstance(device, str) and re.fullmatch(r"cpu|cuda(:\d+)?", device)
+    if device not in (None, "") and not valid:
         raise UsageError(f"unknown device {device!r}", remedy="valid: cpu, cuda, cuda:<index>")
     kind, _, index = (device or "").partition(":")
     if not kind:
-        kind = "cuda" if torch.cuda.is_available() and backend not in CPU_BACKENDS else "cpu"
-        if backend == "nccl":
-            kind = "cuda"
+        available = torch.cuda.is_available() and backend not in _CPU_BACKENDS
+        kind = "cuda" if available or backend == "nccl" else "cpu"
     if kind == "cpu":
         if backend == "nccl":
             raise UsageError(
                 "backend 'nccl' needs GPUs, but device is 'cpu'", remedy="use backend='paceline' on CPU"
             )
         return "cpu", backend or "paceline"
-    number = int(index) if index else _gpu_of(local_rank, local_size)
+    if index:
+        number = int(index)
+    else:  # this rank's GPU is its local rank, or 0 if it sees only one
+        sees_one = torch.cuda.device_count() == 1 and local_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+        number = 0 if sees_one else local_rank
     _check_gpu(number, f"device {device!r}" if device else f"backend {backend!r}")
     return f"cuda:{number}", backend or "nccl"
 
 
-def _gpu_of(local_rank: int, local_size: int) -> int:
-    """Return the number of this rank's GPU: its local rank, or 0 where it is shown only one."""
-    import torch
-
-    one_each = torch.cuda.device_count() == 1 and local_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ
-    return 0 if one_each else local_rank
-
-
-def _check_gpu(number: int, asked: str) -> None:
+def _check_gpu(number: int, requested: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        why = (
-            "this PyTorch is built without CUDA" if torch.version.cuda is None else "no GPU can be used here"
-        )
+        built = torch.version.cuda is not None
+        reason = "no GPU can be used here" if built else "this PyTorch is built without CUDA"
         raise WorldError(
-            f"{asked} asks for CUDA, but {why}", remedy="use device='cpu', or see `paceline doctor`"
+            f"{requested} requires CUDA, but {reason}", remedy="use device='cpu', or see `paceline doctor`"
         )
     count = torch.cuda.device_count()
     if number >= count:
         raise WorldError(
-            f"this rank is to use GPU {number}, but the node shows {count}",
+            f"this rank should use GPU {number}, but the node has {count}",
             remedy=f"start at most {count} ranks on this node, or use device='cpu'",
         )
