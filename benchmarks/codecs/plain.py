@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
-from paceline.parallel.compression.topk import TopK
+from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
+from paceline.parallel.compression.topk import TopKCodec
 
 __all__ = ["Plain", "plain_of"]
 
@@ -37,10 +37,12 @@ def plain_of(codec: Codec, numel: int) -> Plain:
     if isinstance(codec, RawCodec):
         return Plain(lambda values: (values.clone(), torch.zeros_like(values)), lambda packet: packet)
     if isinstance(codec, HalfCodec):
-        return half(torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.dither is not None)
-    if isinstance(codec, BlockCodec):
-        return blocks(codec.bits, codec.dither is not None)
-    assert isinstance(codec, TopK)
+        return half(
+            torch.float16 if codec.name == "fp16" else torch.bfloat16, codec.rounding_bits is not None
+        )
+    if isinstance(codec, IntCodec):
+        return blocks(codec.bits, codec.rounding_bits is not None)
+    assert isinstance(codec, TopKCodec)
     return top(codec.count(numel), numel)
 
 

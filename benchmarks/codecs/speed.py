@@ -25,8 +25,8 @@ from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.parallel.compression import blockwise
-from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
-from paceline.parallel.compression.topk import TopK
+from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
+from paceline.parallel.compression.topk import TopKCodec
 from paceline.tools.bench.progress_bar import TurnBar
 from paceline.tools.result_files import check_writable, result_head
 
@@ -44,13 +44,13 @@ def codecs() -> dict[str, Codec]:
         "fp32": RawCodec(),
         "bf16": HalfCodec("bf16"),
         "fp16": HalfCodec("fp16"),
-        "int8": BlockCodec(8),
-        "int4": BlockCodec(4),
+        "int8": IntCodec(8),
+        "int4": IntCodec(4),
         "bf16, stochastic": HalfCodec("bf16", "stochastic"),
-        "int8, stochastic": BlockCodec(8, rounding="stochastic"),
-        "int4, stochastic": BlockCodec(4, rounding="stochastic"),
-        "top-1%": TopK(0.01),
-        "top-0.1%": TopK(0.001),
+        "int8, stochastic": IntCodec(8, rounding="stochastic"),
+        "int4, stochastic": IntCodec(4, rounding="stochastic"),
+        "top-1%": TopKCodec(0.01),
+        "top-0.1%": TopKCodec(0.001),
     }
 
 
@@ -120,7 +120,7 @@ def work_of(codec: Codec, values: torch.Tensor) -> dict[str, dict[str, Work]]:
 
 def in_chunks(values: torch.Tensor) -> dict[str, Work]:
     """Return int8 in chunks of several sizes."""
-    codec = BlockCodec(8)
+    codec = IntCodec(8)
     packet, error = torch.empty(codec.nbytes(len(values)), dtype=torch.uint8), torch.empty_like(values)
 
     def work(chunk: int) -> Work:

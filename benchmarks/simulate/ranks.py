@@ -23,7 +23,7 @@ from strategies import ALONE, STRATEGIES
 
 import paceline
 from paceline.cost_model.profile_entries import Source
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.tools.bench.parts.compute_times_of_model import Wrapped, measure_model
 from paceline.tools.bench.parts.contention import measure_contention
 from paceline.tools.bench.parts.exchange_times import Exchanger

@@ -1,4 +1,4 @@
-"""Compare gloo's reduce-scatter and all-gather with the point-to-point ones of `paceline.parallel.engine.comm`.
+"""Compare gloo's reduce-scatter and all-gather with the point-to-point ones of `paceline.parallel.comm`.
 
     torchrun --nproc-per-node 2 benchmarks/wire/wire.py
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline._core.files import write_json
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.tools.result_files import result_head
 
 SIZES_MIB, ROUNDS, CALLS = (1, 4, 16), 15, 4

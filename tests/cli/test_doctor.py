@@ -14,7 +14,7 @@ import typer
 from paceline.errors import UsageError
 from paceline.tools.cli import doctor_command as module
 from paceline.tools.cli.doctor_command import doctor, try_loopback
-from paceline.world.machine_facts import Loopback, read_machine_facts
+from paceline.world.machine_facts import LoopbackTiming, read_machine_facts
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +87,14 @@ def test_wrong_options_are_one_message(arguments):
 
 def test_the_all_reduce_is_right_between_three_ranks():
     measured = try_loopback(3)
-    assert isinstance(measured, Loopback)
+    assert isinstance(measured, LoopbackTiming)
     assert (measured.ranks, measured.right) == (3, True)
 
 
 def test_ranks_that_share_no_memory_are_told(monkeypatch):
     monkeypatch.setenv("PACELINE_SHARED_MEMORY", "0")
     measured = try_loopback(2)
-    assert isinstance(measured, Loopback)
+    assert isinstance(measured, LoopbackTiming)
     assert (measured.right, measured.shared) == (True, False)
 
 

@@ -17,7 +17,7 @@ from paceline.launch.targets import mpiexec_command as starting
 from paceline.tools.cli import app as module
 from paceline.transport.mpi_exchange.exchange_measurement import Slices, overlap
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings, check_memory
-from paceline.world.mpi_world import find_mpiexec, under_mpi
+from paceline.world.mpi_world import find_mpiexec, mpi_launcher_size
 
 needs_mpi = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 PACELINE = [sys.executable, "-m", "paceline"]
@@ -129,12 +129,12 @@ def test_the_same_work_can_be_done_again():
 
 
 def test_a_world_of_mpi_is_known_by_its_variables():
-    assert under_mpi({}) is None
-    assert under_mpi({"PMI_RANK": "0", "PMI_SIZE": "3"}) == 3
-    assert under_mpi({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == 2
-    assert under_mpi({"RANK": "0", "WORLD_SIZE": "2"}) is None
+    assert mpi_launcher_size({}) is None
+    assert mpi_launcher_size({"PMI_RANK": "0", "PMI_SIZE": "3"}) == 3
+    assert mpi_launcher_size({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}) == 2
+    assert mpi_launcher_size({"RANK": "0", "WORLD_SIZE": "2"}) is None
     with pytest.raises(WorldError, match="disagree"):
-        under_mpi(
+        mpi_launcher_size(
             {"PMI_RANK": "0", "PMI_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
         )
 

@@ -33,7 +33,7 @@ from paceline.backends.shm.host_peers import (
 from paceline.backends.shm.shared_arena import arena
 from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.backends.shm.shm_p2p import ShmPointToPoint
-from paceline.world.host_identity import host_of
+from paceline.world.environment import host_label
 
 __all__ = ["create", "register_inner"]
 
@@ -93,7 +93,7 @@ def _card(rank: int, world_ranks: Sequence[int], listener: PeerListener | None, 
     return PeerCard(
         rank=rank,
         world_rank=world_rank,
-        host=host_of(os.environ, world_rank, world_size),
+        host=host_label(os.environ, world_rank, world_size),
         name=socket.gethostname(),
         pid=os.getpid(),
         address=listener.address if listener else "",

@@ -23,7 +23,7 @@ from paceline.backends.mpi_collectives import MpiCollectives
 from paceline.backends.mpi_p2p import MpiPointToPoint
 from paceline.backends.process_group import PacelineGroup
 from paceline.errors import PacelineError, WorldError
-from paceline.world.mpi_world import load_mpi, release_mpi_names
+from paceline.world.mpi_world import load_mpi, unlink_mpich_shared_memory
 
 __all__ = ["create"]
 
@@ -90,7 +90,7 @@ def _communicators(mpi: Any, world_ranks: Sequence[int]) -> tuple[Any, Any]:
     try:
         calls = mpi.COMM_WORLD.Create_group(group)
         if len(world_ranks) == mpi.COMM_WORLD.size:
-            release_mpi_names(calls)
+            unlink_mpich_shared_memory(calls)
         return calls, calls.Dup()
     finally:
         group.Free()

@@ -30,7 +30,7 @@ from paceline.checkpoint.parts.named_objects import NamedObjects
 from paceline.checkpoint.resume import SkippedCheckpoint, find
 from paceline.checkpoint.save_cadence import cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.world.object_collectives import gather_texts, place_in, sum_over_ranks
+from paceline.world.object_collectives import gather_texts, rank_and_size, sum_over_ranks
 
 __all__ = ["Checkpoint", "Resumed"]
 
@@ -110,7 +110,7 @@ class Checkpoint:
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
         self.facts = _checked(facts or {})
-        self._group, (self._rank, self._ranks) = group, place_in(group)
+        self._group, (self._rank, self._ranks) = group, rank_and_size(group)
         self._cadence = cadence(every, self._rank_0s)
         self._keep, self._asynchronous = keep, asynchronous
         self._folder = CheckpointFolder(folder)

@@ -136,7 +136,7 @@ class Rate:
 
 
 CALLERS = ("paceline", "torch")
-"""Who makes an exchange: Paceline's engine (`paceline.parallel.engine.comm`), or torch by one call, as its DDP does."""
+"""Who makes an exchange: Paceline's engine (`paceline.parallel.comm`), or torch by one call, as its DDP does."""
 
 
 @dataclass(frozen=True)

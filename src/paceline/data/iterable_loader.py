@@ -25,7 +25,7 @@ from paceline.data.stream_reader import Collated, Collating, PrepareWorker, Rank
 from paceline.data.stream_state import StreamState
 from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UnevenData, UsageError
-from paceline.world.object_collectives import RowsUnderWay, gather_rows_ahead
+from paceline.world.object_collectives import PendingRows, gather_rows_async
 
 __all__ = ["IterableLoader", "StreamRecipe"]
 
@@ -239,11 +239,11 @@ class IterableLoader:
             if not some:
                 return
 
-    def _announce(self, batch: Collated | None, failed: list[DataError]) -> RowsUnderWay:
+    def _announce(self, batch: Collated | None, failed: list[DataError]) -> PendingRows:
         told = _NOTHING if batch is None else Announced(1, batch.worker, batch.samples, batch.first)
         if failed:
             told = Announced(FAILED, 0, 0, 0)
-        return gather_rows_ahead(torch.tensor(told, dtype=torch.int64), self.group)
+        return gather_rows_async(torch.tensor(told, dtype=torch.int64), self.group)
 
     def _refuse_failed(self, told: list[Announced]) -> None:
         failed = [rank for rank, each in enumerate(told) if each.has == FAILED]

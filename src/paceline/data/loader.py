@@ -20,7 +20,7 @@ from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import UnevenPolicy, check_cut
 from paceline.data.torch_dataloader import LoaderOptions
 from paceline.errors import UsageError, unknown
-from paceline.world.object_collectives import place_in, verify_same
+from paceline.world.object_collectives import rank_and_size, verify_same
 
 __all__ = ["Loader"]
 
@@ -97,7 +97,7 @@ class Loader:
     ) -> None:
         self.dataset, self.uneven = dataset, uneven
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
-        self._place = place_in(self.group)
+        self._place = rank_and_size(self.group)
         if self._place[0] < 0:
             raise UsageError("this process is not in the group", remedy="make the Loader on its members only")
         _check_said(shuffle, seed, shares)
@@ -142,10 +142,10 @@ class Loader:
         Raises:
             MismatchError: ranks are about to serve different data; names the first difference and the ranks.
         """
-        if place_in(self.group) != self._place:
+        if rank_and_size(self.group) != self._place:
             raise UsageError(
                 f"this loader was made for rank {self._place[0]} of {self._place[1]}; "
-                f"this process is now rank {place_in(self.group)[0]} of {place_in(self.group)[1]}",
+                f"this process is now rank {rank_and_size(self.group)[0]} of {rank_and_size(self.group)[1]}",
                 remedy="call paceline.init() before making a Loader",
             )
         self._iteration += 1

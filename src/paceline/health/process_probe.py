@@ -16,7 +16,7 @@ from paceline._core.process_exit import exit_status_of, has_ended
 from paceline._core.step_state import step_state
 from paceline.health import stack_probe
 from paceline.health.heartbeat import Heartbeat
-from paceline.world.host_identity import boot_id
+from paceline.world.environment import boot_id
 
 __all__ = ["ProbedProcess", "RankState", "host_key", "start_of"]
 

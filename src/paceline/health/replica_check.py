@@ -34,9 +34,9 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import ReplicasDiverged, UsageError
+from paceline.parallel.comm import broadcast_tensors
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
-from paceline.parallel.engine.comm import broadcast_tensors
-from paceline.world.object_collectives import RowsUnderWay, gather_rows, gather_rows_ahead, verify_same
+from paceline.world.object_collectives import PendingRows, gather_rows, gather_rows_async, verify_same
 from paceline.world.rendezvous import format_ranks
 
 __all__ = ["Divergence", "ReplicaCheck", "digest_of", "find_divergence", "mixed_sum"]
@@ -189,7 +189,7 @@ class ReplicaCheck:
         if buffers:
             named += [(f"buffer {name!r}", buffer) for name, buffer in model.module.named_buffers()]
         self._compared = [(name, tensor) for name, tensor in named if not isinstance(tensor, DTensor)]
-        self._under_way: tuple[int, torch.Tensor, RowsUnderWay] | None = None
+        self._under_way: tuple[int, torch.Tensor, PendingRows] | None = None
         self._hook = optimizer.register_step_post_hook(self._after_step)
 
     @property
@@ -229,7 +229,7 @@ class ReplicaCheck:
             return
         device = self._compared[0][1].device if "nccl" in self._wire.backend else torch.device("cpu")
         digests = torch.stack([digest_of(tensor).to(device) for _, tensor in self._compared])
-        rows = gather_rows_ahead(mixed_sum(digests).reshape(1), self._wire.group)
+        rows = gather_rows_async(mixed_sum(digests).reshape(1), self._wire.group)
         self._under_way = self.steps, digests, rows
 
     def _look(self) -> None:

@@ -38,7 +38,7 @@ from paceline.health.process_probe import host_key, start_of
 from paceline.health.stack_probe import exception_text
 from paceline.health.straggler import Straggler, slowest_of
 from paceline.health.symptoms import is_symptom
-from paceline.world.object_collectives import gather_texts, place_in
+from paceline.world.object_collectives import gather_texts, rank_and_size
 
 __all__ = ["Watchdog"]
 
@@ -89,7 +89,7 @@ class Watchdog:
             raise unknown("on_stall", on_stall, ["leave", "tell"])
         self._watcher: MonitorThread | None = None
         self._pid = os.getpid()
-        if place_in()[1] == 1:
+        if rank_and_size()[1] == 1:
             return
         warn = stall / 4 if warn is None else warn
         self._watcher = MonitorThread(
@@ -224,7 +224,7 @@ def _first_line(error: BaseException) -> str:
 
 def _meet(lost: float) -> PeerMesh:
     """Tell all ranks where this one is, hear where they are, and return the connections to them; a collective."""
-    rank, ranks = place_in()
+    rank, ranks = rank_and_size()
     keys = _told_by_all({"key": host_key()})
     alone = len({each["key"] for each in keys}) == 1
     listener = None

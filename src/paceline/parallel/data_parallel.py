@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from paceline._core.step_state import step_state, wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.compression.compressed_bucket import CompressedBucket, CompressionStats
+from paceline.parallel.comm import Comm, broadcast_tensors
+from paceline.parallel.compression.compressed_bucket import CompressionStats
 from paceline.parallel.engine import step_guard
-from paceline.parallel.engine.comm import Comm, broadcast_tensors
 from paceline.parallel.engine.grad_norm import clip_global_norm_
 from paceline.parallel.engine.launch_queue import SyncTimings
 from paceline.parallel.engine.model_checks import (
@@ -274,7 +274,7 @@ class DataParallel(torch.nn.Module):
     def compressed_buckets(self) -> list[CompressionStats]:
         """Return bytes and error of each compressed bucket; empty before the first step."""
         compressed = [bucket.compressed for bucket in self.engine.buckets]
-        return [each.told() for each in compressed if isinstance(each, CompressedBucket)]
+        return [each.stats() for each in compressed if each is not None]
 
     def whole_parameters(self) -> list[torch.Tensor]:
         """Return copies of all parameters, whole on every rank, in registration order (each once).

@@ -23,9 +23,9 @@ from paceline._core.format import format_bytes
 from paceline.errors import UsageError
 from paceline.profiling.rank_timeline import RankTimeline, RecordedModel
 from paceline.profiling.step_metrics import StepMetrics
-from paceline.world.host_identity import host_of
+from paceline.world.environment import host_label
 from paceline.world.machine_facts import read_machine_facts
-from paceline.world.object_collectives import gather_texts, place_in, sum_over_ranks
+from paceline.world.object_collectives import gather_texts, rank_and_size, sum_over_ranks
 
 __all__ = ["Profiler", "machine_facts", "versions"]
 
@@ -93,9 +93,9 @@ class Profiler:
         if not isinstance(every, int) or every < 1:
             raise UsageError(f"every={every!r}", remedy="give 1 to write every step, 10 for each tenth")
         self.folder, self._model, self._every = Path(folder), model, every
-        self._rank = place_in(model.comm.group)[0]
+        self._rank = rank_and_size(model.comm.group)[0]
         _make_folder(self.folder, model)
-        self._nodes = len(set(gather_texts(host_of(os.environ, *place_in()), model.comm.group)))
+        self._nodes = len(set(gather_texts(host_label(os.environ, *rank_and_size()), model.comm.group)))
         self._timeline = RankTimeline(self.folder, model)
         self._metrics = StepMetrics(self.folder, tensorboard)
         self._samples = self._tokens = 0.0

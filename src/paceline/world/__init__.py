@@ -1,12 +1,11 @@
-"""The world: which rank this process is, of how many, and how they reach each other.
+"""The world: the rank of this process, the number of ranks, and how they reach each other.
 
     world = paceline.init()          # torchrun, Slurm, mpirun, a shared file, TCP, or a world of one
     print(world.rank, world.size, world.device)
     paceline.shutdown()
 
-`environment` and `address` read variables and arguments (pure), `store` and `rollcall` bring the ranks
-together, `session` holds the world of this process. Nothing is read or started at import, and only
-`init` imports torch.
+`environment` reads variables and arguments, `rendezvous_store` and `rendezvous` bring the ranks together, `session`
+holds the world of this process. Nothing is read or started at import, and torch is imported by `init` only.
 """
 
 from __future__ import annotations

@@ -1,32 +1,36 @@
-"""Reading this process's place in the world from arguments and environment variables.
+"""Reads this process's place in the world from arguments and environment variables.
 
-All functions here are pure: the environment is an argument. Arguments beat variables, and what a
-launcher nearer to the process says beats what an outer one says (torchrun started by srun, say). Two
-sources that ought to agree and don't are an error that names both.
+The environment is an argument of every function. Arguments take precedence over variables, and an inner launcher over
+an outer one (torchrun started by srun, say). Two sources that should agree and don't are an error that names both.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import WorldError
-from paceline.world.rendezvous_store import meeting_point
+from paceline.world.rendezvous_store import resolve_init_method
 
-__all__ = ["ProcessPlace", "node_of", "read_environment"]
+__all__ = ["ProcessPlace", "boot_id", "host_label", "read_environment"]
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """This process's place in the world, as far as arguments and variables tell it.
+    """This process's place in the world, as far as arguments and variables give it.
 
     Attributes:
-        rank, size: which process of how many.
-        local_rank, local_size: the same among the processes of one node, None if nothing tells.
-        node, nodes: which node of how many, None if nothing tells.
-        init_method: where the ranks meet: ``file:///path``, ``tcp://host:port``, or ``env://`` for the store
-            of a torchrun agent. None: a world of one that meets nobody.
-        source: who said so, for messages.
+        rank: number of this process.
+        size: the world size.
+        local_rank: number of this process on its node; None: not given.
+        local_size: processes on the node; None: not given.
+        node: number of the node; None: not given.
+        nodes: number of nodes; None: not given.
+        init_method: where the ranks meet: ``file:///path``, ``tcp://host:port``, or ``env://`` for the store of a
+            torchrun agent. None: a world of one, without a rendezvous.
+        source: the launcher, or ``"arguments"``, for messages.
     """
 
     rank: int
@@ -41,7 +45,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names under which a launcher tells a process its place; an empty name: it doesn't tell."""
+    """Names of the variables in which a launcher gives a process its place; empty: it has none."""
 
     name: str
     rank: str
@@ -67,8 +71,8 @@ SLURM = Launcher(
     "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", node="SLURM_NODEID", nodes="SLURM_NNODES"
 )
 
-# Slurm's batch scripts and interactive shells have no step id, or one numbered from the top: negative where
-# it is printed as signed (slurm.h, src/common/env.c). They are no tasks, though they have SLURM_PROCID=0.
+# Slurm's batch scripts and interactive shells have no step id, or one numbered from the top: negative if it is printed
+# as signed (slurm.h, src/common/env.c). They are not tasks, though they have SLURM_PROCID=0.
 _FIRST_SHELL_STEP = 0xFFFFFFF0
 
 
@@ -84,10 +88,10 @@ def read_environment(
 
     Args:
         env: the environment variables.
-        init_method: where the ranks meet; beats ``PACELINE_INIT_METHOD`` and ``MASTER_ADDR``/``MASTER_PORT``.
-        rank: beats the launcher's rank.
-        size: beats the launcher's world size.
-        local_rank: beats the launcher's rank on this node.
+        init_method: where the ranks meet; overrides ``PACELINE_INIT_METHOD`` and ``MASTER_ADDR``/``MASTER_PORT``.
+        rank: overrides the launcher's rank.
+        size: overrides the launcher's world size.
+        local_rank: overrides the launcher's rank on this node.
 
     Raises:
         WorldError: variables or arguments are missing, malformed or contradict each other.
@@ -101,46 +105,59 @@ def read_environment(
         1
     """
     launcher = None if rank is not None and size is not None else find_launcher(env)
-    meeting = init_method or env.get("PACELINE_INIT_METHOD")
-    if meeting and launcher is None and rank is None and size is None:
+    given = init_method or env.get("PACELINE_INIT_METHOD")
+    if given and launcher is None and rank is None and size is None:
         raise WorldError(
-            f"the ranks are to meet at {meeting!r}, but nothing tells this process its rank",
+            f"the init method is {given!r}, but this process has no rank",
             remedy="pass rank= and size= too, set RANK and WORLD_SIZE, or use torchrun, srun or mpirun",
         )
     rank, size = _rank_and_size(env, launcher, rank, size)
-    local = _local(env, launcher, rank, size)
+    local = _local_place(env, launcher, rank, size)
     if local_rank is not None:
-        _check_index(
-            "local_rank (argument)", local_rank, "the number of ranks on this node", local["local_size"]
-        )
+        limit = local["local_size"]
+        _check_index("local_rank (argument)", local_rank, "the number of ranks on this node", limit)
         local["local_rank"] = local_rank
     name = launcher.name if launcher else ""
-    method = meeting_point(env, init_method, name, rank, size, local["local_size"], local["nodes"])
+    method = resolve_init_method(
+        env, init_method, name, rank=rank, size=size, local_size=local["local_size"], nodes=local["nodes"]
+    )
     return ProcessPlace(rank=rank, size=size, init_method=method, source=name or "arguments", **local)
 
 
-def node_of(env: Mapping[str, str], rank: int, size: int) -> int | None:
-    """Return the number of the node that a launcher placed this very rank on, None if none tells.
+def host_label(env: Mapping[str, str], rank: int, size: int) -> str:
+    """Return a text that is the same for all ranks of a host, and differs between hosts.
 
-    Raises:
-        WorldError: variables are malformed or contradict each other.
+    If a launcher gives the node number of this very rank, that is used, so several hosts can be simulated on one
+    machine; otherwise the host name and its boot id.
+
+    Args:
+        env: the environment variables.
+        rank: of this process.
+        size: the world size.
     """
-    return _local(env, find_launcher(env), rank, size)["node"]
+    node = _local_place(env, find_launcher(env), rank, size)["node"]
+    return f"node {node}" if node is not None else f"{socket.gethostname()} {boot_id()}"
+
+
+def boot_id() -> str:
+    """Return an id that distinguishes hosts of the same name; empty if the system has none."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.exists() else ""
 
 
 def find_launcher(env: Mapping[str, str]) -> Launcher | None:
-    """Return the launcher that started this process, None if there is none.
+    """Return the launcher that started this process; None: there is none.
 
     Raises:
-        WorldError: two launchers that don't run inside each other tell different places.
+        WorldError: two launchers that don't run inside each other give different places.
     """
-    found = [launcher for launcher in (TORCHRUN, OPEN_MPI, MPICH, SLURM) if _speaks(env, launcher)]
+    found = [launcher for launcher in (TORCHRUN, OPEN_MPI, MPICH, SLURM) if _is_present(env, launcher)]
     if SLURM in found and MPICH in found and MPICH.local_rank not in env:
-        found.remove(MPICH)  # srun --mpi=pmi2 speaks MPICH's protocol, but tells less of the place
+        found.remove(MPICH)  # srun --mpi=pmi2 sets MPICH's variables, but fewer than its own
     if not found:
         return None
     if found[0] is TORCHRUN and ("TORCHELASTIC_RUN_ID" in env or "PACELINE_INIT_METHOD" in env):
-        return TORCHRUN  # it started this process itself; whoever else speaks started the starter
+        return TORCHRUN  # it started this process itself; any other launcher started torchrun
     chosen = next((launcher for launcher in found if launcher.rank in env and launcher.size in env), found[0])
     for other in found:
         if chosen in (OPEN_MPI, MPICH) and other is SLURM:
@@ -154,7 +171,7 @@ def find_launcher(env: Mapping[str, str]) -> Launcher | None:
     return chosen
 
 
-def _speaks(env: Mapping[str, str], launcher: Launcher) -> bool:
+def _is_present(env: Mapping[str, str], launcher: Launcher) -> bool:
     if launcher is SLURM:
         step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
         is_task = step.isdecimal() and int(step) < _FIRST_SHELL_STEP
@@ -165,22 +182,21 @@ def _speaks(env: Mapping[str, str], launcher: Launcher) -> bool:
 def _rank_and_size(
     env: Mapping[str, str], launcher: Launcher | None, rank: int | None, size: int | None
 ) -> tuple[int, int]:
-    """Return rank and size: arguments, else the launcher's, else a world of one."""
-    rank_source, size_source = "rank (argument)", "size (argument)"
+    """Return rank and size: from arguments, else from the launcher, else a world of one."""
     if launcher is None and rank is None and size is None:
         return 0, 1
-    if rank is None:
-        if launcher is None:
-            raise WorldError(
-                f"size={size} was given, but no rank", remedy="pass rank= too, or start with torchrun"
-            )
+    rank_source, size_source = "rank (argument)", "size (argument)"
+    if launcher is None and (rank is None or size is None):
+        given, missing = (f"size={size}", "rank") if rank is None else (f"rank={rank}", "size")
+        raise WorldError(
+            f"{given} was given, but no {missing}", remedy=f"pass {missing}= too, or start with torchrun"
+        )
+    if launcher is not None and rank is None:
         rank, rank_source = _required(env, launcher.rank, launcher.size, launcher), launcher.rank
-    if size is None:
-        if launcher is None:
-            raise WorldError(
-                f"rank={rank} was given, but no size", remedy="pass size= too, or start with torchrun"
-            )
+    if launcher is not None and size is None:
         size, size_source = _required(env, launcher.size, launcher.rank, launcher), launcher.size
+    assert rank is not None, "given, or read"
+    assert size is not None, "given, or read"
     if size < 1:
         raise WorldError(
             f"{size_source} is {size}; a world has at least one rank", remedy=f"set {size_source} ≥ 1"
@@ -189,22 +205,24 @@ def _rank_and_size(
     return rank, size
 
 
-def _local(env: Mapping[str, str], launcher: Launcher | None, rank: int, size: int) -> dict[str, int | None]:
-    """Return local_rank, local_size, node and nodes as the launcher tells them of this very rank."""
-    told: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "node", "nodes"))
+def _local_place(
+    env: Mapping[str, str], launcher: Launcher | None, rank: int, size: int
+) -> dict[str, int | None]:
+    """Return local_rank, local_size, node and nodes, if the launcher gives them for this very rank."""
+    local: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "node", "nodes"))
     if launcher is None or (_integer(env, launcher.rank), _integer(env, launcher.size)) != (rank, size):
-        return told  # arguments describe another world than the launcher's
-    for field in told:
-        told[field] = _integer(env, getattr(launcher, field))
-    local_size, nodes = told["local_size"], told["nodes"]
-    _check_index(launcher.local_rank, told["local_rank"], launcher.local_size, local_size)
-    _check_index(launcher.node, told["node"], launcher.nodes, nodes)
+        return local  # the arguments describe another world than the launcher's
+    for field in local:
+        local[field] = _integer(env, getattr(launcher, field))
+    local_size, nodes = local["local_size"], local["nodes"]
+    _check_index(launcher.local_rank, local["local_rank"], launcher.local_size, local_size)
+    _check_index(launcher.node, local["node"], launcher.nodes, nodes)
     if local_size is not None and local_size > size:
         raise WorldError(
             f"{_shown(env, launcher.local_size)}, more than {_shown(env, launcher.size)}",
             remedy=f"{launcher.local_size} counts the ranks of one node, {launcher.size} those of all",
         )
-    return told
+    return local
 
 
 def _integer(env: Mapping[str, str], name: str) -> int | None:
@@ -214,7 +232,7 @@ def _integer(env: Mapping[str, str], name: str) -> int | None:
         return int(env[name])
     except ValueError:
         raise WorldError(
-            f"{_shown(env, name)} is no whole number", remedy=f"set {name} to a whole number, or unset it"
+            f"{_shown(env, name)} is not an integer", remedy=f"set {name} to an integer, or unset it"
         ) from None
 
 

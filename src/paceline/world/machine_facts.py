@@ -1,7 +1,4 @@
-"""Hardware and limits of this machine, as plain numbers: `read_machine_facts`.
-
-Software for training: torch and what it can use, MPI, a compiler. Nothing here raises if something is absent.
-"""
+"""Hardware, limits and training software of this machine, as plain values; nothing raises if something is absent."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ from paceline._core.network_interfaces import Interface, host_address, list_inte
 from paceline.world.mpi_world import find_mpiexec
 
 __all__ = [
-    "Compiler",
-    "Gpu",
-    "Loopback",
+    "CompilerFacts",
+    "GpuFacts",
+    "LoopbackTiming",
     "MachineFacts",
-    "Mpi",
-    "Torch",
+    "MpiFacts",
+    "TorchFacts",
     "available_nbytes",
-    "compiler",
+    "find_compiler",
+    "find_mpi",
     "memory_limit",
     "memory_used",
-    "mpi",
     "read_machine_facts",
     "torch_facts",
 ]
@@ -47,25 +44,30 @@ class MachineFacts:
     """Facts of this machine that matter to training.
 
     Attributes:
-        host: its name.
-        address: what its name resolves to, empty if to nothing; gloo listens there.
+        host: host name.
+        address: its address, where gloo listens; empty if the name does not resolve.
         system: operating system and architecture.
         python: version of this Python.
         cpu: model of the processor.
         cores: physical cores.
         threads: hardware threads.
         usable_cores: hardware threads that this process may use: affinity and container quota.
-        load: processes that wanted to run, mean over the last minute.
-        thread_variables: those set of OMP_NUM_THREADS and the like.
+        load: runnable processes, mean over the last minute.
+        thread_variables: the variables in `THREAD_VARIABLES` that are set.
         memory_nbytes: main memory, or the container's limit.
-        available_nbytes: what of it programs can still get.
-        shm_nbytes, shm_free_nbytes: size and free space of /dev/shm, 0 if there is none.
-        open_files, locked_nbytes, processes: limits of this process; −1: unlimited.
+        available_nbytes: memory still available to programs.
+        shm_nbytes: size of /dev/shm, 0 without one.
+        shm_free_nbytes: free space of /dev/shm.
+        open_files: limit of this process; −1: unlimited.
+        locked_nbytes: limit of this process; −1: unlimited.
+        processes: limit of this process; −1: unlimited.
         infiniband: names of InfiniBand or RoCE devices.
-        nvidia: whether the driver of an NVIDIA GPU is there, whatever torch can use.
+        nvidia: whether an NVIDIA driver is present, usable by torch or not.
         interfaces: network interfaces.
-        gloo_interface: what GLOO_SOCKET_IFNAME names, empty if it is not set.
-        torch, mpi, compiler: software; `torch` is None if it can't be imported.
+        gloo_interface: value of GLOO_SOCKET_IFNAME, empty if it is not set.
+        torch: None if it can't be imported.
+        mpi: the installed MPI.
+        compiler: None if no C++ compiler runs.
     """
 
     host: str
@@ -89,22 +91,23 @@ class MachineFacts:
     nvidia: bool
     interfaces: tuple[Interface, ...]
     gloo_interface: str
-    torch: Torch | None
-    mpi: Mpi
-    compiler: Compiler | None
+    torch: TorchFacts | None
+    mpi: MpiFacts
+    compiler: CompilerFacts | None
 
 
 @dataclass(frozen=True)
-class Loopback:
+class LoopbackTiming:
     """Times of an all-reduce between ranks of this machine.
 
     Attributes:
-        ranks: how many took part.
-        right: whether the sum was right on rank 0.
-        shared: whether the ranks share memory (the paceline backend), rather than sockets alone (gloo).
+        ranks: number of ranks.
+        right: whether the sum was correct on rank 0.
+        shared: whether the ranks share memory (the paceline backend) instead of only sockets (gloo).
         small_seconds: median time to reduce 4 bytes.
         nbytes: size of the large reduction.
-        seconds: median time to reduce it; gloo_seconds: over gloo.
+        seconds: median time of the large reduction.
+        gloo_seconds: median time of the large reduction over gloo.
     """
 
     ranks: int
@@ -120,12 +123,10 @@ def read_machine_facts(env: Mapping[str, str] | None = None) -> MachineFacts:
     """Return the facts of this machine; imports torch, which takes seconds the first time.
 
     Args:
-        env: the environment variables, by default those of this process.
+        env: the environment variables; None: those of this process.
     """
     env = os.environ if env is None else env
-    memory = psutil.virtual_memory()
-    limit = memory_limit() or memory.total
-    total = min(memory.total, limit)
+    total = psutil.virtual_memory().total
     shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return MachineFacts(
         host=socket.gethostname(),
@@ -138,7 +139,7 @@ def read_machine_facts(env: Mapping[str, str] | None = None) -> MachineFacts:
         usable_cores=usable_cores(),
         load=os.getloadavg()[0],
         thread_variables={name: env[name] for name in THREAD_VARIABLES if name in env},
-        memory_nbytes=total,
+        memory_nbytes=min(total, memory_limit() or total),
         available_nbytes=available_nbytes(),
         shm_nbytes=shm.total if shm else 0,
         shm_free_nbytes=shm.free if shm else 0,
@@ -150,13 +151,13 @@ def read_machine_facts(env: Mapping[str, str] | None = None) -> MachineFacts:
         interfaces=list_interfaces(),
         gloo_interface=env.get("GLOO_SOCKET_IFNAME", ""),
         torch=torch_facts(),
-        mpi=mpi(),
-        compiler=compiler(env),
+        mpi=find_mpi(),
+        compiler=find_compiler(env),
     )
 
 
 def available_nbytes() -> int:
-    """Return the bytes of memory that programs can still get, here or in this container."""
+    """Return the bytes of memory still available to programs, here or in this container."""
     memory = psutil.virtual_memory()
     limit = memory_limit() or memory.total
     if limit < memory.total:
@@ -165,15 +166,15 @@ def available_nbytes() -> int:
 
 
 def memory_limit(root: str = "/sys/fs/cgroup") -> int | None:
-    """Return the memory that a container may use in bytes, None without a limit (cgroup v2, ``memory.max``)."""
+    """Return the memory limit of a container in bytes; None: unlimited (cgroup v2, ``memory.max``)."""
     text = _read(f"{root}/memory.max").strip()
     return int(text) if text.isdecimal() else None
 
 
 def memory_used(root: str = "/sys/fs/cgroup") -> int:
-    """Return the memory in bytes that a container uses and can't give back at once (cgroup v2).
+    """Return the bytes of memory that a container uses and can't reclaim at once (cgroup v2).
 
-    That is ``memory.current`` less file pages not used lately (``inactive_file`` of ``memory.stat``).
+    That is ``memory.current`` minus file pages not used recently (``inactive_file`` of ``memory.stat``).
     """
     text = _read(f"{root}/memory.current").strip()
     stat = re.search(r"^inactive_file (\d+)$", _read(f"{root}/memory.stat"), re.MULTILINE)
@@ -197,7 +198,7 @@ def _names_in(folder: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """A GPU that torch can use; memory in bytes, compute capability as in "9.0"."""
 
     name: str
@@ -206,14 +207,14 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchFacts:
     """The installed PyTorch.
 
     Attributes:
         version: of PyTorch.
-        cuda: CUDA version that it was built with, empty for a build without.
-        threads: threads that one process uses by default.
-        backends: communication backends that it was built with.
+        cuda: CUDA version of the build, empty without CUDA.
+        threads: default threads of a process.
+        backends: communication backends of the build.
         gpus: GPUs that it can use now.
     """
 
@@ -221,27 +222,27 @@ class Torch:
     cuda: str
     threads: int
     backends: tuple[str, ...]
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuFacts, ...]
 
 
 @dataclass(frozen=True)
-class Mpi:
-    """The installed MPI: version of mpi4py and path of mpiexec, each empty if absent."""
+class MpiFacts:
+    """The installed MPI: version of mpi4py and path of mpiexec, empty if absent."""
 
     mpi4py: str
     mpiexec: str
 
 
 @dataclass(frozen=True)
-class Compiler:
+class CompilerFacts:
     """The C++ compiler that torch.compile would use."""
 
     path: str
     version: str
 
 
-def torch_facts() -> Torch | None:
-    """Return the facts of PyTorch, None if it can't be imported."""
+def torch_facts() -> TorchFacts | None:
+    """Return the facts of PyTorch; None if it can't be imported."""
     try:
         import torch
         import torch.distributed as dist
@@ -253,37 +254,35 @@ def torch_facts() -> Torch | None:
         "mpi": "is_mpi_available",
         "ucc": "is_ucc_available",
     }
-    there = dist.is_available()
-    backends = tuple(name for name, check in checks.items() if there and getattr(dist, check, bool)())
-    gpus = (
-        tuple(_gpu(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    available = dist.is_available()
+    backends = tuple(name for name, check in checks.items() if available and getattr(dist, check, bool)())
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        gpus.append(GpuFacts(gpu.name, gpu.total_memory, f"{gpu.major}.{gpu.minor}"))
+    return TorchFacts(
+        torch.__version__, torch.version.cuda or "", torch.get_num_threads(), backends, tuple(gpus)
     )
-    return Torch(torch.__version__, torch.version.cuda or "", torch.get_num_threads(), backends, gpus)
 
 
-def _gpu(index: int) -> Gpu:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return Gpu(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}")
-
-
-def mpi() -> Mpi:
-    """Return what there is of MPI; nothing of it is imported or started."""
+def find_mpi() -> MpiFacts:
+    """Return the facts of MPI, without importing or starting it."""
     try:
         version = metadata.version("mpi4py")
     except metadata.PackageNotFoundError:
         version = ""
-    return Mpi(version, find_mpiexec() or shutil.which("mpirun") or "")
+    return MpiFacts(version, find_mpiexec() or shutil.which("mpirun") or "")
 
 
-def compiler(env: Mapping[str, str]) -> Compiler | None:
-    """Return the C++ compiler: CXX if set, else g++ or clang++; None if there is none that runs."""
+def find_compiler(env: Mapping[str, str]) -> CompilerFacts | None:
+    """Return the C++ compiler: CXX if set, else g++ or clang++; None if none runs."""
     names = [env["CXX"]] if env.get("CXX") else ["g++", "clang++"]
     for path in filter(None, map(shutil.which, names)):
         try:
-            told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True)
+            ended = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=20, check=True
+            )
         except (OSError, subprocess.SubprocessError):
             continue
-        return Compiler(path, told.stdout.partition("\n")[0])
+        return CompilerFacts(path, ended.stdout.partition("\n")[0])
     return None

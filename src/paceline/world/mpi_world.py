@@ -1,7 +1,4 @@
-"""The MPI world that this process was started in; the only place that loads mpi4py.
-
-Where mpiexec is: beside this Python, where a wheel puts it, or on the PATH.
-"""
+"""The MPI world that this process was started in; the only module that loads mpi4py."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from typing import Any
 from paceline.errors import UsageError, WorldError
 from paceline.world.environment import MPICH, OPEN_MPI, SLURM, find_launcher
 
-__all__ = ["INSTALL", "find_mpiexec", "load_mpi", "release_mpi_names", "under_mpi"]
+__all__ = ["INSTALL_MPI", "find_mpiexec", "load_mpi", "mpi_launcher_size", "unlink_mpich_shared_memory"]
 
-INSTALL = "pip install 'paceline[mpi]'"
+INSTALL_MPI = "pip install 'paceline[mpi]'"
 """How MPI and its Python module are installed."""
 
 
-def under_mpi(env: Mapping[str, str]) -> int | None:
-    """Return how many ranks an MPI launcher (mpiexec, mpirun, srun) says there are, None if none started this.
+def mpi_launcher_size(env: Mapping[str, str]) -> int | None:
+    """Return the number of ranks an MPI launcher (mpiexec, mpirun, srun) started; None: none started this process.
 
     Raises:
         WorldError: variables are malformed or contradict each other.
@@ -40,26 +37,26 @@ def load_mpi(size: int | None = None) -> Any:
     """Return the module ``mpi4py.MPI``, initialised for calls from several threads.
 
     Args:
-        size: how many ranks there have to be at least, if that is known.
+        size: least number of ranks; None: any.
 
     Raises:
         UsageError: mpi4py is not installed, or finds no MPI library.
-        WorldError: this process is no rank of an MPI world of that size, or MPI takes one thread only.
+        WorldError: this process is not a rank of an MPI world of that size, or MPI supports one thread only.
     """
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: mpi4py is there, but no library
-        raise UsageError(f"MPI can't be used: {error}", remedy=INSTALL) from error
-    told, there = under_mpi(os.environ), MPI.COMM_WORLD.size
-    if told is not None and told > 1 and there == 1:
+    except (ImportError, RuntimeError, OSError) as error:  # RuntimeError: mpi4py is installed, but no library
+        raise UsageError(f"MPI can't be used: {error}", remedy=INSTALL_MPI) from error
+    started, there = mpi_launcher_size(os.environ), MPI.COMM_WORLD.size
+    if started is not None and started > 1 and there == 1:
         raise WorldError(
-            f"the launcher started {told} ranks, but MPI knows of one: they belong to two different MPIs",
+            f"the launcher started {started} ranks, but MPI knows of one: they belong to two different MPIs",
             remedy=f"start with the mpiexec that belongs to {MPI.Get_library_version().split(',')[0].split()[0]}",
         )
     if size is not None and size > there:
         raise WorldError(
             f"there are {size} ranks, but the MPI world that this process was started in has {there}",
-            remedy=f"start with `mpiexec -n {size} python …` ({INSTALL} brings mpiexec)",
+            remedy=f"start with `mpiexec -n {size} python …` ({INSTALL_MPI} installs mpiexec)",
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise WorldError(
@@ -69,11 +66,10 @@ def load_mpi(size: int | None = None) -> Any:
     return MPI
 
 
-def release_mpi_names(comm: Any) -> None:
-    """Have MPICH's shared memory go with the ranks, however they end; all ranks of the world have to call.
+def unlink_mpich_shared_memory(comm: Any) -> None:
+    """Unlink MPICH's shared memory once all ranks have mapped it, so that it disappears however they end; a collective.
 
-    MPICH removes its segment from /dev/shm where the ranks leave in order, and leaves it there where they are killed
-    or abort. Once all ranks have mapped it, nobody needs its name any more.
+    MPICH removes its segment from /dev/shm only if the ranks end in order, not if they are killed or abort.
 
     Args:
         comm: a communicator of all ranks of the world.
@@ -82,18 +78,18 @@ def release_mpi_names(comm: Any) -> None:
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return  # no Linux, no /dev/shm
+        return  # not Linux, no /dev/shm
     for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", maps)):
         with contextlib.suppress(OSError):  # another rank was faster
             os.unlink(name)
 
 
 def find_mpiexec(python: str | None = None, path: str | None = None) -> str | None:
-    """Return the path of mpiexec, None if there is none.
+    """Return the path of mpiexec; None: not found.
 
     Args:
-        python: the interpreter beside which it is looked for first; this one, if left out.
-        path: folders to look in then, separated as in ``PATH``, which is the default.
+        python: the interpreter in whose folder it is searched first, where a wheel installs it; None: this one.
+        path: folders to search next, separated as in ``PATH``, which is the default.
     """
     folders = os.environ.get("PATH", "") if path is None else path
     return shutil.which(

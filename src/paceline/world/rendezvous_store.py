@@ -1,6 +1,6 @@
-"""The key-value store where the ranks of a world meet: a file, a TCP server of rank 0, or torchrun's.
+"""The key-value store where the ranks of a world meet (a file, a TCP server of rank 0, or torchrun's), and its address.
 
-Where the ranks of a world meet: reading and checking init methods (pure).
+An init method is the address: ``file:///path``, ``tcp://host:port``, or ``env://`` for the store of a torchrun agent.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ from paceline.errors import MissingRanks, WorldError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["first_host", "meeting_point", "open_store", "path_of", "split_tcp"]
+__all__ = ["first_host", "open_store", "path_of", "resolve_init_method", "split_tcp"]
+
+_TORCH_PORT = 29500  # torchrun's default
+
+_VALID = "valid: file:///absolute/path, tcp://host:port, env:// (MASTER_ADDR and MASTER_PORT)"
+
+# ---------------------------------------------------------------------- store
 
 
 def open_store(init_method: str, rank: int, size: int, timeout: float) -> Store:
     """Return the key-value store where the ranks of a world meet.
 
     Args:
-        init_method: ``file:///path``, ``tcp://host:port`` (rank 0 serves there), or ``env://`` for the store
-            that a torchrun agent serves.
-        rank, size: this process's place in the world.
+        init_method: its address; of a TCP store, rank 0 is the server.
+        rank: of this process.
+        size: the world size.
         timeout: seconds to wait for rank 0.
 
     Raises:
         MissingRanks: rank 0 can't be reached.
-        WorldError: the file can't be written, rank 0 can't serve at the address, or it is no address.
+        WorldError: the file can't be written, rank 0 can't serve at the address, or it is not an address.
     """
     import torch.distributed as dist
 
@@ -60,8 +66,8 @@ def open_store(init_method: str, rank: int, size: int, timeout: float) -> Store:
 def _file_store(path: str) -> Store:
     """Return the store in a file, which stays when the world is left and may be used again.
 
-    torch would remove the file when the last of `size` stores on it is closed, and does so even if a rank of
-    the next world has just opened it. Without a size it leaves the file alone.
+    torch would remove the file when the last of `size` stores on it is closed, even if a rank of the next world has
+    just opened it. Without a size it leaves the file alone.
     """
     import torch.distributed as dist
 
@@ -71,13 +77,13 @@ def _file_store(path: str) -> Store:
     except OSError as error:
         raise WorldError(
             f"the ranks can't meet in the file {path}: {error.strerror}",
-            remedy="name a new file in a folder that exists and that all ranks can write",
+            remedy="name a new file in an existing folder to which all ranks can write",
         ) from None
     return dist.FileStore(path)
 
 
 def _wait_for_server(host: str, port: int, what: str, timeout: float) -> float:
-    """Return the seconds it took until `host` accepted connections at `port`."""
+    """Return the seconds until `host` accepted connections at `port`."""
     start = time.monotonic()
     reason = "no answer"
     while True:
@@ -85,13 +91,13 @@ def _wait_for_server(host: str, port: int, what: str, timeout: float) -> float:
         if left <= 0:
             raise MissingRanks(
                 f"{what} at {host}:{port} could not be reached within {timeout:g} s: {reason}",
-                remedy="check that rank 0 runs, that this is its host, and that no firewall is between",
+                remedy="check that rank 0 runs, that this is its host, and that no firewall is in between",
             )
         try:
             socket.create_connection((host, port), timeout=left).close()
             return time.monotonic() - start
         except UnicodeError:
-            raise WorldError(f"{host!r} is no host name", remedy="name the host of rank 0") from None
+            raise WorldError(f"{host!r} is not a host name", remedy="name the host of rank 0") from None
         except OSError as error:
             reason = str(error)
             time.sleep(min(0.1, left))
@@ -101,39 +107,32 @@ def _server_error(host: str, port: int, rank: int, error: Exception) -> WorldErr
     if rank != 0:
         return MissingRanks(f"rank 0's store at {host}:{port} was lost: {error}", rank=rank)
     text = str(error)
+    reason, remedy = text, f"{host} must be an address of the host on which rank 0 runs"
     if os.strerror(errno.EADDRINUSE).lower() in text.lower() or "EADDRINUSE" in text:
-        return WorldError(
-            f"rank 0 can't serve at {host}:{port}: the port is in use", rank=0, remedy="choose a free port"
-        )
-    return WorldError(
-        f"rank 0 can't serve at {host}:{port}: {text}",
-        rank=0,
-        remedy=f"{host} must be an address of the host on which rank 0 runs",
-    )
+        reason, remedy = "the port is in use", "choose a free port"
+    return WorldError(f"rank 0 can't serve at {host}:{port}: {reason}", rank=0, remedy=remedy)
 
 
-TORCH_PORT = 29500  # torchrun's default
+# ---------------------------------------------------------------------- address
 
 
-_VALID = "valid: file:///absolute/path, tcp://host:port, env:// (MASTER_ADDR and MASTER_PORT)"
-
-
-def meeting_point(
+def resolve_init_method(
     env: Mapping[str, str],
     init_method: str | None,
     launcher: str,
+    *,
     rank: int,
     size: int,
     local_size: int | None,
     nodes: int | None,
 ) -> str | None:
-    """Return where the ranks meet, None for a world of one that meets nobody.
+    """Return the address where the ranks meet; None for a world of one without a rendezvous.
 
-    The argument beats ``PACELINE_INIT_METHOD``, which beats ``MASTER_ADDR`` and ``MASTER_PORT``, which
-    beat what Slurm's node list and job number, or an mpirun on a single node, imply.
+    The argument takes precedence over ``PACELINE_INIT_METHOD``, that over ``MASTER_ADDR`` and ``MASTER_PORT``, and
+    those over what Slurm's node list and job number, or an mpirun on a single node, imply.
 
     Raises:
-        WorldError: nothing says where to meet, or what says so is malformed.
+        WorldError: no source gives the address, or one is malformed.
     """
     given = init_method or env.get("PACELINE_INIT_METHOD") or None
     if given is not None and given != "env://":
@@ -208,11 +207,12 @@ def _check(url: str, source: str) -> None:
             )
         return
     if parts.scheme != "tcp":
-        raise WorldError(f"{shown}, which is no way to meet", remedy=_VALID)
+        raise WorldError(f"{shown}, which is not an init method", remedy=_VALID)
     if not parts.hostname or not port:
-        what = "host" if not parts.hostname else "port"
+        missing = "host" if not parts.hostname else "port"
         raise WorldError(
-            f"{shown}, which has no {what}", remedy="write tcp://host:port, for example tcp://10.0.0.1:4000"
+            f"{shown}, which has no {missing}",
+            remedy="write tcp://host:port, for example tcp://10.0.0.1:4000",
         )
     if parts.query or parts.path:
         raise WorldError(f"{shown}; nothing may follow the port", remedy="pass rank= and size= as arguments")
@@ -228,7 +228,7 @@ def _master(env: Mapping[str, str], *, required: bool) -> tuple[str | None, int 
     text = env.get("MASTER_PORT") or None
     if text is not None and not (text.isdecimal() and 0 < int(text) < 65536):
         raise WorldError(
-            f"MASTER_PORT={text!r} is no port", remedy="set MASTER_PORT to a number from 1 to 65535"
+            f"MASTER_PORT={text!r} is not a port", remedy="set MASTER_PORT to a number from 1 to 65535"
         )
     return env.get("MASTER_ADDR") or None, int(text) if text else None
 
@@ -249,8 +249,8 @@ def _implied_host(
 
 
 def _implied_port(env: Mapping[str, str], launcher: str) -> int | None:
-    """Return a port that all tasks of a Slurm step agree on and other steps hardly have; torch's for MPI."""
+    """Return a port that all tasks of a Slurm step agree on and other steps rarely share; torch's for MPI."""
     job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "0")
     if launcher == "Slurm" and job.isdecimal():
         return 20000 + (int(job) * 31 + (int(step) if step.isdecimal() else 0)) % 20000
-    return TORCH_PORT if launcher in ("MPICH", "Open MPI") else None
+    return _TORCH_PORT if launcher in ("MPICH", "Open MPI") else None

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError, WorldError, unknown
 from paceline.testing import fault_injection
-from paceline.world.consistency_check import difference, facts_of_this_process
-from paceline.world.device import BACKENDS, choose_device
+from paceline.world.consistency_check import facts_of_this_process, find_mismatch
+from paceline.world.device_selection import BACKENDS, choose_device
 from paceline.world.environment import ProcessPlace, read_environment
-from paceline.world.rendezvous import RankClaim, RankRoster, join_rendezvous, leave_rendezvous
+from paceline.world.rendezvous import RankClaim, join_rendezvous, leave_rendezvous
 from paceline.world.rendezvous_store import open_store
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class World:
         local_size: processes on this node.
         node: number of this node.
         nodes: nodes in all.
-        backend: ``"paceline"``, ``"gloo"``, ``"mpi4py"``, ``"nccl"``, or ``"none"`` for a world of one
-            without a process group.
+        backend: ``"paceline"``, ``"gloo"``, ``"mpi4py"``, ``"nccl"``, or ``"none"`` for a world of one without a
+            process group.
         device: ``"cpu"`` or ``"cuda:<index>"``.
 
     Example:
@@ -57,10 +57,10 @@ class World:
 
 @dataclass
 class _Session:
-    """What this process holds between init and shutdown, and what outlives shutdown.
+    """State of this process between init and shutdown, and what outlives shutdown.
 
-    `servers` keeps the TCP stores that this process serves open for its life: rank 0 may leave a world and
-    enter the next one at the same address while others still leave the first.
+    `servers` keeps the TCP stores that this process serves open for its lifetime: rank 0 may leave a world and enter
+    the next one at the same address while others still leave the first.
     """
 
     world: World | None = None
@@ -85,26 +85,26 @@ def init(
 ) -> World:
     """Enter the world of ranks that this process was started in, and return its place there.
 
-    torchrun, Slurm, Open MPI and MPICH tell the place by environment variables; arguments beat them. With
-    nothing set this is a world of one, which needs no process group. A second call returns the same world.
+    torchrun, Slurm, Open MPI and MPICH give the place in environment variables; arguments override them. With nothing
+    set this is a world of one, which needs no process group. A second call returns the same world.
 
     Args:
-        backend: ``"paceline"`` (shared memory inside a host; the default on the CPU), ``"gloo"``, ``"mpi4py"``
-            (for ranks under mpiexec), or ``"nccl"`` (the default on GPUs).
+        backend: ``"paceline"`` (shared memory inside a host; the default on the CPU), ``"gloo"``, ``"mpi4py"`` (for
+            ranks under mpiexec), or ``"nccl"`` (the default on GPUs).
         init_method: where the ranks meet: ``"file:///path"``, ``"tcp://host:port"`` or ``"env://"``.
         rank: number of this process.
         size: world size.
-        local_rank: number of this process on its node; by default told by the launcher, or found out.
-        device: ``"cpu"``, ``"cuda"`` (this node's GPU number `local_rank`) or ``"cuda:<index>"``; by default
-            CUDA where there is a GPU.
+        local_rank: number of this process on its node; by default the launcher's, or derived from the hosts.
+        device: ``"cpu"``, ``"cuda"`` (this node's GPU number `local_rank`) or ``"cuda:<index>"``; by default CUDA if
+            there is a GPU.
         timeout: seconds to wait for the other ranks, here and in every collective.
-        alike: refuse a world in which this rank has other versions (of Paceline, torch, Python, NumPy) or another
+        alike: reject a world in which this rank has other versions (of Paceline, torch, Python, NumPy) or another
             text of the main script than the rest; False: this rank is not compared.
 
     Raises:
-        MismatchError: versions or programs differ; on every rank alike, naming the ranks and what they have.
+        MismatchError: versions or programs differ; on every rank, naming the ranks and their values.
         WorldError: arguments or variables are missing, wrong or contradict each other.
-        MissingRanks: the world did not complete in time; the message names who is missing.
+        MissingRanks: the world did not complete in time; names the missing ranks.
         UsageError: an unknown backend, device or time-out.
 
     Example:
@@ -112,10 +112,18 @@ def init(
         1
         >>> shutdown()
     """
-    _check_arguments(backend, timeout)
+    if backend is not None and backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        raise UsageError(f"timeout={timeout!r}", remedy="give seconds above 0, for example 300")
     fault_injection.read_environment()
     if _session.world is not None:
-        _check_same(_session.world, backend, init_method, rank, size, local_rank, device)
+        _check_same(
+            _session.world,
+            {"backend": backend, "rank": rank, "size": size, "local_rank": local_rank},
+            init_method,
+            device,
+        )
         return _session.world
     place = read_environment(os.environ, init_method=init_method, rank=rank, size=size, local_rank=local_rank)
     if place.init_method is None and backend is None:
@@ -145,25 +153,38 @@ def shutdown() -> None:
 
 
 def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout: float, alike: bool) -> World:
-    """Meet the others, find out who shares a node with whom, and build the process group."""
+    """Meet the other ranks, derive which share a node, and create the process group."""
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
         raise WorldError(
-            "torch.distributed has a process group already, which Paceline did not make",
+            "torch.distributed has a process group already, which Paceline did not create",
             remedy="call paceline.init() first and leave the group to it; or go without: paceline.DataParallel, Loader "
-            "and the rest take the group that is there",
+            "and the rest use the existing group",
         )
     store = _open(place, timeout)
-    roster = _gather(store, place, timeout, alike)
-    local = _local_place(place, roster.claims)
-    chosen, backend = choose_device(device, backend, local.local_rank, local.local_size)
+    roster = join_rendezvous(
+        store,
+        place.rank,
+        place.size,
+        timeout,
+        restarted=place.init_method == "env://",
+        facts=facts_of_this_process() if alike else None,
+    )
+    error = find_mismatch([claim.facts for claim in roster.claims])
+    if error is not None:
+        leave_rendezvous(store, roster, place.rank)
+        raise error
+    local_rank, local_size, node, nodes = _local_place(place, roster.claims)
+    chosen, backend = choose_device(device, backend, local_rank, local_size)
     gpu = None
     if chosen.startswith("cuda"):
         gpu = torch.device(chosen)
         torch.cuda.set_device(gpu)
-    _know(backend)
+    if backend in ("paceline", "mpi4py") and not hasattr(dist.Backend, backend.upper()):
+        for entry in entry_points(group="torch.backends", name="paceline"):
+            entry.load()()  # torch was configured not to load such extensions itself
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"paceline/group/{roster.name}", store),
@@ -173,30 +194,7 @@ def _join(place: ProcessPlace, backend: str | None, device: str | None, timeout:
         device_id=gpu if backend == "nccl" else None,
     )
     _session.owns_group = True
-    return World(
-        place.rank, place.size, local.local_rank, local.local_size, local.node, local.nodes, backend, chosen
-    )
-
-
-def _gather(store: Store, place: ProcessPlace, timeout: float, alike: bool) -> RankRoster:
-    """Return the complete world, once its ranks are found to be alike."""
-    facts = facts_of_this_process() if alike else None
-    restarted = place.init_method == "env://"
-    roster = join_rendezvous(store, place.rank, place.size, timeout, restarted=restarted, facts=facts)
-    error = difference([claim.facts for claim in roster.claims])
-    if error is not None:
-        leave_rendezvous(store, roster, place.rank)
-        raise error
-    return roster
-
-
-def _know(backend: str) -> None:
-    """Have torch know our backends, where it was told not to load such extensions by itself."""
-    import torch.distributed as dist
-
-    if backend in ("paceline", "mpi4py") and not hasattr(dist.Backend, backend.upper()):
-        for entry in entry_points(group="torch.backends", name="paceline"):
-            entry.load()()
+    return World(place.rank, place.size, local_rank, local_size, node, nodes, backend, chosen)
 
 
 def _open(place: ProcessPlace, timeout: float) -> Store:
@@ -212,50 +210,24 @@ def _open(place: ProcessPlace, timeout: float) -> Store:
     return store
 
 
-@dataclass(frozen=True)
-class _Local:
-    local_rank: int
-    local_size: int
-    node: int
-    nodes: int
-
-
-def _local_place(place: ProcessPlace, claims: Sequence[RankClaim]) -> _Local:
-    """Return the place on this node: what was told, and for the rest which ranks share a host.
+def _local_place(place: ProcessPlace, claims: Sequence[RankClaim]) -> tuple[int, ...]:
+    """Return local_rank, local_size, node and nodes: as given, and otherwise from the ranks that share a host.
 
     Nodes are numbered by their lowest rank, and ranks of a node by rank.
     """
     hosts = [(claim.host, claim.boot) for claim in claims]
     mine = hosts[place.rank]
     order = list(dict.fromkeys(hosts))
-    told = place.local_rank, place.local_size, place.node, place.nodes
+    given = place.local_rank, place.local_size, place.node, place.nodes
     found = hosts[: place.rank].count(mine), hosts.count(mine), order.index(mine), len(order)
-    return _Local(*(seen if said is None else said for said, seen in zip(told, found, strict=True)))
+    return tuple(seen if known is None else known for known, seen in zip(given, found, strict=True))
 
 
-def _check_arguments(backend: str | None, timeout: float) -> None:
-    if backend is not None and backend not in BACKENDS:
-        raise unknown("backend", backend, BACKENDS)
-    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        raise UsageError(
-            f"timeout={timeout!r} is no time to wait", remedy="give seconds > 0, for example 300"
-        )
-
-
-def _check_same(
-    world: World,
-    backend: str | None,
-    init_method: str | None,
-    rank: int | None,
-    size: int | None,
-    local_rank: int | None,
-    device: str | None,
-) -> None:
-    """Raise if arguments of a second init ask for another world than the present one."""
-    asked = {"backend": backend, "rank": rank, "size": size, "local_rank": local_rank}
+def _check_same(world: World, given: dict[str, object], init_method: str | None, device: str | None) -> None:
+    """Raise if the arguments of a second init describe another world than the present one."""
     differing = [
         f"{name}={value!r} (now {getattr(world, name)!r})"
-        for name, value in asked.items()
+        for name, value in given.items()
         if value is not None and value != getattr(world, name)
     ]
     if device is not None and device not in (world.device, world.device.partition(":")[0]):

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline.errors import DataError, MismatchError, PeerLost, SyncError, UsageError
-from paceline.world.object_collectives import gather_rows, gather_rows_ahead, sum_over_ranks
+from paceline.world.object_collectives import gather_rows, gather_rows_async, sum_over_ranks
 
 
 class Broken(Dataset):
@@ -226,7 +226,7 @@ def test_a_sample_that_one_rank_cannot_load_ends_all(pool, tmp_path, way, worker
 def held(rank, size):
     """Return whether a work holds each tensor that was exchanged: at once, and some exchanges later."""
     rows = gather_rows(torch.tensor([rank]))
-    ahead = gather_rows_ahead(torch.tensor([rank]))
+    ahead = gather_rows_async(torch.tensor([rank]))
     total = sum_over_ranks(torch.tensor([rank]))
     tensors = [*rows, *ahead.wait(), total]
     del ahead

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import paceline
 from paceline.errors import BackwardFailed, MismatchError, UsageError
-from paceline.parallel.compression.powersgd import PowerSGD
+from paceline.parallel.compression.powersgd import LowRankFactors
 
 NAMES = ["bf16", "fp16", "int8", "int4"]
 BITS = {"bf16": 16, "fp16": 16, "int8": 8, "int4": 4}
@@ -105,18 +105,18 @@ def test_what_sends_a_part_only_is_the_same_on_all_ranks_and_learns(pool, backen
         assert 0 < load.error < 1
 
 
-def slow_courier(rank, size, shard):
+def with_slow_exchange_thread(rank, size, shard):
     """Train with other samples in every step, while the second half of each sum takes its time."""
-    orthogonalise = PowerSGD.orthogonalise
+    orthogonalise = LowRankFactors.orthogonalise
 
-    def slowly(low):
+    def slowly(factors):
         time.sleep(0.05)
-        orthogonalise(low)
+        orthogonalise(factors)
 
     plan = paceline.Sync(bucket_mib=0.05, shard=shard, compression=paceline.Compression("powersgd"))
     model = paceline.DataParallel(network(), sync=plan)
     optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-    with mock.patch.object(PowerSGD, "orthogonalise", slowly):
+    with mock.patch.object(LowRankFactors, "orthogonalise", slowly):
         for step in range(4):
             model.backward(loss_of(model, rank, step, 4 + 3 * step), samples=4 + 3 * step)
             optim.step()
@@ -126,7 +126,7 @@ def slow_courier(rank, size, shard):
 
 def test_a_sum_that_is_still_under_way_is_not_scaled(pool):
     """What compression left out is scaled with the result, so while a thread works on both, neither may be."""
-    whole, sharded = (pool(2).run(slow_courier, shard)[0] for shard in ("none", "optimizer"))
+    whole, sharded = (pool(2).run(with_slow_exchange_thread, shard)[0] for shard in ("none", "optimizer"))
     assert torch.allclose(sharded, whole, rtol=0, atol=1e-6)
 
 
@@ -267,7 +267,7 @@ def owed_after_loading(rank, size, folder, compression):
     keep = paceline.Checkpoint(folder, model, optim)
     keep.load()
     keep.close()
-    owed = [state["parts"] for state in model.engine.residuals._kept]
+    owed = [state["parts"] for state in model.engine.residuals._loaded]
     return (
         {name: sum(parts[name]["residual"].double() for parts in owed) for name in owed[0]}
         if owed
@@ -292,7 +292,7 @@ class Zeros(dict):
         ({"name": "topk", "keep": 0}, "keep=0"),
         ({"name": "topk", "keep": 1.5}, "keep=1.5"),
         ({"name": "topk", "momentum": 1.0}, "momentum=1.0"),
-        ({"name": "int8", "momentum": 0.9}, "momentum correction is topk's"),
+        ({"name": "int8", "momentum": 0.9}, "use momentum correction with topk"),
         ({"name": "topk", "momentum": 0.9, "feedback": False}, "with feedback"),
         ({"name": "powersgd", "rank": 0}, "rank=0"),
         ({"name": "int8", "block": 100}, "multiple of 32"),
@@ -314,9 +314,9 @@ def test_what_names_no_compression_is_refused():
 
 
 def test_what_compression_is_unfit_for_is_named():
-    with pytest.raises(UsageError, match=r"int8 is unfit for parameter '0\.weight' of float64"):
+    with pytest.raises(UsageError, match=r"int8 can't compress parameter '0\.weight' of float64"):
         paceline.DataParallel(network(torch.float64), sync=paceline.Sync(compression="int8"))
-    with pytest.raises(UsageError, match=r"bf16 is unfit for parameter '0\.weight' of bfloat16"):
+    with pytest.raises(UsageError, match=r"bf16 can't compress parameter '0\.weight' of bfloat16"):
         paceline.DataParallel(network(torch.bfloat16), sync=paceline.Sync(compression="bf16"))
     with pytest.raises(UsageError, match="PyTorch's FSDP2 reduces gradients itself"):
         paceline.Sync(shard="parameters", compression="int8")

@@ -13,7 +13,7 @@ import model_zoo
 import paceline
 from model_zoo import apart
 from paceline.errors import UsageError
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 
 ADAMW = {"lr": 0.02, "weight_decay": 0.05}
 
@@ -284,7 +284,7 @@ def refused(rank, size):
         paceline.ShardedOptimizer(model_zoo.build("Plain"), torch.optim.AdamW)
     model = paceline.DataParallel(model_zoo.build("Plain"), sync="sharded")
     with pytest.raises(
-        UsageError, match=r"ShardedOptimizer\(model, SGD, ...\): that is no optimizer's class"
+        UsageError, match=r"ShardedOptimizer\(model, SGD, ...\): that is not an optimizer class"
     ):
         paceline.ShardedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(UsageError, match="not one of the model's"):

@@ -21,7 +21,7 @@ def test_a_world_that_never_completes_names_who_is_missing(pool, tmp_path, kind)
     for kind_of_error, text in pool(2).run(fail_to_enter, arguments, world=False):
         assert kind_of_error == "MissingRanks"
         assert re.search(
-            r"2 of 4 ranks did not come within 1 s: missing ranks 1, 3; present: 0 \(.*\), 2 \(", text
+            r"2 of 4 ranks did not arrive within 1 s: missing ranks 1, 3; present: 0 \(.*\), 2 \(", text
         )
 
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
-from paceline.parallel.compression.error_feedback import ErrorFeedback, density_at
-from paceline.parallel.compression.topk import TopK
+from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
+from paceline.parallel.compression.error_feedback import ErrorFeedback
+from paceline.parallel.compression.topk import TopKCodec, density_at
 
 CODECS = {
     "bf16": lambda: HalfCodec("bf16"),
     "fp16": lambda: HalfCodec("fp16"),
-    "int8": lambda: BlockCodec(8),
-    "int4": lambda: BlockCodec(4),
-    "int4 dithered": lambda: BlockCodec(4, rounding="stochastic"),
-    "top-1%": lambda: TopK(0.01),
+    "int8": lambda: IntCodec(8),
+    "int4": lambda: IntCodec(4),
+    "int4 dithered": lambda: IntCodec(4, rounding="stochastic"),
+    "top-1%": lambda: TopKCodec(0.01),
 }
 DEVICES = [
     "cpu",
@@ -58,7 +58,7 @@ def test_what_is_small_beside_a_level_gets_there_in_time():
     """Without feedback it never would."""
     values = torch.full((256,), 0.01)
     values[0] = 7.0
-    codec, feedback = BlockCodec(4), ErrorFeedback(BlockCodec(4), 256)
+    codec, feedback = IntCodec(4), ErrorFeedback(IntCodec(4), 256)
     packet, into = torch.empty(codec.nbytes(256), dtype=torch.uint8), torch.zeros(256)
     total = torch.zeros(256)
     for _ in range(100):
@@ -71,7 +71,7 @@ def test_what_is_small_beside_a_level_gets_there_in_time():
 
 def test_the_values_stay_as_they_are():
     values = torch.randn(100)
-    kept, feedback = values.clone(), ErrorFeedback(BlockCodec(8), 100)
+    kept, feedback = values.clone(), ErrorFeedback(IntCodec(8), 100)
     sent_of(feedback, values)
     sent_of(feedback, values)
     assert torch.equal(values, kept)
@@ -85,7 +85,7 @@ def test_raw_numbers_pass_through(dtype):
 
 
 def test_scaling_multiplies_what_is_left():
-    feedback = ErrorFeedback(TopK(0.1), 100, momentum=0.5)
+    feedback = ErrorFeedback(TopKCodec(0.1), 100, momentum=0.5)
     sent_of(feedback, torch.randn(100))
     residual, velocity = feedback.residual.clone(), feedback.velocity.clone()
     feedback.scale(0.5)
@@ -114,13 +114,13 @@ def test_momentum_is_that_of_the_paper():
     """Numbers in steps of 1/8, and momentum 1/2: float16 rounds nothing for a while."""
     random = torch.Generator().manual_seed(2)
     rounds = [torch.randint(-400, 400, (120,), generator=random) / 8 for _ in range(5)]
-    feedback = ErrorFeedback(TopK(0.05), 120, momentum=0.5)
+    feedback = ErrorFeedback(TopKCodec(0.05), 120, momentum=0.5)
     for values, expected in zip(rounds, dgc_by_the_paper(rounds, 0.05, 0.5), strict=True):
         assert torch.allclose(sent_of(feedback, values), expected, rtol=2.0**-10, atol=0)
 
 
 def test_momentum_keeps_what_rounding_lost():
-    feedback = ErrorFeedback(TopK(0.5), 2, momentum=0.9)
+    feedback = ErrorFeedback(TopKCodec(0.5), 2, momentum=0.9)
     value = 1 + 2.0**-13
     sent = sent_of(feedback, torch.tensor([value, 0.25]))
     assert sent.tolist() == [1.0, 0.0]
@@ -133,7 +133,7 @@ def test_momentum_keeps_what_rounding_lost():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("many", [False, True])
 def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
-    for make in CODECS.values() if momentum == 0 else [lambda: TopK(0.01)]:
+    for make in CODECS.values() if momentum == 0 else [lambda: TopKCodec(0.01)]:
         codec: Codec = make()
         feedback = ErrorFeedback(codec, 2000, device, momentum=momentum)
         values = torch.randn(2000, device=device)
@@ -146,12 +146,12 @@ def test_what_is_no_number_does_not_stay(momentum, bad, many, device):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ErrorFeedback(TopK(0.1), 10, momentum=1.0),
-        lambda: ErrorFeedback(TopK(0.1), 10, momentum=-0.1),
-        lambda: ErrorFeedback(BlockCodec(8), 10, momentum=0.9),
-        lambda: sent_of(ErrorFeedback(BlockCodec(8), 10), torch.zeros(11)),
-        lambda: sent_of(ErrorFeedback(BlockCodec(8), 10), torch.zeros(5), 6),
-        lambda: sent_of(ErrorFeedback(BlockCodec(8), 10), torch.zeros(5), -1),
+        lambda: ErrorFeedback(TopKCodec(0.1), 10, momentum=1.0),
+        lambda: ErrorFeedback(TopKCodec(0.1), 10, momentum=-0.1),
+        lambda: ErrorFeedback(IntCodec(8), 10, momentum=0.9),
+        lambda: sent_of(ErrorFeedback(IntCodec(8), 10), torch.zeros(11)),
+        lambda: sent_of(ErrorFeedback(IntCodec(8), 10), torch.zeros(5), 6),
+        lambda: sent_of(ErrorFeedback(IntCodec(8), 10), torch.zeros(5), -1),
     ],
 )
 def test_what_makes_no_sense_is_refused(make):

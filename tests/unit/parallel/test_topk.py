@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.topk import TopK, largest
+from paceline.parallel.compression.topk import TopKCodec, largest_indices
 
 DEVICES = [
     "cpu",
@@ -25,13 +25,13 @@ def by_sorting(values: torch.Tensor, k: int) -> list[int]:
     return sorted(sorted(range(len(size)), key=lambda at: (-size[at], at))[:k])
 
 
-def packed(codec: TopK, values: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
+def packed(codec: TopKCodec, values: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
     memory = torch.full((codec.nbytes(len(values)) + 16,), 0xA5, dtype=torch.uint8, device=values.device)
     codec.compress(values, memory[16:], error)
     return memory[16:]
 
 
-def came_out(codec: TopK, packet: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def came_out(codec: TopKCodec, packet: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     into = torch.full_like(like, 7.0)
     codec.decompress(packet, into)
     return into
@@ -47,11 +47,11 @@ def came_out(codec: TopK, packet: torch.Tensor, like: torch.Tensor) -> torch.Ten
     keep=st.floats(0.001, 1.0),
 )
 def test_the_largest_are_sent_and_of_equal_ones_the_first(values, keep):
-    given_, codec = torch.tensor(values), TopK(keep)
+    given_, codec = torch.tensor(values), TopKCodec(keep)
     error = torch.empty_like(given_)
     packet = packed(codec, given_, error)
     expected = by_sorting(given_, codec.count(len(values)))
-    assert codec.sent(packet).tolist() == expected
+    assert codec.entries(packet)[0].tolist() == expected
     into = came_out(codec, packet, given_)
     others = torch.ones(len(values), dtype=torch.bool)
     others[expected] = False
@@ -73,9 +73,9 @@ def test_a_sampled_threshold_finds_the_same_numbers(keep, device):
     misleading = plain.clone()
     misleading[:: numel // (1 << 17)] *= 100
     for values in (plain, steps, sparse, misleading, torch.zeros(numel), torch.ones(numel)):
-        k = TopK(keep).count(numel)
+        k = TopKCodec(keep).count(numel)
         order = values.abs().sort(descending=True, stable=True).indices[:k]
-        assert torch.equal(largest(values.to(device), k).cpu(), order.sort().values)
+        assert torch.equal(largest_indices(values.to(device), k).cpu(), order.sort().values)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,16 +97,16 @@ def test_gaps_beyond_16_bits(device):
     ):
         values = torch.zeros(numel, device=device)
         values[at] = torch.arange(1.0, len(at) + 1, device=device)
-        codec = TopK(len(at) / numel)
+        codec = TopKCodec(len(at) / numel)
         assert codec.count(numel) == len(at)
         packet = packed(codec, values)
-        assert codec.sent(packet).tolist() == at
+        assert codec.entries(packet)[0].tolist() == at
         assert torch.equal(came_out(codec, packet, values), values)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_packets_add_up(device):
-    codec, onto = TopK(0.1), torch.ones(5000, device=device)
+    codec, onto = TopKCodec(0.1), torch.ones(5000, device=device)
     values = torch.randn(5000, device=device)
     packet = packed(codec, values)
     codec.add(packet, onto, weight=-0.5)
@@ -115,18 +115,18 @@ def test_packets_add_up(device):
 
 def test_equal_numbers_make_equal_bytes_and_a_packet_has_the_size_that_was_said():
     for numel in (0, 1, 3, 1000, 600_000):
-        values, codec = torch.randn(numel), TopK(0.01)
+        values, codec = torch.randn(numel), TopKCodec(0.01)
         packet = torch.zeros(codec.nbytes(numel), dtype=torch.uint8)
         codec.compress(values, packet)
         assert torch.equal(packed(codec, values), packet)
         assert codec.nbytes(numel) % 16 == 0
         assert torch.equal(packed(codec, values, values.clone()), packet)
         assert came_out(codec, packet, values).count_nonzero() == codec.count(numel)
-    assert TopK(0.01).nbytes(10_000_000) < 10_000_000 * 0.041
+    assert TopKCodec(0.01).nbytes(10_000_000) < 10_000_000 * 0.041
 
 
 def test_the_error_may_go_where_the_values_are():
-    values, beside, codec = torch.randn(3000), torch.empty(3000), TopK(0.05)
+    values, beside, codec = torch.randn(3000), torch.empty(3000), TopKCodec(0.05)
     packet = packed(codec, values, beside)
     assert torch.equal(packed(codec, values, values), packet)
     assert torch.equal(values, beside)
@@ -136,7 +136,7 @@ def test_the_error_may_go_where_the_values_are():
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("numel", [1000, 600_000])
 def test_what_is_no_number_is_sent_as_such_and_leaves_no_error(bad, numel, device):
-    codec, values = TopK(0.01), torch.randn(numel, device=device)
+    codec, values = TopKCodec(0.01), torch.randn(numel, device=device)
     at = [0, 500, numel - 1]
     values[at] = bad
     error = torch.empty_like(values)
@@ -149,11 +149,11 @@ def test_what_is_no_number_is_sent_as_such_and_leaves_no_error(bad, numel, devic
 
 
 def test_more_of_what_is_no_number_than_is_sent():
-    codec, values = TopK(0.01), torch.randn(1000)
+    codec, values = TopKCodec(0.01), torch.randn(1000)
     values[100:200] = math.nan
     error = torch.empty_like(values)
     packet = packed(codec, values, error)
-    assert codec.sent(packet).tolist() == list(range(100, 110))
+    assert codec.entries(packet)[0].tolist() == list(range(100, 110))
     assert came_out(codec, packet, values)[100:110].isnan().all()
     assert error.isfinite().all()
     assert torch.equal(error[:100], values[:100])
@@ -162,11 +162,11 @@ def test_more_of_what_is_no_number_than_is_sent():
 @pytest.mark.parametrize("keep", [0, -0.1, 1.01, math.nan])
 def test_a_part_that_is_none_is_refused(keep):
     with pytest.raises(UsageError, match="keep"):
-        TopK(keep)
+        TopKCodec(keep)
 
 
 def test_names_tell_what_is_kept():
-    assert [TopK(keep).name for keep in (1, 0.1, 0.01, 0.001)] == [
+    assert [TopKCodec(keep).name for keep in (1, 0.1, 0.01, 0.001)] == [
         "top-100%",
         "top-10%",
         "top-1%",

@@ -10,7 +10,7 @@ import pytest
 
 import paceline
 from paceline.errors import MismatchError, UsageError
-from paceline.world.consistency_check import difference, facts_of_this_process, program_of
+from paceline.world.consistency_check import facts_of_this_process, find_mismatch, program_fact
 from paceline.world.rendezvous import RankClaim, RankRoster
 
 USUAL = {"torch": "2.13.0", "Python": "3.11", "the program": "train.py (text 1)"}
@@ -32,23 +32,23 @@ def test_the_text_of_a_program_tells_and_neither_its_place_nor_its_line_ends(tmp
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "train.py"
         file.write_bytes(text)
-        told[folder] = program_of(file, "", tmp_path)
+        told[folder] = program_fact(file, "", tmp_path)
     assert told["a"] == told["b"] != told["c"]
     assert told["a"]["the program"].startswith("train.py (text ")
-    module = program_of(tmp_path / "a" / "train.py", "my.train", tmp_path)
+    module = program_fact(tmp_path / "a" / "train.py", "my.train", tmp_path)
     assert module["the program"] == told["a"]["the program"].replace("train.py", "my.train")
 
 
 def test_an_installed_command_is_told_by_its_name_and_what_can_not_be_read_not_at_all(tmp_path):
     (tmp_path / "paceline").write_text(f"#!{tmp_path}/python\n")
-    assert program_of(tmp_path / "paceline", "", tmp_path) == {"the program": "paceline"}
-    assert program_of(tmp_path / "gone.py", "", tmp_path / "bin") == {}
+    assert program_fact(tmp_path / "paceline", "", tmp_path) == {"the program": "paceline"}
+    assert program_fact(tmp_path / "gone.py", "", tmp_path / "bin") == {}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_ranks_that_are_alike_raise_nothing(ranks):
-    assert difference([USUAL] * ranks) is None
-    assert difference([{}] * ranks) is None
+    assert find_mismatch([USUAL] * ranks) is None
+    assert find_mismatch([{}] * ranks) is None
 
 
 @pytest.mark.parametrize("odd", range(4))
@@ -56,7 +56,7 @@ def test_ranks_that_are_alike_raise_nothing(ranks):
 def test_the_rank_that_is_unlike_the_others_is_named_with_both_values(name, odd):
     facts = [dict(USUAL) for _ in range(4)]
     facts[odd][name] = "other"
-    error = difference(facts)
+    error = find_mismatch(facts)
     assert isinstance(error, MismatchError)
     assert isinstance(error, UsageError)
     assert error.rank == odd
@@ -67,7 +67,7 @@ def test_the_rank_that_is_unlike_the_others_is_named_with_both_values(name, odd)
 
 
 def test_the_first_fact_is_told_and_of_two_ranks_the_second_is_odd():
-    error = difference([USUAL, {key: "other" for key in USUAL}])
+    error = find_mismatch([USUAL, {key: "other" for key in USUAL}])
     assert error is not None
     assert error.rank == 1
     assert "torch differs between ranks: 2.13.0 on rank 0; other on rank 1" in str(error)
@@ -75,16 +75,16 @@ def test_the_first_fact_is_told_and_of_two_ranks_the_second_is_odd():
 
 
 def test_many_ranks_are_told_in_short():
-    error = difference([USUAL] * 3 + [{**USUAL, "torch": "2.9"}] * 2 + [USUAL] * 3)
+    error = find_mismatch([USUAL] * 3 + [{**USUAL, "torch": "2.9"}] * 2 + [USUAL] * 3)
     assert error is not None
     assert "2.13.0 on ranks 0–2, 5–7; 2.9 on ranks 3–4" in str(error)
     assert error.rank == 3
 
 
 def test_what_a_rank_does_not_tell_is_not_compared():
-    assert difference([USUAL, {}, USUAL]) is None
-    assert difference([USUAL, {"torch": "2.13.0"}]) is None
-    error = difference([USUAL, {}, {**USUAL, "torch": "2.9"}])
+    assert find_mismatch([USUAL, {}, USUAL]) is None
+    assert find_mismatch([USUAL, {"torch": "2.13.0"}]) is None
+    error = find_mismatch([USUAL, {}, {**USUAL, "torch": "2.9"}])
     assert error is not None
     assert "2.13.0 on rank 0; 2.9 on rank 2" in str(error)
 

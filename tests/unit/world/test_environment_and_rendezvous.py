@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import MissingRanks, UsageError, WorldError
 from paceline.world import ProcessPlace as Place
 from paceline.world import World, init, read_environment, shutdown
-from paceline.world.device import choose_device
+from paceline.world.device_selection import choose_device
 from paceline.world.rendezvous import RankClaim, RankRoster, Refusal, format_ranks
 from paceline.world.rendezvous_store import first_host, path_of, split_tcp
 from paceline.world.session import _local_place
@@ -112,8 +112,8 @@ def test_launchers_are_read(env, expected):
         (without(PLAIN, "RANK"), ["WORLD_SIZE='4'", "RANK is not set"]),
         (PLAIN | {"RANK": "4"}, ["RANK is 4", "WORLD_SIZE is 4", "0 to 3"]),
         (PLAIN | {"RANK": "-1"}, ["RANK is -1", "0 to 3"]),
-        (PLAIN | {"RANK": "two"}, ["RANK='two'", "whole number"]),
-        (PLAIN | {"RANK": ""}, ["RANK=''", "whole number"]),
+        (PLAIN | {"RANK": "two"}, ["RANK='two'", "integer"]),
+        (PLAIN | {"RANK": ""}, ["RANK=''", "integer"]),
         (PLAIN | {"RANK": "1.0"}, ["RANK='1.0'"]),
         (PLAIN | {"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0", "at least one"]),
         (PLAIN | {"WORLD_SIZE": "-2"}, ["WORLD_SIZE is -2"]),
@@ -148,7 +148,7 @@ def test_launchers_are_read(env, expected):
         (without(MPICH, "PMI_RANK"), ["PMI_SIZE='2'", "PMI_RANK is not set"]),
         (
             {"PACELINE_INIT_METHOD": "file:///shared/x"},
-            ["file:///shared/x", "nothing tells this process its rank"],
+            ["file:///shared/x", "this process has no rank"],
         ),
         (PLAIN | {"PACELINE_INIT_METHOD": "file://shared/x"}, ["PACELINE_INIT_METHOD", "three slashes"]),
         (PLAIN | {"PACELINE_INIT_METHOD": "/shared/x"}, ["'/shared/x'", "valid: file:///"]),
@@ -194,7 +194,7 @@ def test_arguments_beat_variables(arguments, env, expected):
         ({"rank": -1, "size": 2}, ["rank (argument) is -1"]),
         ({"rank": 0, "size": 0}, ["size (argument) is 0"]),
         ({"rank": 0, "size": 2}, ["rank 0 of 2", "MASTER_ADDR and MASTER_PORT"]),
-        ({"init_method": "tcp://h:1"}, ["'tcp://h:1'", "nothing tells this process its rank"]),
+        ({"init_method": "tcp://h:1"}, ["'tcp://h:1'", "this process has no rank"]),
         ({"rank": 0, "size": 2, "init_method": "env://"}, ["MASTER_ADDR", "env://"]),
         ({"rank": 0, "size": 2, "init_method": "tcp://h"}, ["'tcp://h'", "no port"]),
         ({"rank": 0, "size": 2, "init_method": "tcp://h:0"}, ["'tcp://h:0'", "no port"]),
@@ -282,10 +282,8 @@ def test_a_refusal_is_missing_ranks_or_a_world_error():
 def test_local_places_are_found_from_the_hosts_and_told_ones_are_kept():
     claims = [RankClaim(rank, 4, host, "", rank, "") for rank, host in enumerate(["a", "b", "a", "b"])]
     place = Place(2, 4, None, None, None, None, "tcp://a:1", "arguments")
-    local = _local_place(place, claims)
-    assert (local.local_rank, local.local_size, local.node, local.nodes) == (1, 2, 0, 2)
-    told = _local_place(replace(place, local_rank=0, nodes=4), claims)
-    assert (told.local_rank, told.local_size, told.node, told.nodes) == (0, 2, 0, 4)
+    assert _local_place(place, claims) == (1, 2, 0, 2)
+    assert _local_place(replace(place, local_rank=0, nodes=4), claims) == (0, 2, 0, 4)
 
 
 def test_a_world_of_one_needs_nothing(monkeypatch):
@@ -332,7 +330,7 @@ def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch, arguments):
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(WorldError, match="asks for CUDA, but"):
+    with pytest.raises(WorldError, match="requires CUDA, but"):
         init(**arguments)
     shutdown()
 
@@ -348,9 +346,9 @@ def test_cuda_without_a_gpu_is_one_clear_error(monkeypatch, arguments):
         (4, None, ("cuda", "gloo", 3, 4), ("cuda:3", "gloo")),
         (4, None, (None, "nccl", 0, 4), ("cuda:0", "nccl")),
         (1, "5", (None, None, 3, 4), ("cuda:0", "nccl")),
-        (1, None, (None, None, 3, 4), "GPU 3, but the node shows 1"),
-        (2, "0,1", (None, None, 2, 4), "GPU 2, but the node shows 2"),
-        (2, None, ("cuda:7", None, 0, 1), "GPU 7, but the node shows 2"),
+        (1, None, (None, None, 3, 4), "GPU 3, but the node has 1"),
+        (2, "0,1", (None, None, 2, 4), "GPU 2, but the node has 2"),
+        (2, None, ("cuda:7", None, 0, 1), "GPU 7, but the node has 2"),
     ],
 )
 def test_each_rank_gets_the_gpu_of_its_local_rank(monkeypatch, gpus, visible, arguments, expected):

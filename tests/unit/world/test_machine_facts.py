@@ -16,24 +16,24 @@ from paceline._core.cpu_cores import cpu_quota
 from paceline._core.network_interfaces import Interface, is_loopback, list_interfaces
 from paceline.tools.diagnostics.machine_findings import findings
 from paceline.world.machine_facts import (
-    Compiler,
-    Gpu,
-    Loopback,
+    CompilerFacts,
+    GpuFacts,
+    LoopbackTiming,
     MachineFacts,
-    Mpi,
-    Torch,
-    compiler,
+    MpiFacts,
+    TorchFacts,
+    find_compiler,
+    find_mpi,
     memory_limit,
     memory_used,
-    mpi,
     read_machine_facts,
 )
 
 GIB = 2**30
 LO = Interface("lo", ("127.0.0.1", "::1"), True, 0.0, 65536)
 ETH = Interface("eth0", ("10.0.0.5",), True, 125e6, 1500)
-TORCH = Torch("2.13.0+cpu", "", 8, ("gloo",), ())
-GPU = Gpu("H100", 80 * GIB, "9.0")
+TORCH = TorchFacts("2.13.0+cpu", "", 8, ("gloo",), ())
+GPU = GpuFacts("H100", 80 * GIB, "9.0")
 GOOD = MachineFacts(
     host="pc1",
     address="10.0.0.5",
@@ -57,10 +57,10 @@ GOOD = MachineFacts(
     interfaces=(ETH, LO),
     gloo_interface="",
     torch=TORCH,
-    mpi=Mpi("4.0", "/usr/bin/mpiexec"),
-    compiler=Compiler("/usr/bin/g++", "g++ 12.2.0"),
+    mpi=MpiFacts("4.0", "/usr/bin/mpiexec"),
+    compiler=CompilerFacts("/usr/bin/g++", "g++ 12.2.0"),
 )
-MEASURED = Loopback(2, True, True, 60e-6, 25 * 2**20, 0.003, 0.02)
+MEASURED = LoopbackTiming(2, True, True, 60e-6, 25 * 2**20, 0.003, 0.02)
 
 
 def found(facts, subject, loopback=MEASURED):
@@ -103,8 +103,8 @@ def test_a_good_machine_has_nothing_to_mend():
         ({"address": "127.0.1.1", "interfaces": (LO,)}, "host name", "ok", "127.0.1.1"),
         ({"address": "127.0.1.1", "gloo_interface": "eth0"}, "host name", "ok", "GLOO_SOCKET_IFNAME=eth0"),
         ({"gloo_interface": "eth7"}, "host name", "broken", "eth7"),
-        ({"mpi": Mpi("", "")}, "MPI", "note", "no mpi4py and no mpiexec"),
-        ({"mpi": Mpi("4.0", "")}, "MPI", "note", "mpi4py 4.0, no mpiexec"),
+        ({"mpi": MpiFacts("", "")}, "MPI", "note", "no mpi4py and no mpiexec"),
+        ({"mpi": MpiFacts("4.0", "")}, "MPI", "note", "mpi4py 4.0, no mpiexec"),
         ({"compiler": None}, "C++ compiler", "note", "none"),
     ],
 )
@@ -214,18 +214,18 @@ def test_a_compiler_that_does_not_run_is_none(tmp_path):
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\nexit 1\n")
     broken.chmod(0o755)
-    assert compiler({"CXX": str(broken)}) is None
+    assert find_compiler({"CXX": str(broken)}) is None
     broken.write_text("#!/bin/sh\necho my compiler 1.0\necho more\n")
-    assert compiler({"CXX": str(broken)}) == Compiler(str(broken), "my compiler 1.0")
+    assert find_compiler({"CXX": str(broken)}) == CompilerFacts(str(broken), "my compiler 1.0")
 
 
 def test_mpiexec_is_found_on_the_path(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "elsewhere" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert mpi().mpiexec == ""
+    assert find_mpi().mpiexec == ""
     (tmp_path / "mpirun").write_text("#!/bin/sh\n")
     (tmp_path / "mpirun").chmod(0o755)
-    assert mpi().mpiexec == str(tmp_path / "mpirun")
+    assert find_mpi().mpiexec == str(tmp_path / "mpirun")
 
 
 def test_importing_the_facts_imports_no_torch():

@@ -101,13 +101,16 @@ class ParameterLayout:
         Raises:
             UsageError: more fragments than layers, no parameter that is trained, one that can't be sent.
         """
-        from paceline.parallel.local_sgd.preconditions import refuse_unfit
-        from paceline.parallel.local_sgd.sync_schedule import layers_of, strided
+        from paceline.parallel.local_sgd.sync_schedule import (
+            check_synchronisable,
+            layers_of,
+            split_into_fragments,
+        )
 
         named = dict(module.named_parameters())
-        exempt = set(refuse_unfit("Star", named, compression))
+        exempt = set(check_synchronisable("Star", named, compression))
         buffers = {name: each for name, each in module.named_buffers() if each.is_floating_point()}
-        parts = strided(layers_of(module), fragments)
+        parts = split_into_fragments(layers_of(module), fragments)
         return cls(
             tuple(
                 _fragment(

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.async_dp.float_rows import FEW, FloatRow, as_array, as_tensor, bf16_of, from_bf16
 from paceline.async_dp.protocol.parameter_layout import FragmentLayout
 from paceline.errors import DamagedEnvelope, UsageError, unknown
-from paceline.parallel.compression.codecs import BlockCodec, Codec, HalfCodec, RawCodec
+from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.transport.envelope import Bytes
@@ -38,7 +38,7 @@ def codec_named(name: str) -> Codec:
     if name in ("bf16", "fp16"):
         return HalfCodec(name)
     if name in ("int8", "int4"):
-        return BlockCodec(int(name[3:]))
+        return IntCodec(int(name[3:]))
     raise unknown("way to pack numbers", name, CODECS)
 
 
@@ -60,7 +60,9 @@ class UpdateCodec:
         raw = not self._split or isinstance(self.codec, RawCodec)
         self._as_they_are = raw and self.nbytes == 4 * self._numel  # nothing to compute: numpy copies at once
         nearest = (
-            isinstance(self.codec, HalfCodec) and self.codec.name == "bf16" and self.codec.dither is None
+            isinstance(self.codec, HalfCodec)
+            and self.codec.name == "bf16"
+            and self.codec.rounding_bits is None
         )
         few = self._numel <= FEW and self._split == self._numel
         self._quickly = few and nearest and self.feedback is None  # numpy is quicker on so few numbers

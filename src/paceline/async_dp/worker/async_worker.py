@@ -135,7 +135,7 @@ class AsyncWorker:
         together = spoke.terms.phase == "together" or self.sides[0].revision >= 0
         if spoke.terms.phase == "empty" or (together and not self.staggered):
             return 1
-        due = self._cadence_now().steps_to_sending(self._lap) if together else every - steps % every
+        due = self._cadence_now().steps_until_send(self._lap) if together else every - steps % every
         if steps < self.warmup:
             due = min(due, self.warmup - steps)
         for side in self.sides:
@@ -162,7 +162,7 @@ class AsyncWorker:
             self._lap = terms.slot * self.cadence.every // max(1, terms.slots)
             self.staggered = True
         self._lap += count
-        due = cadence.sent_at(self._lap)
+        due = cadence.fragment_sent_at(self._lap)
         if due is None:
             return
         side = self.sides[due]

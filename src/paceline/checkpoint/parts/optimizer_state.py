@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from paceline.errors import UsageError
 from paceline.parallel.engine.bucket import storage_numel
-from paceline.parallel.sharding.reshard import flattened, shaped
+from paceline.parallel.sharding.reshard import flatten_state, unflatten_state
 from paceline.parallel.sharding.zero import ShardedOptimizer
 
 __all__ = ["Piece", "load_optimizer", "optimizer_state"]
@@ -186,7 +186,7 @@ def _flat(key: str, value: Any, param: Tensor) -> Any:
         return value.to_local().flatten()
     if value.is_contiguous() and param.is_contiguous() and not param.is_complex():
         return value.flatten()  # without a copy
-    return flattened({key: value}, param, [key])[key]
+    return flatten_state({key: value}, param, [key])[key]
 
 
 def _joined(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _joined(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dic
         )
     if isinstance(param, DTensor):
         return {key: _rows(param, value, rank) for key, value in joined.items()}
-    return shaped(joined, param)
+    return unflatten_state(joined, param)
 
 
 def _rows(param: DTensor, whole: Any, rank: int) -> Any:

@@ -23,7 +23,7 @@ from paceline._core.child_process import (
 )
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
-from paceline.world.mpi_world import INSTALL, find_mpiexec
+from paceline.world.mpi_world import INSTALL_MPI, find_mpiexec
 
 __all__ = [
     "MpiImplementation",
@@ -63,11 +63,11 @@ def need_mpi() -> str:
         UsageError: mpiexec or mpi4py is not installed.
     """
     if find_spec("mpi4py") is None:
-        raise UsageError("MPI needs mpi4py, which is not installed", remedy=INSTALL)
+        raise UsageError("MPI needs mpi4py, which is not installed", remedy=INSTALL_MPI)
     mpiexec = find_mpiexec()
     if mpiexec is None:
         raise UsageError(
-            f"there is no mpiexec, neither beside {sys.executable} nor on the PATH", remedy=INSTALL
+            f"there is no mpiexec, neither beside {sys.executable} nor on the PATH", remedy=INSTALL_MPI
         )
     return mpiexec
 

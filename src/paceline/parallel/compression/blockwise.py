@@ -1,11 +1,16 @@
-"""What codecs of blocks share: where things lie in a packet, the chunks of work, a last block that is not full.
+"""Base of the block codecs: packet layout, chunked work, a partial last block, stochastic rounding.
 
-A packet is ``scales | pad | levels | pad``: each part begins at a multiple of 16 bytes, so that it can be read as its
-own dtype, and the padding is zeros, so that equal numbers make equal bytes.
+A packet is ``scales | pad | levels | pad``. Each part starts at a multiple of 16 bytes, so that it can be viewed in its
+own dtype, and padding is zero, so that equal values make equal bytes.
 
-[Note: chunks] On a CPU the work goes in chunks that, with their scratch, stay in the cache: many passes over a chunk
-then cost little more than one over memory. Smaller ones spend their time on calls (benchmarks/codecs). On a GPU there
-is one chunk.
+[Note: chunks] On a CPU, codecs work on chunks that fit into the cache together with their scratch memory: many passes
+over a chunk then cost little more than one pass over memory. Smaller chunks spend their time on calls
+(benchmarks/codecs). On a GPU there is one chunk.
+
+[Note: stochastic rounding] Rounding to the nearest level loses, every time, what is small compared with a level.
+Rounding up with a probability equal to the fraction that is cut off keeps the mean (Gupta et al., arXiv 1502.02551,
+section 3.2). 16 random bits per number suffice: exactly for bfloat16, which cuts off 16 bits, and to 2⁻¹⁷ of a level
+for integers. Each rank draws its own bits, so that the errors of the ranks average out.
 """
 
 from __future__ import annotations
@@ -18,32 +23,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.parallel.compression.stochastic_rounding import RoundingBits
+from paceline.errors import UsageError
 
-__all__ = ["CHUNK", "Blockwise", "Layout", "padded", "part"]
+__all__ = [
+    "CHUNK",
+    "BlockLayout",
+    "BlockwiseCodec",
+    "RoundingBits",
+    "align_up",
+    "make_rounding_bits",
+    "packet_view",
+]
 
 CHUNK = 1 << 18
-"""Numbers that are worked on at a time; see [Note: chunks]."""
+"""Numbers per chunk; see [Note: chunks]."""
 
 
-def padded(nbytes: int) -> int:
+def align_up(nbytes: int) -> int:
     """Return the next multiple of 16."""
     return -(-nbytes // 16) * 16
 
 
-def part(packet: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Return `count` elements of a packet from byte `begin` on."""
+def packet_view(packet: Tensor, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Return `count` elements of a packet, starting at byte `begin`, as a view."""
     return packet[begin : begin + count * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where scales and levels lie in a packet.
+class BlockLayout:
+    """Positions of scales and levels in a packet.
 
     Args:
-        block: how many numbers share a scale.
-        level: the dtype of levels. width: how many of those a block has (fewer than numbers, where two share a byte).
-        scaled: whether there are scales.
+        block: numbers that share a scale.
+        level: dtype of the levels.
+        width: levels per block; fewer than `block` where two numbers share a byte.
+        scaled: whether blocks have scales.
     """
 
     block: int
@@ -56,44 +70,44 @@ class Layout:
         return -(-numel // self.block)
 
     def scale_nbytes(self, numel: int) -> int:
-        """Return the bytes of the scales, with their padding."""
-        return padded(4 * self.blocks(numel)) if self.scaled else 0
+        """Return the bytes of the scales, padding included."""
+        return align_up(4 * self.blocks(numel)) if self.scaled else 0
 
     def nbytes(self, numel: int) -> int:
         """Return the size of a packet."""
-        return self.scale_nbytes(numel) + padded(self.blocks(numel) * self.width * self.level.itemsize)
+        return self.scale_nbytes(numel) + align_up(self.blocks(numel) * self.width * self.level.itemsize)
 
     def parts(self, packet: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return a packet's scales and its levels, a row for each block; without scales, rows of none."""
+        """Return a packet's scales [blocks, 1] (without scales: [blocks, 0]) and levels [blocks, width]."""
         blocks = self.blocks(numel)
-        scales = part(packet, 0, blocks if self.scaled else 0, torch.float32)
-        levels = part(packet, self.scale_nbytes(numel), blocks * self.width, self.level)
-        return scales.view(-1, 1) if self.scaled else scales.expand(blocks, 0), levels.view(
-            blocks, self.width
+        levels = packet_view(packet, self.scale_nbytes(numel), blocks * self.width, self.level)
+        scales = packet_view(packet, 0, blocks if self.scaled else 0, torch.float32).view(
+            blocks, int(self.scaled)
         )
+        return scales, levels.view(blocks, self.width)
 
     def clear_padding(self, packet: Tensor, numel: int) -> None:
-        """Make the padding zeros."""
+        """Zero the padding."""
         blocks, begin = self.blocks(numel), self.scale_nbytes(numel)
         packet[4 * blocks if self.scaled else 0 : begin].zero_()
         packet[begin + blocks * self.width * self.level.itemsize :].zero_()
 
-    def step(self, blocks: int, device: torch.device) -> int:
-        """Return how many blocks are worked on at a time; see [Note: chunks]."""
+    def chunk_blocks(self, blocks: int, device: torch.device) -> int:
+        """Return the blocks per chunk; see [Note: chunks]."""
         return min(blocks, max(1, CHUNK // self.block)) if device.type == "cpu" else blocks
 
 
-class Blockwise(ABC):
-    """A codec of blocks, but for how blocks become scales and levels, and levels numbers.
+class BlockwiseCodec(ABC):
+    """Codec that works block by block; subclasses turn blocks into scales and levels.
 
     Args:
-        name: "int8", …
-        layout: of its packets.
-        dither: the random bits it rounds with; None: it rounds to the nearest.
+        name: ``"int8"``, …
+        layout: of the packets.
+        rounding_bits: source of random bits for stochastic rounding; None: rounds to nearest.
     """
 
-    def __init__(self, name: str, layout: Layout, dither: RoundingBits | None) -> None:
-        self.name, self.layout, self.dither = name, layout, dither
+    def __init__(self, name: str, layout: BlockLayout, rounding_bits: RoundingBits | None) -> None:
+        self.name, self.layout, self.rounding_bits = name, layout, rounding_bits
 
     def nbytes(self, numel: int) -> int:
         return self.layout.nbytes(numel)
@@ -106,7 +120,8 @@ class Blockwise(ABC):
         whole = full * self.layout.block
         self._compress(values[:whole], scales[:full], levels[:full], None if error is None else error[:whole])
         if whole < len(values):
-            last = self._filled(values[whole:])
+            last = values.new_zeros(self.layout.block)
+            last[: len(values) - whole] = values[whole:]
             self._compress(last, scales[full:], levels[full:], last)
             if error is not None:
                 error[whole:] = last[: len(values) - whole]
@@ -132,56 +147,53 @@ class Blockwise(ABC):
                 numbers.add_(work.view(-1), alpha=weight)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.dither is None else self.dither.state_dict()
+        return {} if self.rounding_bits is None else self.rounding_bits.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.dither is not None and state:
-            self.dither.load_state_dict(state)
+        if self.rounding_bits is not None and state:
+            self.rounding_bits.load_state_dict(state)
 
     @abstractmethod
     def encode(self, rows: Tensor, scales: Tensor, levels: Tensor, work: Tensor) -> None:
-        """Fill the scales (a column) and levels of some blocks, and leave in `work` the levels as float32."""
+        """Write the scales (a column) and levels of some blocks, and leave the levels as float32 in `work`."""
 
     def decode(self, levels: Tensor, work: Tensor) -> None:
         """Write levels as float32."""
         work.copy_(levels)
 
     @abstractmethod
-    def surely_finite(self, scales: Tensor, error: Tensor) -> bool:
-        """Tell whether no error of some blocks can be NaN or infinite."""
+    def error_is_finite(self, scales: Tensor, error: Tensor) -> bool:
+        """Return True only if no error of some blocks is NaN or infinite."""
 
     def _compress(self, values: Tensor, scales: Tensor, levels: Tensor, error: Tensor | None) -> None:
         """Compress whole blocks."""
         if not len(levels):
             return
         rows = values.view(-1, self.layout.block)
-        step = self.layout.step(len(rows), values.device)
+        step = self.layout.chunk_blocks(len(rows), values.device)
         scratch = torch.empty(step, self.layout.block, dtype=torch.float32, device=values.device)
-        lost = (rows if error is None else error.view(rows.shape)).split(step)
-        for given, scale, level, rest in zip(
-            rows.split(step), scales.split(step), levels.split(step), lost, strict=True
-        ):
-            work = scratch[: len(given)]
-            self.encode(given, scale, level, work)
+        errors = (rows if error is None else error.view(rows.shape)).split(step)
+        chunks = zip(rows.split(step), scales.split(step), levels.split(step), errors, strict=True)
+        for chunk, scale, level, rest in chunks:
+            work = scratch[: len(chunk)]
+            self.encode(chunk, scale, level, work)
             if error is not None:
                 if self.layout.scaled:
                     work.mul_(scale)
-                torch.sub(given, work, out=rest)
-                if rest.device.type != "cpu" or not self.surely_finite(scale, rest):
-                    rest.nan_to_num_(0.0, 0.0, 0.0)  # on a GPU nobody waits to know whether that is needed
+                torch.sub(chunk, work, out=rest)
+                if rest.device.type != "cpu" or not self.error_is_finite(scale, rest):
+                    rest.nan_to_num_(0.0, 0.0, 0.0)  # on a GPU always: checking would synchronise
 
     def _decoded(self, packet: Tensor, like: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield pieces of `like`, and their levels and scales; the last block may have fewer numbers than levels."""
+        """Yield pieces of `like` with their levels and scales; the last block may have fewer numbers than levels."""
         scales, levels = self.layout.parts(packet, len(like))
-        step = self.layout.step(len(levels), like.device)
+        step = self.layout.chunk_blocks(len(levels), like.device)
         scratch = torch.empty(step, self.layout.block, dtype=torch.float32, device=like.device)
         full = len(like) // self.layout.block
         whole = full * self.layout.block
+        pieces = like[:whole].split(step * self.layout.block)
         for numbers, scale, level in zip(
-            like[:whole].split(step * self.layout.block),
-            scales[:full].split(step),
-            levels[:full].split(step),
-            strict=True,
+            pieces, scales[:full].split(step), levels[:full].split(step), strict=True
         ):
             work = scratch[: len(level)]
             self.decode(level, work)
@@ -190,8 +202,54 @@ class Blockwise(ABC):
             self.decode(levels[full:], scratch[:1])
             yield like[whole:], scratch[:1], scales[full:]
 
-    def _filled(self, values: Tensor) -> Tensor:
-        """Return a block of some values and zeros."""
-        block = values.new_zeros(self.layout.block)
-        block[: len(values)] = values
-        return block
+
+class RoundingBits:
+    """Source of the random bits of one rank, with a state; see [Note: stochastic rounding].
+
+    Args:
+        seed: of the run.
+        rank: other ranks draw other bits.
+    """
+
+    def __init__(self, seed: int = 0, rank: int = 0) -> None:
+        self.seed, self.rank = seed, rank
+        self._generator: torch.Generator | None = None
+        self._loaded: dict[str, Any] = {}
+
+    def bits(self, numel: int, device: torch.device) -> Tensor:
+        """Return `numel` uniform int16 numbers."""
+        words = torch.empty(-(-numel // 4), dtype=torch.int64, device=device)
+        words.random_(-(2**63), None, generator=self._on(device))
+        return words.view(torch.int16)[:numel]
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"seed": self.seed, "rank": self.rank}
+        if self._generator is None:
+            return self._loaded or state
+        return state | {"device": self._generator.device.type, "bits": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state; on another type of device, from the start of its seed."""
+        self.seed, self.rank = state["seed"], state["rank"]
+        self._generator, self._loaded = None, dict(state)
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        """Return the generator, which is created once the device is known."""
+        if self._generator is None or self._generator.device != device:
+            self._generator = torch.Generator(device=device)
+            self._generator.manual_seed((self.seed * 1_000_003 + self.rank * 7_919 + 17) % 2**63)
+            if self._loaded.get("device") == device.type:
+                self._generator.set_state(self._loaded["bits"].cpu())
+            self._loaded = {}
+        return self._generator
+
+
+def make_rounding_bits(rounding: str, seed: int, rank: int) -> RoundingBits | None:
+    """Return the source of random bits for a rounding mode; None for ``"nearest"``.
+
+    Raises:
+        UsageError: an unknown rounding mode.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise UsageError(f"rounding={rounding!r}", remedy="choose one of 'nearest', 'stochastic'")
+    return RoundingBits(seed, rank) if rounding == "stochastic" else None

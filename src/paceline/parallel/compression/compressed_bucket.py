@@ -1,17 +1,18 @@
-"""A bucket of gradients that travels compressed: what is sent, what is left out, and how much that was.
+"""A gradient bucket that is reduced in compressed form, and its compression state across restarts.
 
-Residuals of error feedback are in the same unit as what is sent: parts of the mean that the round makes. So where a
-round's result is scaled afterwards (`weights`: the samples were not those of the round before), the residual is too.
+Residuals are in the unit of what is sent: parts of the mean that the round computes. So where the result of a round is
+scaled afterwards (`loss_weights`: the samples were not those of the round before), the residual is scaled too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from paceline.parallel.comm import Comm
 from paceline.parallel.compression.codecs import Codec
 from paceline.parallel.compression.compressed_allreduce import (
     AllGatherReduce,
@@ -21,15 +22,47 @@ from paceline.parallel.compression.compressed_allreduce import (
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.error_feedback import ErrorFeedback
 from paceline.parallel.compression.exchange_thread import ExchangeThread
-from paceline.parallel.compression.powersgd_allreduce import TAGS, PowerSGDAllReduce
-from paceline.parallel.engine.bucket import Bucket, GradSlot
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.compression.powersgd import TAGS, PowerSGDAllReduce
 
-__all__ = ["CompressedBucket", "CompressionStats"]
+__all__ = ["CompressedBucket", "CompressionStats", "ResidualState"]
 
-_MEASURED_EVERY = 100
-"""Rounds between two in which the error of compression is measured, which costs passes over the memory. It is
-measured too in the first round, and wherever packets become others (the end of a warm-up)."""
+_MEASURE_INTERVAL = 100
+"""Rounds between measurements of the compression error, which cost passes over memory. It is measured in the first
+round and whenever the packets change (the end of a warm-up) as well."""
+
+
+class GradientSlot(Protocol):
+    """A parameter's gradient in a bucket, as compression sees it."""
+
+    name: str
+    start: int
+    numel: int
+
+    @property
+    def param(self) -> Tensor: ...
+
+
+class GradientBucket(Protocol):
+    """A bucket of the engine, as compression sees it."""
+
+    index: int
+    flat: Tensor
+    grads: Tensor
+
+    @property
+    def slots(self) -> Sequence[GradientSlot]: ...
+
+    @property
+    def compressed(self) -> CompressedBucket | None: ...
+
+
+class GradientBuckets(Protocol):
+    """The engine's buckets, none before the first round, and its ranks."""
+
+    comm: Comm
+
+    @property
+    def buckets(self) -> Sequence[GradientBucket]: ...
 
 
 @dataclass(frozen=True)
@@ -37,11 +70,13 @@ class CompressionStats:
     """What compression does to one bucket.
 
     Attributes:
-        bucket: its number, in launch order. names: of its parameters.
-        nbytes: of its gradients. sent_nbytes: that a rank sends for it in one step.
-        uncompressed_nbytes: that a rank would send without compression.
-        error: ‖x − D(C(x))‖ / ‖x‖ of what this rank compressed, in the latest step that was measured; NaN: in none.
-        step: that step.
+        bucket: position in launch order.
+        names: of its parameters.
+        nbytes: of its gradients.
+        sent_nbytes: sent by a rank in one step.
+        uncompressed_nbytes: a rank would send without compression.
+        error: ‖x − D(C(x))‖ / ‖x‖ of this rank's compressions in the latest measured step; NaN: none was measured.
+        step: the latest measured step.
     """
 
     bucket: int
@@ -54,54 +89,68 @@ class CompressionStats:
 
 
 class CompressedBucket:
-    """Sends one bucket.
+    """Reduces one bucket in compressed form.
 
     Args:
-        bucket: its gradients. compression: how. comm: the ranks. courier: of the engine.
+        bucket: the gradients.
+        compression: the method.
+        comm: the ranks.
+        exchange_thread: of the engine.
         sharded: leave each rank with its own part of the sum.
     """
 
+    ended: float | None = None
+    """When the sum arrived: not known before it is waited for."""
+
     def __init__(
-        self, bucket: Bucket, compression: Compression, comm: Comm, courier: ExchangeThread, *, sharded: bool
+        self,
+        bucket: GradientBucket,
+        compression: Compression,
+        comm: Comm,
+        exchange_thread: ExchangeThread,
+        *,
+        sharded: bool,
     ) -> None:
-        self._bucket, self._compression, self._comm, self._courier = bucket, compression, comm, courier
-        self._sharded = sharded
-        self._tag = comm.reserve_tags(TAGS)  # no parcel needs more
+        self._bucket, self._compression, self._comm = bucket, compression, comm
+        self._exchange_thread, self._sharded = exchange_thread, sharded
+        self._tag = comm.reserve_tags(TAGS)  # the most that any reduction needs
         self._phase: Hashable = None
-        self._parcel: CompressedReduce | None = None
+        self._reduce: CompressedReduce | None = None
         self.feedback: ErrorFeedback | None = None
         self._codec: Codec | None = None
-        self._taken_up: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        self._loaded: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
         self._error, self._measured = float("nan"), -1
 
     def launch(self, step: int, *, mean: bool) -> Self:
         """Start summing the bucket over all ranks, or averaging it, in round number `step`."""
-        parcel, phase = self._parcel, self._compression.phase(step)
-        measure = step % _MEASURED_EVERY == 0
-        if parcel is None or phase != self._phase:
-            parcel = self._parcel = self._pack(step)
+        reduce, phase = self._reduce, self._compression.phase(step)
+        measure = step % _MEASURE_INTERVAL == 0
+        if reduce is None or phase != self._phase:
+            reduce = self._reduce = self._make_reduce(step)
             self._phase, measure = phase, True
-            self._resume()
+            self._restore()
         if mean:
             self._bucket.flat.mul_(1 / self._comm.size)
         if measure:
             self._measured = step
-        parcel.launch(measure=measure)
+        reduce.launch(measure=measure)
         return self
 
     def poll(self) -> None:
-        """Do nothing: when packets came is not known."""
-
-    ended: float | None = None
-    """When the sum was there: not known before it was waited for."""
+        """Do nothing: when packets arrived is not known."""
 
     def wait(self) -> None:
-        """Block until the sum is there."""
-        parcel = self._engaged()
-        parcel.wait()
-        self._error = parcel.error.relative
+        """Block until the bucket holds the sum."""
+        reduce = self._launched()
+        reduce.wait()
+        self._error = reduce.loss.relative
 
-    def _pack(self, step: int) -> CompressedReduce:
+    def rescale(self, factor: float) -> None:
+        """Scale the residual like the latest result."""
+        if self.feedback is not None:
+            self.feedback.scale(factor)
+
+    def _make_reduce(self, step: int) -> CompressedReduce:
         bucket, comm, compression = self._bucket, self._comm, self._compression
         codec = self._codec = compression.codec(rank=comm.rank, step=step)
         if self.feedback is not None:
@@ -110,117 +159,176 @@ class CompressedBucket:
             self.feedback = ErrorFeedback(
                 codec, bucket.flat.numel(), bucket.flat.device, momentum=compression.momentum
             )
-        if compression.factors(step):
+        if compression.is_low_rank(step):
             return PowerSGDAllReduce(
                 comm,
                 bucket.flat,
-                lambda flat: [_shaped(flat, slot) for slot in bucket.slots],
+                self._matrices,
                 [slot.param.shape for slot in bucket.slots],
-                self._courier,
+                self._exchange_thread,
                 rank=compression.rank,
                 seed=compression.seed,
                 residual=None if self.feedback is None else self.feedback.residual,
                 tag=self._tag,
             )
         if compression.is_sparse and not self._sharded:
-            return AllGatherReduce(comm, bucket.flat, codec, self.feedback, tag=self._tag)
+            return AllGatherReduce(comm, bucket.flat, codec, self.feedback, self._tag)
         return AllToAllReduce(
-            comm, bucket.flat, codec, self._courier, self.feedback, scatter=self._sharded, tag=self._tag
+            comm,
+            bucket.flat,
+            codec,
+            self._exchange_thread,
+            self.feedback,
+            scatter=self._sharded,
+            tag=self._tag,
         )
 
-    def _engaged(self) -> CompressedReduce:
-        assert self._parcel is not None, "nothing was launched"
-        return self._parcel
+    def _matrices(self, flat: Tensor) -> list[Tensor]:
+        """Return the parts of a buffer laid out like the bucket, in the shapes of the parameters.
 
-    # ------------------------------------------------------------------ what it costs
+        Numbers are taken in memory order, so a transposed parameter gives another matrix of the same rank.
+        """
+        return [
+            flat[slot.start : slot.start + slot.numel].view(slot.param.shape) for slot in self._bucket.slots
+        ]
+
+    def _launched(self) -> CompressedReduce:
+        assert self._reduce is not None, "nothing was launched"
+        return self._reduce
+
+    # ------------------------------------------------------------------ cost
 
     @property
     def calls(self) -> int:
-        """Collectives that one sum consists of."""
-        if isinstance(self._parcel, PowerSGDAllReduce):
-            return 5
-        return 1 if self._sharded or isinstance(self._parcel, AllGatherReduce) else 2
+        """Collectives per sum."""
+        return self._launched().calls
 
     @property
     def sent_nbytes(self) -> int:
-        """What this rank sends for one sum, headers of the network aside."""
-        return self._engaged().sent_nbytes
+        """Bytes this rank sends per sum, network headers excluded."""
+        return self._launched().sent_nbytes
 
     @property
     def payload_nbytes(self) -> float:
-        """The payload of these collectives, by the rule of `SyncTimings.nbytes`."""
+        """Payload of the collectives, by the rule of `SyncTimings.nbytes`."""
         return self.sent_nbytes * self._comm.size / (self._comm.size - 1)
 
-    def told(self) -> CompressionStats:
+    def stats(self) -> CompressionStats:
         """Return what compression does to the bucket."""
-        ways = 1 if self._sharded else 2
-        whole = self._bucket.grads.nbytes
+        nbytes, ways = self._bucket.grads.nbytes, 1 if self._sharded else 2
         return CompressionStats(
             self._bucket.index,
             tuple(slot.name for slot in self._bucket.slots),
-            whole,
+            nbytes,
             self.sent_nbytes,
-            ways * whole * (self._comm.size - 1) / self._comm.size,
+            ways * nbytes * (self._comm.size - 1) / self._comm.size,
             self._error,
             self._measured,
         )
 
-    # ------------------------------------------------------------------ what it left out
+    # ------------------------------------------------------------------ state
 
-    def left_out(self) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank keeps from step to step, by parameter, flattened: residual, velocity, thin matrix."""
-        kept: dict[str, dict[str, Tensor]] = {}
-        for slot in self._bucket.slots:
-            part = slice(slot.start, slot.start + slot.numel)
-            if self.feedback is not None:
-                kept[slot.name] = {"residual": self.feedback.residual[part]}
+    def rank_state(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's state by parameter, flattened: residual, velocity, low-rank Q."""
+        state: dict[str, dict[str, Tensor]] = {}
+        if self.feedback is not None:
+            for slot in self._bucket.slots:
+                part = slice(slot.start, slot.start + slot.numel)
+                state[slot.name] = {"residual": self.feedback.residual[part]}
                 if self.feedback.velocity is not None:
-                    kept[slot.name]["velocity"] = self.feedback.velocity[part]
-        if isinstance(self._parcel, PowerSGDAllReduce):
-            for slot, thin in zip(self._bucket.slots, self._parcel.low.thin_q(), strict=True):
-                kept.setdefault(slot.name, {})["q"] = thin
-        return kept
+                    state[slot.name]["velocity"] = self.feedback.velocity[part]
+        if isinstance(self._reduce, PowerSGDAllReduce):
+            for slot, (_, q) in zip(self._bucket.slots, self._reduce.factors.pairs, strict=True):
+                state.setdefault(slot.name, {})["q"] = q.view(-1)
+        return state
 
     def codec_state(self) -> dict[str, Any]:
-        """Return what the next packets of this rank depend on beside the gradients."""
+        """Return what later packets of this rank depend on besides the gradients."""
         return {} if self._codec is None else self._codec.state_dict()
 
-    def take_up(self, kept: Sequence[Mapping[str, Mapping[str, Tensor]]], codec: Mapping[str, Any]) -> None:
-        """Go on from what ranks had left out: this one has all of it to send from now on.
+    def load_state(
+        self, states: Sequence[Mapping[str, Mapping[str, Tensor]]], codec: Mapping[str, Any]
+    ) -> None:
+        """Continue from the states of some ranks, whose residuals this one takes over.
 
         Args:
-            kept: what `left_out` returned on some ranks. codec: what `codec_state` returned on this one; may be empty.
+            states: returned by `rank_state` on those ranks.
+            codec: returned by `codec_state` on this rank; may be empty.
         """
-        self._taken_up = [dict(each) for each in kept], dict(codec)
+        self._loaded = [dict(each) for each in states], dict(codec)
 
-    def _resume(self) -> None:
-        """Fill the memory, once it is there, with what was taken up."""
-        if self._taken_up is None:
+    def _restore(self) -> None:
+        """Fill residuals and factors, once they exist, from the loaded states."""
+        if self._loaded is None:
             return
-        (kept, codec), self._taken_up = self._taken_up, None
+        (states, codec), self._loaded = self._loaded, None
         if self._codec is not None and codec:
             self._codec.load_state_dict(codec)
-        for slot in self._bucket.slots:
-            part = slice(slot.start, slot.start + slot.numel)
-            for parts in (each[slot.name] for each in kept if slot.name in each):
-                if self.feedback is not None and "residual" in parts:
-                    self.feedback.residual[part] += parts["residual"].to(self.feedback.residual.device)
-                if self.feedback is not None and self.feedback.velocity is not None and "velocity" in parts:
-                    self.feedback.velocity[part] += parts["velocity"].to(self.feedback.velocity.device)
-        if isinstance(self._parcel, PowerSGDAllReduce):
-            for slot, thin in zip(self._bucket.slots, self._parcel.low.thin_q(), strict=True):
-                for parts in (each[slot.name] for each in kept[:1] if slot.name in each):
-                    thin.copy_(parts["q"])
-
-    def rescale(self, factor: float) -> None:
-        """Take note that the latest result was multiplied by `factor`."""
-        if self.feedback is not None:
-            self.feedback.scale(factor)
+        for name, own in self.rank_state().items():
+            for number, loaded in enumerate(each[name] for each in states if name in each):
+                for key in own.keys() & loaded.keys():
+                    if key != "q":
+                        own[key] += loaded[key].to(own[key].device)
+                    elif number == 0:
+                        own[key].copy_(loaded[key])
 
 
-def _shaped(flat: Tensor, slot: GradSlot) -> Tensor:
-    """Return a parameter's part of a buffer laid out like its bucket, as a matrix.
+class ResidualState:
+    """The compression state of one rank's buckets; empty where nothing is compressed.
 
-    Its numbers are taken as they lie in memory, so a transposed parameter is another matrix of the same rank.
+    Args:
+        engine: its buckets.
     """
-    return flat[slot.start : slot.start + slot.numel].view(slot.param.shape)
+
+    def __init__(self, engine: GradientBuckets) -> None:
+        self._engine = engine
+        self._loaded: list[dict[str, Any]] = []  # of ranks before a restart, until there are buckets
+
+    def state(self) -> dict[str, Any]:
+        """Return what compression keeps on this rank from step to step, by parameter; often empty."""
+        buckets = self._compressed()
+        if not buckets:
+            return _merged(self._loaded)
+        parts = {name: state for bucket in buckets for name, state in bucket.rank_state().items()}
+        return {"parts": parts, "codecs": [bucket.codec_state() for bucket in buckets]}
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from the states of all ranks.
+
+        If the number of ranks has changed, new ranks take over the residuals of old ones: nothing is lost.
+
+        Args:
+            states: returned by `state`, by rank.
+        """
+        size, rank = self._engine.comm.size, self._engine.comm.rank
+        same = len(states) == size
+        mine = [state for number, state in enumerate(states) if number % size == rank and state]
+        self._loaded = [dict(state) if same else {**state, "codecs": []} for state in mine]
+        self.resume()
+
+    def resume(self) -> None:
+        """Hand the loaded state to the buckets, if they exist."""
+        buckets = self._compressed()
+        if not self._loaded or not buckets:
+            return
+        states, self._loaded = self._loaded, []
+        codecs = states[0]["codecs"] if len(states) == 1 else []
+        for number, bucket in enumerate(buckets):
+            own = codecs[number] if len(codecs) == len(buckets) else {}
+            bucket.load_state([state["parts"] for state in states], own)
+
+    def _compressed(self) -> list[CompressedBucket]:
+        return [bucket.compressed for bucket in self._engine.buckets if bucket.compressed is not None]
+
+
+def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state with the residuals of several."""
+    if len(states) < 2:
+        return dict(states[0]) if states else {}
+    parts: dict[str, dict[str, Any]] = {}
+    for state in states:
+        for name, kept in state["parts"].items():
+            merged = parts.setdefault(name, {})
+            for key, value in kept.items():
+                merged[key] = merged[key] + value if key in merged and key != "q" else value
+    return {"parts": parts, "codecs": []}

@@ -1,11 +1,11 @@
-"""A thread that does the second half of an exchange: waits for what was sent, and answers.
+"""Thread that runs the second half of two-stage exchanges: waits for what peers sent, reduces, and sends the sum on.
 
-An exchange in two stages needs somebody in the middle who sums what came in and sends the sum on. While the first
-stage is on the wire the training thread computes, and gloo can't be asked whether a message has come: it can only
-be waited for. So a courier waits: one thread for each engine, which does what it is given in the order in which it
-was given. All ranks give in the same order. Torch lets go of the interpreter's lock while it computes or waits.
+While the first stage is on the wire the training thread computes, and gloo can't be polled for messages: it can only be
+waited for. So each engine has one thread that runs jobs in submission order; all ranks submit in the same order. Torch
+releases the interpreter lock while it computes or waits. The thread is a daemon, which those of an executor are not: a
+job may wait for a rank that never answers, and the process must be able to end.
 
-Where calls order themselves on a stream (NCCL), waiting costs the host nothing: the courier is a stream of its own.
+Where collectives are ordered on a stream (NCCL), waiting costs the host nothing: jobs are queued on a stream instead.
 """
 
 from __future__ import annotations
@@ -14,80 +14,71 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 __all__ = ["ExchangeThread", "PendingExchange"]
 
-_Job = tuple[Callable[[], None], "PendingExchange"]
 
-
-class PendingExchange:
-    """Stands for a job that was given to a courier."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-        self._event: Any = None  # torch has two classes of CUDA events
+class PendingExchange(Future[Any]):
+    """A submitted job; its result is the CUDA event that marks its end, or None."""
 
     def wait(self) -> None:
-        """Block until the job is done, and raise what it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        if self._event is not None:
-            self._event.wait()
+        """Block until the job is done (on CUDA: order the current stream behind it), and raise what it raised."""
+        event = self.result()
+        if event is not None:
+            event.wait()
 
-    def run(self, job: Callable[[], None]) -> None:
-        """Do the job in this thread; errors are for whoever waits."""
+    def run(self, job: Callable[[], Any]) -> None:
         try:
-            job()
+            self.set_result(job())
         except BaseException as error:  # noqa: BLE001 — raised by wait()
-            self._error = error
-        self._done.set()
-
-    def run_on(self, stream: torch.cuda.Stream, job: Callable[[], None]) -> None:
-        """Queue the job on `stream`, behind what the current stream has been given so far."""
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            self.run(job)
-            self._event = stream.record_event()
+            self.set_exception(error)
 
 
 class ExchangeThread:
-    """Does jobs one after another, beside the thread that gives them.
+    """Runs jobs one after another, concurrently with the thread that submits them.
 
     Args:
-        device: where the data are. on_stream: use a CUDA stream instead of a thread.
+        device: of the data.
+        on_stream: use a CUDA stream instead of a thread.
     """
 
     def __init__(self, device: torch.device, *, on_stream: bool = False) -> None:
         self._stream = torch.cuda.Stream(device) if on_stream else None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def give(self, job: Callable[[], None]) -> PendingExchange:
-        """Have `job` done after those that were given before; returns at once."""
-        ticket = PendingExchange()
+    def submit(self, job: Callable[[], None]) -> PendingExchange:
+        """Run `job` after those submitted before; returns at once."""
+        pending = PendingExchange()
         if self._stream is not None:
-            ticket.run_on(self._stream, job)
-            return ticket
+            pending.run(lambda: self._queue_on_stream(job))
+            return pending
         if self._thread is None:
-            # A daemon: a job may wait for a rank that never answers, and the process must be able to end.
             self._thread = threading.Thread(
-                target=_serve, args=(self._jobs,), name="paceline courier", daemon=True
+                target=_run_jobs, args=(self._jobs,), name="paceline exchange", daemon=True
             )
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
-        self._jobs.put((job, ticket))
-        return ticket
+        self._jobs.put((pending, job))
+        return pending
+
+    def _queue_on_stream(self, job: Callable[[], None]) -> Any:
+        """Queue the job behind what the current stream has queued so far; return the event of its end."""
+        assert self._stream is not None, "checked by submit"
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            job()
+            return self._stream.record_event()
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    """Do jobs until there is a None; holds nothing of the last one while it waits for the next."""
+def _run_jobs(jobs: queue.SimpleQueue[tuple[PendingExchange, Callable[[], None]] | None]) -> None:
+    """Run jobs until None comes; keeps no reference to the last one while waiting for the next."""
     torch.set_grad_enabled(False)
-    while (given := jobs.get()) is not None:
-        job, ticket = given
-        ticket.run(job)
-        del given, job, ticket
+    while (submitted := jobs.get()) is not None:
+        pending, job = submitted
+        pending.run(job)
+        del submitted, pending, job

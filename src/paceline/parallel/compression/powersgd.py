@@ -1,123 +1,89 @@
-"""PowerSGD's arithmetic: a gradient matrix as the product of two thin ones; who sends them is not known here.
+"""PowerSGD: low-rank approximation of gradient matrices, and the all-reduce of a bucket of them.
 
-Vogels et al., arXiv 1905.13727, algorithm 1, for the matrices M of one bucket, with one collective between the lines::
+Vogels et al., arXiv 1905.13727, algorithm 1, for the matrices M of one bucket, with collectives in between::
 
-    P ← M Q                       sum P over ranks
-    P ← orthogonalise(P)          Q ← Mᵀ P                       sum Q over ranks (and divide, for the mean)
-    M̂ ← P Qᵀ
+    launch            M ← gradients + residual;  P ← M Q;  start summing P
+    exchange thread   P ← orthogonalise(sum of P);  Q ← Mᵀ P;  residual ← M − P Qᵀ;  start summing Q
+    wait              the sum of all ranks' gradients is about P Qᵀ
 
-All P of a bucket lie in one buffer and all Q in another, so that there are two collectives a bucket, always in the same
-order. Q stays for the next step: M changes slowly, so each step goes on with the power iteration of those before.
-Error feedback is for the caller: M − M̂ is added to the next M.
+All P of a bucket lie in one buffer and all Q in another, so a bucket takes two sums, always in the same order. Every
+bucket has its own messages, so it does not matter whose second sum starts first on which rank. Q is kept for the next
+step: M changes slowly, so each step continues the power iteration of the previous ones.
 
-[Note: the same on all ranks] Every rank orthogonalises the same summed P. Equal bytes, equally aligned, make equal
-bytes on processors of one kind; where ranks run on different kinds, one rank's P must be sent to the others, or their
-M̂ differ in the last bits. The first Q is drawn as uniform numbers, which need no library's sine or logarithm.
+[Note: one P] Every rank orthogonalises the same summed P. Equal bytes, equally aligned, give equal bytes on processors
+of one kind; processors of two kinds may differ in the last bits, and with them the results. So each rank publishes its
+own part of the orthogonal P, and all ranks use the parts of all. The first Q is drawn as uniform numbers, which need no
+library's sine or logarithm.
 
-[Note: Qᵀ] Q is kept transposed, rank × columns: both products with M then read M along its rows, which is much faster
+[Note: Qᵀ] Q is stored transposed, rank × columns: both products with M then read M along its rows, which is much faster
 on a CPU than ``M.T @ P``.
 
-[Note: rank deficient] Householder's QR gives orthonormal columns whatever P is, also when its rank is less than its
-columns, or when it is zero. So a Q that became zero (a step without gradient) comes to life again.
+[Note: rank deficient] Householder's QR gives orthonormal columns for any P, also if its rank is less than its columns
+or it is zero. So a Q that became zero (a step without gradient) recovers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
+from paceline.parallel.comm import Comm
+from paceline.parallel.compression.codecs import RawCodec
+from paceline.parallel.compression.compressed_allreduce import (
+    UNWEIGHTED,
+    AllToAllReduce,
+    CompressionLoss,
+    PacketHeader,
+)
+from paceline.parallel.compression.exchange_thread import ExchangeThread, PendingExchange
 
-__all__ = ["LowRankMatrix", "MatrixSplit", "PowerSGD", "as_matrix", "factors_of"]
+__all__ = ["TAGS", "LowRankFactors", "PowerSGDAllReduce", "as_matrix", "worth_factoring"]
 
-
-@dataclass(frozen=True)
-class LowRankMatrix:
-    """One tensor that is sent as two thin matrices.
-
-    Attributes:
-        index: among the tensors of its bucket.
-        rows, columns: of the tensor as a matrix. rank: columns of P and Q.
-        p_start, q_start: where its P (rows × rank) and its Qᵀ (rank × columns) begin in the packed buffers.
-    """
-
-    index: int
-    rows: int
-    columns: int
-    rank: int
-    p_start: int
-    q_start: int
-
-
-@dataclass(frozen=True)
-class MatrixSplit:
-    """Which tensors of a bucket are sent as thin matrices, and where those lie.
-
-    Attributes:
-        thin: those. raw: indices of the others, which are sent as they are.
-        p_numel, q_numel: numbers in the packed buffers.
-    """
-
-    thin: tuple[LowRankMatrix, ...]
-    raw: tuple[int, ...]
-    p_numel: int
-    q_numel: int
+TAGS = 5
+"""Tags of one `PowerSGDAllReduce`."""
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Return a view as [shape[0], everything else]."""
+    """Return a view of shape [shape[0], everything else]."""
     return tensor.view(tensor.shape[0], -1)
 
 
-def factors_of(shapes: Sequence[Sequence[int]], rank: int, min_ratio: float = 2.0) -> MatrixSplit:
-    """Decide which tensors are worth it: those with rows × columns > min_ratio × (rows + columns) × rank.
-
-    Args:
-        shapes: of the tensors of a bucket. rank: at most this many columns; never more than a matrix has of rows or
-            columns. min_ratio: how many times fewer numbers must be sent.
+def worth_factoring(shape: Sequence[int], rank: int) -> bool:
+    """Return whether P and Q of a tensor have less than half of its numbers.
 
     Raises:
-        UsageError: a rank below 1, or a ratio that is not above 0.
+        UsageError: a rank below 1.
 
     Example:
-        >>> factors_of([(64, 3, 5, 5), (64,)], rank=2).raw
-        (1,)
+        >>> worth_factoring((64, 3, 5, 5), rank=2), worth_factoring((64,), rank=2)
+        (True, False)
     """
-    if rank < 1 or not min_ratio > 0:
-        raise UsageError(
-            f"rank={rank}, min_ratio={min_ratio}", remedy="use a rank from 1 and a ratio above 0"
-        )
-    thin: list[LowRankMatrix] = []
-    raw: list[int] = []
-    p_numel = q_numel = 0
-    for index, shape in enumerate(shapes):
-        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
-        columns_kept = min(rank, rows, columns)
-        if rows * columns > min_ratio * (rows + columns) * columns_kept:
-            thin.append(LowRankMatrix(index, rows, columns, columns_kept, p_numel, q_numel))
-            p_numel, q_numel = p_numel + rows * columns_kept, q_numel + columns * columns_kept
-        else:
-            raw.append(index)
-    return MatrixSplit(tuple(thin), tuple(raw), p_numel, q_numel)
+    if rank < 1:
+        raise UsageError(f"rank={rank}", remedy="use a rank of 1 or more")
+    if len(shape) < 2:
+        return False
+    rows, columns = shape[0], math.prod(shape[1:])
+    return rows * columns > 2 * (rows + columns) * min(rank, rows, columns)
 
 
-class PowerSGD:
-    """The packed P and Q of one bucket, and what turns matrices into them and back.
+class LowRankFactors:
+    """P and Q of the matrices of one bucket, packed, and the arithmetic of PowerSGD; sends nothing.
 
-    Every method takes all tensors of the bucket, in the order of the shapes, and leaves out those that are sent raw.
-    Call `project`, `orthogonalise`, `back`, `reconstruct` in this order, with the sums over ranks in between.
+    Call `project`, `orthogonalise`, `project_back`, `reconstruct` in this order, with the sums over ranks in between.
 
     Args:
-        shapes, rank: see `factors_of`.
+        shapes: of the tensors; all are `worth_factoring`.
+        rank: columns of P and Q; fewer for a matrix with fewer rows or columns.
         seed: of the first Q; the same on all ranks.
-        device: where the tensors are.
+        device: of the tensors.
 
     Attributes:
-        factors: which tensors, and where. p, q: the packed buffers, float32.
+        p, q: the packed buffers, float32.
+        pairs: per tensor, its P [rows, rank] and its Qᵀ [rank, columns], as views into them.
     """
 
     def __init__(
@@ -127,49 +93,155 @@ class PowerSGD:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.factors = factors_of(shapes, rank)
+        sizes = [(shape[0], math.prod(shape[1:])) for shape in shapes]
+        ranks = [min(rank, rows, columns) for rows, columns in sizes]
+        p_numels = [rows * kept for (rows, _), kept in zip(sizes, ranks, strict=True)]
+        q_numels = [columns * kept for (_, columns), kept in zip(sizes, ranks, strict=True)]
         generator = torch.Generator().manual_seed(seed)
-        first = torch.rand(self.factors.q_numel, generator=generator).mul_(2).sub_(1)
+        first = torch.rand(sum(q_numels), generator=generator).mul_(2).sub_(1)
         self._first = first.to(device)
         self.q = self._first.clone()
-        self.p = torch.zeros(self.factors.p_numel, dtype=torch.float32, device=device)
+        self.p = torch.zeros(sum(p_numels), dtype=torch.float32, device=device)
+        parts = zip(self.p.split(p_numels), self.q.split(q_numels), ranks, strict=True)
+        self.pairs = [(p.view(-1, kept), q.view(kept, -1)) for p, q, kept in parts]
 
     @torch.no_grad()
     def project(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Write P = M Q and return all of it, packed. A Q that is not finite anywhere begins anew there."""
+        """Write P = M Q and return all of it, packed. Non-finite numbers of Q are replaced by those of the first Q."""
         torch.where(self.q.isfinite(), self.q, self._first, out=self.q)
-        for thin, p, q in self._views():
-            torch.mm(as_matrix(tensors[thin.index]), q.t(), out=p)
+        for tensor, (p, q) in zip(tensors, self.pairs, strict=True):
+            torch.mm(as_matrix(tensor), q.t(), out=p)
         return self.p
 
     @torch.no_grad()
     def orthogonalise(self) -> None:
-        """Replace each P by an orthonormal base of its columns' space; see [Note: rank deficient]."""
-        for _, p, _ in self._views():
+        """Replace each P by an orthonormal basis of its column space; see [Note: rank deficient]."""
+        for p, _ in self.pairs:
             p.copy_(torch.linalg.qr(p).Q)
 
     @torch.no_grad()
-    def back(self, tensors: Sequence[Tensor]) -> Tensor:
+    def project_back(self, tensors: Sequence[Tensor]) -> Tensor:
         """Write Q = Mᵀ P and return all of it, packed; see [Note: Qᵀ]."""
-        for thin, p, q in self._views():
-            torch.mm(p.t(), as_matrix(tensors[thin.index]), out=q)
+        for tensor, (p, q) in zip(tensors, self.pairs, strict=True):
+            torch.mm(p.t(), as_matrix(tensor), out=q)
         return self.q
 
     @torch.no_grad()
     def reconstruct(self, into: Sequence[Tensor]) -> None:
         """Write M̂ = P Qᵀ."""
-        for thin, p, q in self._views():
-            torch.mm(p, q, out=as_matrix(into[thin.index]))
+        for tensor, (p, q) in zip(into, self.pairs, strict=True):
+            torch.mm(p, q, out=as_matrix(tensor))
 
-    def thin_q(self) -> list[Tensor]:
-        """Return each thin tensor's Q, flattened, in the order of `factors.thin`."""
-        return [q.view(-1) for _, _, q in self._views()]
 
-    def _views(self) -> list[tuple[LowRankMatrix, Tensor, Tensor]]:
-        """Return each tensor's part of the packed buffers: its P, and its Qᵀ."""
-        views = []
-        for thin in self.factors.thin:
-            p = self.p[thin.p_start : thin.p_start + thin.rows * thin.rank].view(thin.rows, thin.rank)
-            q = self.q[thin.q_start : thin.q_start + thin.columns * thin.rank].view(thin.rank, thin.columns)
-            views.append((thin, p, q))
-        return views
+class PowerSGDAllReduce:
+    """Reduction of a buffer of matrices as low-rank products; all ranks create theirs in the same order.
+
+    Args:
+        comm: the ranks, two or more.
+        flat: the buffer.
+        views: returns the matrices of a buffer laid out like `flat`.
+        shapes: of the matrices; all are `worth_factoring`.
+        exchange_thread: runs the second stage.
+        rank: of the products.
+        seed: of the first Q.
+        residual: float32, laid out like `flat`, for what is left out; None: it is lost.
+        tag: the first of `TAGS` reserved tags.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        flat: Tensor,
+        views: Callable[[Tensor], Sequence[Tensor]],
+        shapes: Sequence[Sequence[int]],
+        exchange_thread: ExchangeThread,
+        *,
+        rank: int,
+        seed: int,
+        residual: Tensor | None,
+        tag: int,
+    ) -> None:
+        self._comm, self._exchange_thread, self._flat, self._views = comm, exchange_thread, flat, views
+        self._residual = residual
+        self._given = torch.zeros_like(flat, dtype=torch.float32) if residual is None else residual
+        self.factors = LowRankFactors(shapes, rank, seed=seed, device=flat.device)
+        self._p, self._q = (_padded(each, comm.size) for each in (self.factors.p, self.factors.q))
+        raw = RawCodec(torch.float32)
+        self._sum_p = AllToAllReduce(comm, self._p, raw, exchange_thread, tag=tag)
+        self._sum_q = AllToAllReduce(comm, self._q, raw, exchange_thread, tag=tag + 2)
+        self._tag = tag + 4
+        self._pending: PendingExchange | None = None
+        self._measure = False
+        self.calls = 5
+        gathered = (comm.size - 1) * self._p.nbytes // comm.size
+        self.sent_nbytes = self._sum_p.sent_nbytes + gathered + self._sum_q.sent_nbytes
+        self.loss = CompressionLoss()
+        self.headers: list[PacketHeader] = []
+
+    def launch(self, header: PacketHeader = UNWEIGHTED, *, measure: bool = False) -> None:
+        assert self._pending is None, "the previous reduction was not waited for"
+        self._measure = measure
+        if self._residual is None:
+            self._given.copy_(self._flat)
+        else:
+            self._residual.add_(self._flat)
+        if header.weight != 1.0:
+            self._given.mul_(header.weight)
+        p = self.factors.project(self._views(self._given))
+        self._p[: p.numel()].copy_(p)
+        self._sum_p.launch(PacketHeader(1.0, header.flags, header.inner_lr))
+        self._pending = self._exchange_thread.submit(self._start_second_sum)
+
+    def _start_second_sum(self) -> None:
+        self._sum_p.wait()
+        self.headers = self._sum_p.headers
+        factors, given = self.factors, self._views(self._given)
+        p, q = factors.p, factors.q
+        p.copy_(self._p[: p.numel()])
+        factors.orthogonalise()
+        self._p[: p.numel()].copy_(p)
+        self._share(self._p)
+        p.copy_(self._p[: p.numel()])
+        self._q[: q.numel()].copy_(factors.project_back(given))
+        self._subtract_sent()
+        self._sum_q.launch()
+
+    def _share(self, flat: Tensor) -> None:
+        """Make `flat` the same on all ranks; see [Note: one P]."""
+        rows = flat.view(self._comm.size, -1)
+        staged = rows.device.type != "cpu" and not self._comm.stream_ordered
+        sent = rows.cpu() if staged else rows
+        self._comm.all_gather_rows(sent, self._comm.post_row_receives(sent, self._tag), self._tag).wait()
+        if staged:
+            rows.copy_(sent)
+
+    def _subtract_sent(self) -> None:
+        """Leave in the residual what is not sent; where that is not finite, nothing."""
+        given = float(torch.linalg.vector_norm(self._given)) ** 2 if self._measure else 0.0
+        sent = torch.zeros_like(self._given)
+        self.factors.reconstruct(self._views(sent))
+        self._given.sub_(sent)
+        left = float(torch.linalg.vector_norm(self._given)) ** 2
+        if not left < float("inf"):
+            self._given.nan_to_num_(0.0, 0.0, 0.0)
+        if self._measure:
+            self.loss = CompressionLoss(left, given)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        pending.wait()
+        self._sum_q.wait()
+        self.factors.q.copy_(self._q[: self.factors.q.numel()])
+        if self._flat.dtype == torch.float32:
+            self.factors.reconstruct(self._views(self._flat))
+            return
+        wide = torch.zeros_like(self._flat, dtype=torch.float32)
+        self.factors.reconstruct(self._views(wide))
+        self._flat.copy_(wide)
+
+
+def _padded(packed: Tensor, ranks: int) -> Tensor:
+    """Return zeros for at least as many numbers, in parts of a multiple of 16 per rank."""
+    return packed.new_zeros(-(-packed.numel() // (16 * ranks)) * 16 * ranks)

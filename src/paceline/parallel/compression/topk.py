@@ -1,18 +1,18 @@
-"""TopK: only the largest numbers, and where they are.
+"""Top-k sparsification: a packet holds the numbers of the largest magnitude and their indices.
 
 A packet of k numbers out of `numel`, each part at a multiple of 16 bytes::
 
     numel, k (int64)  |  scale (float32)  |  k values (float16)  |  gaps (uint16), unused ones 0
 
-[Note: gaps] Indices ascend, and what is kept is how far each is from the one before (from −1 the first), so at least
-1. A gap of 0 stands for "65 535 further, and no number here": larger gaps are some of those and a rest. No more than
-numel // 65 535 of them can be needed, so there is place for k + numel // 65 535 gaps, and a packet's size is known.
+[Note: gaps] Indices ascend and are stored as distances, each to the previous index (the first to −1), so at least 1. A
+gap of 0 means "65 535 further, no number here": larger distances are some of those and a remainder. At most
+numel // 65 535 of them occur, so a packet has space for k + numel // 65 535 gaps and its size is known in advance.
 
-[Note: selection] Which numbers are sent is exact and the same everywhere: the k largest |numbers|, of equal ones those
-that come first. To sort all would take long. A sample of them tells a threshold that somewhat more than k surpass (Lin
-et al., arXiv 1712.01887, section 4.4); of those few the k-th largest is found exactly. Should fewer than k surpass it,
-all are looked at. Numbers are compared by the bits of their absolute value, which order them, with infinity and NaN
-as the largest: those are always sent, and come out as they are. Their error is 0.
+[Note: selection] The selection is exact and the same everywhere: the k largest magnitudes, and of equal ones those that
+come first. Sorting everything would be slow. A sample gives a threshold that somewhat more than k numbers exceed (Lin
+et al., arXiv 1712.01887, section 4.4); the k-th largest is found exactly among those. If fewer than k exceed it, all
+numbers are searched. Magnitudes are compared by their bits, which order them, with infinity and NaN as the largest:
+those are always sent, and decompress to what they were. Their error is 0.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.parallel.compression.blockwise import CHUNK, padded, part
+from paceline.parallel.compression.blockwise import CHUNK, align_up, packet_view
 
-__all__ = ["TopK"]
+__all__ = ["TopKCodec", "density_at", "largest_indices"]
 
 _HEADER = 32
 """Bytes before the values: two int64, one float32, padding."""
 
-_FURTHEST = 65_535
+_MAX_GAP = 65_535
 """The largest gap; see [Note: gaps]."""
 
-_SIGNLESS = 0x7FFF_FFFF
-"""The bits of a float32 but for its sign."""
+_MAGNITUDE_BITS = 0x7FFF_FFFF
+"""The bits of a float32 without its sign."""
 
-_SAMPLED = 1 << 17
-"""Numbers that the threshold is made from; fewer than four times as many are all looked at."""
+_SAMPLE = 1 << 17
+"""Size of the sample that gives the threshold; below four times as many numbers, all are searched."""
 
 
 @dataclass(frozen=True)
-class TopK:
-    """The largest numbers of a packet, as float16 with one scale; the others count as 0.
+class TopKCodec:
+    """Codec that sends the largest numbers as float16 with one scale; all others decompress to 0.
 
-    Without error feedback (`feedback.py`) most of a gradient would be lost.
+    Without error feedback most of a gradient would be lost.
 
     Args:
-        keep: which part of the numbers is sent, at least one: above 0, up to 1.
+        keep: fraction of the numbers that is sent, above 0 and at most 1; at least one number.
 
     Raises:
         UsageError: `keep` is out of range.
@@ -61,7 +61,8 @@ class TopK:
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise UsageError(
-                f"TopK(keep={self.keep})", remedy="keep a part above 0 and up to 1, such as 0.01 for 1 %"
+                f"TopKCodec(keep={self.keep})",
+                remedy="keep a fraction above 0 and at most 1, such as 0.01 for 1 %",
             )
 
     @property
@@ -74,23 +75,25 @@ class TopK:
 
     def nbytes(self, numel: int) -> int:
         k = self.count(numel)
-        return _HEADER + padded(2 * k) + padded(2 * _gaps(numel, k))
+        return _HEADER + align_up(2 * k) + align_up(2 * _gap_count(numel, k))
 
     @torch.inference_mode()
     def compress(self, values: Tensor, packet: Tensor, error: Tensor | None = None) -> None:
         numel, k = len(values), self.count(len(values))
         packet.zero_()
-        part(packet, 0, 2, torch.int64).copy_(torch.tensor([numel, k]))
+        packet_view(packet, 0, 2, torch.int64).copy_(torch.tensor([numel, k]))
         if error is not None and error.data_ptr() != values.data_ptr():
             error.copy_(values)
         if not numel:
             return
-        indices = largest(values, k)
+        indices = largest_indices(values, k)
         chosen = values[indices]
-        halves = part(packet, _HEADER, k, torch.float16)
-        scale = part(packet, 16, 1, torch.float32)
+        halves = packet_view(packet, _HEADER, k, torch.float16)
+        scale = packet_view(packet, 16, 1, torch.float32)
         _to_halves(chosen, scale, halves)
-        _write_gaps(indices, part(packet, _HEADER + padded(2 * k), _gaps(numel, k), torch.int16))
+        _write_gaps(
+            indices, packet_view(packet, _HEADER + align_up(2 * k), _gap_count(numel, k), torch.int16)
+        )
         if error is not None:
             rest = torch.sub(chosen, halves * scale)
             error[indices] = rest
@@ -106,18 +109,16 @@ class TopK:
     @torch.inference_mode()
     def add(self, packet: Tensor, onto: Tensor, weight: float = 1.0) -> None:
         indices, values = self.entries(packet)
-        onto.scatter_add_(0, indices, values.mul_(weight))  # indices differ, so the order doesn't matter
+        onto.scatter_add_(
+            0, indices, values.mul_(weight)
+        )  # indices are distinct, so the order doesn't matter
 
     def entries(self, packet: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices, ascending, and the float32 values that a packet holds."""
-        numel, k = part(packet, 0, 2, torch.int64).tolist()
-        values = part(packet, _HEADER, k, torch.float16) * part(packet, 16, 1, torch.float32)
-        gaps = part(packet, _HEADER + padded(2 * k), _gaps(numel, k), torch.int16)
+        """Return the indices (int64, ascending) and the float32 values of a packet."""
+        numel, k = packet_view(packet, 0, 2, torch.int64).tolist()
+        values = packet_view(packet, _HEADER, k, torch.float16) * packet_view(packet, 16, 1, torch.float32)
+        gaps = packet_view(packet, _HEADER + align_up(2 * k), _gap_count(numel, k), torch.int16)
         return _read_gaps(gaps, k), values
-
-    def sent(self, packet: Tensor) -> Tensor:
-        """Return the indices of the numbers in a packet, ascending, as int64."""
-        return self.entries(packet)[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -126,30 +127,48 @@ class TopK:
         pass
 
 
-def largest(values: Tensor, k: int) -> Tensor:
-    """Return the indices, ascending, of the k largest |values|; of equal ones those that come first.
+def density_at(step: int, keep: float, warmup_steps: int) -> float:
+    """Return the fraction that top-k keeps at a step of a warm-up: exponentially less, down to `keep`.
 
     Args:
-        values: 1-D float32, on a CPU or a GPU. k: from 1 to as many as there are.
+        step: counted from 0.
+        keep: fraction after the warm-up.
+        warmup_steps: length of the warm-up, divided equally among 1/4, 1/16, …, as far as those exceed `keep`.
+
+    Source: Lin et al., arXiv 1712.01887, section 3.3 (75 %, 93.75 %, 98.4375 %, 99.6 % and 99.9 % left out).
+
+    Example:
+        >>> [density_at(step, 0.01, 6) for step in (0, 2, 4, 6)]
+        [0.25, 0.0625, 0.015625, 0.01]
     """
+    rungs = 0
+    while 0.25 ** (rungs + 1) > keep:
+        rungs += 1
+    if step >= warmup_steps or not rungs:
+        return keep
+    return 0.25 ** (max(step, 0) * rungs // warmup_steps + 1)
+
+
+def largest_indices(values: Tensor, k: int) -> Tensor:
+    """Return the ascending indices of the k largest |values| (1-D float32, 1 ≤ k ≤ numel); see [Note: selection]."""
     if values.device.type != "cpu":
-        bits = values.view(torch.int32).bitwise_and(_SIGNLESS)
-        return _exactly(bits, k, bits.topk(k, sorted=False).values.min())
+        bits = values.view(torch.int32).bitwise_and(_MAGNITUDE_BITS)
+        return _select(bits, k, bits.topk(k, sorted=False).values.min())
     indices = _candidates(values, k)
     bits = values.view(torch.int32)
-    bits = (bits if indices is None else bits[indices]).bitwise_and(_SIGNLESS)
+    bits = (bits if indices is None else bits[indices]).bitwise_and(_MAGNITUDE_BITS)
     least = np.partition(bits.numpy(), len(bits) - k)[len(bits) - k]
-    chosen = _exactly(bits, k, torch.tensor(least))
+    chosen = _select(bits, k, torch.tensor(least))
     return chosen if indices is None else indices[chosen]
 
 
 def _candidates(values: Tensor, k: int) -> Tensor | None:
-    """Return the indices of the numbers that surpass a sampled threshold, at least k; None: look at all."""
-    stride = len(values) // _SAMPLED
+    """Return the indices of the numbers above a sampled threshold, at least k; None: search all numbers."""
+    stride = len(values) // _SAMPLE
     if stride < 4:
         return None
     bits = values.view(torch.int32)
-    sample = bits[::stride].bitwise_and(_SIGNLESS).numpy()
+    sample = bits[::stride].bitwise_and(_MAGNITUDE_BITS).numpy()
     expected = k / stride
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)  # four standard deviations and some
     if 2 * rank >= len(sample):
@@ -158,20 +177,20 @@ def _candidates(values: Tensor, k: int) -> Tensor | None:
     scratch = torch.empty(CHUNK, dtype=torch.int32)
     found = []
     for number, chunk in enumerate(bits.split(CHUNK)):
-        size = torch.bitwise_and(chunk, _SIGNLESS, out=scratch[: len(chunk)])
+        size = torch.bitwise_and(chunk, _MAGNITUDE_BITS, out=scratch[: len(chunk)])
         found.append(np.flatnonzero((size >= threshold).numpy()) + number * CHUNK)
     indices = np.concatenate(found)
     return torch.from_numpy(indices) if len(indices) >= k else None
 
 
-def _exactly(bits: Tensor, k: int, least: Tensor) -> Tensor:
-    """Return where the k largest are, given the k-th largest: all above it, and the first of those equal to it."""
+def _select(bits: Tensor, k: int, least: Tensor) -> Tensor:
+    """Return the indices of the k largest, given the k-th largest: all above it, then the first equal to it."""
     above, equal = bits > least, bits == least
     return (above | (equal & (equal.cumsum(0) <= k - above.sum()))).nonzero().view(-1)
 
 
 def _to_halves(values: Tensor, scale: Tensor, halves: Tensor) -> None:
-    """Write values as float16 and the power of two that brings the largest finite one below 2¹⁵."""
+    """Write values as float16, and the power of two that scales the largest finite one below 2¹⁵."""
     size = values.abs()
     torch.amax(torch.where(size.isfinite(), size, 0.0), 0, keepdim=True, out=scale)
     scale.clamp_(min=2.0**-112).view(torch.int32).bitwise_and_(0x7F80_0000)
@@ -179,23 +198,22 @@ def _to_halves(values: Tensor, scale: Tensor, halves: Tensor) -> None:
     halves.copy_(values * scale.reciprocal())
 
 
-def _gaps(numel: int, k: int) -> int:
-    """Return how many gaps a packet has place for; see [Note: gaps]."""
-    return k + numel // _FURTHEST
+def _gap_count(numel: int, k: int) -> int:
+    return k + numel // _MAX_GAP
 
 
 def _write_gaps(indices: Tensor, gaps: Tensor) -> None:
-    """Write ascending indices as gaps, on memory that is zeros; see [Note: gaps]."""
+    """Write ascending indices as gaps into zeroed memory."""
     steps = indices.diff(prepend=indices.new_tensor([-1]))
-    extra = (steps - 1) // _FURTHEST
+    extra = (steps - 1) // _MAX_GAP
     places = torch.arange(len(indices), device=indices.device) + extra.cumsum(0)
-    gaps[places] = (steps - extra * _FURTHEST).to(torch.int16)  # as uint16, whose bits these are
+    gaps[places] = (steps - extra * _MAX_GAP).to(torch.int16)  # the bits of a uint16
 
 
 def _read_gaps(gaps: Tensor, k: int) -> Tensor:
-    """Return the k indices that gaps tell."""
+    """Return the k indices that gaps encode."""
     steps = gaps.to(torch.int64).bitwise_and_(0xFFFF)
-    if steps.device.type == "cpu" and bool(steps[:k].all()):  # none is beyond the others' reach
+    if steps.device.type == "cpu" and bool(steps[:k].all()):  # no gap beyond 65 535
         return steps[:k].cumsum(0).sub_(1)
-    where = torch.where(steps == 0, _FURTHEST, steps).cumsum(0).sub_(1)
+    where = torch.where(steps == 0, _MAX_GAP, steps).cumsum(0).sub_(1)
     return where[steps != 0]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.parallel.engine.interfaces import BucketCompressor
+from paceline.parallel.compression.compressed_bucket import CompressedBucket
 
 __all__ = [
     "ALIGN",
@@ -189,7 +189,7 @@ class Bucket:
         self.pending = len(slots)
         self.launched = False
         self.ready: float | None = None
-        self.compressed: BucketCompressor | None = None
+        self.compressed: CompressedBucket | None = None
         used = 0
         for slot in slots:
             slot.start, slot.numel = used, storage_numel(slot.param)

@@ -13,10 +13,10 @@ import torch
 
 from paceline._core.step_state import wait_counters
 from paceline.errors import SyncError, UsageError
-from paceline.parallel.compression.residual_state import ResidualState
+from paceline.parallel.comm import Comm
+from paceline.parallel.compression.compressed_bucket import ResidualState
 from paceline.parallel.engine.bucket import Bucket, GradSlot, ShardPiece
 from paceline.parallel.engine.bucket_builder import build_buckets
-from paceline.parallel.engine.comm import Comm
 from paceline.parallel.engine.finite_check import FiniteCheck, NonFiniteReport
 from paceline.parallel.engine.grad_hooks import LateGradients
 from paceline.parallel.engine.interfaces import PlanController

@@ -1,4 +1,4 @@
-"""Protocols through which the engine uses compression, tuning and sharding, which import the engine."""
+"""Protocols through which the engine uses tuning and sharding, which import the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["BucketCompressor", "InFlight", "PlanController", "ReshardableOptimizer"]
+__all__ = ["InFlight", "PlanController", "ReshardableOptimizer"]
 
 
 class InFlight(Protocol):
@@ -25,33 +25,6 @@ class InFlight(Protocol):
 
     def wait(self) -> None:
         """Block until the result is in place."""
-        ...
-
-
-class BucketCompressor(Protocol):
-    """Reduces one bucket in compressed packets; `CompressedBucket` implements it."""
-
-    @property
-    def calls(self) -> int:
-        """Collectives per reduction."""
-        ...
-
-    @property
-    def sent_nbytes(self) -> int:
-        """Bytes that this rank sends per reduction, network headers excluded."""
-        ...
-
-    @property
-    def payload_nbytes(self) -> float:
-        """Bytes handed to the collectives, as `SyncTimings.nbytes` counts them."""
-        ...
-
-    def launch(self, step: int, *, mean: bool) -> InFlight:
-        """Start summing (or averaging) the bucket over all ranks in round `step`."""
-        ...
-
-    def rescale(self, factor: float) -> None:
-        """Scale the residual as the latest result was scaled."""
         ...
 
 

@@ -46,7 +46,7 @@ def check_parameters(module: torch.nn.Module, compression: Compression | None) -
                 remedy="run one forward before wrapping",
             )
         if compression is not None and param.requires_grad and not compression.exempts(name, param):
-            compression.refuse_unfit(name, param)
+            compression.check_supported(name, param)
 
 
 def check_no_cuda_graphs(module: torch.nn.Module, sync: object) -> None:

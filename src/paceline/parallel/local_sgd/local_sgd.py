@@ -1,13 +1,13 @@
-"""Training that synchronises parameters every H steps, rather than gradients every step: LocalSGD, DiLoCo, SlowMo.
+"""LocalSGD, DiLoCo, SlowMo: parameters are synchronised every H steps, instead of gradients every step.
 
     with paceline.DiLoCo(model, optim, every=20):
         for batch in loader:                                  # an ordinary loop
             model.backward(loss_of(model, batch), samples=batch.samples)
             optim.step(); optim.zero_grad()
 
-In the block every rank trains on its own. After every H-th ``optim.step()`` the ranks exchange what they have learnt,
-weighted by their samples, and go on from the same parameters; when the block ends all have the same ones. The three
-differ in what becomes of the exchanged mean (`outer`); all can send the model in fragments, late, and compressed.
+In the block every rank trains locally. After every H-th ``optim.step()`` the ranks exchange what they have learnt,
+weighted by their samples, and continue from the same parameters; all have the same ones when the block ends. The three
+differ in the outer optimizer (`outer_optimizers`); all can send the model in fragments, delayed, and compressed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class LocalSGD(OuterLoop):
     """Averages parameters every H local steps (local SGD, Stich, arXiv 1805.09767).
 
     Args:
-        model: a `DataParallel`, or a bare module; as the block begins, a bare one gets rank 0's parameters, and either
-            rank 0's buffers. See `OuterLoop` for models that synchronise in groups.
+        model: a `DataParallel`, or a bare module; when the block begins, a bare one gets rank 0's parameters, and
+            either rank 0's buffers. See `OuterLoop` for models that synchronise in groups.
         optimizer: the local one; each of its steps counts.
         every: H, local steps between two synchronisations.
         fragments: parts of the model that are synchronised in turn, one every H / fragments steps.
-        delay: local steps from sending a fragment to merging the mean; the network works meanwhile.
-        mix: share of a rank's own parameters that a merge leaves as it was, from 0 to below 1.
+        delay: local steps from sending a fragment to merging the mean; communication overlaps them.
+        mix: share of a rank's own parameters that a merge keeps, from 0 to below 1.
         compression: of what is sent: a name, a `Compression`, or None.
-        piece_mib: MiB of parameters that are compressed and sent together: the next piece is compressed meanwhile.
+        piece_mib: MiB of parameters that are compressed and sent together, while the next piece is compressed.
         group: the ranks, as a process group; None: all.
 
     Raises:
         UsageError: a value is out of range, there are more fragments than layers, the compression is unknown or
-            unfit, or model and optimizer don't belong together.
+            unsupported, or model and optimizer don't belong together.
         MismatchError: a rank has other settings, or another model; it is named.
 
     Example:
@@ -65,24 +65,25 @@ class LocalSGD(OuterLoop):
         super().__init__(
             model,
             optimizer,
-            cadence=SyncSchedule(every, fragments, delay),
+            schedule=SyncSchedule(every, fragments, delay),
             outer=Averaging(),
             mix=mix,
-            compression=Compression.of(compression),
+            compression=compression,
             piece_mib=piece_mib,
             group=group,
         )
 
 
 class DiLoCo(OuterLoop):
-    """Takes the mean of what H local steps did as the gradient of an outer Nesterov step (arXiv 2311.08105).
+    """Uses the mean change of H local steps as the gradient of an outer Nesterov step (arXiv 2311.08105).
 
-    With fragments and a delay this is Streaming DiLoCo (arXiv 2501.18512), by the delta rule: what a rank learns while
-    its fragment is under way is kept.
+    With fragments and a delay this is Streaming DiLoCo (arXiv 2501.18512), with the delta rule: what a rank learns
+    while its fragment is being synchronised is kept.
 
     Args:
         model, optimizer, every, fragments, delay, mix, compression, piece_mib, group: as for `LocalSGD`.
-        outer_lr: ε of the outer step. outer_momentum: μ of the outer step.
+        outer_lr: ε of the outer step.
+        outer_momentum: μ of the outer step.
         warmup: local steps before the outer momentum starts; until then parameters are averaged.
 
     Raises: as `LocalSGD`.
@@ -111,11 +112,11 @@ class DiLoCo(OuterLoop):
         super().__init__(
             model,
             optimizer,
-            cadence=SyncSchedule(every, fragments, delay),
+            schedule=SyncSchedule(every, fragments, delay),
             outer=Nesterov(outer_lr, outer_momentum),
             warmup=warmup,
             mix=mix,
-            compression=Compression.of(compression),
+            compression=compression,
             piece_mib=piece_mib,
             group=group,
         )
@@ -126,7 +127,8 @@ class SlowMo(OuterLoop):
 
     Args:
         model, optimizer, every, compression, piece_mib, group: as for `LocalSGD`.
-        slow_lr: α. slow_momentum: β; the paper takes 0.2 with 4 ranks, 0.5 with 8, 0.6 with 16.
+        slow_lr: α.
+        slow_momentum: β; the paper takes 0.2 with 4 ranks, 0.5 with 8, 0.6 with 16.
         warmup: local steps before the slow momentum starts.
 
     Raises: as `LocalSGD`.
@@ -152,10 +154,10 @@ class SlowMo(OuterLoop):
         super().__init__(
             model,
             optimizer,
-            cadence=SyncSchedule(every),
+            schedule=SyncSchedule(every),
             outer=SlowMomentum(slow_lr, slow_momentum),
             warmup=warmup,
-            compression=Compression.of(compression),
+            compression=compression,
             piece_mib=piece_mib,
             group=group,
         )

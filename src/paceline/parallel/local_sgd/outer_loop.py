@@ -1,13 +1,13 @@
-"""The outer loop of training that synchronises parameters every H steps: it counts local steps, sends and merges.
+"""Outer loop of training that synchronises parameters every H steps: counts local steps, sends and merges fragments.
 
-It hooks onto the optimizer and wraps nothing: every ``optimizer.step()`` is a local step. What is exchanged when is
-told in `staggering`, what one exchange does in `fragment`, and what becomes of its result in `outer`.
+It hooks onto the optimizer and wraps nothing: every ``optimizer.step()`` is a local step. `sync_schedule` decides what
+is exchanged when, `model_fragment` does one exchange, and `outer_optimizers` apply its result.
 
-[Note: unequal numbers of steps] A rank that makes fewer steps than others comes to the end of the block earlier. It
-then takes part in the synchronisations of those that still train, with the weight of what it had not sent yet and with
-none after that, until all ranks have said that they are finished. Then each fragment is exchanged once more. So no
-rank waits for one that has left, and the order of exchanges is the same on all ranks. What must be the same on all
-depends on exchanges, not on a rank's own steps: the end of the warm-up; and in another block the cadence begins anew.
+[Note: unequal numbers of steps] A rank that makes fewer steps than others reaches the end of the block earlier. It then
+takes part in the synchronisations of those that still train, first with the weight of what it had not sent yet, then
+with weight 0, until all ranks have announced that they are finished. Then each fragment is exchanged once more. So no
+rank waits for one that has left, and the order of exchanges is the same on all ranks. What must be the same everywhere
+depends on exchanges, not on a rank's own steps: the end of the warm-up; and each block starts the schedule anew.
 """
 
 from __future__ import annotations
@@ -27,16 +27,21 @@ from torch import Tensor, nn
 
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError
+from paceline.parallel.comm import Comm, broadcast_tensors
 from paceline.parallel.compression.compression_config import Compression
 from paceline.parallel.compression.exchange_thread import ExchangeThread
 from paceline.parallel.data_parallel import DataParallel, check_optimizer_owned
-from paceline.parallel.engine.comm import Comm, broadcast_tensors
 from paceline.parallel.engine.model_checks import model_signature
-from paceline.parallel.local_sgd.model_fragment import Arrival, ModelFragment
+from paceline.parallel.engine.reducer import Reducer
+from paceline.parallel.local_sgd.model_fragment import ModelFragment, SyncResult
 from paceline.parallel.local_sgd.outer_optimizers import Averaging, OuterOptimizer
-from paceline.parallel.local_sgd.preconditions import check_numbers, engine_to_part, refuse_unfit
 from paceline.parallel.local_sgd.state_averaging import average_state_before_next_step, cancel_state_averaging
-from paceline.parallel.local_sgd.sync_schedule import SyncSchedule, layers_of, strided
+from paceline.parallel.local_sgd.sync_schedule import (
+    SyncSchedule,
+    check_synchronisable,
+    layers_of,
+    split_into_fragments,
+)
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.profiling import trace_file
 from paceline.world.object_collectives import verify_same
@@ -47,25 +52,26 @@ log = logging.getLogger("paceline.parallel")
 
 
 class OuterLoop:
-    """Local steps on every rank, and an exchange every so many of them, as long as a with-statement lasts.
+    """Trains locally on every rank, with an exchange every so many steps, inside a with-statement.
 
     Args:
-        model: `DataParallel`, or a bare module. A `DataParallel` over the same ranks keeps its gradients to each rank
-            in the block; one over other ranks (those of a host, say) goes on synchronising among them.
+        model: `DataParallel`, or a bare module. In the block, a `DataParallel` over the same ranks synchronises no
+            gradients; one over other ranks (those of a host, say) continues to synchronise among them.
         optimizer: the inner one, whose steps are counted.
-        cadence: when fragments are sent and merged.
-        outer: what becomes of the mean pseudo-gradient.
-        warmup: local steps before which `outer` only averages.
-        mix: α, the share of local parameters that a merge leaves, from 0 to below 1.
-        compression: of pseudo-gradients; None: as they are.
+        schedule: when fragments are sent and merged.
+        outer: applies the mean pseudo-gradient.
+        warmup: local steps before which parameters are averaged instead.
+        mix: α, the share of local parameters that a merge keeps, from 0 to below 1.
+        compression: of pseudo-gradients; None: uncompressed.
         piece_mib: MiB of float32 that are compressed and sent together.
         group: the ranks, as a process group; None: all.
 
     Attributes:
-        steps: local steps of this rank so far. syncs: fragments merged so far.
-        rejected: how often which rank's pseudo-gradient was not finite.
-        sent_nbytes: what this rank has sent so far, headers of the network aside.
-        exposed_seconds: time in which this rank did nothing but wait for exchanges or complete them, so far.
+        steps: local steps of this rank so far.
+        syncs: fragments merged so far.
+        rejected: per rank, how often its pseudo-gradient was not finite.
+        sent_nbytes: bytes this rank has sent so far, network headers excluded.
+        exposed_seconds: time so far in which this rank only waited for exchanges.
     """
 
     def __init__(
@@ -73,64 +79,68 @@ class OuterLoop:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        cadence: SyncSchedule,
+        schedule: SyncSchedule,
         outer: OuterOptimizer,
         warmup: int = 0,
         mix: float = 0.0,
-        compression: Compression | None = None,
+        compression: str | Compression | None = None,
         piece_mib: float = 8.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        check_numbers(warmup, mix, piece_mib)
-        check_optimizer_owned(type(self).__name__, model, optimizer, wrapped=False)
-        self.cadence, self.outer, self.warmup, self.mix = cadence, outer, warmup, mix
-        self.compression = compression
+        name = type(self).__name__
+        if type(warmup) is not int or warmup < 0:
+            raise UsageError(f"warmup={warmup!r}", remedy="give a number of local steps, 0 or more")
+        if not isinstance(mix, int | float) or not 0 <= mix < 1:
+            raise UsageError(
+                f"mix={mix!r}", remedy="give the share of local parameters that stays, from 0 to below 1"
+            )
+        if not isinstance(piece_mib, int | float) or not piece_mib > 0:
+            raise UsageError(f"piece_mib={piece_mib!r}", remedy="give MiB above 0, such as 8")
+        check_optimizer_owned(name, model, optimizer, wrapped=False)
+        self.schedule, self.outer, self.warmup, self.mix = schedule, outer, warmup, mix
+        self.compression = Compression.of(compression)
         self.steps, self.syncs, self.sent_nbytes = 0, 0, 0
         self.exposed_seconds = 0.0
         self.rejected: dict[int, int] = {}
         self._model, self._optimizer = model, optimizer
         self._comm = Comm(group)
-        self._engine = engine_to_part(model, self._comm)
+        self._engine = _local_engine(model, self._comm)
         self.module = model.module if isinstance(model, DataParallel) else model
-        self._agree(group)
-        self._fragments = self._make_fragments(piece_mib)
-        self._samples = [0.0] * cadence.fragments  # of this rank, since each fragment was sent
-        self._lap = 0  # local steps in this block, and in those before it that were resumed
-        self._next = 0  # the fragment that is sent next
-        self._flying: deque[int] = deque()  # those that are under way, in the order in which they were sent
-        self._hook: Any = None
-        self._resumed = self._broken = False
-
-    # ------------------------------------------------------------------ setting up
-
-    def _agree(self, group: dist.ProcessGroup | None) -> None:
-        """Check that all ranks ask for the same."""
-        told = [
-            f"{type(self).__name__}: {self.cadence}, {self.outer}, warmup={self.warmup}, mix={self.mix}",
+        settings = [
+            f"{name}: {schedule}, {outer}, warmup={warmup}, mix={mix}",
             f"compression: {self.compression}",
             *model_signature(self.module, "its own"),
         ]
-        verify_same(told, type(self).__name__, self._comm.group, remedy="pass the same on every rank")
+        verify_same(settings, name, self._comm.group, remedy="pass the same on every rank")
+        self._fragments = self._make_fragments(piece_mib)
+        self._samples = [0.0] * schedule.fragments  # of this rank, since each fragment was sent
+        self._block_steps = 0  # local steps in this block, and before it if it was resumed
+        self._next = 0  # the fragment to send next
+        self._pending: deque[int] = (
+            deque()
+        )  # fragments being synchronised, in the order in which they were sent
+        self._hook: Any = None
+        self._resumed = self._broken = False
 
     def _make_fragments(self, piece_mib: float) -> list[ModelFragment]:
         named = dict(self.module.named_parameters())
         compression = self.compression
-        exempt = refuse_unfit(type(self).__name__, named, compression)
-        parts = strided(layers_of(self.module), self.cadence.fragments)
+        exempt = check_synchronisable(type(self).__name__, named, compression)
+        parts = split_into_fragments(layers_of(self.module), self.schedule.fragments)
         buffers = [(name, each) for name, each in self.module.named_buffers() if each.is_floating_point()]
         device = next(iter(named.values())).device
-        courier = ExchangeThread(device, on_stream=self._comm.stream_ordered)
+        exchange_thread = ExchangeThread(device, on_stream=self._comm.stream_ordered)
         return [
             ModelFragment(
                 [(name, named[name]) for name in part],
                 self._comm,
-                courier,
+                exchange_thread,
                 None if compression is None else compression.codec(rank=self._comm.rank),
                 exempt=exempt,
                 averaged=buffers if number == len(parts) - 1 else [],
                 feedback=compression is not None and bool(compression.feedback),
                 outer=self.outer,
-                keeps_local=self.cadence.delay > 0,
+                keeps_local=self.schedule.delay > 0,
                 piece_numel=max(1, int(piece_mib * 2**20 / 4)),
             )
             for number, part in enumerate(parts)
@@ -139,14 +149,14 @@ class OuterLoop:
     # ------------------------------------------------------------------ the block
 
     def __enter__(self) -> Self:
-        """Begin to train apart, from parameters that are the same on all ranks."""
+        """Start local training from parameters that are the same on all ranks."""
         name = type(self).__name__
         if self._hook is not None:
             raise UsageError(f"this {name} is in use", remedy="leave its with-statement first")
         if self._broken and not self._resumed:
             raise UsageError(
                 f"this {name} was left by an exception, so parameters differ between ranks",
-                remedy="load a checkpoint that has its state, or begin anew",
+                remedy="load a checkpoint with its state, or create a new one",
             )
         cancel_state_averaging(self._optimizer)
         if self._engine is not None:
@@ -155,15 +165,20 @@ class OuterLoop:
             if reference is not None:
                 self._engine.weights.reference = reference
         if not self._resumed:
-            self._begin_alike()
+            # Gradients keep parameters equal, unless there is no engine or an earlier block was broken off.
+            may_differ = self._engine is None or self._engine.replicas_differ
+            params = self.module.parameters() if may_differ else ()
+            broadcast_tensors(self._comm, [*params, *self.module.buffers()])
+            for fragment in self._fragments:
+                fragment.reset_shared()
         self._resumed = False
-        self._hook = self._optimizer.register_step_post_hook(_counting(weakref.ref(self)))
+        self._hook = self._optimizer.register_step_post_hook(_step_hook(weakref.ref(self)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Synchronise all parameters, unless an exception ends the block; from here on gradients are again."""
+        """Synchronise all parameters, unless an exception ends the block; then return to synchronous gradients."""
         self._hook.remove()
         self._hook = None
         self._broken = True
@@ -178,73 +193,60 @@ class OuterLoop:
         if self._engine is not None and not self._broken:
             average_state_before_next_step(self._optimizer, self._comm)
 
-    def _begin_alike(self) -> None:
-        """Give all ranks rank 0's parameters, where gradients have not kept them the same, and buffers; these are θ."""
-        may_differ = self._engine is None or self._engine.replicas_differ
-        params = self.module.parameters() if may_differ else ()
-        broadcast_tensors(self._comm, [*params, *self.module.buffers()])
-        for fragment in self._fragments:
-            fragment.adopt()
-
-    def step_taken(self) -> None:
+    def on_step(self) -> None:
         """Count a local step; merge and send what is due."""
         self.steps += 1
-        samples = self._samples_of_step()
+        counted = isinstance(self._model, DataParallel) and self._model.engine.weights.counted
+        samples = self._model.samples if isinstance(self._model, DataParallel) and counted else 1.0
         self._samples = [before + samples for before in self._samples]
-        self._lap += 1
-        if self._flying and self._flying[0] == self.cadence.merged_at(self._lap):
+        self._block_steps += 1
+        if self._pending and self._pending[0] == self.schedule.fragment_merged_at(self._block_steps):
             self._merge()
-        due = self.cadence.sent_at(self._lap)
+        due = self.schedule.fragment_sent_at(self._block_steps)
         if due is not None:
             self._send(due)
-            if not self.cadence.delay:
+            if not self.schedule.delay:
                 self._merge()
-
-    def _samples_of_step(self) -> float:
-        """Return what the latest step counts: its samples, where they were told."""
-        if isinstance(self._model, DataParallel) and self._model.engine.weights.counted:
-            return self._model.samples
-        return 1.0
 
     def _send(self, number: int, *, finished: bool = False) -> None:
         fragment = self._fragments[number]
         weight, self._samples[number] = self._samples[number], 0.0
         started = time.perf_counter()
         if not fragment.send(weight, float(self._optimizer.param_groups[0]["lr"]), finished=finished):
-            self._recover(fragment)
+            self._reset_optimizer(fragment)
         self.sent_nbytes += fragment.sent_nbytes
-        self._next = (number + 1) % self.cadence.fragments
-        self._flying.append(number)
+        self._next = (number + 1) % self.schedule.fragments
+        self._pending.append(number)
         trace_file.add("send", started, time.perf_counter() - started, step=self.steps, fragment=number)
 
-    def _merge(self, *, finished: bool = False) -> Arrival:
-        """Take in the fragment that was sent first of those under way, all of it if this rank is finished."""
-        number = self._flying.popleft()
+    def _merge(self, *, finished: bool = False) -> SyncResult:
+        """Merge the pending fragment that was sent first; if this rank is finished, without any local share."""
+        number = self._pending.popleft()
         started = time.perf_counter()
         step_state.enter_phase("exchange")
         with step_state.waiting_for_peers():
-            last = self._fragments[number].arrive().finished
+            last = self._fragments[number].wait().finished
         self.exposed_seconds += time.perf_counter() - started
-        turn = self.syncs - (self.cadence.fragments if last else 0)  # at the end: as the time before
-        outer = self.outer if self.cadence.step_of(turn) + self.cadence.delay >= self.warmup else Averaging()
-        mix = 0.0 if finished else self.mix
-        arrival = self._fragments[number].merge(outer, mix)
+        turn = self.syncs - (self.schedule.fragments if last else 0)  # at the end: as the time before
+        warm = self.schedule.send_step(turn) + self.schedule.delay >= self.warmup
+        result = self._fragments[number].merge(
+            self.outer if warm else Averaging(), 0.0 if finished else self.mix
+        )
         step_state.enter_phase("outside")
         trace_file.add("merge", started, time.perf_counter() - started, step=self.steps, fragment=number)
         self.syncs += 1
-        for rank in arrival.rejected:
+        for rank in result.rejected:
             self.rejected[rank] = self.rejected.get(rank, 0) + 1
-        if arrival.rejected and self._comm.rank == 0:
-            ranks = ", ".join(map(str, arrival.rejected))
+        if result.rejected and self._comm.rank == 0:
             log.warning(
-                "step %d: the pseudo-gradient of rank %s is NaN or infinite, and was left out",
+                "step %d: the pseudo-gradient of rank %s is NaN or infinite and was left out",
                 self.steps,
-                ranks,
+                ", ".join(map(str, result.rejected)),
             )
-        return arrival
+        return result
 
-    def _recover(self, fragment: ModelFragment) -> None:
-        """Say what of this rank is not finite, and forget the state that the optimizer has made of it."""
+    def _reset_optimizer(self, fragment: ModelFragment) -> None:
+        """Log which parameters of this rank are not finite, and drop the optimizer state computed from them."""
         bad = [name for name, param in fragment.params if not torch.isfinite(param).all()]
         log.warning(
             "rank %d, step %d: %s is NaN or infinite; this rank takes the other ranks' parameters",
@@ -259,26 +261,26 @@ class OuterLoop:
 
     def _finish(self) -> None:
         """Take part until all ranks are finished; see [Note: unequal numbers of steps]."""
-        while self._flying:
+        while self._pending:
             self._merge()
         agreed = 0
-        while agreed < self.cadence.fragments:
+        while agreed < self.schedule.fragments:
             self._send(self._next, finished=True)
             agreed = agreed + 1 if self._merge(finished=True).finished else 0
-        self._lap = self._next = 0
+        self._block_steps = self._next = 0
 
     @property
     def round_nbytes(self) -> int:
-        """What this rank sends while every fragment is synchronised once, headers of the network aside."""
+        """Bytes this rank sends to synchronise every fragment once, network headers excluded."""
         return sum(fragment.sent_nbytes for fragment in self._fragments)
 
-    # ------------------------------------------------------------------ what all ranks share
+    # ------------------------------------------------------------------ shared parameters
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Have the model hold what all ranks share in this block: the parameters of the latest synchronisation.
+        """Let the model hold the shared parameters, those of the latest synchronisation, in this block.
 
-        That is what to evaluate and to export: between two synchronisations each rank's own are different ones.
+        Evaluate and export these: between two synchronisations the parameters of the ranks differ.
         """
         params = dict(self.module.named_parameters())
         before = {name: param.detach().clone() for name, param in params.items()}
@@ -293,27 +295,27 @@ class OuterLoop:
                     param.copy_(before[name])
 
     def shared(self) -> dict[str, Tensor]:
-        """Return the parameters that all ranks share, by name, in the precision in which they are kept."""
+        """Return the shared parameters by name, in the precision in which they are kept."""
         return {name: part for fragment in self._fragments for name, part in fragment.shared().items()}
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is the same on all ranks: θ, the outer momentum, where the cycle stands."""
+        """Return what is the same on all ranks: θ, the outer momentum, the position in the schedule."""
         return {
             "steps": self.steps,
-            "lap": self._lap,
+            "lap": self._block_steps,
             "syncs": self.syncs,
             "next": self._next,
-            "flying": list(self._flying),
+            "flying": list(self._pending),
             "fragments": [fragment.state() for fragment in self._fragments],
         }
 
     def rank_state_dict(self) -> dict[str, Any]:
-        """Return what this rank alone has: its own parameters and its inner optimizer's state, among others."""
+        """Return the state of this rank: its parameters and its inner optimizer's state, among others."""
         return {
             "steps": self.steps,
-            "lap": self._lap,
+            "lap": self._block_steps,
             "samples": list(self._samples),
             "reference": self._engine.weights.reference if self._engine is not None else 1.0,
             "optimizer": self._optimizer.state_dict(),
@@ -321,30 +323,31 @@ class OuterLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-        """Go on from a state.
+        """Load a state.
 
         Args:
-            state: what `state_dict` returned.
-            own: what `rank_state_dict` returned on this rank. None: the number of ranks has changed; then every rank
-                begins from θ, with what its optimizer has, and local steps since the latest synchronisation are lost.
+            state: returned by `state_dict`.
+            own: returned by `rank_state_dict` on this rank. None: the number of ranks has changed; then every rank
+                starts from θ and its optimizer's present state, and local steps since the latest synchronisation are
+                lost.
 
         Raises:
-            UsageError: it is of other fragments.
+            UsageError: it has other fragments.
         """
-        here_are = [sorted(fragment.by_name(fragment.theta)) for fragment in self._fragments]
-        were = [sorted(fragment["theta"]) for fragment in state["fragments"]]
-        if here_are != were:
+        mine = [sorted(fragment.by_name(fragment.theta)) for fragment in self._fragments]
+        saved = [sorted(fragment["theta"]) for fragment in state["fragments"]]
+        if mine != saved:
             raise UsageError(
-                f"the state has {len(were)} fragments, this {type(self).__name__} {len(here_are)}, or other parameters",
-                remedy="build the same model, and give as many fragments as the run that wrote the state",
+                f"the state has {len(saved)} fragments, this {type(self).__name__} {len(mine)}, or other parameters",
+                remedy="build the same model, with as many fragments as in the run that wrote the state",
             )
         for number, fragment in enumerate(self._fragments):
             fragment.load(state["fragments"][number], None if own is None else own["fragments"][number])
         self.syncs, self._next = state["syncs"], state["next"]
-        self._flying = deque(state["flying"])
+        self._pending = deque(state["flying"])
         counts = state if own is None else own
-        self.steps, self._lap = counts["steps"], counts["lap"]
-        self._samples = [0.0] * self.cadence.fragments if own is None else list(own["samples"])
+        self.steps, self._block_steps = counts["steps"], counts["lap"]
+        self._samples = [0.0] * self.schedule.fragments if own is None else list(own["samples"])
         if own is not None:
             self._optimizer.load_state_dict(own["optimizer"])
             if self._engine is not None:
@@ -352,12 +355,41 @@ class OuterLoop:
         self._resumed = True
 
 
-def _counting(loop: weakref.ref[OuterLoop]) -> Any:
-    """Return the hook that counts the steps of an optimizer; it keeps nothing alive."""
+def _local_engine(model: nn.Module, comm: Comm) -> Reducer | None:
+    """Return the engine that must not synchronise gradients in the block; None if there is none over these ranks.
+
+    Raises:
+        UsageError: it shares some ranks besides this one with `comm`, but not all; or it shards.
+    """
+    if not isinstance(model, DataParallel) or model.comm.size == 1:
+        return None
+    inner, outer = model.comm.ranks, comm.ranks
+    if len(inner & outer) == 1:
+        return None
+    if inner != outer:
+        raise UsageError(
+            f"the model synchronises gradients among ranks {sorted(inner)}, this one parameters among {sorted(outer)}",
+            remedy="give the group of the ranks that have the same position in each of the model's groups",
+        )
+    if model.engine.tuner is not None:
+        raise UsageError(
+            "sync='auto' searches for the fastest way to synchronise gradients, which are not synchronised here",
+            remedy="use 'bucketed'",
+        )
+    if model.engine.splits_gradients:
+        raise UsageError(
+            f"sync={model.plan.name!r} leaves each rank a part of the gradient, so no rank can train locally",
+            remedy="use 'bucketed'; or shard within a group of ranks, and synchronise these groups: group=",
+        )
+    return model.engine
+
+
+def _step_hook(loop: weakref.ref[OuterLoop]) -> Any:
+    """Return an optimizer hook that counts its steps; it keeps nothing alive."""
 
     def count(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         alive = loop()
         if alive is not None:
-            alive.step_taken()
+            alive.on_step()
 
     return count

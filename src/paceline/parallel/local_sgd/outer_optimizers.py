@@ -1,13 +1,14 @@
-"""What becomes of the mean pseudo-gradient: the outer optimizer of training that synchronises every H steps.
+"""Outer optimizers: how the shared parameters θ change with the mean pseudo-gradient.
 
-A pseudo-gradient is what local training did to the parameters, negated: Δ = θ − w. Its mean over ranks g is taken as a
-gradient of the parameters θ that all ranks share.
+A pseudo-gradient is the change of the parameters by local training, negated: Δ = θ − w. Its mean over ranks, g, is used
+as a gradient of θ.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.errors import UsageError
 
@@ -17,61 +18,54 @@ if TYPE_CHECKING:
 __all__ = ["Averaging", "Nesterov", "OuterOptimizer", "SlowMomentum"]
 
 
-class OuterOptimizer(Protocol):
+class OuterOptimizer(ABC):
     """An outer optimizer; all ranks run it on the same numbers, so its state is the same on all."""
 
     @property
-    def remembers(self) -> bool:
+    def has_momentum(self) -> bool:
         """Whether it needs a momentum buffer."""
-        ...
+        return False
 
+    @abstractmethod
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
         """Change `theta` (and `momentum`) in place.
 
         Args:
-            theta: shared parameters, 1-D. gradient: the mean pseudo-gradient; may be overwritten.
-            momentum: where it `remembers`; zeros at first.
-            inner_lr: learning rate of the optimizer that runs locally.
+            theta: shared parameters, 1-D.
+            gradient: the mean pseudo-gradient; may be overwritten.
+            momentum: the momentum buffer, initially zero; None without momentum.
+            inner_lr: learning rate of the local optimizer.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class Averaging:
-    """θ ← θ − g, which is the mean of the ranks' parameters (local SGD, arXiv 1805.09767)."""
-
-    @property
-    def remembers(self) -> bool:
-        """Nothing."""
-        return False
+class Averaging(OuterOptimizer):
+    """θ ← θ − g, the mean of the ranks' parameters (local SGD, arXiv 1805.09767)."""
 
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
-        """See `OuterOptimizer`."""
         theta.sub_(gradient)
 
 
 @dataclass(frozen=True)
-class Nesterov:
+class Nesterov(OuterOptimizer):
     """m ← μ·m + g; θ ← θ − ε·(g + μ·m): DiLoCo's (arXiv 2311.08105, Algorithm 1), as torch's SGD with nesterov.
 
     Attributes:
-        lr: ε, above 0. momentum: μ, from 0 to below 1.
+        lr: ε, above 0.
+        momentum: μ, from 0 to below 1.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        _check_rate("outer_lr", self.lr)
-        _check_momentum("outer_momentum", self.momentum)
+        _check("outer", self.lr, self.momentum)
 
     @property
-    def remembers(self) -> bool:
-        """The momentum, unless it is 0."""
+    def has_momentum(self) -> bool:
         return self.momentum > 0
 
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
-        """See `OuterOptimizer`."""
         if momentum is not None:
             momentum.mul_(self.momentum).add_(gradient)
             gradient.add_(momentum, alpha=self.momentum)
@@ -79,40 +73,37 @@ class Nesterov:
 
 
 @dataclass(frozen=True)
-class SlowMomentum:
+class SlowMomentum(OuterOptimizer):
     """u ← β·u + g/γ; θ ← θ − α·γ·u, with γ the inner learning rate: SlowMo (arXiv 1910.00643, Algorithm 1).
 
     Attributes:
-        lr: α, above 0. momentum: β, from 0 to below 1.
+        lr: α, above 0.
+        momentum: β, from 0 to below 1.
     """
 
     lr: float = 1.0
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_rate("slow_lr", self.lr)
-        _check_momentum("slow_momentum", self.momentum)
+        _check("slow", self.lr, self.momentum)
 
     @property
-    def remembers(self) -> bool:
-        """Always."""
+    def has_momentum(self) -> bool:
         return True
 
     def update(self, theta: Tensor, gradient: Tensor, momentum: Tensor | None, inner_lr: float) -> None:
-        """See `OuterOptimizer`."""
-        assert momentum is not None, "it remembers"
+        assert momentum is not None, "it has momentum"
         if inner_lr == 0:
-            theta.sub_(gradient)  # the limit of a rate that vanishes: nothing was learnt, nothing is kept
+            theta.sub_(gradient)  # the limit for a vanishing rate: nothing was learnt, nothing is kept
             return
         momentum.mul_(self.momentum).add_(gradient, alpha=1 / inner_lr)
         theta.sub_(momentum, alpha=self.lr * inner_lr)
 
 
-def _check_rate(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-        raise UsageError(f"{name}={value!r}", remedy="give a number above 0, such as 0.7")
-
-
-def _check_momentum(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        raise UsageError(f"{name}={value!r}", remedy="give a number from 0 to below 1, such as 0.9")
+def _check(prefix: str, lr: object, momentum: object) -> None:
+    if not isinstance(lr, int | float) or isinstance(lr, bool) or not 0 < lr < float("inf"):
+        raise UsageError(f"{prefix}_lr={lr!r}", remedy="give a number above 0, such as 0.7")
+    if not isinstance(momentum, int | float) or isinstance(momentum, bool) or not 0 <= momentum < 1:
+        raise UsageError(
+            f"{prefix}_momentum={momentum!r}", remedy="give a number from 0 to below 1, such as 0.9"
+        )

@@ -1,11 +1,11 @@
-"""One state of the optimizer for all ranks, after each had its own.
+"""Makes the optimizer state the same on all ranks after local training.
 
-Ranks that trained apart have equal parameters afterwards, but the moments that their optimizers keep differ. Training
-in step needs the same update on every rank, so before its first step the states are levelled: tensors become their
-mean over the ranks that have them, and what counts steps becomes the largest.
+Ranks that trained locally have equal parameters afterwards, but different moments in their optimizers. Synchronous
+training needs the same update on every rank, so before its first step the states are averaged: tensors become their
+mean over the ranks that have them, and step counts become the largest.
 
-A number alone may be either: a count of steps, or what an optimizer keeps of a parameter without dimensions. It is the
-latter if other parameters' entries of the same name have dimensions.
+A single number may be either: a step count, or a per-element entry of a parameter without dimensions. It is the latter
+if entries of the same name have dimensions for other parameters.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.world.object_collectives import gather_texts
 
 __all__ = ["average_state", "average_state_before_next_step", "cancel_state_averaging"]
 
 _Entry = tuple[int, str]
-"""A parameter's place in the optimizer, and the name of one of its states."""
+"""Index of a parameter in the optimizer, and the name of one of its state entries."""
 
-_due: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
+_scheduled: WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 def average_state_before_next_step(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
-    """Have the state of `optimizer` levelled when its next step is about to be made, which all ranks make."""
+    """Average the state of `optimizer` right before its next step, which all ranks must take."""
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cancel_state_averaging(optimizer)
         average_state(optimizer, comm)
 
     cancel_state_averaging(optimizer)
-    _due[optimizer] = optimizer.register_step_pre_hook(before)
+    _scheduled[optimizer] = optimizer.register_step_pre_hook(before)
 
 
 def cancel_state_averaging(optimizer: torch.optim.Optimizer) -> None:
-    """Have it not levelled after all: ranks train apart again."""
-    if optimizer in _due:
-        _due.pop(optimizer).remove()
+    """Cancel a scheduled averaging: ranks train locally again."""
+    if optimizer in _scheduled:
+        _scheduled.pop(optimizer).remove()
 
 
 @torch.no_grad()
 def average_state(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
-    """Give all ranks the same state of `optimizer`; all ranks call this.
+    """Give all ranks the same state of `optimizer`; a collective.
 
     Args:
         optimizer: with the same parameters in the same order on all ranks.
@@ -63,11 +63,10 @@ def average_state(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
         for key, value in optimizer.state.get(param, {}).items()
         if isinstance(value, Tensor | float | int) and not isinstance(value, bool)
     }
-    everybodys = [json.loads(text) for text in gather_texts(json.dumps(_described(mine)), comm.group)]
     forms: dict[_Entry, list[Any]] = {}
     counts: dict[_Entry, int] = {}
-    for told in everybodys:
-        for place, key, *form in told:
+    for text in gather_texts(json.dumps(_describe(mine)), comm.group):
+        for place, key, *form in json.loads(text):
             forms.setdefault((place, key), form)
             counts[place, key] = counts.get((place, key), 0) + 1
     averaged = {key for (_, key), (_, shape, _) in forms.items() if shape}
@@ -75,26 +74,27 @@ def average_state(optimizer: torch.optim.Optimizer, comm: Comm) -> None:
         value = mine.get((place, key))
         state = optimizer.state[params[place]]
         count = counts[place, key] if key in averaged else None
-        state[key] = _levelled(value, form, params[place], count, comm)
+        state[key] = _reduced(value, form, params[place], count, comm)
 
 
-def _described(entries: Mapping[_Entry, Any]) -> list[list[Any]]:
-    """Return place, key, whether it is a tensor, its shape and dtype, of every entry."""
-    return [[place, key, isinstance(value, Tensor), *_form(value)] for (place, key), value in entries.items()]
+def _describe(entries: Mapping[_Entry, Any]) -> list[list[Any]]:
+    """Return index, key, whether it is a tensor, shape and dtype of every entry."""
+    return [
+        [place, key, True, list(value.shape), str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, Tensor)
+        else [place, key, False, [], type(value).__name__]
+        for (place, key), value in entries.items()
+    ]
 
 
-def _form(value: Any) -> list[Any]:
-    if not isinstance(value, Tensor):
-        return [[], type(value).__name__]
-    return [list(value.shape), str(value.dtype).removeprefix("torch.")]
-
-
-def _levelled(value: Any, form: list[Any], param: Tensor, count: int | None, comm: Comm) -> Any:
-    """Return an entry as all ranks shall have it.
+def _reduced(value: Any, form: list[Any], param: Tensor, count: int | None, comm: Comm) -> Any:
+    """Return an entry reduced over all ranks.
 
     Args:
-        value: this rank's, None where it has none. form: what `_described` tells of it. param: whose it is.
-        count: of ranks that have one, whose mean it shall be; None: it shall be the largest.
+        value: of this rank; None: it has none.
+        form: from `_describe`: whether it is a tensor, shape and dtype.
+        param: the parameter.
+        count: ranks that have the entry, for their mean; None: take the maximum.
         comm: the ranks.
     """
     is_tensor, shape, dtype = form

@@ -1,8 +1,8 @@
-"""Which parameters are synchronised together, and at which local steps: fragments of the model, one after another.
+"""What is synchronised together, and at which local steps: fragments of the model, one after another.
 
-With one fragment, all parameters are sent after every H-th step at once. With P fragments each is still sent every H
-steps, but one every H/P, so the network carries a P-th as much at a time and all the time (Streaming DiLoCo,
-arXiv 2501.18512 §2.1). Fragment p has the layers p, p + P, p + 2P …: neighbours are never sent together.
+With one fragment, all parameters are sent at once after every H-th step. With P fragments each is still sent every H
+steps, but one every H/P, so the network carries a P-th as much at a time, all the time (Streaming DiLoCo, arXiv
+2501.18512 §2.1). Fragment p has the layers p, p + P, p + 2P …: neighbouring layers are never sent together.
 
     H = 6, P = 3   steps   1  2  3  4  5  6  7  8  9 10 11 12
                    sent          0     1     2     0     1     2
@@ -10,7 +10,7 @@ arXiv 2501.18512 §2.1). Fragment p has the layers p, p + P, p + 2P …: neighbo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-__all__ = ["SyncSchedule", "layers_of", "strided"]
+    from paceline.parallel.compression.compression_config import Compression
+
+__all__ = ["SyncSchedule", "check_synchronisable", "layers_of", "split_into_fragments"]
 
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When fragments are sent and merged.
+    """Local steps at which fragments are sent and merged.
 
     Attributes:
-        every: H, local steps between two sendings of a fragment.
+        every: H, local steps between two sends of a fragment.
         fragments: P, at most H.
         delay: τ, local steps from sending to merging, below H.
 
@@ -36,7 +38,8 @@ class SyncSchedule:
         UsageError: a value is out of range.
 
     Example:
-        >>> SyncSchedule(every=6, fragments=3, delay=1).sent_at(4), SyncSchedule(6, 3, 1).merged_at(5)
+        >>> schedule = SyncSchedule(every=6, fragments=3, delay=1)
+        >>> schedule.fragment_sent_at(4), schedule.fragment_merged_at(5)
         (1, 1)
     """
 
@@ -48,11 +51,11 @@ class SyncSchedule:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise UsageError(f"{name}={value!r}", remedy=f"give a whole number of {least} or more")
+                raise UsageError(f"{name}={value!r}", remedy=f"give an integer of {least} or more")
         if self.fragments > self.every:
             raise UsageError(
                 f"fragments={self.fragments} with every={self.every}: some would be sent at the same step",
-                remedy="give at most as many fragments as steps between two synchronisations",
+                remedy="give at most one fragment per step between two synchronisations",
             )
         if self.delay >= self.every:
             raise UsageError(
@@ -60,70 +63,66 @@ class SyncSchedule:
                 remedy=f"give a delay of 0 to {self.every - 1} steps",
             )
 
-    def sent_at(self, step: int) -> int | None:
+    def fragment_sent_at(self, step: int) -> int | None:
         """Return the fragment that is sent after local step `step`, counted from 1."""
         return self._fragment_at.get(step % self.every) if step > 0 else None
 
-    def steps_to_sending(self, step: int) -> int:
-        """Return how many steps after local step `step` a fragment is sent next, 1 or more."""
+    def fragment_merged_at(self, step: int) -> int | None:
+        """Return the fragment that is merged after local step `step`, before one is sent."""
+        return self.fragment_sent_at(step - self.delay)
+
+    def steps_until_send(self, step: int) -> int:
+        """Return the steps from local step `step` to the next send, 1 or more."""
         if self.fragments == 1:
             return self.every - step % self.every
-        return 1 + min((place - step - 1) % self.every for place in self._fragment_at)
+        return 1 + min((offset - step - 1) % self.every for offset in self._fragment_at)
 
-    @cached_property
-    def _fragment_at(self) -> dict[int, int]:
-        """Fragments, by the place in the cycle of `every` steps at which they are sent."""
-        return {
-            (fragment + 1) * self.every // self.fragments % self.every: fragment
-            for fragment in range(self.fragments)
-        }
-
-    def step_of(self, number: int) -> int:
-        """Return the local step after which the sending of this number is due, counted from 0."""
+    def send_step(self, number: int) -> int:
+        """Return the local step after which send number `number`, counted from 0, is due."""
         cycle, fragment = divmod(number, self.fragments)
         return cycle * self.every + (fragment + 1) * self.every // self.fragments
 
-    def merged_at(self, step: int) -> int | None:
-        """Return the fragment that is merged after local step `step`, before one is sent."""
-        sent = step - self.delay
-        return self.sent_at(sent) if sent > 0 else None
+    @cached_property
+    def _fragment_at(self) -> dict[int, int]:
+        """Fragments by the offset in the cycle of `every` steps at which they are sent."""
+        return {self.send_step(fragment) % self.every: fragment for fragment in range(self.fragments)}
 
 
 def layers_of(module: nn.Module) -> list[list[str]]:
     """Return the names of the trained parameters, layer by layer, in registration order.
 
-    A layer is a member of a ``ModuleList`` or ``Sequential`` (the outermost one) or, outside of them, a child of the
-    module, or a parameter of its own.
+    A layer is a member of a ``ModuleList`` or ``Sequential`` (the outermost one) or, outside of them, a child or a
+    parameter of the module.
     """
     from torch import nn
 
-    listed = [
+    lists = [
         name for name, child in module.named_modules() if isinstance(child, nn.ModuleList | nn.Sequential)
     ]
     layers: dict[str, list[str]] = {}
     for name, param in module.named_parameters():
         if param.requires_grad:
-            layers.setdefault(_layer(name, listed), []).append(name)
+            layers.setdefault(_layer(name, lists), []).append(name)
     return list(layers.values())
 
 
-def _layer(name: str, listed: Sequence[str]) -> str:
-    """Return what the layer of parameter `name` is called; the lists come outermost first."""
-    for each in listed:
+def _layer(name: str, lists: Sequence[str]) -> str:
+    """Return the name of a parameter's layer; `lists` come outermost first."""
+    for each in lists:
         prefix = f"{each}." if each else ""
         if name.startswith(prefix):
             return prefix + name.removeprefix(prefix).partition(".")[0]
     return name.partition(".")[0]
 
 
-def strided(layers: Sequence[Sequence[str]], fragments: int) -> list[list[str]]:
+def split_into_fragments(layers: Sequence[Sequence[str]], fragments: int) -> list[list[str]]:
     """Return the parameters of each fragment.
 
     Raises:
-        UsageError: there are more fragments than layers.
+        UsageError: more fragments than layers.
 
     Example:
-        >>> strided([["a"], ["b.w", "b.b"], ["c"]], 2)
+        >>> split_into_fragments([["a"], ["b.w", "b.b"], ["c"]], 2)
         [['a', 'c'], ['b.w', 'b.b']]
     """
     if fragments > len(layers):
@@ -132,3 +131,48 @@ def strided(layers: Sequence[Sequence[str]], fragments: int) -> list[list[str]]:
             remedy=f"give at most {len(layers)} fragments",
         )
     return [[name for layer in layers[first::fragments] for name in layer] for first in range(fragments)]
+
+
+def check_synchronisable(
+    user: str, params: Mapping[str, Tensor], compression: Compression | None
+) -> list[str]:
+    """Return the names of the trained parameters that are exempt from compression, once all can be averaged.
+
+    Args:
+        user: what synchronises them, for messages.
+        params: of the model, by name.
+        compression: of what is sent.
+
+    Raises:
+        UsageError: a parameter can't be averaged or compressed; it is named.
+    """
+    from torch.distributed.tensor import DTensor
+
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    if not trained:
+        raise UsageError(f"{user}: the model has no trainable parameter", remedy="unfreeze some")
+    device = next(iter(trained.values())).device
+    for name, param in trained.items():
+        if isinstance(param, DTensor) or not param.is_floating_point():
+            kind = "sharded" if isinstance(param, DTensor) else str(param.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"{user}: parameter {name!r} is {kind}",
+                remedy="use a model whose ranks hold real, whole parameters",
+            )
+        if param.device != device:
+            raise UsageError(
+                f"{user}: parameter {name!r} is on {param.device}, others on {device}",
+                remedy="keep the model on one device",
+            )
+    if compression is None:
+        return []
+    if compression.name == "powersgd":
+        raise UsageError(
+            f"{user} with powersgd, which tracks a gradient from step to step",
+            remedy="use int4 or int8: pseudo-gradients are sent rarely",
+        )
+    exempt = [name for name, param in trained.items() if compression.exempts(name, param)]
+    for name, param in trained.items():
+        if name not in exempt:
+            compression.check_supported(name, param)
+    return exempt

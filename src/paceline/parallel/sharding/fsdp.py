@@ -1,19 +1,19 @@
-"""`full-shard`: PyTorch FSDP2 (``fully_shard``) behind the engine's surface.
+"""`full-shard`: PyTorch FSDP2 (``fully_shard``) as an engine of `DataParallel`.
 
-FSDP2 shards parameters, gradients and optimizer state, and runs its own collectives. This engine adds what
-it lacks: the weighted mean (FSDP2 only sums here; the weights are the reducer's, see `weights`),
-parameters that some or all ranks do not use, ranks without data, and the gate.
+FSDP2 shards parameters, gradients and optimizer state, and runs its own collectives. This engine adds what it lacks:
+the weighted mean (FSDP2 only sums here, with the weights of the reducer, see `loss_weights`), parameters that some or
+all ranks do not use, ranks without data, the step guard, and over gloo collectives that are sent point to point.
 
-Parameters that FSDP2 can't shard (scalars, complex or non-contiguous ones, other dtypes than the rest) stay
-whole on every rank and go through the reducer, whose ledger closes the round for both kinds.
+Parameters that FSDP2 can't shard (scalars, complex or non-contiguous ones, other dtypes than the rest) stay whole on
+every rank and go through the reducer, whose ledger closes the round for both kinds.
 
-[Note: ranks without data] FSDP2 gathers parameters in forward, so a rank without a batch must run forward
-and backward too. It repeats the forwards that its latest backward went through, and contributes zero. A rank
-that never had a batch is given the inputs of one that has, in a hand-shake before the first forward.
+[Note: ranks without data] FSDP2 gathers parameters in forward, so a rank without a batch must run forward and backward
+too. It repeats the forwards of its latest backward and contributes zero. A rank that never had a batch receives the
+inputs of one that has, before the first forward.
 
-[Note: torch internals] Which parameters got a gradient is seen by hooks on FSDP2's unsharded parameters,
-which torch keeps private. Where a torch version hides them, all parameters count as used: those that no
-rank used then have zero gradients instead of none.
+[Note: torch internals] Which parameters got a gradient is observed by hooks on FSDP2's unsharded parameters, which are
+private to torch. If a torch version hides them, all parameters count as used: those that no rank used then have zero
+gradients instead of None.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from paceline._core.step_state import step_state
 from paceline.errors import SyncError, UnsyncedGradients, UsageError
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.round_status import RoundSummary, Status
-from paceline.parallel.sharding.fsdp_p2p import DirectAllGather, DirectReduceScatter
 from paceline.parallel.strategy import Sync
 
 __all__ = ["FSDPEngine", "default_units"]
 
 UNIT_NUMEL = 100_000
-"""Smallest member of a ModuleList that is gathered on its own."""
+"""Smallest member of a ModuleList that is gathered as a unit of its own."""
+
+_P2P_NBYTES = 2 << 20
+"""Below this size gloo's own collectives are used: there the fixed cost decides."""
 
 
 def default_units(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -55,15 +59,15 @@ def default_units(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class FSDPEngine(Reducer):
-    """Applies FSDP2 to a module and keeps the rounds of the reducer around it.
+    """Applies FSDP2 to a module and runs the reducer's rounds around it.
 
     Args:
         module: the model; its parameters become DTensors in place.
         comm: the ranks, more than one.
         plan: ``Sync(shard="parameters")``.
-        reduce_dtype: dtype of FSDP2's reduce-scatter; None: the parameters' own.
+        reduce_dtype: dtype of FSDP2's reduce-scatter; None: that of the parameters.
         units: submodules gathered one at a time; None: `default_units`.
-        gather_dtype: of gathered parameters; None: their own.
+        gather_dtype: dtype of gathered parameters; None: their own.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class FSDPEngine(Reducer):
         gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
-        self.units = default_units(module) if units is None else _submodules(module, units)
+        self.units = default_units(module) if units is None else _checked_units(module, units)
         whole = _unshardable(module)
         self._shard(comm, MixedPrecisionPolicy(param_dtype=gather_dtype, reduce_dtype=reduce_dtype), whole)
         named = list(module.named_parameters())
@@ -88,25 +92,25 @@ class FSDPEngine(Reducer):
         self._ids |= {id(param) for _, param in self.shards}
         self._shard_used = {name: False for name, _ in self.shards}
         self._watched: set[int] = set()
-        self._shards_local = False  # FSDP2 holds gradients that no reduce-scatter has seen
-        self._reached: list[object] = []  # inputs of the forwards that the present backward goes through
-        self._latest: list[Any] = []  # ... and of those of the one before, in the order they ran
-        self._shaken = False  # every rank has seen inputs
+        self._shards_local = False  # FSDP2 holds gradients that were not reduce-scattered
+        self._reached: list[object] = []  # inputs of the forwards that the present backward has reached
+        self._latest: list[Any] = []  # inputs of the forwards of the previous backward, in the order they ran
+        self._inputs_shared = False  # every rank has seen inputs
 
     def _shard(self, comm: Comm, policy: MixedPrecisionPolicy, whole: set[torch.nn.Parameter]) -> None:
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         mesh = comm.mesh(device)
         for part in [*self.units, self.module]:
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=whole)
-        for part in self._parts():
+        for part in self._fsdp_modules():
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_reduce_scatter_unused_params(True, recurse=False)
             if comm.backend == "gloo" and device == "cpu":
-                part.set_custom_reduce_scatter(DirectReduceScatter(comm))
-                part.set_custom_all_gather(DirectAllGather(comm))
+                part.set_custom_reduce_scatter(_P2PReduceScatter(comm))
+                part.set_custom_all_gather(_P2PAllGather(comm))
 
-    def _parts(self) -> Iterator[FSDPModule]:
+    def _fsdp_modules(self) -> Iterator[FSDPModule]:
         for child in self.module.modules():
             if isinstance(child, FSDPModule):
                 yield child
@@ -119,39 +123,40 @@ class FSDPEngine(Reducer):
 
     def before_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return the inputs, for a later backward without data; see [Note: ranks without data]."""
-        self._shake_hands((args, kwargs))
+        self._share_inputs((args, kwargs))
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
 
     def backward_reached(self, call: object) -> None:
-        """Note a forward that backward goes through: the last one comes first."""
+        """Record a forward that backward reaches, the last one first."""
         super().backward_reached(call)
         if all(call is not other for other in self._reached):
             self._reached.append(call)
 
-    def _shake_hands(self, call: tuple[Any, Any] | None) -> None:
-        """Make sure, once, that every rank has seen inputs."""
-        if self._shaken:
+    def _share_inputs(self, call: tuple[Any, Any] | None) -> None:
+        """Give inputs, once, to ranks that have none."""
+        if self._inputs_shared:
             return
         have = self.comm.gather_objects(call is not None)
         if not any(have):
             return
-        self._shaken = True
+        self._inputs_shared = True
         if all(have):
             return
-        box = [call if self.comm.rank == have.index(True) else None]
-        dist.broadcast_object_list(box, group=self.comm.group, group_src=have.index(True))
+        source = have.index(True)
+        box = [call if self.comm.rank == source else None]
+        dist.broadcast_object_list(box, group=self.comm.group, group_src=source)
         if call is None and box[0] is not None:
             self._latest = [box[0]]
 
     # ------------------------------------------------------------------ backward
 
     def begin(self, status: Status, samples: float = 0.0) -> None:
-        """Open a backward; whether FSDP2 reduces in it is decided here."""
+        """Open a backward, and decide whether FSDP2 reduces in it."""
         opening = not self._in_backward
         super().begin(status, samples)
         if opening:
             self._root().set_requires_gradient_sync(self._will_sync)
-            if not self._shards_local:  # what zero_grad() dropped is unused until backward brings it again
+            if not self._shards_local:  # what zero_grad() dropped is unused until backward computes it again
                 self._shard_used = {name: param.grad is not None for name, param in self.shards}
             self._watch_shards()
 
@@ -163,12 +168,12 @@ class FSDPEngine(Reducer):
         self._multiply_shards(factor)
 
     def _watch_shards(self) -> None:
-        for fsdp_param in _fsdp_params(self._parts()):
+        for fsdp_param in _fsdp_params(self._fsdp_modules()):
             full = getattr(fsdp_param, "_unsharded_param", None)
             if full is None or id(full) in self._watched or not full.requires_grad:
                 continue
             self._watched.add(id(full))
-            name = self._name_of(fsdp_param)
+            name = next(name for name, param in self.shards if param is fsdp_param.sharded_param)
             full.register_post_accumulate_grad_hook(partial(self._mark_used, name))
 
     def _mark_used(self, name: str, whole: torch.Tensor) -> None:
@@ -176,15 +181,12 @@ class FSDPEngine(Reducer):
         if self.finite_check is not None and whole.grad is not None:  # before FSDP2 reduces it
             self.finite_check.record_peak(whole.grad)
 
-    def _name_of(self, fsdp_param: Any) -> str:
-        return next(name for name, param in self.shards if param is fsdp_param.sharded_param)
-
     def contribute_nothing(self, loss: torch.Tensor | None) -> None:
         """Run FSDP2's collectives with a contribution of zero; see [Note: ranks without data]."""
         if loss is not None:
             loss.backward(torch.zeros_like(loss))
             return
-        self._shake_hands(None)
+        self._share_inputs(None)
         if not self._latest:
             raise SyncError(
                 "no rank has had a batch yet, so backward(None, samples=0) has nothing to repeat",
@@ -209,7 +211,7 @@ class FSDPEngine(Reducer):
             buffer.copy_(before)
 
     def finish(self, failed: bool = False) -> None:
-        """Close the backward; FSDP2 can't complete a round that failed, so then this rank just starts anew."""
+        """Close the backward. FSDP2 can't complete a failed round, so this rank then starts afresh."""
         reached, self._reached = self._reached, []
         if reached and not failed:
             self._latest = reached[::-1]
@@ -225,12 +227,13 @@ class FSDPEngine(Reducer):
         """Close the round with the ledger.
 
         Raises:
-            UnsyncedGradients: FSDP2 holds gradients of this rank only, which it reduces in backward alone.
+            UnsyncedGradients: FSDP2 holds gradients of this rank only, which it reduces in backward only.
         """
         if self._shards_local:
+            used = ", ".join(repr(name) for name, used in self._shard_used.items() if used)
             raise UnsyncedGradients(
                 "the last backward ran inside accumulate(); with full-shard only backward can synchronise "
-                f"(parameters {', '.join(repr(name) for name, used in self._shard_used.items() if used)})",
+                f"(parameters {used})",
                 rank=self.comm.rank,
                 step=self.step,
                 remedy="leave accumulate() before the last backward of a step",
@@ -239,10 +242,10 @@ class FSDPEngine(Reducer):
 
     @property
     def sees_waiting(self) -> bool:
-        """Whether the host's clock tells computing from waiting: FSDP2 waits inside forward and backward."""
+        """False: FSDP2 waits inside forward and backward, where the host's clock can't tell it from computing."""
         return False
 
-    # ------------------------------------------------------------------ conclude
+    # ------------------------------------------------------------------ result
 
     def _used_flags(self) -> list[bool]:
         visible = bool(self._watched) or not self.shards
@@ -273,34 +276,34 @@ class FSDPEngine(Reducer):
 
     def parts_by_name(self) -> dict[str, list[torch.Tensor]]:
         """Return this rank's part of the result, by parameter."""
+        grads = {name: param.grad for name, param in self.shards}
         shards = {
-            name: [param.grad.to_local()] if isinstance(param.grad, DTensor) else []
-            for name, param in self.shards
+            name: [grad.to_local()] if isinstance(grad, DTensor) else [] for name, grad in grads.items()
         }
         return super().parts_by_name() | shards
 
     def drop(self) -> None:
-        """Forget all gradients, FSDP2's own too."""
+        """Drop all gradients, FSDP2's own included."""
         super().drop()
         self._shards_local = False
         self._shard_used = dict.fromkeys(self._shard_used, False)
         for _, param in self.shards:
             param.grad = None
-        for fsdp_param in _fsdp_params(self._parts()):
+        for fsdp_param in _fsdp_params(self._fsdp_modules()):
             fsdp_param.unsharded_accumulated_grad = None
             if hasattr(fsdp_param, "_unsharded_param"):
                 fsdp_param._unsharded_param.grad = None
 
-    # ------------------------------------------------------------------ what the rest of Paceline asks
+    # ------------------------------------------------------------------ parameters and gradients
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are."""
+        """Device of the gradients."""
         return self.shards[0][1].device if self.shards else super().device
 
     @property
     def splits_gradients(self) -> bool:
-        """Always: ranks hold different parts."""
+        """True: ranks hold different parts."""
         return True
 
     def local_grads(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -312,15 +315,55 @@ class FSDPEngine(Reducer):
         return [*super().named_parameters(), *self.shards]
 
     def whole(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of the parameters, gathered; all ranks take part."""
-        return [
-            (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
-            for param in params
-        ]
+        """Return gathered copies of the parameters; a collective."""
+        return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in params]
+
+
+class _OverComm:
+    """Runs one of FSDP2's collectives point to point over `comm`; blocks, since gloo has no streams."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+
+class _P2PAllGather(_OverComm, DefaultAllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with all ranks' `input_tensor`, which may be its own part of it."""
+        if output_tensor.nbytes < _P2P_NBYTES:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        own = output_tensor.chunk(self._comm.size)[self._comm.rank]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor)
+        with step_state.waiting_for_peers():
+            self._comm.all_gather(output_tensor).wait()
+        return None
+
+
+class _P2PReduceScatter(_OverComm, DefaultReduceScatter):
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Write the sum of all ranks' parts of `input_tensor` for this rank to `output_tensor`."""
+        if input_tensor.nbytes < _P2P_NBYTES:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        with step_state.waiting_for_peers():
+            self._comm.reduce_scatter(input_tensor, output_tensor).wait()
+        return None
 
 
 def _unshardable(module: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Return the parameters that FSDP2 would refuse."""
+    """Return the parameters that FSDP2 would reject."""
     sizes: Counter[torch.dtype] = Counter()
     for param in module.parameters():
         if not param.is_complex() and param.is_floating_point():
@@ -333,10 +376,10 @@ def _unshardable(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     }
 
 
-def _fsdp_params(parts: Iterator[FSDPModule]) -> Iterator[Any]:
-    """Yield FSDP2's records of its parameters; nothing where torch hides them."""
-    for part in parts:
-        state = getattr(part, "_get_fsdp_state", lambda: None)()
+def _fsdp_params(modules: Iterator[FSDPModule]) -> Iterator[Any]:
+    """Yield FSDP2's records of its parameters; none if torch hides them."""
+    for module in modules:
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             group = getattr(state, "_fsdp_param_group", None)
@@ -345,13 +388,13 @@ def _fsdp_params(parts: Iterator[FSDPModule]) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def _submodules(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return `units`, once each is found to be a submodule of `module`."""
+def _checked_units(module: torch.nn.Module, units: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return `units`, all of which must be submodules of `module`."""
     inside = {id(child) for child in module.modules()}
     for unit in units:
         if id(unit) not in inside:
             raise UsageError(
-                f"unit {type(unit).__name__} is no submodule of the model",
+                f"unit {type(unit).__name__} is not a submodule of the model",
                 remedy="pass members of model.modules()",
             )
     return list(units)

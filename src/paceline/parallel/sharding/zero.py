@@ -1,11 +1,11 @@
-"""`ShardedOptimizer`: every rank updates its N-th of the parameters and gathers the rest (ZeRO-1).
+"""`ShardedOptimizer`: every rank updates 1/N of the parameters and gathers the rest (ZeRO-1).
 
-    backward                      step(), part by part
-    reduce-scatter per bucket  →  wait for its buckets  →  update own shard  →  all-gather, under way during the next
+    backward                      step(), one group of buckets after another
+    reduce-scatter per bucket  →  wait for its buckets  →  update own shard  →  all-gather, overlaps the next group
 
-Optimizer state exists only for the own shard, so it takes 1/N of the memory and the update 1/N of the time
-(Rajbhandari et al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be
-elementwise: what happens to a number may depend on that number's own past only. That is checked.
+Optimizer state exists for the own shard only: 1/N of the memory, and the update takes 1/N of the time (Rajbhandari et
+al., ZeRO, arXiv 1910.02054 §5.1). Shards cut through parameters, so the update must be elementwise: a new number may
+depend on that number's own history only. This is checked by trying the optimizer.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,34 +24,42 @@ import torch.distributed as dist
 from paceline._core.step_state import step_state
 from paceline.cost_model.bucket_layout import update_parts
 from paceline.errors import UsageError
-from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.engine.bucket import Bucket, ShardPiece, storage_numel
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.engine.step_guard import ConsumesShards
-from paceline.parallel.sharding.elementwise_probe import elementwise_keys, is_elementwise, probe
-from paceline.parallel.sharding.reshard import StateOf, cut, flattened, gather, joined, shaped, whole_part
+from paceline.parallel.sharding import reshard
+from paceline.parallel.sharding.reshard import Shards, StateOf
 
 __all__ = ["ShardedOptimizer"]
 
 _Params = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 
+class WrappedModel(Protocol):
+    """A `paceline.DataParallel`, as its optimizer sees it."""
+
+    @property
+    def engine(self) -> Reducer: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
 class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
     """Runs any elementwise torch optimizer on this rank's shard of a `DataParallel` model.
 
-    Where the model's strategy shards nothing, or shards parameters itself, it is that optimizer on all of
-    them, so a program need not change with the strategy. Learning-rate schedulers, parameter groups and
-    closures work as with any torch optimizer. ``step()`` uses the gradients up: a sharded model starts the
-    next backward from zero even without ``zero_grad()``.
+    If the model's strategy shards nothing, or shards the parameters themselves, it is that optimizer on all of them, so
+    a program need not change with the strategy. Learning-rate schedulers, parameter groups and closures work as with
+    any torch optimizer. ``step()`` consumes the gradients: a sharded model starts the next backward from zero even
+    without ``zero_grad()``.
 
     Args:
-        model: the wrapped model.
+        model: the `DataParallel`.
         optimizer: the class, for example ``torch.optim.AdamW``.
-        params: parameters or groups, as any torch optimizer takes them; None: all that are trained.
+        params: parameters or groups, as for any torch optimizer; None: all trainable ones.
         options: passed to `optimizer`: ``lr``, ``betas``, ``fused`` …
 
     Raises:
-        UsageError: the optimizer is no class, is not elementwise or rejects the options, or parameters are not the
+        UsageError: `optimizer` is not a class, is not elementwise or rejects the options, or parameters are not the
             model's.
 
     Example:
@@ -60,12 +68,12 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
 
     def __init__(
         self,
-        model: DataParallel,
+        model: WrappedModel,
         optimizer: type[torch.optim.Optimizer],
         params: _Params | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(model, DataParallel):
+        if not isinstance(getattr(model, "engine", None), Reducer):
             raise UsageError(
                 f"ShardedOptimizer({type(model).__name__}, ...)",
                 remedy="wrap the model: paceline.DataParallel(model)",
@@ -73,16 +81,20 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
             kind = getattr(optimizer, "__name__", type(optimizer).__name__)
             raise UsageError(
-                f"ShardedOptimizer(model, {kind}, ...): that is no optimizer's class",
+                f"ShardedOptimizer(model, {kind}, ...): that is not an optimizer class",
                 remedy="pass the class and its options: ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)",
             )
-        engine = model.engine
-        self._engine = engine
+        self._engine = model.engine
         self._class, self._options = optimizer, options
-        tried = probe(optimizer, options)
+        defaults = reshard.defaults_with(optimizer, options)
         given = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
-        super().__init__(cast(Any, given), dict(tried.defaults))
-        self._check_owned(model)
+        super().__init__(cast(Any, given), defaults)
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if not self._engine.holds(param):
+                raise UsageError(
+                    f"a parameter of shape {list(param.shape)} is not one of the model's",
+                    remedy="pass parameters of the wrapped model",
+                )
         self._whole: torch.optim.Optimizer | None = None
         if self._reducer is None:
             self._update_whole()
@@ -91,41 +103,32 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 f"{optimizer.__name__} is not elementwise, so it can't update parts of parameters",
                 remedy="use an elementwise optimizer (SGD, Adam, AdamW, RMSprop …) or another strategy",
             )
-        self._parts: list[_Part] = []
-        self._loaded: dict[str, list[dict[str, Any]]] = {}
+        self._groups: list[_BucketGroup] = []
+        self._loaded: Shards = {}
         self._expected: list[list[dist.Work]] = []  # receives of the other shards, posted before the update
-        if engine.tuner is not None:
-            engine.tuner.attach(self)
+        if self._engine.tuner is not None:
+            self._engine.tuner.attach(self)
 
     @property
     def _reducer(self) -> Reducer | None:
-        """The engine, where it leaves each rank a shard of the gradients."""
+        """The engine, if it leaves each rank a shard of the gradients."""
         return self._engine if self._engine.sharded else None
 
     @cached_property
     def can_shard(self) -> bool:
-        """Whether the optimizer may update parts of parameters: whether it is elementwise."""
-        return is_elementwise(self._class, self._options)
+        """Whether the optimizer is elementwise, so that it may update parts of parameters."""
+        return reshard.is_elementwise(self._class, self._options)
 
     @cached_property
     def _elementwise(self) -> frozenset[str]:
-        """The names of what the state has of every element, rather than of a whole parameter."""
-        return elementwise_keys(self._class, self._options)
+        """Names of the per-element entries of the state."""
+        return reshard.elementwise_keys(self._class, self._options)
 
     def _update_whole(self) -> None:
-        """From now on be the optimizer of whole parameters."""
+        """Update whole parameters from now on."""
         self._whole = self._class(self.param_groups, **self._options)
         self._whole.param_groups = self.param_groups  # one list: schedulers change what the update reads
         self.state = self._whole.state
-
-    def _check_owned(self, model: DataParallel) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if not model.engine.holds(param):
-                    raise UsageError(
-                        f"a parameter of shape {list(param.shape)} is not one of the model's",
-                        remedy="pass parameters of the wrapped model",
-                    )
 
     # ------------------------------------------------------------------ step
 
@@ -139,10 +142,10 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
             The closure's result, or None.
         """
         if self._whole is not None:
-            done = self._whole.step(closure) if closure is not None else self._whole.step()
+            result = self._whole.step(closure) if closure is not None else self._whole.step()
             if self._engine.tuner is not None:
-                self._engine.drop()  # as where it shards: a program must not depend on what is chosen
-            return done
+                self._engine.drop()  # as when sharded: a program must not depend on the chosen plan
+            return result
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -151,76 +154,75 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         assert reducer is not None, "without an inner optimizer the model is sharded"
         if reducer.unsynced:
             reducer.synchronise()
-        if reducer.has_buckets:  # no backward yet: nothing to update
+        if reducer.has_buckets:  # otherwise no backward has run: nothing to update
             self._update(reducer)
         return result
 
     def _update(self, reducer: Reducer) -> None:
-        """Part by part: wait for the sums, update the own shard, send it to the others; then wait for theirs."""
-        parts = self._parts or self._build(reducer)
-        flats = [bucket.params for bucket in reducer.buckets if bucket.params is not None]
-        if not self._expected:  # an update that raised has posted them already
+        """Per group: wait for the sums, update the own shard, send it; then wait for the other ranks' shards."""
+        groups = self._groups or self._build(reducer)
+        flats = [flat for group in groups for flat in group.flats()]
+        if not self._expected:  # else posted by an update that raised
             self._expected = [reducer.comm.post_part_receives(flat) for flat in flats]
-        exposed, under_way = 0.0, []
+        exposed, gathering = 0.0, []
         recorder = step_state.recorder_of(reducer.comm)
-        arriving = iter(self._expected)
-        for part in parts:
-            exposed += sum(reducer.launch_queue.wait_for(bucket) for bucket in part.buckets)
-            part.update(self.param_groups)
-            for flat in part.flats():
+        others = (reducer.comm.size - 1) / reducer.comm.size
+        expected = iter(self._expected)
+        for group in groups:
+            exposed += sum(reducer.launch_queue.wait_for(bucket) for bucket in group.buckets)
+            group.update(self.param_groups)
+            for flat in group.flats():
                 launched = time.perf_counter()
-                pending = reducer.comm.all_gather(flat, next(arriving))
+                pending = reducer.comm.all_gather(flat, next(expected))
                 if recorder is not None:
-                    sent = flat.nbytes * (reducer.comm.size - 1) / reducer.comm.size
-                    recorder.launched("gather", len(under_way), flat.nbytes, sent, None, launched)
-                under_way.append(pending)
+                    sent = flat.nbytes * others
+                    recorder.launched("gather", len(gathering), flat.nbytes, sent, None, launched)
+                gathering.append(pending)
         started = time.perf_counter()
         step_state.begin_wait()
-        for number, pending in enumerate(under_way):
+        for number, pending in enumerate(gathering):
             pending.wait()
             if recorder is not None:
                 recorder.completed("gather", number, pending.ended, time.perf_counter())
         step_state.end_wait()
         self._expected = []
         seconds = time.perf_counter() - started
-        timings = reducer.timings
+        timings, nbytes = reducer.timings, sum(flat.nbytes for flat in flats)
         timings.calls += len(flats)
-        nbytes = sum(flat.nbytes for flat in flats)
         timings.nbytes += nbytes
-        timings.sent_nbytes += nbytes * (reducer.comm.size - 1) / reducer.comm.size
+        timings.sent_nbytes += nbytes * others
         reducer.note_waiting(exposed + seconds)
         timings.call_seconds.extend([seconds / len(flats)] * len(flats) if flats else [])
         reducer.drop()
 
-    def _build(self, reducer: Reducer) -> list[_Part]:
-        """Return the parts of the update: this rank's shards of some buckets each, with any loaded state."""
+    def _build(self, reducer: Reducer) -> list[_BucketGroup]:
+        """Create the groups of buckets with this rank's shards and any loaded state."""
         group_of = {id(param): at for at, group in enumerate(self.param_groups) for param in group["params"]}
         full = [bucket for bucket in reducer.buckets if bucket.slots]
+        rank, size = reducer.comm.rank, reducer.comm.size
         for members in update_parts([bucket.flat.nbytes for bucket in full]):
             buckets = [full[index] for index in members]
-            pieces: list[list[tuple[ShardPiece, torch.nn.Parameter]]] = [[] for _ in self.param_groups]
-            for piece in (
-                p for bucket in buckets for p in bucket.pieces(reducer.comm.rank, reducer.comm.size)
-            ):
+            param_groups = [{**_options_of(group), "params": []} for group in self.param_groups]
+            pieces: list[tuple[ShardPiece, torch.nn.Parameter]] = []
+            for piece in (p for bucket in buckets for p in bucket.pieces(rank, size)):
                 at = group_of.get(id(piece.slot.param))
                 if at is not None:
-                    pieces[at].append((piece, torch.nn.Parameter(piece.data)))
-            groups = [
-                {**_options_of(group), "params": [param for _, param in held]}
-                for group, held in zip(self.param_groups, pieces, strict=True)
-            ]
-            part = _Part(buckets, pieces, self._class(groups, **self._options))
-            for piece, param in part.flat_pieces():
-                if piece.slot.name in self._loaded:
-                    held = self._loaded[piece.slot.name]
-                    state = cut(piece.slot.name, piece.start, piece.stop, held, self._elementwise)
-                    part.optimizer.state[param] = state
-            self._parts.append(part)
+                    pieces.append((piece, torch.nn.Parameter(piece.data)))
+                    param_groups[at]["params"].append(pieces[-1][1])
+            built = _BucketGroup(buckets, pieces, self._class(param_groups, **self._options))
+            for piece, param in pieces:
+                name = piece.slot.name
+                if name in self._loaded:
+                    state = reshard.slice_state(
+                        name, piece.start, piece.stop, self._loaded[name], self._elementwise
+                    )
+                    built.optimizer.state[param] = state
+            self._groups.append(built)
         self._loaded = {}
-        return self._parts
+        return self._groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; buckets stay where they are."""
+        """Drop the gradients; buckets stay allocated."""
         if self._reducer is not None:
             self._reducer.drop()
         super().zero_grad(set_to_none)
@@ -231,76 +233,78 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         """Return the options of each group and this rank's shards of the state.
 
         Returns:
-            ``{"param_groups": [options …], "shards": {parameter name: [{"start", "stop", "state"} …]}}``,
-            `start` and `stop` counting elements of the flattened parameter. Unsharded, the plain optimizer's.
+            ``{"param_groups": [options …], "shards": {parameter name: [{"start", "stop", "state"} …]}}``, where `start`
+            and `stop` count elements of the flattened parameter. Unsharded, the state of the plain optimizer.
         """
         if self._whole is not None:
             return self._whole.state_dict()
         return {"param_groups": [_options_of(group) for group in self.param_groups], "shards": self.shards()}
 
-    def shards(self) -> dict[str, list[dict[str, Any]]] | None:
-        """Return this rank's shards of the state, as in `state_dict`; None where nothing is sharded."""
+    def shards(self) -> Shards | None:
+        """Return this rank's shards of the state, as in `state_dict`; None if nothing is sharded."""
         if self._whole is not None:
             return None
-        if not self._parts:
+        if not self._groups:
             return self._loaded
-        shards: dict[str, list[dict[str, Any]]] = {}
-        for part in self._parts:
-            for piece, param in part.flat_pieces():
-                state = dict(part.optimizer.state[param])
-                held = {"start": piece.start, "stop": piece.stop, "state": state}
-                shards.setdefault(piece.slot.name, []).append(held)
+        shards: Shards = {}
+        for piece, state in self._pieces_with_state():
+            shard = {"start": piece.start, "stop": piece.stop, "state": dict(state)}
+            shards.setdefault(piece.slot.name, []).append(shard)
         return shards
 
+    def _pieces_with_state(self) -> list[tuple[ShardPiece, dict[str, Any]]]:
+        return [
+            (piece, group.optimizer.state[param]) for group in self._groups for piece, param in group.pieces
+        ]
+
     def includes(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether `optimizer` is this one, or what it updates whole parameters with."""
+        """Return whether `optimizer` is this one, or the one that updates whole parameters for it."""
         return optimizer is self or optimizer is self._whole
 
     @property
     def movable(self) -> bool:
-        """Whether the state can move to another layout now: not before loaded shards were taken up."""
+        """Whether the state can move to another layout now: not before loaded shards were used."""
         return self._whole is not None or not (self._expected or self._loaded)
 
     def gather_state(self) -> StateOf:
-        """Return the whole state of every parameter, in the form of `paceline.parallel.sharding.reshard`; all ranks
-        call this."""
+        """Return the whole state of every parameter, in the form of `reshard`; a collective."""
         if self._whole is not None:
             held = [(name, param, self._whole.state.get(param)) for name, param in self._named()]
-            return {name: flattened(state, param, self._elementwise) for name, param, state in held if state}
-        held = [
-            (piece, part.optimizer.state.get(param, {}))
-            for part in self._parts
-            for piece, param in part.flat_pieces()
-        ]
-        return gather(held, [bucket for part in self._parts for bucket in part.buckets], self._engine.comm)
+            return {
+                name: reshard.flatten_state(state, param, self._elementwise)
+                for name, param, state in held
+                if state
+            }
+        buckets = [bucket for group in self._groups for bucket in group.buckets]
+        return reshard.gather_state(self._pieces_with_state(), buckets, self._engine.comm)
 
     def resume_state(self, state_of: StateOf) -> None:
-        """Go on with a state that was gathered, in the layout that the engine has now."""
-        self._parts, self._loaded, self._whole = [], {}, None
+        """Continue from a gathered state, in the layout that the engine has now."""
+        self._groups, self._loaded, self._whole = [], {}, None
         held = [(name, param) for name, param in self._engine.named_parameters() if name in state_of]
         if self._reducer is None:
             self._update_whole()
-            self.state.update((param, shaped(state_of[name], param)) for name, param in held)
+            self.state.update((param, reshard.unflatten_state(state_of[name], param)) for name, param in held)
             return
         self.state = defaultdict(dict)
-        self._loaded = {name: [whole_part(state_of[name], param)] for name, param in held}
+        self._loaded = {name: [reshard.whole_shard(state_of[name], param)] for name, param in held}
         self._build(self._reducer)
 
     def forget_state(self) -> None:
-        """Begin with a fresh state."""
+        """Start from a fresh state."""
         if self._whole is not None:
             self._whole.state.clear()
-        self._parts, self._loaded = [], {}
+        self._groups, self._loaded = [], {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a state, whole or in shards, whatever the layout is now.
+        """Load a state, whole or in shards, into the present layout.
 
-        Shards of one or of all ranks are cut to fit however many ranks there are. Where each rank updates whole
-        parameters, it asks the others for their shards; so all ranks call this.
+        Shards of one or of all ranks are cut to fit any number of ranks. If each rank updates whole parameters, it
+        gathers the other ranks' shards, so all ranks must call this.
 
         Raises:
-            UsageError: the number of groups differs, or a part of the state is missing (told at the first step, where
-                there are shards).
+            UsageError: the number of groups differs, or a part of the state is missing (if sharded, raised by the
+                first step).
         """
         options = state_dict["param_groups"]
         if len(options) != len(self.param_groups):
@@ -308,24 +312,33 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
                 f"the state has {len(options)} parameter groups, this optimizer {len(self.param_groups)}"
             )
         if self._whole is not None:
-            self._whole.load_state_dict(self._in_whole(state_dict) if "shards" in state_dict else state_dict)
+            self._whole.load_state_dict(self._unsharded(state_dict) if "shards" in state_dict else state_dict)
             self.param_groups, self.state = self._whole.param_groups, self._whole.state
             return
         for group, loaded in zip(self.param_groups, options, strict=True):
             group.update(_options_of(loaded))
-        self._loaded = (
-            state_dict["shards"] if "shards" in state_dict else self._as_shards(state_dict["state"])
-        )
-        self._parts = []
+        if "shards" in state_dict:
+            self._loaded = state_dict["shards"]
+        else:
+            self._loaded = {
+                name: [
+                    reshard.whole_shard(
+                        reshard.flatten_state(state_dict["state"][index], param, self._elementwise), param
+                    )
+                ]
+                for index, (name, param) in enumerate(self._named())
+                if index in state_dict["state"]
+            }
+        self._groups = []
 
-    def _in_whole(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state in shards as torch's optimizers have it, with the shards of all ranks."""
-        parts_of = joined(self._engine.comm.gather_objects(state_dict["shards"]))
+    def _unsharded(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a sharded state in torch's format, with the shards of all ranks."""
+        shards_of = reshard.merge_shards(self._engine.comm.gather_objects(state_dict["shards"]))
         state: dict[int, dict[str, Any]] = {}
         for index, (name, param) in enumerate(self._named()):
-            if name in parts_of:
-                whole = cut(name, 0, storage_numel(param), parts_of[name], self._elementwise)
-                state[index] = shaped(whole, param)
+            if name in shards_of:
+                whole = reshard.slice_state(name, 0, storage_numel(param), shards_of[name], self._elementwise)
+                state[index] = reshard.unflatten_state(whole, param)
         at = itertools.count()
         groups = [
             {**_options_of(loaded), "params": [next(at) for _ in group["params"]]}
@@ -333,53 +346,40 @@ class ShardedOptimizer(torch.optim.Optimizer, ConsumesShards):
         ]
         return {"state": state, "param_groups": groups}
 
-    def _as_shards(self, state: dict[int, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-        """Return what torch's optimizers have as the one shard of a whole parameter each."""
-        return {
-            name: [whole_part(flattened(state[index], param, self._elementwise), param)]
-            for index, (name, param) in enumerate(self._named())
-            if index in state
-        }
-
     def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Return the parameters of all groups, in the order of torch's state dictionaries, with their names."""
+        """Return the parameters of all groups with their names, in the order of torch's state dictionaries."""
         name_of = {id(param): name for name, param in self._engine.named_parameters()}
         return [(name_of[id(param)], param) for group in self.param_groups for param in group["params"]]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BucketGroup:
     """This rank's shards of some buckets, updated together.
 
     Attributes:
         buckets: the buckets.
-        pieces: per parameter group, the pieces in the shards, each with the parameter that the optimizer sees.
-        optimizer: of these pieces.
+        pieces: of parameters in these shards, each with the parameter that the optimizer updates.
+        optimizer: of the pieces.
     """
 
     buckets: list[Bucket]
-    pieces: list[list[tuple[ShardPiece, torch.nn.Parameter]]]
+    pieces: list[tuple[ShardPiece, torch.nn.Parameter]]
     optimizer: torch.optim.Optimizer
 
     def flats(self) -> list[torch.Tensor]:
         """Return the buckets' parameters."""
         return [bucket.params for bucket in self.buckets if bucket.params is not None]
 
-    def flat_pieces(self) -> list[tuple[ShardPiece, torch.nn.Parameter]]:
-        """Return the pieces of all groups."""
-        return [pair for held in self.pieces for pair in held]
-
     def update(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Run the optimizer with the options that `groups` have now."""
-        if not any(self.pieces):
+        """Run the optimizer with the present options of `groups`."""
+        if not self.pieces:
             return
-        for group, mine, held in zip(groups, self.optimizer.param_groups, self.pieces, strict=True):
+        for group, mine in zip(groups, self.optimizer.param_groups, strict=True):
             mine.update(_options_of(group))
-            for piece, param in held:
-                param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
+        for piece, param in self.pieces:
+            param.grad = piece.grad.to(param.dtype) if piece.slot.used else None
         self.optimizer.step()
 
 
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}

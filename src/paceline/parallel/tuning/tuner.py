@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 import torch
 
 from paceline.cost_model.bucket_layout import ReadyGradient
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.parallel.engine.interfaces import ReshardableOptimizer
 from paceline.parallel.engine.reducer import Reducer
 from paceline.parallel.strategy import Sync

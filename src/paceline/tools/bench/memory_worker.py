@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.tools.bench.cpu_allocations import Allocated
 from paceline.tools.plan.memory.traced_training import Silent, train
 from paceline.tools.plan.memory.training_subject import Setting, Subject, subject_of

@@ -15,7 +15,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.diagnostics.machine_findings import Finding, findings
 from paceline.tools.result_files import check_writable
-from paceline.world.machine_facts import Loopback, MachineFacts, read_machine_facts
+from paceline.world.machine_facts import LoopbackTiming, MachineFacts, read_machine_facts
 
 __all__ = ["doctor"]
 
@@ -48,7 +48,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def try_loopback(ranks: int) -> Loopback | str:
+def try_loopback(ranks: int) -> LoopbackTiming | str:
     """Return the times of a real all-reduce between `ranks` new processes, or what went wrong."""
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as folder:
         result = Path(folder) / "loopback.json"
@@ -60,16 +60,18 @@ def try_loopback(ranks: int) -> Loopback | str:
             )
         except PacelineError as error:
             return str(error)
-        return Loopback(**json.loads(result.read_text()))
+        return LoopbackTiming(**json.loads(result.read_text()))
 
 
-def record(facts: MachineFacts, loopback: Loopback | str | None, found: list[Finding]) -> dict[str, object]:
+def record(
+    facts: MachineFacts, loopback: LoopbackTiming | str | None, found: list[Finding]
+) -> dict[str, object]:
     """Return everything the doctor knows, for a JSON file."""
     return {
         "kind": "doctor",
         "schema": SCHEMA,
         "machine": asdict(facts),
-        "loopback": asdict(loopback) if isinstance(loopback, Loopback) else loopback,
+        "loopback": asdict(loopback) if isinstance(loopback, LoopbackTiming) else loopback,
         "findings": [asdict(finding) for finding in found],
     }
 

@@ -81,7 +81,7 @@ def exchange(
     It starts its own ranks; under mpiexec (mpiexec -n 4 paceline exchange ring) it takes part in those.
     Exits with 1, and names the rank at fault, if any message is damaged, repeated, foreign or missing.
     """
-    from paceline.world.mpi_world import under_mpi
+    from paceline.world.mpi_world import mpi_launcher_size
 
     settings = ExchangeSettings(
         shape,
@@ -92,7 +92,7 @@ def exchange(
         parse_bytes(frame),
         *(parse_fault(inject) if inject is not None else ("", 0)),
     )
-    there = under_mpi(os.environ)
+    there = mpi_launcher_size(os.environ)
     if there is not None and ranks not in (None, there):
         raise UsageError(f"--ranks {ranks}, but mpiexec started {there}", remedy="leave --ranks out")
     settings.check(there or (_RANKS if ranks is None else ranks))

@@ -7,6 +7,6 @@ is imported only when its own facts are asked for.
 from __future__ import annotations
 
 from paceline.tools.diagnostics.machine_findings import Finding, findings
-from paceline.world.machine_facts import Loopback, MachineFacts, read_machine_facts
+from paceline.world.machine_facts import LoopbackTiming, MachineFacts, read_machine_facts
 
-__all__ = ["Finding", "Loopback", "MachineFacts", "findings", "read_machine_facts"]
+__all__ = ["Finding", "LoopbackTiming", "MachineFacts", "findings", "read_machine_facts"]

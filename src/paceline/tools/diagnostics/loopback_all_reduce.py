@@ -15,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline._core.units import MIB
-from paceline.world.machine_facts import Loopback
+from paceline.world.machine_facts import LoopbackTiming
 
 __all__ = ["main", "measure"]
 
 _REPEATS = 7
 
 
-def measure(nbytes: int = 25 * MIB) -> Loopback:
+def measure(nbytes: int = 25 * MIB) -> LoopbackTiming:
     """Take part, as a rank of the present world of paceline, in all-reduces of 4 and `nbytes` bytes."""
     import torch
     import torch.distributed as dist
@@ -44,7 +44,7 @@ def measure(nbytes: int = 25 * MIB) -> Loopback:
     assert isinstance(gloo, dist.ProcessGroup), "every rank belongs to it"
     large = torch.zeros(nbytes // 4)
     shared = dist.group.WORLD.supports_tensor_alloc(large.device)  # type: ignore[union-attr]
-    return Loopback(ranks, right, shared, median(large[:1]), nbytes, median(large), median(large, gloo))
+    return LoopbackTiming(ranks, right, shared, median(large[:1]), nbytes, median(large), median(large, gloo))
 
 
 def main(result: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from paceline._core.format import format_bytes, format_seconds
 from paceline._core.network_interfaces import is_loopback
-from paceline.world.machine_facts import Loopback, MachineFacts
+from paceline.world.machine_facts import LoopbackTiming, MachineFacts
 
 __all__ = ["Finding", "findings"]
 
@@ -37,7 +37,7 @@ class Finding:
     remedy: str = ""
 
 
-def findings(facts: MachineFacts, loopback: Loopback | str | None) -> list[Finding]:
+def findings(facts: MachineFacts, loopback: LoopbackTiming | str | None) -> list[Finding]:
     """Return what `facts` mean, one finding for each subject.
 
     Args:
@@ -151,7 +151,7 @@ def _gpus(facts: MachineFacts) -> Finding:
     return Finding("GPUs", "note", "none: ranks train on the CPU")
 
 
-def _loopback(loopback: Loopback | str | None) -> Finding:
+def _loopback(loopback: LoopbackTiming | str | None) -> Finding:
     if loopback is None:
         return Finding("all-reduce here", "note", "not tried")
     if isinstance(loopback, str):

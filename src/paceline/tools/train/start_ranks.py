@@ -20,7 +20,7 @@ from paceline.tools.train.resume_check import to_resume
 from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.train_settings import Settings
 from paceline.world import ProcessPlace, read_environment
-from paceline.world.device import choose_device
+from paceline.world.device_selection import choose_device
 
 __all__ = ["start"]
 

@@ -34,7 +34,7 @@ from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Arrival, P
 from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
 from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
 from paceline.transport.mpi_exchange.progress_loop import Work, drive
-from paceline.world.mpi_world import load_mpi, release_mpi_names
+from paceline.world.mpi_world import load_mpi, unlink_mpich_shared_memory
 
 __all__ = ["AllToAll", "MpiCarrier", "Outcome", "RankExchange", "Ring"]
 
@@ -53,7 +53,7 @@ class MpiCarrier:
         given = self._mpi.COMM_WORLD if comm is None else comm
         self._data, self._verdicts = given.Dup(), given.Dup()
         if given.size == self._mpi.COMM_WORLD.size:
-            release_mpi_names(self._data)
+            unlink_mpich_shared_memory(self._data)
         self.rank: int = given.rank
         self.size: int = given.size
 

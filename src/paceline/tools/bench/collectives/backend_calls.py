@@ -24,7 +24,7 @@ from paceline.collectives.run_schedule import run_schedule
 from paceline.tools.bench.collectives.benchmarked_backends import MPI, backend_of
 from paceline.tools.bench.collectives.exact_buffers import Allocate, Buffers
 from paceline.world import World
-from paceline.world.device import choose_device
+from paceline.world.device_selection import choose_device
 from paceline.world.mpi_world import load_mpi
 
 __all__ = ["Carrier", "Contestant", "call_of", "mpi_call", "open_carrier"]

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from paceline.collectives.catalogue import ALGORITHMS
 from paceline.errors import UsageError, unknown
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
-from paceline.world.machine_facts import Gpu, torch_facts
-from paceline.world.mpi_world import INSTALL
+from paceline.world.machine_facts import GpuFacts, torch_facts
+from paceline.world.mpi_world import INSTALL_MPI
 
 __all__ = ["BACKENDS", "MPI", "RANKS", "Backend", "backend_of", "check_backends", "default_backends", "gpus"]
 
@@ -65,7 +65,7 @@ class Backend:
         return self.device, self.arena, bool(self.algorithm) and op in ("all-gather", "reduce-scatter")
 
 
-def gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[GpuFacts, ...]:
     """Return the GPUs that torch can use here."""
     facts = torch_facts()
     return facts.gpus if facts else ()
@@ -93,7 +93,7 @@ def _nccl_missing() -> UsageError | None:
 
 def _mpi_missing() -> UsageError | None:
     if find_spec("mpi4py") is None:
-        return UsageError("backend 'mpi4py': mpi4py is not installed", remedy=INSTALL)
+        return UsageError("backend 'mpi4py': mpi4py is not installed", remedy=INSTALL_MPI)
     return _gloo_missing()
 
 

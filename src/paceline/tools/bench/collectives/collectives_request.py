@@ -23,7 +23,7 @@ from paceline.tools.bench.collectives.collectives_settings import (
 from paceline.tools.bench.collectives.memory_needed import Room, fitting_cases, refuse_what_does_not_fit
 from paceline.world import ProcessPlace
 from paceline.world.machine_facts import available_nbytes
-from paceline.world.mpi_world import INSTALL
+from paceline.world.mpi_world import INSTALL_MPI
 
 __all__ = ["DEFAULT_OPS", "DEFAULT_RANKS", "DEFAULT_SIZES", "Request", "is_joined", "make_request"]
 
@@ -148,7 +148,7 @@ def _check_starters(settings: CollectiveSettings, place: ProcessPlace, starters:
                 remedy=f"leave {name} out, or run the command without {place.source}",
             )
         raise UsageError(
-            f"backend {name!r}: its ranks are started by {needed}, which is not here", remedy=INSTALL
+            f"backend {name!r}: its ranks are started by {needed}, which is not here", remedy=INSTALL_MPI
         )
 
 

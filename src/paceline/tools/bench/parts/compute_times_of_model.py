@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from paceline.cost_model.piecewise_fit import fit_line
 from paceline.cost_model.profile_entries import ModelStep, Parameter, Source
+from paceline.parallel.comm import Comm
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.parts.device_clock import Moment, mark, now, of_all_ranks, seconds_between
 from paceline.tools.bench.parts.workload import Workload, fingerprint, unit_of_parameter
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile_entries import ExchangeCost, Source
+from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import ALIGN
-from paceline.parallel.engine.comm import Comm
 from paceline.tools.bench.parts.device_clock import now, slowest
 
 __all__ = ["OPS", "Exchanger", "Key", "Pending", "measure_points", "priced", "sizes_up_to"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline.cost_model.profile import Profile
 from paceline.cost_model.profile_entries import Contention, ExchangeCost, ModelStep, Source
-from paceline.parallel.engine.comm import Comm
+from paceline.parallel.comm import Comm
 from paceline.tools.bench.parts.compute_times_of_model import Wrapped, measure_model
 from paceline.tools.bench.parts.contention import measure_contention
 from paceline.tools.bench.parts.exchange_times import Exchanger, measure_points, priced, sizes_up_to

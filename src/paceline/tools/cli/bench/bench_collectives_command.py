@@ -26,7 +26,7 @@ from paceline.tools.bench.collectives.benchmarked_backends import MPI, RANKS
 from paceline.tools.bench.step.step_benchmark import StartRanks
 from paceline.tools.cli.shared_options import CsvOption, JsonRowsOption
 from paceline.world import ProcessPlace
-from paceline.world.mpi_world import under_mpi
+from paceline.world.mpi_world import mpi_launcher_size
 
 if TYPE_CHECKING:
     from paceline.tools.bench.collectives.collectives_request import Request
@@ -273,7 +273,7 @@ def starters() -> dict[str, StartRanks]:
 
 def joined(place: ProcessPlace) -> set[str]:
     """Return whose ranks those are that a launcher started: MPI's too, if it was a launcher of MPI."""
-    return {RANKS} | ({MPI} if under_mpi(os.environ) == place.size else set())
+    return {RANKS} | ({MPI} if mpi_launcher_size(os.environ) == place.size else set())
 
 
 def _start_under_mpi(argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None:

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import UsageError
+from paceline.parallel.comm import Comm
 from paceline.parallel.engine import round_status
-from paceline.parallel.engine.comm import Comm
 
 __all__ = ["RehearsedWire", "rehearsed_world"]
 
