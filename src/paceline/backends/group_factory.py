@@ -20,7 +20,7 @@ from paceline.backends.group_base import GroupBase
 from paceline.backends.hierarchical import HierarchicalCollectives
 from paceline.backends.inter_host import InterHostCollectives
 from paceline.backends.op_signature import CollectiveOps
-from paceline.backends.process_group import PacelineGroup
+from paceline.backends.process_group import PacelineProcessGroup
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock
 from paceline.backends.shm.host_peers import (
@@ -41,7 +41,7 @@ _PATIENCE_SECONDS = 100e-6
 """How long a rank with a core of its own looks for the others before it sleeps: about what waking costs."""
 
 
-def create(options: Any, backend_options: Any = None) -> PacelineGroup:
+def create(options: Any, backend_options: Any = None) -> PacelineProcessGroup:
     """Build the group that torch asked for; what ``Backend.register_backend`` calls.
 
     Args:
@@ -62,7 +62,7 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
     except MemoryNotShared as reason:
         if rank == 0:
             warnings.warn(f"paceline backend: no shared memory, using gloo instead ({reason})", stacklevel=2)
-    group = PacelineGroup(rank, size, route, mailbox)
+    group = PacelineProcessGroup(rank, size, route, mailbox)
     register_inner(group, options, store, gloo)
     return group
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from paceline.backends.group_factory import register_inner
 from paceline.backends.mpi_collectives import MpiCollectives
 from paceline.backends.mpi_p2p import MpiPointToPoint
-from paceline.backends.process_group import PacelineGroup
+from paceline.backends.process_group import PacelineProcessGroup
 from paceline.errors import PacelineError, WorldError
 from paceline.world.mpi_world import load_mpi, release_mpi_names
 
@@ -33,7 +33,7 @@ _TELL_SECONDS = 0.3
 """For mpiexec to pass on what this rank wrote, before it ends them all."""
 
 
-def create(options: Any, backend_options: Any = None) -> PacelineGroup:
+def create(options: Any, backend_options: Any = None) -> PacelineProcessGroup:
     """Build the group that torch asked for; what ``Backend.register_backend`` calls.
 
     Args:
@@ -53,7 +53,7 @@ def create(options: Any, backend_options: Any = None) -> PacelineGroup:
     calls, messages = _communicators(mpi, world_ranks)
     seconds = timeout.total_seconds()
     route, mail = MpiCollectives(mpi, calls, world_ranks, seconds), MpiPointToPoint(mpi, messages, seconds)
-    group = PacelineGroup(rank, size, route, mail, NAME)
+    group = PacelineProcessGroup(rank, size, route, mail, NAME)
     register_inner(group, options, store, gloo)
     if mpi.COMM_WORLD.size > 1:
         _ends.watch(mpi, route, mail)

@@ -31,9 +31,9 @@ from paceline.backends.op_arguments import bytes_of, copy, flat_of, overlap
 from paceline.backends.op_signature import OpSignature
 from paceline.errors import CollectiveError, CollectiveTimeout, MismatchError
 
-__all__ = ["WIDENED", "MpiCollectives", "MpiTypes"]
+__all__ = ["WIDENED_DTYPES", "MpiCollectives", "MpiTypes"]
 
-WIDENED = (torch.float16, torch.bfloat16)
+WIDENED_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes that are reduced as float32."""
 
 
@@ -153,7 +153,7 @@ class MpiCollectives:
         """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         self._meet(call)
         whole = _joined([flat_of(each) for each in inputs])
-        low = output.dtype in WIDENED
+        low = output.dtype in WIDENED_DTYPES
         given = whole.float() if low else whole
         apart = low or overlap([output], [whole])
         result = torch.empty(output.numel(), dtype=given.dtype) if apart else flat_of(output)
@@ -315,7 +315,7 @@ class MpiCollectives:
     @contextmanager
     def _widened(self, part: torch.Tensor, *, write: bool = True) -> Iterator[torch.Tensor]:
         """Give what is reduced: the part itself, or a float32 copy that is rounded back in the end."""
-        wide = part.float() if part.dtype in WIDENED else part
+        wide = part.float() if part.dtype in WIDENED_DTYPES else part
         yield wide
         if wide is not part and write:
             part.copy_(wide)
@@ -324,7 +324,7 @@ class MpiCollectives:
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return a contiguous tensor in the parts that are reduced one after the other."""
     flat = flat_of(tensor)
-    return flat.split(_WIDENED_NUMEL) if flat.dtype in WIDENED and flat.numel() else [flat]
+    return flat.split(_WIDENED_NUMEL) if flat.dtype in WIDENED_DTYPES and flat.numel() else [flat]
 
 
 def _beside(tensors: Sequence[torch.Tensor]) -> bool:

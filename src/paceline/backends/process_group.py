@@ -36,7 +36,7 @@ from paceline.backends.op_arguments import (
 )
 from paceline.backends.op_signature import CollectiveOps, OpSignature, PointToPointOps
 
-__all__ = ["PacelineGroup"]
+__all__ = ["PacelineProcessGroup"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -47,7 +47,7 @@ nobody in Python holds has no methods any more."""
 
 
 @untraced
-class PacelineGroup(GroupBase):
+class PacelineProcessGroup(GroupBase):
     """A ``torch.distributed`` process group over whatever makes its calls.
 
     That is shared memory and, between hosts, the network, or else MPI.

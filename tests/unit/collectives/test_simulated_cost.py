@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.alpha_beta_cost import cost
-from paceline.collectives.catalogue import ALGORITHMS, schedule
+from paceline.collectives.algorithms import ALGORITHMS, make_schedule
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, Terms, closed_form
 from paceline.collectives.schedule import pipelined
+from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.topology import ring, star, tree, two_level
 from paceline.errors import UsageError
 
@@ -22,7 +22,7 @@ ALPHA, BETA, GAMMA = 3e-5, 1e-9, 3e-10
 def test_is_the_closed_form(op, name):
     for ranks in range(1, 34):
         for nbytes in (0.0, 1.0, 4e3, 1e8):
-            price = cost(schedule(op, name, ranks), star(ranks, 1 / BETA, ALPHA), nbytes, GAMMA)
+            price = simulate_cost(make_schedule(op, name, ranks), star(ranks, 1 / BETA, ALPHA), nbytes, GAMMA)
             expected = closed_form(op, name, ranks).seconds(nbytes, ALPHA, BETA, GAMMA)
             assert price.seconds == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
@@ -65,7 +65,9 @@ FIVE_MB, ONE_MB_S = 5e6, 1e6
 
 
 def friends(op, name, segments=1, **link):
-    return cost(pipelined(schedule(op, name, 8), segments), star(8, ONE_MB_S, **link), FIVE_MB).seconds
+    return simulate_cost(
+        pipelined(make_schedule(op, name, 8), segments), star(8, ONE_MB_S, **link), FIVE_MB
+    ).seconds
 
 
 def test_seven_friends():
@@ -93,18 +95,18 @@ def test_a_shared_switch_limits_all_together():
 
 def test_a_slow_host_slows_a_ring_but_not_those_it_never_meets():
     rates = [1e6] * 7 + [1e5]
-    slow = cost(schedule("all-reduce", "ring", 8), star(8, rates), 5e6)
+    slow = simulate_cost(make_schedule("all-reduce", "ring", 8), star(8, rates), 5e6)
     assert slow.seconds == pytest.approx(10 * 8.75)
     assert slow.busiest is not None
     assert slow.busiest.name in ("up 7", "down 7")
-    tree_of_eight = cost(schedule("broadcast", "tree", 8), star(8, rates), 5e6)
+    tree_of_eight = simulate_cost(make_schedule("broadcast", "tree", 8), star(8, rates), 5e6)
     ends = {timed.message.dst: timed.end for timed in tree_of_eight.messages}
     assert ends[7] == pytest.approx(10 + 50)
     assert ends[5] == pytest.approx(15)
 
 
 def test_bytes_of_links_add_up():
-    price = cost(schedule("all-reduce", "ring", 4), star(4, 1e6), 4e6)
+    price = simulate_cost(make_schedule("all-reduce", "ring", 4), star(4, 1e6), 4e6)
     assert price.nbytes == pytest.approx(4 * 6 * 1e6)
     assert price.nbytes_of_link["up 2"] == price.nbytes_of_link["down 0"] == pytest.approx(6e6)
     assert price.nbytes_of_link["switch"] == pytest.approx(price.nbytes)
@@ -112,10 +114,10 @@ def test_bytes_of_links_add_up():
 
 def test_messages_that_end_leave_their_share_to_others():
     """0→1 and 0→2 share 0's uplink; with the short one gone the long one goes at full speed."""
-    price = cost(schedule("gather", "tree", 8), star(8, 1e6), 8e6)
+    price = simulate_cost(make_schedule("gather", "tree", 8), star(8, 1e6), 8e6)
     assert price.seconds == pytest.approx(7)
     rates = [1e6, 1e5, 1e6]
-    both = cost(schedule("all-reduce", "switch", 3), star(3, rates), 1e6)
+    both = simulate_cost(make_schedule("all-reduce", "switch", 3), star(3, rates), 1e6)
     (slow, fast) = sorted((timed for timed in both.messages if timed.number == 0), key=lambda t: -t.end)
     assert (slow.message.src, fast.message.src) == (1, 2)
     assert fast.end == pytest.approx(1 / 0.9)  # rank 1 takes a tenth of the link into rank 0
@@ -123,9 +125,9 @@ def test_messages_that_end_leave_their_share_to_others():
 
 
 def test_a_physical_ring_suits_a_ring_and_no_tree():
-    ring_price = cost(schedule("all-reduce", "ring", 8), ring(8, 1e6), 5e6)
+    ring_price = simulate_cost(make_schedule("all-reduce", "ring", 8), ring(8, 1e6), 5e6)
     assert ring_price.seconds == pytest.approx(8.75)
-    halving = cost(schedule("all-reduce", "halving-doubling", 8), ring(8, 1e6), 5e6)
+    halving = simulate_cost(make_schedule("all-reduce", "halving-doubling", 8), ring(8, 1e6), 5e6)
     assert halving.seconds > 2 * ring_price.seconds
 
 
@@ -144,14 +146,14 @@ def test_paths_in_a_tree_go_through_the_common_parent():
 
 def test_two_levels_spare_the_slow_links():
     made = two_level(8, 4, 1e9, 1e8)
-    flat = cost(schedule("all-reduce", "ring", 8), made, 1e8).seconds
-    levels = cost(schedule("all-reduce", "two-level", 8, per_node=4), made, 1e8)
+    flat = simulate_cost(make_schedule("all-reduce", "ring", 8), made, 1e8).seconds
+    levels = simulate_cost(make_schedule("all-reduce", "two-level", 8, per_node=4), made, 1e8)
     assert levels.seconds < 0.8 * flat
     assert levels.nbytes_of_link["node 0 up"] == pytest.approx(1e8)
 
 
 def test_latency_counts_once_a_message():
-    assert two_level(4, 2, 1e9, 1e9, 1e-6, 1e-4).latency(0, 3) == pytest.approx(1.01e-4)
+    assert two_level(4, 2, 1e9, 1e9, 1e-6, latency_between=1e-4).latency(0, 3) == pytest.approx(1.01e-4)
     assert star(4, 1e9, 1e-4).latency(0, 3) == pytest.approx(1e-4)
 
 
@@ -163,7 +165,7 @@ def test_latency_counts_once_a_message():
 )
 def test_no_link_carries_more_than_it_can(algorithm, rates, nbytes, segments):
     made = star(len(rates), rates, 1e-5)
-    price = cost(pipelined(schedule(*algorithm, len(rates)), segments), made, nbytes)
+    price = simulate_cost(pipelined(make_schedule(*algorithm, len(rates)), segments), made, nbytes)
     assert price.busiest is not None
     assert price.seconds * (1 + 1e-9) >= price.nbytes_of_link[price.busiest.name] / price.busiest.bandwidth
     assert price.seconds >= max(timed.end for timed in price.messages) * (1 - 1e-12)
@@ -173,25 +175,31 @@ def test_no_link_carries_more_than_it_can(algorithm, rates, nbytes, segments):
 
 
 def test_nothing_to_send_costs_nothing():
-    alone = cost(schedule("all-reduce", "ring", 1), star(1, 1e6), 5e6)
+    alone = simulate_cost(make_schedule("all-reduce", "ring", 1), star(1, 1e6), 5e6)
     assert (alone.seconds, alone.busiest, alone.messages) == (0.0, None, ())
 
 
 def test_unlimited_links_cost_their_latency_only():
-    price = cost(schedule("broadcast", "tree", 8), star(8, math.inf, 1e-3), 5e6)
+    price = simulate_cost(make_schedule("broadcast", "tree", 8), star(8, math.inf, 1e-3), 5e6)
     assert price.seconds == pytest.approx(3e-3)
 
 
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: cost(schedule("broadcast", "tree", 8), star(4, 1e6), 1), "8 ranks on a star of 4"),
-        (lambda: cost(schedule("broadcast", "tree", 4), star(4, 1e6), -1), "nbytes=-1"),
-        (lambda: cost(schedule("broadcast", "tree", 4), star(4, 1e6), math.nan), "no size"),
+        (
+            lambda: simulate_cost(make_schedule("broadcast", "tree", 8), star(4, 1e6), 1),
+            "8 ranks on a star of 4",
+        ),
+        (lambda: simulate_cost(make_schedule("broadcast", "tree", 4), star(4, 1e6), -1), "nbytes=-1"),
+        (
+            lambda: simulate_cost(make_schedule("broadcast", "tree", 4), star(4, 1e6), math.nan),
+            "not a valid size",
+        ),
         (lambda: star(0, 1e6), "ranks=0"),
         (lambda: star(3, [1e6, 1e6]), "2 bandwidths for 3 ranks"),
         (lambda: star(2, 0.0), "bandwidth 0.0"),
-        (lambda: star(2, 1.0, hub=2), "hub=2: there are ranks 0 to 1"),
+        (lambda: star(2, 1.0, hub=2), "hub=2: valid are ranks 0 to 1"),
         (lambda: star(2, 1.0, -1.0), "latency"),
         (lambda: tree(4, 1.0, children=0), "children=0"),
         (lambda: two_level(4, 0, 1.0, 1.0), "per_node=0"),
