@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.backends.block_reduction import _DTYPES as DTYPES_OF
+from paceline.backends.block_reduction import VALID_DTYPES
 
 SUMMING = (
     "all_reduce", "all_reduce_coalesced", "reduce",
@@ -81,8 +81,8 @@ class Call:
 def draw(rng: random.Random, number: int, size: int, group: int = 0, largest: int = LARGEST_NBYTES) -> Call:
     """Return a random call; `largest` bounds the bytes of a rank's tensors."""
     op = rng.choice(OPS)
-    reduction = rng.choice(list(DTYPES_OF)) if op in SUMMING else ""
-    dtypes = DTYPES_OF[reduction] if reduction else COPIED_DTYPES
+    reduction = rng.choice(list(VALID_DTYPES)) if op in SUMMING else ""
+    dtypes = VALID_DTYPES[reduction] if reduction else COPIED_DTYPES
     dtype = rng.choice(
         [each for each in dtypes if not (reduction == "PRODUCT" and each.is_complex)]
     )  # nor in torch

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from backend_scenes import fails
 from paceline.backends.shm import host_peers
-from paceline.backends.shm.control_block import RING_NBYTES
-from paceline.backends.shm.shm_p2p import Ring
+from paceline.backends.shm.control_block import FIFO_NBYTES
+from paceline.backends.shm.shm_p2p import ByteFifo
 
 
 def disagree(rank, size):
@@ -122,18 +122,18 @@ def test_an_exchange_may_be_in_place(pool):
 
 def groups_of_one_name(rank, size):
     """torch counts groups on each rank, so pairs that make groups of their own give them the same name."""
-    told = host_peers._everybodys
+    told = host_peers._read_all
 
     def slowly(*args):
         time.sleep(0.3)  # all of them have told by now
         return told(*args)
 
     pairs = [dist.new_group(ranks, backend="paceline") for ranks in ([0, 1], [2, 3])]
-    host_peers._everybodys = slowly
+    host_peers._read_all = slowly
     try:
         mine, _ = dist.new_subgroups(1, group=pairs[rank // 2])
     finally:
-        host_peers._everybodys = told
+        host_peers._read_all = told
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=mine)
     return total.item()
@@ -144,17 +144,17 @@ def test_groups_of_different_ranks_may_have_one_name(pool):
 
 
 def counts(rank, size, number):
-    """Pass bytes through a ring as fast as they go, and look at its counts all the while."""
-    ring = Ring(dist.group.WORLD._route.board, 0, 1)
+    """Pass bytes through a FIFO as fast as they go, and look at its counts all the while."""
+    fifo = ByteFifo(dist.group.WORLD._collectives.control, 0, 1)
     one, moved, seen = torch.zeros(1, dtype=torch.uint8), 0, set()
     dist.barrier()
     while moved < number:
-        nbytes = ring.full()
-        seen.add(0 <= nbytes <= RING_NBYTES)
+        nbytes = fifo.readable()
+        seen.add(0 <= nbytes <= FIFO_NBYTES)
         if rank == 0 and nbytes < 300:
-            ring.write(one)
+            fifo.write(one)
         elif rank == 1 and nbytes > 0:
-            ring.read(one)
+            fifo.read(one)
         else:
             continue
         moved += 1

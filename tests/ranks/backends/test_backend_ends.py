@@ -25,15 +25,15 @@ def late_in_the_middle(tell, rank, size, folder):
     """Rank 1 is slow within a call; when it goes on, rank 0 has long used the memory for something else."""
     group = enter(folder, rank, size, timeout=0.5)
     tensor = group.allocate_tensor(16 * BLOCK_NBYTES // 4).fill_(1)
-    place, look = tensor.data_ptr(), ShmCollectives._look_if_broken
+    place, look = tensor.data_ptr(), ShmCollectives._check_if_failed
 
     def slowly(self):
         if rank == 1:
-            ShmCollectives._look_if_broken = look
+            ShmCollectives._check_if_failed = look
             time.sleep(2.0)
         look(self)
 
-    ShmCollectives._look_if_broken = slowly
+    ShmCollectives._check_if_failed = slowly
     held = [dist.all_reduce(tensor, async_op=True)]
     kind, text = fails(lambda: held[0])
     held.clear()
@@ -53,7 +53,7 @@ def test_memory_of_a_call_that_was_given_up_is_not_used_for_anything_else(nurser
     zero, one = nursery.play(late_scene)
     assert zero[0] == "CollectiveTimeout"
     assert "rank 1 on host" in zero[1]
-    assert "did not come within the timeout of 0.5 s (its process lives)" in zero[1]
+    assert "did not arrive within the timeout of 0.5 s (its process is alive)" in zero[1]
     assert zero[2], "what rank 0 allocated since then is whole"
     assert one[0] == "CollectiveTimeout", "rank 1 hears of it as well, though everybody has been there"
     assert one[2][0] == "CollectiveTimeout"
@@ -81,14 +81,14 @@ def test_a_rank_that_comes_too_late_is_told_so(nursery):
 def failing_inside(tell, rank, size, folder):
     group = enter(folder, rank, size)
     group.note_step(4)
-    tensor, look = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._look_if_broken
+    tensor, look = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._check_if_failed
 
     def breaking(self):
         look(self)
         if rank == 2:
             raise MemoryError("no room for the scratch")
 
-    ShmCollectives._look_if_broken = breaking
+    ShmCollectives._check_if_failed = breaking
     tell(fails(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 
@@ -103,7 +103,7 @@ def test_an_error_in_the_middle_of_a_call_is_told_to_the_others(nursery):
     for kind, text in (zero, one):
         assert kind == "PeerLost"
         assert (
-            "gave up in all_reduce(float32[1000000], SUM): MemoryError: no room for the scratch in step 4"
+            "failed in all_reduce(float32[1000000], SUM): MemoryError: no room for the scratch in step 4"
             in text
         )
 
@@ -143,7 +143,7 @@ def test_an_interrupt_ends_the_wait_and_the_process_can_end(nursery, asynchronou
     assert codes == [130, 0]
     assert one[0] == "PeerLost"
     wanted = (
-        "ended (exit code 130)" if asynchronous else "gave up in all_reduce(float32[100000], SUM): Keyboard"
+        "ended (exit code 130)" if asynchronous else "failed in all_reduce(float32[100000], SUM): Keyboard"
     )
     assert f"rank 0 on host {os.uname().nodename} {wanted}" in one[1]
 
@@ -236,4 +236,4 @@ def forking_scene(fork, folder):
 
 def test_a_forked_child_is_no_rank_and_disturbs_none(nursery):
     text, *_ = nursery.play(forking_scene)
-    assert text.count("this process was forked from rank 0 and is no rank") == 2
+    assert text.count("this process was forked from rank 0 and is not a rank") == 2

@@ -81,7 +81,7 @@ def one_rank(tell, rank, size, folder, seed, victim, how, delay):
     try:
         stream(group, rank, size, seed, leave)
     except CollectiveError as error:
-        tell(told_of(error, time.monotonic(), int(group._route.board.step)))
+        tell(told_of(error, time.monotonic(), int(group._collectives.control.step)))
     dist.destroy_process_group()
     del group
     tell((before, belongings()))
@@ -126,7 +126,7 @@ EXPECTED = {
     "stops": (
         "CollectiveTimeout",
         None,
-        f"did not come within the timeout of {STOP_TIMEOUT:g} s (its process is stopped)",
+        f"did not arrive within the timeout of {STOP_TIMEOUT:g} s (its process is stopped)",
     ),
 }
 

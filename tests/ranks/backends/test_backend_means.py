@@ -83,10 +83,10 @@ def falls_back(tell, rank, size, folder, how):
     elif how == "another user" and rank == 1:
         os.setuid(12345)
     elif how == "no descriptors" and rank == 1:
-        group_factory.Listener = lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+        group_factory.PeerListener = lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))
     elif how == "another namespace" and rank == 1:
-        made = group_factory._card
-        group_factory._card = lambda *args: replace(made(*args), address="elsewhere")
+        made = group_factory._peer_info
+        group_factory._peer_info = lambda *args: replace(made(*args), address="elsewhere")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group = enter(folder, rank, size)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import random_calls as calls
-from paceline.backends.op_arguments import bytes_of
+from paceline.backends.op_arguments import as_bytes
 
 CALLS = {2: 340, 3: 340, 4: 340}
 SUBGROUPS = {2: [], 3: [[0, 2], [1, 2]], 4: [[0, 3], [1, 3], [0, 1, 2], [1]]}
@@ -20,14 +20,14 @@ SUBGROUPS = {2: [], 3: [[0, 2], [1, 2]], 4: [[0, 3], [1, 3], [0, 1, 2], [1]]}
 
 def same(left, right):
     """Return whether two tensors are equal to the bit."""
-    left, right = (bytes_of(each.contiguous()) for each in (left, right))
+    left, right = (as_bytes(each.contiguous()) for each in (left, right))
     return torch.equal(left, right)
 
 
 def near(left, right):
     """Return whether two tensors agree as far as another order of additions allows."""
     if left.dtype == torch.bool:
-        left, right = (bytes_of(each.contiguous()) != 0 for each in (left, right))  # gloo's True + True is 2
+        left, right = (as_bytes(each.contiguous()) != 0 for each in (left, right))  # gloo's True + True is 2
     if not (left.is_floating_point() or left.is_complex()):
         return same(left, right)
     left, right = left.reshape(-1), right.reshape(-1)

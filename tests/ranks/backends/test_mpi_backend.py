@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_come_is_an_error_and_all_end(world):
     ended = world(2, "late", timeout=60)
     assert ended.code != 0
     assert "CollectiveTimeout" in ended.err
-    assert "came to all_reduce(float32[3], SUM) within 1.5 s" in ended.err
+    assert "arrived at all_reduce(float32[3], SUM) within 1.5 s" in ended.err
     assert mpi_worlds.gone(ended.told().values())
 
 
@@ -69,7 +69,7 @@ def test_messages_that_nobody_matches_are_errors_and_no_hang(world):
     ended = world(2, "unmatched", timeout=60)
     assert "has 8 bytes, the tensor 12" in ended.told()[1][1]
     assert ended.code != 0
-    assert "rank 0 ends all ranks of MPI: a message that it sent was never taken" in ended.err
+    assert "rank 0 ends all ranks of MPI: a message that it sent was never received" in ended.err
 
 
 def test_ranks_that_mpiexec_did_not_start_are_told_how_to(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.backends.block_reduction import BLOCK_NBYTES, Reduction, Scratch, blocks, reduction_of
+from paceline.backends.block_reduction import BLOCK_NBYTES, Reduction, Scratch, get_reduction, split_blocks
 from paceline.errors import UsageError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -83,8 +83,8 @@ def same(left, right):
 
 
 def reduced(name, dtype, inputs, out, own):
-    how = reduction_of(getattr(dist.ReduceOp, name), dtype)
-    how(inputs, out, own, Scratch(), len(inputs))
+    reduction = get_reduction(getattr(dist.ReduceOp, name), dtype, len(inputs))
+    reduction(inputs, out, own, Scratch())
     return out
 
 
@@ -144,7 +144,7 @@ def test_not_a_number_is_passed_on():
 @pytest.mark.parametrize(("name", "dtype"), WRONG, ids=str)
 def test_what_a_dtype_has_no_reduction_for_is_refused_by_name(name, dtype):
     with pytest.raises(UsageError, match=f"{name} is not defined for {dtype}.*valid: ") as caught:
-        reduction_of(getattr(dist.ReduceOp, name), dtype)
+        get_reduction(getattr(dist.ReduceOp, name), dtype, 2)
     valid = caught.value.args[0].rpartition("valid: ")[2].split(", ")
     assert {f"torch.{each}" for each in valid} == {str(each) for each in VALID[name]}
 
@@ -152,25 +152,25 @@ def test_what_a_dtype_has_no_reduction_for_is_refused_by_name(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex32], ids=str)
 def test_rare_dtypes_are_refused_before_anything_is_sent(dtype):
     with pytest.raises(UsageError, match=f"SUM is not defined for {dtype}"):
-        reduction_of(dist.ReduceOp.SUM, dtype)
+        get_reduction(dist.ReduceOp.SUM, dtype, 2)
 
 
 def test_a_factor_inside_the_reduction_is_refused_with_a_way_out():
     with pytest.raises(
         UsageError, match=r"no reduction .*PREMUL(.|\n)*scale the tensor yourself and use SUM"
     ):
-        reduction_of(dist.ReduceOp.PREMUL_SUM, torch.float32)
+        get_reduction(dist.ReduceOp.PREMUL_SUM, torch.float32, 2)
 
 
 def test_a_reduction_is_found_in_either_form():
     wrapped, bare = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp.SUM
-    assert reduction_of(wrapped, torch.float32) == reduction_of(bare, torch.float32)
+    assert get_reduction(wrapped, torch.float32, 2) == get_reduction(bare, torch.float32, 2)
 
 
 def test_a_mean_has_a_sum():
-    mean = reduction_of(dist.ReduceOp.AVG, torch.bfloat16)
-    assert mean.as_sum() == reduction_of(dist.ReduceOp.SUM, torch.bfloat16)
-    most = reduction_of(dist.ReduceOp.MAX, torch.float32)
+    mean = get_reduction(dist.ReduceOp.AVG, torch.bfloat16, 2)
+    assert mean.as_sum() == get_reduction(dist.ReduceOp.SUM, torch.bfloat16, 2)
+    most = get_reduction(dist.ReduceOp.MAX, torch.float32, 2)
     assert most.as_sum() is most
     assert isinstance(mean, Reduction)
 
@@ -178,7 +178,7 @@ def test_a_mean_has_a_sum():
 @pytest.mark.parametrize("numel", [0, 1, 65535, 65536, 65537, 200_000])
 def test_blocks_cover_all_elements_once_and_in_step(numel):
     left, right = torch.arange(numel, dtype=torch.float32), torch.arange(numel, dtype=torch.float32)
-    cut = list(blocks([left, right]))
+    cut = list(split_blocks([left, right]))
     assert all(a.nbytes <= BLOCK_NBYTES and a.numel() == b.numel() for a, b in cut)
     assert torch.equal(torch.cat([a for a, _ in cut]), left)
     assert torch.equal(torch.cat([b for _, b in cut]), right)

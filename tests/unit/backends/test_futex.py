@@ -21,7 +21,7 @@ FOR_EVER = 600.0  # a wake that is missed is a test that times out
 @pytest.fixture
 def shared():
     """A segment and its words."""
-    segment = Segment.new(4096)
+    segment = Segment.create(4096)
     return segment, memoryview(segment.map).cast("I")
 
 

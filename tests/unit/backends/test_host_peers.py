@@ -20,10 +20,10 @@ from paceline._core.format import format_bytes
 from paceline._core.process_exit import ExitStatus
 from paceline.backends.shm.host_peers import (
     HostPeers,
-    MemoryNotShared,
-    PeerCard,
+    PeerInfo,
     PeerListener,
-    exchange_cards,
+    SharedMemoryUnavailable,
+    exchange_peer_info,
 )
 from paceline.backends.shm.shared_arena import Segment
 from paceline.errors import CollectiveTimeout
@@ -32,7 +32,7 @@ NBYTES = 2 << 20
 
 
 def card(rank, listener, **other):
-    found = PeerCard(rank, rank, "here", "name", os.getpid(), listener.address, listener.token)
+    found = PeerInfo(rank, rank, "here", "name", os.getpid(), listener.address, listener.token)
     return replace(found, **other)
 
 
@@ -40,9 +40,9 @@ def connect(store, rank, size, change=lambda card: card, listener=None, timeout=
     """Return the neighbours of `rank`; `change` makes its card another one."""
     listener = listener or PeerListener()
     mine = change(card(rank, listener))
-    cards = exchange_cards(store, mine, size, timeout)
+    cards = exchange_peer_info(store, mine, size, timeout)
     here = [each for each in cards if each.host == mine.host]
-    return HostPeers(mine, cards, here, listener, store, timeout, nbytes)
+    return HostPeers(mine, here, cards, listener=listener, store=store, timeout=timeout, nbytes=nbytes)
 
 
 def in_threads(size, work):
@@ -83,10 +83,10 @@ def test_all_share_one_memory_and_leave_nothing(size):
     found = group(size)
     for rank, each in enumerate(found):
         assert isinstance(each, HostPeers), each
-        each.common.tensor(rank, 1, torch.uint8).fill_(rank + 1)
+        each.segment.tensor(rank, 1, torch.uint8).fill_(rank + 1)
     for each in found:
-        assert bytes(each.common.map[:size]) == bytes(range(1, size + 1))
-        assert each.ended() == []
+        assert bytes(each.segment.map[:size]) == bytes(range(1, size + 1))
+        assert each.gone() == []
     addresses = [each.me.address for each in found]
     for each in found:
         each.close()
@@ -103,11 +103,11 @@ def test_a_descriptor_arrives_under_its_number_and_only_once():
     for number, (_, write) in enumerate(files):
         assert low.send_fd(1, number, write)
     for number in (2, 0, 1):
-        fd = high.take_fd(0, number)
+        fd = high.receive_fd(0, number)
         os.write(fd, b"x")
         assert os.read(files[number][0], 1) == b"x"
         os.close(fd)
-        assert high.take_fd(0, number) is None
+        assert high.receive_fd(0, number) is None
     for pair in files:
         for fd in pair:
             os.close(fd)
@@ -117,10 +117,10 @@ def test_a_descriptor_arrives_under_its_number_and_only_once():
 def test_descriptors_that_nobody_took_are_closed():
     before = open_files()
     low, high = group(2)
-    segment = Segment.new(NBYTES)
+    segment = Segment.create(NBYTES)
     assert low.send_fd(1, 0, segment.fd)
     assert low.send_fd(1, 1, segment.fd)
-    assert high.ended() == []  # takes them in
+    assert high.gone() == []  # takes them in
     low.close(), high.close()
     del low, high, segment
     assert open_files() == before
@@ -128,11 +128,13 @@ def test_descriptors_that_nobody_took_are_closed():
 
 def test_a_neighbour_that_reads_nothing_stops_nobody():
     low, high = group(2)
-    segment, sent = Segment.new(NBYTES), 0
+    segment, sent = Segment.create(NBYTES), 0
     while low.send_fd(1, sent, segment.fd):
         sent += 1
     assert sent > 10
-    assert all(fd is not None and os.close(fd) is None for fd in (high.take_fd(0, at) for at in range(sent)))
+    assert all(
+        fd is not None and os.close(fd) is None for fd in (high.receive_fd(0, at) for at in range(sent))
+    )
     assert low.send_fd(1, sent, segment.fd), "there is room again"
     low.close(), high.close()
 
@@ -140,36 +142,36 @@ def test_a_neighbour_that_reads_nothing_stops_nobody():
 def test_taking_leave_and_just_ending_are_told_apart():
     first, second, third = group(3)
     second.close()
-    third.forsake()
-    assert sorted((card.rank, left) for card, left in first.ended()) == [(1, True), (2, False)]
+    third.disconnect()
+    assert sorted((card.rank, left) for card, left in first.gone()) == [(1, True), (2, False)]
     first.close()
 
 
 def test_leave_is_heard_behind_descriptors_that_were_never_taken():
     low, high = group(2)
-    segment = Segment.new(NBYTES)
+    segment = Segment.create(NBYTES)
     for number in range(20):
         low.send_fd(1, number, segment.fd)
     low.close()
-    assert [(card.rank, left) for card, left in high.ended()] == [(0, True)]
+    assert [(card.rank, left) for card, left in high.gone()] == [(0, True)]
     high.close()
 
 
 def test_two_threads_may_read_at_once():
     """As a mailbox and a collective do: what one takes in, the other finds."""
     low, high = group(2)
-    segment, over = Segment.new(NBYTES), threading.Event()
+    segment, over = Segment.create(NBYTES), threading.Event()
 
     def look():
         while not over.is_set():
-            high.ended()
+            high.gone()
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
         for number in range(2000):
             assert low.send_fd(1, number, segment.fd)
-            fd = high.take_fd(0, number)
+            fd = high.receive_fd(0, number)
             assert fd is not None, number
             os.close(fd)
     finally:
@@ -200,10 +202,10 @@ def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
     pid = start(rank_1)
     mine = connect(dist.FileStore(path, 2), 0, 2)
     assert os.read(reading, 1) == b"x"
-    while not mine.ended():
+    while not mine.gone():
         time.sleep(0.01)
-    assert [(card.rank, left) for card, left in mine.ended()] == [(1, False)]
-    assert mine.exit_of(1) == ExitStatus(3)
+    assert [(card.rank, left) for card, left in mine.gone()] == [(1, False)]
+    assert mine.exit_status(1) == ExitStatus(3)
     assert ended(pid) == 3
     mine.close()
     for fd in (reading, writing, held, holding):
@@ -212,7 +214,7 @@ def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
 
 def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
     low, high = group(2)
-    segment = Segment.new(NBYTES)
+    segment = Segment.create(NBYTES)
 
     def work():
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -222,7 +224,7 @@ def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
                 os.dup(0)
         low.send_fd(1, 0, segment.fd)
         try:
-            high.take_fd(0, 0)
+            high.receive_fd(0, 0)
         except OSError as error:
             return "no descriptor left for memory of rank 0: raise the limit (ulimit -n)" in str(error)
         return False
@@ -243,7 +245,7 @@ def test_one_that_has_a_problem_is_named_to_all():
         ),
     )
     assert [str(each) for each in found] == ["rank 1: no futex"] * 3
-    assert all(isinstance(each, MemoryNotShared) for each in found)
+    assert all(isinstance(each, SharedMemoryUnavailable) for each in found)
 
 
 def test_another_network_namespace_is_told_to_all():
@@ -255,7 +257,7 @@ def test_another_network_namespace_is_told_to_all():
             store, rank, 3, lambda card: replace(card, address="elsewhere") if card.rank == 1 else card
         ),
     )
-    assert all(isinstance(each, MemoryNotShared) for each in found), found
+    assert all(isinstance(each, SharedMemoryUnavailable) for each in found), found
     reason = "rank 2: rank 1 can't be reached by a Unix socket (another network namespace?)"
     assert [str(each) for each in found] == [reason] * 3
     del found
@@ -266,7 +268,7 @@ def test_memory_that_can_not_be_had_is_told_to_all():
     before = open_files()
     store = dist.HashStore()
     found = in_threads(3, lambda rank: connect(store, rank, 3, nbytes=2**60 if rank == 0 else NBYTES))
-    assert all(isinstance(each, MemoryNotShared) for each in found), found
+    assert all(isinstance(each, SharedMemoryUnavailable) for each in found), found
     reason = f"rank 0: [Errno 12] no {format_bytes(2**60)} of shared memory: Cannot allocate memory"
     assert [str(each) for each in found] == [reason] * 3
     del found
@@ -283,7 +285,7 @@ def test_ranks_that_never_come_are_named():
 
     for error in in_threads(3, work)[:2]:
         assert isinstance(error, CollectiveTimeout)
-        assert "rank 2 of 3 did not come within 0.5 s to make the group" in str(error)
+        assert "rank 2 of 3 did not join the group within 0.5 s" in str(error)
 
 
 def test_a_neighbour_that_never_dials_is_named():
@@ -292,7 +294,7 @@ def test_a_neighbour_that_never_dials_is_named():
     def work(rank):
         if rank == 0:
             return connect(store, 0, 2, timeout=1.0)
-        return exchange_cards(store, card(1, PeerListener()), 2, 20.0)
+        return exchange_peer_info(store, card(1, PeerListener()), 2, 20.0)
 
     error = in_threads(2, work)[0]
     assert isinstance(error, CollectiveTimeout)
@@ -307,7 +309,7 @@ def test_strangers_are_not_let_in():
             stranger.connect(f"\0{listener.address}")
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
-            answers.append(listener.answer())
+            answers.append(listener.accept())
     assert answers[:3] == [None] * 3
     assert answers[3][0] == 1
     answers[3][1].close()

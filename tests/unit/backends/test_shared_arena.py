@@ -44,26 +44,26 @@ def test_a_heap_never_gives_one_byte_twice_and_joins_what_is_free(story):
     heap, held = FreeList(size), []
     for step in steps:
         if step > 0:
-            offset = heap.take(step)
-            longest = max((length for _, length, _ in heap.free), default=0)
+            offset = heap.allocate(step)
+            longest = max((length for _, length, _ in heap.spans), default=0)
             assert offset is not None or longest < step
             if offset is not None:
                 held.append((offset, step))
         elif held:
-            joined = heap.give(*held.pop(step % len(held)))
-            assert joined in [(offset, length) for offset, length, _ in heap.free]
-        every = sorted([*held, *((offset, length) for offset, length, _ in heap.free)])
+            joined = heap.free(*held.pop(step % len(held)))
+            assert joined in [(offset, length) for offset, length, _ in heap.spans]
+        every = sorted([*held, *((offset, length) for offset, length, _ in heap.spans)])
         assert [offset for offset, _ in every] == [
             sum(length for _, length in every[:at]) for at in range(len(every))
         ]
         assert sum(length for _, length in every) == size
-        ends = {offset + length for offset, length, _ in heap.free}
-        assert ends.isdisjoint(offset for offset, _, _ in heap.free), "neighbours are joined"
-        assert heap.dirty == sum(dirty for _, _, dirty in heap.free)
-        assert all(0 <= dirty <= length for _, length, dirty in heap.free)
+        ends = {offset + length for offset, length, _ in heap.spans}
+        assert ends.isdisjoint(offset for offset, _, _ in heap.spans), "neighbours are joined"
+        assert heap.dirty == sum(dirty for _, _, dirty in heap.spans)
+        assert all(0 <= dirty <= length for _, length, dirty in heap.spans)
     for stretch in held:
-        heap.give(*stretch)
-    assert [(offset, length) for offset, length, _ in heap.free] == [(0, size)]
+        heap.free(*stretch)
+    assert [(offset, length) for offset, length, _ in heap.spans] == [(0, size)]
 
 
 @given(stories())
@@ -72,35 +72,35 @@ def test_a_heap_knows_where_pages_may_be(story):
     size, steps = story
     heap, held, touched = FreeList(size), [], set()
     for step in steps:
-        if step > 0 and (offset := heap.take(step)) is not None:
+        if step > 0 and (offset := heap.allocate(step)) is not None:
             held.append((offset, step))
             touched |= set(range(offset, offset + step))
         elif step < 0 and held:
-            free = heap.give(*held.pop(step % len(held)))
+            free = heap.free(*held.pop(step % len(held)))
             if step % 3 == 0:
-                heap.cleaned(*free)
+                heap.mark_clean(*free)
                 touched -= set(range(free[0], sum(free)))
-        may = {at for offset, _, dirty in heap.free for at in range(offset, offset + dirty)}
+        may = {at for offset, _, dirty in heap.spans for at in range(offset, offset + dirty)}
         taken = {at for offset, length in held for at in range(offset, offset + length)}
         assert touched - taken <= may
 
 
 def test_a_heap_takes_the_smallest_stretch_that_fits():
     heap = FreeList(100)
-    assert [heap.take(n) for n in (10, 20, 10, 5, 10, 45)] == [0, 10, 30, 40, 45, 55]
+    assert [heap.allocate(n) for n in (10, 20, 10, 5, 10, 45)] == [0, 10, 30, 40, 45, 55]
     for stretch in ((10, 20), (40, 5), (55, 45)):
-        heap.give(*stretch)
-    assert [heap.take(n) for n in (5, 18, 46)] == [40, 10, None]
+        heap.free(*stretch)
+    assert [heap.allocate(n) for n in (5, 18, 46)] == [40, 10, None]
 
 
 def test_what_is_abandoned_never_comes_back():
     heap = FreeList(100)
-    assert (heap.take(30), heap.take(30)) == (0, 30)
-    heap.abandon(35)
-    assert heap.give(30, 30) is None
-    assert heap.give(0, 30) == (0, 30)
-    assert heap.take(40) == 60
-    assert heap.take(31) is None
+    assert (heap.allocate(30), heap.allocate(30)) == (0, 30)
+    heap.retire(35)
+    assert heap.free(30, 30) is None
+    assert heap.free(0, 30) == (0, 30)
+    assert heap.allocate(40) == 60
+    assert heap.allocate(31) is None
 
 
 # The arena.
@@ -156,7 +156,7 @@ def test_memory_in_a_cycle_comes_back_whenever_the_collector_runs():
     gc.collect()
     arena.allocate(1, torch.uint8)
     assert len(arena.segments) == 1
-    assert arena._heaps[0].free[0][:2] == (0, arena.segments[0].nbytes)
+    assert arena._free_lists[0].spans[0][:2] == (0, arena.segments[0].nbytes)
 
 
 def test_threads_may_allocate_and_free_at_once():
@@ -180,7 +180,7 @@ def test_threads_may_allocate_and_free_at_once():
         thread.join()
     assert not wrong
     arena.allocate(1, torch.uint8)
-    assert all(len(heap.free) == 1 for heap in arena._heaps)
+    assert all(len(heap.spans) == 1 for heap in arena._free_lists)
 
 
 def test_free_memory_beyond_the_kept_part_goes_back_to_the_system():
@@ -232,7 +232,7 @@ def test_abandoned_memory_is_never_given_out_again():
     arena = Arena()
     tensor = arena.allocate(MIB, torch.uint8).fill_(1)
     segment, offset = arena.locate(tensor[4096:])
-    arena.abandon(segment, offset)
+    arena.retire(segment, offset)
     place = tensor.data_ptr()
     del tensor
     assert pages_of(arena.segments[segment]) == 0
@@ -246,11 +246,11 @@ def test_abandoned_memory_is_never_given_out_again():
 
 
 def test_a_child_maps_the_same_memory():
-    segment = Segment.new(2 * MIB)
+    segment = Segment.create(2 * MIB)
     mine = segment.tensor(4096, 1000, torch.float32)
 
     def change():
-        theirs = Segment.of(os.dup(segment.fd))
+        theirs = Segment.from_fd(os.dup(segment.fd))
         theirs.tensor(4096, 1000, torch.float32).fill_(2.5)
         return theirs.address != segment.address and theirs.nbytes == segment.nbytes
 

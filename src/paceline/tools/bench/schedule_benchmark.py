@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.collectives.simulated_cost import ScheduleCost, simulate_cost
 from paceline.collectives.algorithms import algorithms_of, has_root, make_schedule
 from paceline.collectives.schedule import Schedule, pipelined
+from paceline.collectives.simulated_cost import ScheduleCost, simulate_cost
 from paceline.collectives.topology import Topology
 from paceline.errors import UsageError
 from paceline.tools.bench.step.step_benchmark import StartRanks

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from paceline._core.format import format_seconds, format_size
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, closed_form
-from paceline.collectives.schedule_text import describe_schedule
 from paceline.collectives.prove import prove
+from paceline.collectives.schedule_text import describe_schedule
 from paceline.collectives.topology import Topology
 from paceline.tools.bench.schedule_benchmark import Priced
 from paceline.tools.console_table import print_wide

@@ -41,7 +41,9 @@ def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
     "make", [topology.star, topology.ring, topology.tree], ids=lambda make: make.__name__
 )
 def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_alike(make, algorithm, ranks):
-    followed = simulate_cost(make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES).seconds
+    followed = simulate_cost(
+        make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES
+    ).seconds
     found = Network(make.__name__, link=1e8, latency=1e-4).price(algorithm, ranks, NBYTES).seconds
     assert found >= 0.9 * followed  # ranks that run ahead may get into the way of others, which rounds don't
     if make is topology.star and ranks & (ranks - 1) == 0:
@@ -54,7 +56,9 @@ def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_al
 def test_two_levels_are_as_every_message_followed(nodes, per_node):
     ranks = nodes * per_node
     links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, latency_between=1e-5)
-    followed = simulate_cost(make_schedule("all-reduce", "two-level", ranks, per_node=per_node), links, NBYTES)
+    followed = simulate_cost(
+        make_schedule("all-reduce", "two-level", ranks, per_node=per_node), links, NBYTES
+    )
     network = Network(link=1e8, latency=1e-5, per_node=per_node, inside=1e9, inside_latency=1e-6)
     assert network.price("two-level", nodes, NBYTES).seconds == pytest.approx(followed.seconds)
 
