@@ -164,10 +164,10 @@ class GroupBase(dist.ProcessGroup):
         self, op: str, tensor: Tensor, opts: Any, reduction: Reduction | None = None, root: int = -1
     ) -> OpSignature:
         name = reduction.name if reduction else ""
-        return OpSignature(op, tensor.numel(), tensor.dtype, name, root, timeout_of(opts))
+        return OpSignature(op, tensor.numel(), tensor.dtype, name, root=root, timeout=timeout_of(opts))
 
     def _submit(
-        self, ops: CollectiveOps, name: str, job: Callable[[], None], result: Any, opts: Any, nbytes: int
+        self, ops: CollectiveOps, name: str, job: Callable[[], None], result: Any, opts: Any, *, nbytes: int
     ) -> dist.Work:
         """Queue a call; `result` is the value of its future, `nbytes` its payload."""
         if name != "barrier":

@@ -50,7 +50,9 @@ def create_paceline_group(options: Any) -> PacelineProcessGroup:
     collectives, p2p = None, None
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
     try:
-        collectives, p2p = _connect(me, peers, listener, store, gloo, timeout.total_seconds())
+        collectives, p2p = _connect(
+            me, peers, listener, store=store, gloo=gloo, timeout=timeout.total_seconds()
+        )
     except SharedMemoryUnavailable as reason:
         if rank == 0:
             warnings.warn(f"paceline backend: no shared memory, using gloo instead ({reason})", stacklevel=2)
@@ -92,6 +94,7 @@ def _connect(
     me: PeerInfo,
     peers: Sequence[PeerInfo],
     listener: PeerListener | None,
+    *,
     store: dist.Store,
     gloo: dist.ProcessGroupGloo,
     timeout: float,

@@ -42,7 +42,7 @@ _PART_NBYTES = 1 << 20
 
 
 class HierarchicalCollectives:
-    """Collectives of a group over several hosts.
+    """`CollectiveOps` over several hosts; if all have the same number of ranks, with reduce-scatter and all-gather.
 
     Args:
         intra: collectives of the ranks of this host.
@@ -78,7 +78,6 @@ class HierarchicalCollectives:
         self._intra.timeout = self._inter.timeout = seconds
 
     def barrier(self, call: OpSignature) -> None:
-        """Return when all ranks have called."""
         with self._failures_shared():
             self._intra.barrier(call)
             if self._is_leader:
@@ -87,7 +86,6 @@ class HierarchicalCollectives:
             self._intra.barrier(call)
 
     def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
-        """Reduce `tensor` over all ranks, in place."""
         flat, ranks = tensor.view(-1), self._intra.size
         body = flat.numel() // ranks * ranks if self._even and flat.nbytes > EAGER_NBYTES else 0
         with self._failures_shared():
@@ -125,7 +123,6 @@ class HierarchicalCollectives:
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction
     ) -> None:
-        """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         host, host_sum = self._inter.host, reduction.as_sum()
         sums = [torch.empty_like(output).view(-1) for _ in self._ranks]  # over this host, one per target host
         received = [torch.empty_like(each) for each in sums]
@@ -137,7 +134,6 @@ class HierarchicalCollectives:
             self._inter.combine(received, output.view(-1), reduction)
 
     def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None:
-        """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         host, index = self._inter.host, self._intra.index
         column = [outputs[ranks[index]].view(-1) for ranks in self._ranks]  # of the counterparts
         if column[host].data_ptr() != tensor.data_ptr():
@@ -148,7 +144,6 @@ class HierarchicalCollectives:
                 self._intra.all_gather(call, [outputs[rank] for rank in ranks], piece)
 
     def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None:
-        """Copy `tensor` from rank `root` to all ranks."""
         source = next(host for host, ranks in enumerate(self._ranks) if root in ranks)
         at_source, index = self._inter.host == source, self._intra.index
         carriers = self._intra.size if self._even else 1
@@ -166,16 +161,13 @@ class HierarchicalCollectives:
                     self._intra.broadcast(replace(call, numel=piece.numel(), root=carrier), piece, carrier)
 
     def report_error(self, error: BaseException) -> None:
-        """Report an error of this rank in the middle of a collective to the others."""
         self._intra.report_error(error)
         self._publish_failure()
 
     def note_step(self, step: int) -> None:
-        """Publish the optimizer step that this rank is in."""
         self._intra.note_step(step)
 
     def cancel(self) -> None:
-        """Make a pending call of another thread fail soon."""
         self._intra.cancel()
         self._inter.abort()
 
@@ -188,7 +180,6 @@ class HierarchicalCollectives:
         self._intra.interrupt(reason)
 
     def close(self) -> None:
-        """Leave the group."""
         self._intra.close()
 
     # Failures: detected inside this host, or reported by another one.
@@ -236,5 +227,5 @@ class HierarchicalCollectives:
     def _unreachable(self, error: HostUnreachable) -> GroupFailure:
         peer, text = self._peers[error.rank], str(error).lower()
         silent = "timed out" in text or "timeout" in text
-        what = f"did not answer within {self.timeout:g} s" if silent else f"can't be reached ({error})"
-        return GroupFailure(peer.world_rank, peer.name, -1, None, what, dead=not silent)
+        problem = f"did not answer within {self.timeout:g} s" if silent else f"can't be reached ({error})"
+        return GroupFailure(peer.world_rank, peer.name, problem, dead=not silent)

@@ -27,7 +27,7 @@ from paceline._core.backoff import Backoff
 from paceline.backends.block_reduction import Reduction
 from paceline.backends.op_arguments import Tensors, as_bytes, as_row, copy_unless_same, overlap
 from paceline.backends.op_signature import ALL_OPS, OpSignature, check_exchange_sizes
-from paceline.errors import CollectiveError, CollectiveTimeout, MismatchError
+from paceline.errors import CollectiveError, CollectiveTimeout
 
 __all__ = ["WIDENED_DTYPES", "MpiCollectives", "MpiTypes"]
 
@@ -77,7 +77,7 @@ class MpiTypes:
 
 
 class MpiCollectives:
-    """Collectives of a group over MPI; ranks are the group's.
+    """`AllCollectiveOps` over MPI.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
@@ -103,11 +103,9 @@ class MpiCollectives:
         return bool(self._failure)
 
     def barrier(self, call: OpSignature) -> None:
-        """Return when all ranks have called."""
         self._agree(call)
 
     def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
-        """Reduce `tensor` over all ranks, in place."""
         self._agree(call)
         for part in _parts(tensor):
             with _widened(part) as wide:
@@ -116,7 +114,6 @@ class MpiCollectives:
                 reduction.divide(wide)
 
     def reduce(self, call: OpSignature, tensor: Tensor, root: int, reduction: Reduction) -> None:
-        """Reduce `tensor` over all ranks into that of `root`; the others' are unchanged."""
         self._agree(call)
         for part in _parts(tensor):
             with _widened(part, write=self.index == root) as wide:
@@ -130,7 +127,6 @@ class MpiCollectives:
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction
     ) -> None:
-        """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         self._agree(call)
         whole = _joined([as_row(each) for each in inputs])
         widens = output.dtype in WIDENED_DTYPES
@@ -145,14 +141,12 @@ class MpiCollectives:
             as_row(output).copy_(result)
 
     def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None:
-        """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         self._agree(call)
         given = tensor.clone() if overlap([tensor], outputs) else tensor
         with _one_piece(outputs) as whole:
             self._comm.Allgather(self._bytes(given), self._shared(whole))
 
     def gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor, root: int) -> None:
-        """Copy the `tensor` of every rank r into ``outputs[r]`` on `root`; elsewhere `outputs` is empty."""
         self._agree(call)
         given = tensor.clone() if overlap([tensor], outputs) else tensor
         if self.index != root:
@@ -162,12 +156,10 @@ class MpiCollectives:
             self._comm.Gather(self._bytes(given), self._shared(whole), root)
 
     def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None:
-        """Copy `tensor` from `root` to all ranks."""
         self._agree(call)
         self._comm.Bcast(self._bytes(tensor), root)
 
     def scatter(self, call: OpSignature, output: Tensor, inputs: Tensors, root: int) -> None:
-        """Copy ``inputs[r]`` of `root` into the `output` of rank r; elsewhere `inputs` is empty."""
         self._agree(call)
         if self.index != root:
             self._comm.Scatter(None, self._bytes(output), root)
@@ -178,11 +170,6 @@ class MpiCollectives:
         copy_unless_same(output, result)
 
     def all_to_all(self, call: OpSignature, outputs: Tensors, inputs: Tensors) -> None:
-        """Copy ``inputs[r]`` of every rank q into ``outputs[q]`` of rank r; sizes may differ.
-
-        Raises:
-            MismatchError: a rank sends another size than its receiver expects (raised by all ranks).
-        """
         self._agree(call)
         if overlap(outputs, inputs):
             inputs = [each.clone() for each in inputs]
@@ -227,11 +214,7 @@ class MpiCollectives:
         for rank, other in enumerate(every):
             packed = bytes(other.numpy())
             if not call.matches(packed):
-                raise MismatchError(
-                    f"this rank calls {call}, rank {self._world_ranks[rank]} calls {OpSignature.unpack(packed)}",
-                    rank=self._world_ranks[self.index],
-                    remedy="all ranks of a group must make the same calls in the same order",
-                )
+                raise call.mismatch(packed, me=self._world_ranks[self.index], other=self._world_ranks[rank])
 
     def report_error(self, error: BaseException) -> None:
         """Record that a call failed in the middle: what it left in MPI is unknown."""

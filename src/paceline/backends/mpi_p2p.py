@@ -40,9 +40,9 @@ class MpiMessageWork(CollectiveWork):
         p2p: MpiPointToPoint,
         request: Any,
         tensor: Tensor,
+        *,
         buffer: Contiguous,
         name: str,
-        *,
         receives: bool,
     ) -> None:
         super().__init__([tensor], name)
@@ -51,7 +51,7 @@ class MpiMessageWork(CollectiveWork):
         self._testing = threading.Lock()
 
     def test(self) -> bool:
-        """Ask MPI whether it has ended, and return that."""
+        """Return whether it is done or has failed, as MPI reports now."""
         error: Exception | None = None
         with self._testing:
             if self._done.is_set():
@@ -158,9 +158,8 @@ class MpiPointToPoint:
         check_peer("send", target, self._comm.rank, self._comm.size)
         buffer = Contiguous(tensor, write=False)
         request = self._comm.Isend(self._bytes(buffer.tensor), target, self._checked(tag))
-        return self._track(
-            MpiMessageWork(self, request, tensor, buffer, f"send to rank {target}", receives=False)
-        )
+        name = f"send to rank {target}"
+        return self._track(MpiMessageWork(self, request, tensor, buffer=buffer, name=name, receives=False))
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> MpiMessageWork:
         """Start receiving into a tensor, from `source` or, if None, from any rank."""
@@ -170,7 +169,7 @@ class MpiPointToPoint:
         peer = self.mpi.ANY_SOURCE if source is None else source
         request = self._comm.Irecv(self._bytes(buffer.tensor), peer, self._checked(tag))
         name = f"recv from {'any rank' if source is None else f'rank {source}'}"
-        return self._track(MpiMessageWork(self, request, tensor, buffer, name, receives=True))
+        return self._track(MpiMessageWork(self, request, tensor, buffer=buffer, name=name, receives=True))
 
     def _track(self, work: MpiMessageWork) -> MpiMessageWork:
         """Keep a work, and with it the memory that MPI uses, until it has ended."""

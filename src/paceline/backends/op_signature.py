@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -53,6 +53,7 @@ class OpSignature:
     numel: int = 0
     dtype: torch.dtype | None = None
     reduction: str = ""
+    _: KW_ONLY
     root: int = -1
     timeout: float | None = None
 
@@ -80,7 +81,15 @@ class OpSignature:
     def unpack(cls, packed: bytes) -> OpSignature:
         """Return the signature that `pack` encoded."""
         op, reduction, dtype, root, numel = _PACKED.unpack(packed)
-        return cls(_OPS[op], numel, _DTYPES[dtype], _REDUCTIONS[reduction], root)
+        return cls(_OPS[op], numel, _DTYPES[dtype], _REDUCTIONS[reduction], root=root)
+
+    def mismatch(self, packed: bytes, *, me: int, other: int) -> MismatchError:
+        """Return the error of rank `me`, given the signature of rank `other`; both ranks are the world's."""
+        return MismatchError(
+            f"this rank calls {self}, rank {other} calls {OpSignature.unpack(packed)}",
+            rank=me,
+            remedy="all ranks of a group must make the same calls in the same order",
+        )
 
     def __str__(self) -> str:
         """Return it for people, such as ``all_reduce(float32[1024], SUM)``."""
@@ -113,7 +122,9 @@ def check_exchange_sizes(call: OpSignature, table: Tensor) -> None:
 
 
 class CollectiveOps(Protocol):
-    """Runs the collectives of a group, over one host or several. Calls block; ranks are the group's.
+    """Runs the collectives of a group, over one host or several.
+
+    Calls block. Ranks are the group's, tensors contiguous and on the CPU.
 
     Attributes:
         shares_memory: tensors of the arena are reduced in place.
@@ -129,28 +140,57 @@ class CollectiveOps(Protocol):
     @timeout.setter
     def timeout(self, seconds: float) -> None: ...
 
-    def barrier(self, call: OpSignature) -> None: ...
-    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None: ...
+    def barrier(self, call: OpSignature) -> None:
+        """Return when all ranks have called."""
+
+    def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
+        """Reduce `tensor` over all ranks, in place."""
+
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction
-    ) -> None: ...
-    def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None: ...
-    def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None: ...
+    ) -> None:
+        """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
 
-    def report_error(self, error: BaseException) -> None: ...
-    def note_step(self, step: int) -> None: ...
-    def cancel(self) -> None: ...
-    def interrupt(self, reason: CollectiveError) -> None: ...
-    def close(self) -> None: ...
+    def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None:
+        """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
+
+    def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None:
+        """Copy `tensor` from `root` to all ranks."""
+
+    def report_error(self, error: BaseException) -> None:
+        """Report an error of this rank in the middle of a collective to the others."""
+
+    def note_step(self, step: int) -> None:
+        """Publish the optimizer step that this rank is in; the other ranks' errors name it."""
+
+    def cancel(self) -> None:
+        """Make a pending call of another thread fail soon."""
+
+    def interrupt(self, reason: CollectiveError) -> None:
+        """Make a pending call of another thread raise `reason` soon, and every later one at once."""
+
+    def close(self) -> None:
+        """Leave the group."""
 
 
 class AllCollectiveOps(CollectiveOps, Protocol):
     """Runs the collectives that a group over several hosts lacks, too."""
 
-    def reduce(self, call: OpSignature, tensor: Tensor, root: int, reduction: Reduction) -> None: ...
-    def gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor, root: int) -> None: ...
-    def scatter(self, call: OpSignature, output: Tensor, inputs: Tensors, root: int) -> None: ...
-    def all_to_all(self, call: OpSignature, outputs: Tensors, inputs: Tensors) -> None: ...
+    def reduce(self, call: OpSignature, tensor: Tensor, root: int, reduction: Reduction) -> None:
+        """Reduce `tensor` over all ranks into that of `root`; the others' are unchanged."""
+
+    def gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor, root: int) -> None:
+        """Copy the `tensor` of every rank r into ``outputs[r]`` on `root`; elsewhere `outputs` is empty."""
+
+    def scatter(self, call: OpSignature, output: Tensor, inputs: Tensors, root: int) -> None:
+        """Copy ``inputs[r]`` of `root` into the `output` of rank r; elsewhere `inputs` is empty."""
+
+    def all_to_all(self, call: OpSignature, outputs: Tensors, inputs: Tensors) -> None:
+        """Copy ``inputs[r]`` of every rank q into ``outputs[q]`` of rank r; sizes may differ.
+
+        Raises:
+            MismatchError: a rank sends another size than its receiver expects (raised by all ranks).
+        """
 
 
 class PointToPointOps(Protocol):

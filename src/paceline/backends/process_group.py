@@ -74,7 +74,7 @@ class PacelineProcessGroup(GroupBase):
                     ops.all_reduce(call, memory, reduction)
 
         nbytes = total_nbytes(tensors)
-        work = self._submit(ops, "all_reduce", job, tensors, opts, nbytes)
+        work = self._submit(ops, "all_reduce", job, tensors, opts, nbytes=nbytes)
         # torch's DDP waits in its backward for a small all-reduce that it started before its forward (uneven inputs:
         # how many ranks still have any). In C++ a Python object that nothing in Python references loses its methods.
         if nbytes <= _KEPT_NBYTES and all(map(_has_small_storage, tensors)):
@@ -95,7 +95,7 @@ class PacelineProcessGroup(GroupBase):
                 call = self._signature("reduce", tensor, opts, reduction, root)
                 ops.reduce(call, memory, root, reduction)
 
-        return self._submit(ops, "reduce", job, tensors, opts, total_nbytes(tensors))
+        return self._submit(ops, "reduce", job, tensors, opts, nbytes=total_nbytes(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Reduce a list of tensors over all ranks, the r-th into the output of rank r."""
@@ -140,7 +140,7 @@ class PacelineProcessGroup(GroupBase):
                     ops.reduce_scatter(call, memory, contiguous(inputs), reduction)
 
         outputs, nbytes = [output for output, _ in pairs], sum(total_nbytes(inputs) for _, inputs in pairs)
-        return self._submit(ops, "reduce_scatter", job, outputs, opts, nbytes)
+        return self._submit(ops, "reduce_scatter", job, outputs, opts, nbytes=nbytes)
 
     # Copies.
 
@@ -156,7 +156,7 @@ class PacelineProcessGroup(GroupBase):
             with Contiguous(tensor, write=root != self.rank()) as memory:
                 ops.broadcast(self._signature("broadcast", tensor, opts, root=root), memory, root)
 
-        return self._submit(ops, "broadcast", job, tensors, opts, total_nbytes(tensors))
+        return self._submit(ops, "broadcast", job, tensors, opts, nbytes=total_nbytes(tensors))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the tensor of every rank r into the r-th output of all ranks."""
@@ -215,7 +215,7 @@ class PacelineProcessGroup(GroupBase):
                     ops.all_gather(call, memory, contiguous([tensor])[0])
 
         nbytes = sum(total_nbytes(outputs) for outputs, _ in pairs)
-        return self._submit(ops, "all_gather", job, result, opts, nbytes)
+        return self._submit(ops, "all_gather", job, result, opts, nbytes=nbytes)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the tensor of every rank r into the r-th output of the root."""
@@ -232,7 +232,7 @@ class PacelineProcessGroup(GroupBase):
                 call = self._signature("gather", tensor, opts, root=root)
                 ops.gather(call, memory, contiguous([tensor])[0], root)
 
-        return self._submit(ops, "gather", job, outputs, opts, total_nbytes(targets) or tensor.nbytes)
+        return self._submit(ops, "gather", job, outputs, opts, nbytes=total_nbytes(targets) or tensor.nbytes)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the r-th tensor of the root into the output of rank r."""
@@ -249,7 +249,7 @@ class PacelineProcessGroup(GroupBase):
                 call = self._signature("scatter", output, opts, root=root)
                 ops.scatter(call, memory, contiguous(sources), root)
 
-        return self._submit(ops, "scatter", job, outputs, opts, total_nbytes(sources) or output.nbytes)
+        return self._submit(ops, "scatter", job, outputs, opts, nbytes=total_nbytes(sources) or output.nbytes)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """Copy the r-th tensor of every rank q into the q-th output of rank r."""
@@ -264,7 +264,7 @@ class PacelineProcessGroup(GroupBase):
                 ops.all_to_all(call, memory, contiguous(inputs))
 
         nbytes = max(total_nbytes(outputs), total_nbytes(inputs))
-        return self._submit(ops, "all_to_all", job, outputs, opts, nbytes)
+        return self._submit(ops, "all_to_all", job, outputs, opts, nbytes=nbytes)
 
     def all_to_all_single(
         self,
@@ -295,7 +295,7 @@ class PacelineProcessGroup(GroupBase):
         if ops is None:
             return self._fallback().barrier(opts)
         call = OpSignature("barrier", timeout=timeout_of(opts))
-        return self._submit(ops, "barrier", lambda: ops.barrier(call), [], opts, 0)
+        return self._submit(ops, "barrier", lambda: ops.barrier(call), [], opts, nbytes=0)
 
     # Messages from one rank to another.
 

@@ -82,9 +82,9 @@ class TransferLog(msgspec.Struct, array_like=True):
     error: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DeliveryReceipt:
-    """What one rank received.
+    """Receipt of one rank.
 
     Attributes:
         rank: the rank.
@@ -166,7 +166,7 @@ def _receipts(logs: Mapping[int, TransferLog]) -> list[DeliveryReceipt]:
     """Return a receipt for each rank that has a result."""
     return [
         DeliveryReceipt(
-            rank,
+            rank=rank,
             messages=len({(record.number, record.src) for record in log.received}),
             nbytes=sum(record.nbytes for record in log.received),
             checksum=log.checksum,

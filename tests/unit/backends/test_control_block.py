@@ -25,7 +25,7 @@ from paceline.backends.shm.control_block import (
 from paceline.backends.shm.shared_arena import Segment
 
 pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
-LOST = GroupFailure(2, "host", 7, -9, "ended (ended by SIGKILL)")
+LOST = GroupFailure(2, "host", "ended (ended by SIGKILL)", step=7, exit_code=-9)
 
 
 def boards(size, start_at=0):
@@ -159,15 +159,15 @@ def test_a_failure_is_seen_by_all():
 def test_what_was_told_first_stands():
     first, second, third = boards(3)
     second.post_failure(LOST)
-    first.post_failure(GroupFailure(0, "host", -1, None, "another one"))
-    second.post_failure(GroupFailure(1, "host", -1, None, "a third one"))
+    first.post_failure(GroupFailure(0, "host", "another one"))
+    second.post_failure(GroupFailure(1, "host", "a third one"))
     assert third.first_failure() == LOST
 
 
 @pytest.mark.parametrize("text", ["x" * 10_000, "😀" * 3000, '"\\\n\x01' * 1000, "\ud800 lone", ""])
 def test_any_text_can_be_told(text):
     first, second = boards(2)
-    first.post_failure(GroupFailure(2, "h" * 64, 7, None, text))
+    first.post_failure(GroupFailure(2, "h" * 64, text, step=7))
     told = second.first_failure()
     assert told is not None
     assert (told.rank, told.host, told.step) == (2, "h" * 64, 7)
@@ -212,7 +212,7 @@ def test_readers_never_see_half_a_failure():
 
         def tell(board, seed=attempt):
             time.sleep(random.Random(seed + board.index).random() * 1e-3)
-            board.post_failure(GroupFailure(board.index, "host", 3, None, str(board.index) * 500))
+            board.post_failure(GroupFailure(board.index, "host", str(board.index) * 500, step=3))
             return True
 
         pids = [start(lambda b=board: tell(b)) for board in every[1:]]

@@ -32,8 +32,8 @@ NBYTES = 2 << 20
 
 
 def card(rank, listener, **other):
-    found = PeerInfo(rank, rank, "here", "name", os.getpid(), listener.address, listener.token)
-    return replace(found, **other)
+    fields = {"rank": rank, "world_rank": rank, "host": "here", "name": "name", "pid": os.getpid()}
+    return PeerInfo(**fields | {"address": listener.address, "token": listener.token} | other)
 
 
 def connect(store, rank, size, change=lambda card: card, listener=None, timeout=20.0, nbytes=NBYTES):

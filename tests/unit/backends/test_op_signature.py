@@ -12,7 +12,7 @@ from paceline.backends.block_reduction import REDUCTION_NAMES
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm.control_block import OpNotice
 
-FULL = OpSignature("reduce", 1024, torch.float32, "SUM", 1, 30.0)
+FULL = OpSignature("reduce", 1024, torch.float32, "SUM", root=1, timeout=30.0)
 
 
 def test_every_call_survives_being_packed_into_16_bytes():
@@ -61,7 +61,7 @@ def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
         OpSignature("all_reduce", 8, torch.float32, "MAX"),
         OpSignature("all_reduce", 9, torch.float32, "AVG"),
         OpSignature("all_reduce", 8, torch.float64, "AVG"),
-        OpSignature("reduce", 8, torch.float32, "AVG", 0),
+        OpSignature("reduce", 8, torch.float32, "AVG", root=0),
         OpSignature("broadcast", 8, torch.float32),
     ):
         assert not total.matches(other.pack())
@@ -83,5 +83,9 @@ def test_a_call_is_written_as_people_write_it(call, text):
 
 def test_calls_are_derived():
     sizes = torch.zeros(8, dtype=torch.int64)
-    assert FULL.with_tensor("sizes", sizes) == OpSignature("sizes", 8, torch.int64, "SUM", 1, 30.0)
-    assert FULL.as_copy("broadcast", root=0) == OpSignature("broadcast", 1024, torch.float32, "", 0, 30.0)
+    assert FULL.with_tensor("sizes", sizes) == OpSignature(
+        "sizes", 8, torch.int64, "SUM", root=1, timeout=30.0
+    )
+    assert FULL.as_copy("broadcast", root=0) == OpSignature(
+        "broadcast", 1024, torch.float32, "", root=0, timeout=30.0
+    )

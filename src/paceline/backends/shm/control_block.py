@@ -20,7 +20,7 @@ import json
 import struct
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -72,17 +72,18 @@ class GroupFailure:
     Attributes:
         rank: rank at fault, in the world.
         host: name of its host.
+        text: describes the failure; continues "rank r on host h …".
         step: optimizer step that it was in; −1: unknown.
         exit_code: of its process; None: unknown.
-        text: what happened to it.
         dead: its process ended or left the group, rather than not answering.
     """
 
     rank: int
     host: str
-    step: int
-    exit_code: int | None
     text: str
+    _: KW_ONLY
+    step: int = -1
+    exit_code: int | None = None
     dead: bool = True
 
 

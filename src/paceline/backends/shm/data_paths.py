@@ -143,8 +143,6 @@ class DataPaths(ShmBarrier):
 
     def _map_region(self, index: int, notice: OpNotice, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the tensor that another rank announced, mapped into this process."""
-        if index == self.index:
-            return arena.segments[notice.segment].tensor(notice.offset, numel, dtype)
         key = index, notice.segment
         if key not in self._segments:
             fd = self._peers.receive_fd(self._peers.peers[index].rank, notice.segment)
@@ -153,6 +151,5 @@ class DataPaths(ShmBarrier):
         return self._segments[key].tensor(notice.offset, numel, dtype)
 
     def close(self) -> None:
-        """Leave the group."""
         super().close()
         self._segments.clear()

@@ -50,9 +50,9 @@ class SharedMemoryUnavailable(Exception):
     """The ranks of a host can't share memory; the text is the reason, empty if another rank knows it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PeerInfo:
-    """What a rank publishes to the others of its group about itself.
+    """Description of a rank, published to the others of its group.
 
     Attributes:
         rank: in the group.
@@ -61,7 +61,7 @@ class PeerInfo:
         name: name of its host, for people.
         pid: its process.
         address: where it listens.
-        token: what a caller must know.
+        token: secret that a caller must send.
         problem: why it has no shared memory; empty if it has.
     """
 
@@ -86,7 +86,7 @@ def exchange_peer_info(store: Store, me: PeerInfo, size: int, timeout: float) ->
 
 
 def _read_all(store: Store, key: str, size: int, seconds: float) -> list[str]:
-    """Return what every rank wrote under its own key; blocks."""
+    """Return the values that all ranks wrote under their own keys; blocks."""
     keys = [f"{key}/{rank}" for rank in range(size)]
     try:
         store.wait(keys, timedelta(seconds=seconds))

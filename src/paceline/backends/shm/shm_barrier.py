@@ -18,7 +18,7 @@ from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock, GroupFailure, OpNotice
 from paceline.backends.shm.host_peers import HostPeers, PeerInfo
-from paceline.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerLost, UsageError
+from paceline.errors import CollectiveError, CollectiveTimeout, PeerLost, UsageError
 
 __all__ = ["ShmBarrier"]
 
@@ -74,12 +74,8 @@ class ShmBarrier:
         self._turn += 1
         for rank, other in enumerate(notices):
             if other.call != notice.call and not call.matches(other.call):
-                raise MismatchError(
-                    f"this rank calls {call}, rank {self._peers.peers[rank].world_rank} "
-                    f"calls {OpSignature.unpack(other.call)}",
-                    rank=self._peers.me.world_rank,
-                    remedy="all ranks of a group must make the same calls in the same order",
-                )
+                me, peer = self._peers.me, self._peers.peers[rank]
+                raise call.mismatch(other.call, me=me.world_rank, other=peer.world_rank)
         return notices
 
     def _wait_all(self) -> None:
@@ -153,9 +149,8 @@ class ShmBarrier:
         ends = [(peer, None if left else self._peers.exit_status(peer.rank)) for peer, left in gone]
         peer, end = min(ends, key=lambda each: _unlikely_cause(each[1]))
         step = self.control.step_of(self._peers.peers.index(peer))
-        if end is None:
-            return GroupFailure(peer.world_rank, peer.name, step, None, "left the group")
-        return GroupFailure(peer.world_rank, peer.name, step, end.code, f"ended ({end})")
+        text, code = ("left the group", None) if end is None else (f"ended ({end})", end.code)
+        return GroupFailure(peer.world_rank, peer.name, text, step=step, exit_code=code)
 
     def _timeout_failure(self, missing: Sequence[int], timeout: float) -> GroupFailure:
         """Return the failure of ranks that did not arrive in time; the first of them is at fault."""
@@ -166,7 +161,7 @@ class ShmBarrier:
         more = f"; missing in all: {names}" if len(peers) > 1 else ""
         text = f"did not arrive within the timeout of {timeout:g} s ({state}){more}"
         step = self.control.step_of(missing[0])
-        return GroupFailure(peers[0].world_rank, peers[0].name, step, None, text, dead=False)
+        return GroupFailure(peers[0].world_rank, peers[0].name, text, step=step, dead=False)
 
     def _raise(self, failure: GroupFailure) -> NoReturn:
         """Post a failure, and raise the one that was posted first."""
@@ -191,31 +186,26 @@ class ShmBarrier:
         )
 
     def report_error(self, error: BaseException) -> None:
-        """Report an error of this rank in the middle of a collective to the others."""
         if self._failure is None and not self._cancelled:
             me = self._peers.me
             text = f"failed in {self._call}: {type(error).__name__}: {error}"
-            failure = GroupFailure(me.world_rank, me.name, self.control.step, None, text[:500])
+            failure = GroupFailure(me.world_rank, me.name, text[:500], step=self.control.step)
             self.control.post_failure(failure)
             self._failure = failure
 
     # Lifecycle.
 
     def note_step(self, step: int) -> None:
-        """Publish the optimizer step that this rank is in; the other ranks' errors name it."""
         self.control.step = step
 
     def cancel(self) -> None:
-        """Make a pending call of another thread fail soon."""
         self._cancelled = True
 
     def interrupt(self, reason: CollectiveError) -> None:
-        """Make a pending call of another thread raise `reason` soon, and every later one at once."""
         self.interrupted = reason
         self._cancelled = True
 
     def close(self) -> None:
-        """Leave the group."""
         self._peers.close()
 
     def detach(self) -> None:

@@ -43,7 +43,7 @@ def slice_bounds(numel: int, parts: int, index: int) -> tuple[int, int]:
 
 
 class ShmCollectives(DataPaths):
-    """Collectives of a group on this host, whose ranks are numbered on the host. Parameters as for `ShmBarrier`."""
+    """`AllCollectiveOps` on one host, whose ranks are numbered on the host. Parameters as for `ShmBarrier`."""
 
     shares_memory = True
     ops = frozenset(ALL_OPS)
@@ -53,11 +53,9 @@ class ShmCollectives(DataPaths):
         self._scratch = Scratch()
 
     def barrier(self, call: OpSignature) -> None:
-        """Return when all ranks have called."""
         self._start_call(call, OpNotice(call.pack()))
 
     def all_reduce(self, call: OpSignature, tensor: Tensor, reduction: Reduction) -> None:
-        """Reduce `tensor` over all ranks, in place."""
         flat = tensor.view(-1)
         if tensor.nbytes <= EAGER_NBYTES:
             for part in self._exchange(call, [flat], range(self.size)):
@@ -68,12 +66,14 @@ class ShmCollectives(DataPaths):
         common = reduction.as_sum() if mixed else reduction
         if all(notice.segment >= 0 for notice in notices):
             tensors = [
-                self._map_region(rank, notice, flat.numel(), flat.dtype)
+                flat if rank == self.index else self._map_region(rank, notice, flat.numel(), flat.dtype)
                 for rank, notice in enumerate(notices)
             ]
-            tensors[self.index] = flat
+            low, high = slice_bounds(flat.numel(), self.size, self.index)
+            slices = [tensor[low:high] for tensor in tensors]
             try:
-                self._all_reduce_direct(tensors, common)
+                if low < high:
+                    reduce_into_all(slices, self.index, common, self._scratch, self._check_if_failed)
                 self._wait_all()
             except BaseException:  # the others may write there until they learn of it
                 arena.retire(notices[self.index].segment, notices[self.index].offset)
@@ -82,12 +82,6 @@ class ShmCollectives(DataPaths):
             self._all_reduce_staged(flat, common)
         if common is not reduction:
             reduction.divide(flat)
-
-    def _all_reduce_direct(self, tensors: list[Tensor], reduction: Reduction) -> None:
-        low, high = slice_bounds(tensors[0].numel(), self.size, self.index)
-        if low < high:
-            slices = [tensor[low:high] for tensor in tensors]
-            reduce_into_all(slices, self.index, reduction, self._scratch, self._check_if_failed)
 
     def _check_if_failed(self) -> None:
         """Raise before writing where another rank may keep something else by now."""
@@ -130,7 +124,6 @@ class ShmCollectives(DataPaths):
                 target.copy_(self.control.result_buffer(rank, number, target.numel(), target.dtype))
 
     def reduce(self, call: OpSignature, tensor: Tensor, root: int, reduction: Reduction) -> None:
-        """Reduce `tensor` over all ranks into that of `root`; the others' are unchanged."""
         flat = tensor.view(-1)
         for part in self._exchange(call, [flat], range(self.size)):
             if self.index == root:
@@ -141,7 +134,6 @@ class ShmCollectives(DataPaths):
     def reduce_scatter(
         self, call: OpSignature, output: Tensor, inputs: Tensors, reduction: Reduction
     ) -> None:
-        """Reduce ``inputs[r]`` over all ranks into the `output` of rank r."""
         own = self.index if same_memory(output, inputs[self.index]) else 0
         result = torch.empty_like(output) if _clashes(output, inputs, self.index) else output
         flat = result.view(-1)
@@ -153,32 +145,27 @@ class ShmCollectives(DataPaths):
             output.copy_(result)
 
     def all_gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor) -> None:
-        """Copy the `tensor` of every rank r into ``outputs[r]`` on all ranks."""
         self._gather(call, outputs, tensor, receives=True)
 
     def gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor, root: int) -> None:
-        """Copy the `tensor` of every rank r into ``outputs[r]`` on `root`; elsewhere `outputs` is empty."""
         self._gather(call, outputs, tensor, receives=self.index == root)
 
     def _gather(self, call: OpSignature, outputs: Tensors, tensor: Tensor, *, receives: bool) -> None:
         own = as_bytes(tensor.clone() if _clashes(tensor, outputs, self.index) else tensor)
         targets = [as_bytes(output) for output in outputs]
+        # Each rank begins with another source.
         order = [(self.index + distance) % self.size for distance in range(self.size)]
         for part in self._exchange(call, [own], range(self.size)):
-            for rank in (
-                order if receives else ()
-            ):  # the next rank first: not all read the same source at once
+            for rank in order if receives else ():
                 copy_unless_same(targets[rank][part.low : part.high], part.read(rank, 0))
 
     def broadcast(self, call: OpSignature, tensor: Tensor, root: int) -> None:
-        """Copy `tensor` from `root` to all ranks."""
         own = as_bytes(tensor)
         for part in self._exchange(call, [own], [root]):
             if self.index != root:
                 copy_unless_same(own[part.low : part.high], part.read(root, 0))
 
     def scatter(self, call: OpSignature, output: Tensor, inputs: Tensors, root: int) -> None:
-        """Copy ``inputs[r]`` of `root` into the `output` of rank r; elsewhere `inputs` is empty."""
         result = torch.empty_like(output) if _clashes(output, inputs, root) else output
         own = as_bytes(result)
         pieces = [as_bytes(each) for each in inputs] if self.index == root else [own] * self.size
@@ -188,11 +175,6 @@ class ShmCollectives(DataPaths):
             output.copy_(result)
 
     def all_to_all(self, call: OpSignature, outputs: Tensors, inputs: Tensors) -> None:
-        """Copy ``inputs[r]`` of every rank q into ``outputs[q]`` of rank r; sizes may differ.
-
-        Raises:
-            MismatchError: a rank sends another size than its receiver expects (raised by all ranks).
-        """
         if overlap(outputs, inputs):
             inputs = [each.clone() for each in inputs]
         pieces, targets = [as_bytes(each) for each in inputs], [as_bytes(each) for each in outputs]
