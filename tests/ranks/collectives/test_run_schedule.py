@@ -22,8 +22,8 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, t
 
 def values(numel, dtype, seed):
     """Return whole numbers, whose sums are exact in any order."""
-    made = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 15, (numel,), generator=made).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 15, (numel,), generator=generator).to(dtype)
 
 
 def by_torch(op, tensor, rank, size, root):
@@ -69,12 +69,12 @@ def compare(rank, size, seed, rounds):
         share = draw.choice([0, 1, 2, 7, 100, 3001])
         ragged = op in ("broadcast", "reduce", "all-reduce", "send-recv")
         numel = size * share + (draw.randrange(size) if ragged else 0)
-        made = pipelined(make_schedule(op, name, size, root=root), draw.choice([1, 1, 2, 3]))
+        schedule = pipelined(make_schedule(op, name, size, root=root), draw.choice([1, 1, 2, 3]))
         tensor = values(numel, dtype, 1000 * number + rank)
         expected = by_torch(op, tensor, rank, size, root)
         output = torch.full_like(tensor, 99) if op in ("all-to-all", "send-recv") else None
         outcome = run_schedule(
-            made,
+            schedule,
             tensor,
             output,
             segment_nbytes=draw.choice([64, 1000, 1 << 20]),
@@ -83,19 +83,19 @@ def compare(rank, size, seed, rounds):
             receipts=draw.random() < 0.3,
         )
         if expected is not None:
-            assert torch.equal(outcome.result, expected), (made, numel, dtype)
+            assert torch.equal(outcome.result, expected), (schedule, numel, dtype)
     return rounds
 
 
 @pytest.mark.parametrize(
     ("size", "rounds"), [(1, 40), (2, 40), (3, 40), (4, 40), (5, 40), (6, 30), (7, 20), (8, 15)]
 )
-def test_results_equal_torchs(pool, size, rounds):
+def test_results_equal_those_of_torch(pool, size, rounds):
     assert pool(size).run(compare, size, rounds, timeout=120) == [rounds] * size
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_results_equal_torchs_over_shared_memory(pool, size):
+def test_results_equal_those_of_torch_over_shared_memory(pool, size):
     assert pool(size, "paceline").run(compare, 100 + size, 40, timeout=120) == [40] * size
 
 
@@ -251,18 +251,18 @@ def pieces_differ(rank, size):
 
 
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "message"),
     [
         (sizes_differ, "tensors of different sizes"),
         (schedules_differ, "different schedules"),
         (pieces_differ, "different schedules, dtypes or settings"),
     ],
 )
-def test_ranks_that_disagree_raise(pool, case, said):
+def test_ranks_that_disagree_raise(pool, case, message):
     with pytest.raises(RankError) as caught:
         pool(2).run(case)
     assert isinstance(caught.value.__cause__, MismatchError)
-    assert all(said in text for text in caught.value.failures.values())
+    assert all(message in text for text in caught.value.failures.values())
 
 
 def refused(rank, size, kind):
@@ -285,7 +285,7 @@ def refused(rank, size, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("size", "all-reduce by ring on 3 ranks, but the group has 2"),
         ("wrong", "all-reduce by mine on 2 ranks is wrong"),
@@ -297,8 +297,8 @@ def refused(rank, size, kind):
         ("segment", "segment_nbytes=0"),
     ],
 )
-def test_wrong_input_is_named_before_anything_is_sent(pool, kind, said):
-    assert all(said in text for text in pool(2).run(refused, kind))
+def test_invalid_input_is_refused_before_anything_is_sent(pool, kind, message):
+    assert all(message in text for text in pool(2).run(refused, kind))
 
 
 def test_without_a_group_there_is_one_rank():

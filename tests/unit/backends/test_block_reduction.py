@@ -110,7 +110,7 @@ def test_the_result_may_lie_in_any_input(name, dtype, ranks):
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
-def test_cutting_changes_no_bit(name, dtype):
+def test_the_result_does_not_depend_on_the_cut(name, dtype):
     inputs = [draw(dtype, 5000, seed) for seed in range(3)]
     whole = reduced(name, dtype, inputs, torch.empty(5000, dtype=dtype), 0)
     parts = torch.empty(5000, dtype=dtype)
@@ -120,7 +120,7 @@ def test_cutting_changes_no_bit(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
-def test_the_order_of_ranks_decides(dtype):
+def test_the_order_of_ranks_changes_the_bits(dtype):
     inputs = [draw(dtype, 5000, seed) for seed in range(4)]
     whole = reduced("SUM", dtype, inputs, torch.empty(5000, dtype=dtype), 0)
     turned = reduced("SUM", dtype, inputs[::-1], torch.empty(5000, dtype=dtype), 0)
@@ -128,21 +128,21 @@ def test_the_order_of_ranks_decides(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_sums_of_many_short_floats_are_rounded_once(dtype):
+def test_sums_of_16_bit_floats_are_rounded_once(dtype):
     small = torch.tensor([torch.finfo(dtype).eps / 2], dtype=dtype)
     inputs = [torch.ones(1, dtype=dtype), *[small] * 7]  # 1 + ε/2 rounds to 1, were it rounded each time
     assert reduced("SUM", dtype, inputs, torch.empty(1, dtype=dtype), 0).item() > 1
     assert reduced("SUM", dtype, inputs[:2], torch.empty(1, dtype=dtype), 0).item() == 1
 
 
-def test_not_a_number_is_passed_on():
+def test_nan_propagates():
     inputs = [torch.tensor([1.0, float("nan")]), torch.tensor([float("nan"), 1.0])]
     for name in ("SUM", "MIN", "MAX"):
         assert reduced(name, torch.float32, inputs, torch.empty(2), 0).isnan().all()
 
 
 @pytest.mark.parametrize(("name", "dtype"), WRONG, ids=str)
-def test_what_a_dtype_has_no_reduction_for_is_refused_by_name(name, dtype):
+def test_a_reduction_undefined_for_a_dtype_is_refused(name, dtype):
     with pytest.raises(UsageError, match=f"{name} is not defined for {dtype}.*valid: ") as caught:
         get_reduction(getattr(dist.ReduceOp, name), dtype, 2)
     valid = caught.value.args[0].rpartition("valid: ")[2].split(", ")
@@ -155,19 +155,19 @@ def test_rare_dtypes_are_refused_before_anything_is_sent(dtype):
         get_reduction(dist.ReduceOp.SUM, dtype, 2)
 
 
-def test_a_factor_inside_the_reduction_is_refused_with_a_way_out():
+def test_a_premultiplied_sum_is_refused_with_a_remedy():
     with pytest.raises(
         UsageError, match=r"no reduction .*PREMUL(.|\n)*scale the tensor yourself and use SUM"
     ):
         get_reduction(dist.ReduceOp.PREMUL_SUM, torch.float32, 2)
 
 
-def test_a_reduction_is_found_in_either_form():
+def test_both_forms_of_a_reduction_are_accepted():
     wrapped, bare = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp.SUM
     assert get_reduction(wrapped, torch.float32, 2) == get_reduction(bare, torch.float32, 2)
 
 
-def test_a_mean_has_a_sum():
+def test_the_sum_of_a_mean():
     mean = get_reduction(dist.ReduceOp.AVG, torch.bfloat16, 2)
     assert mean.as_sum() == get_reduction(dist.ReduceOp.SUM, torch.bfloat16, 2)
     most = get_reduction(dist.ReduceOp.MAX, torch.float32, 2)

@@ -1,4 +1,4 @@
-"""Ranks of a host that find each other: descriptors arrive, ends are seen, strangers are refused."""
+"""Connections between ranks of a host: descriptors arrive, ends are detected, unknown callers are refused."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from paceline.errors import CollectiveTimeout
 NBYTES = 2 << 20
 
 
-def card(rank, listener, **other):
+def peer_info(rank, listener, **other):
     fields = {"rank": rank, "world_rank": rank, "host": "here", "name": "name", "pid": os.getpid()}
     return PeerInfo(**fields | {"address": listener.address, "token": listener.token} | other)
 
 
-def connect(store, rank, size, change=lambda card: card, listener=None, timeout=20.0, nbytes=NBYTES):
-    """Return the neighbours of `rank`; `change` makes its card another one."""
+def connect(store, rank, size, change=lambda info: info, listener=None, timeout=20.0, nbytes=NBYTES):
+    """Return the connections of `rank`; `change` replaces its info."""
     listener = listener or PeerListener()
-    mine = change(card(rank, listener))
-    cards = exchange_peer_info(store, mine, size, timeout)
-    here = [each for each in cards if each.host == mine.host]
-    return HostPeers(mine, here, cards, listener=listener, store=store, timeout=timeout, nbytes=nbytes)
+    mine = change(peer_info(rank, listener))
+    peers = exchange_peer_info(store, mine, size, timeout)
+    local = [each for each in peers if each.host == mine.host]
+    return HostPeers(mine, local, peers, listener=listener, store=store, timeout=timeout, nbytes=nbytes)
 
 
 def in_threads(size, work):
@@ -78,7 +78,7 @@ def open_files():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_share_one_memory_and_leave_nothing(size):
+def test_all_ranks_share_one_segment_and_leave_nothing(size):
     before = open_files()
     found = group(size)
     for rank, each in enumerate(found):
@@ -114,7 +114,7 @@ def test_a_descriptor_arrives_under_its_number_and_only_once():
     low.close(), high.close()
 
 
-def test_descriptors_that_nobody_took_are_closed():
+def test_unclaimed_descriptors_are_closed():
     before = open_files()
     low, high = group(2)
     segment = Segment.create(NBYTES)
@@ -126,7 +126,7 @@ def test_descriptors_that_nobody_took_are_closed():
     assert open_files() == before
 
 
-def test_a_neighbour_that_reads_nothing_stops_nobody():
+def test_a_peer_that_reads_nothing_does_not_block_the_sender():
     low, high = group(2)
     segment, sent = Segment.create(NBYTES), 0
     while low.send_fd(1, sent, segment.fd):
@@ -139,26 +139,26 @@ def test_a_neighbour_that_reads_nothing_stops_nobody():
     low.close(), high.close()
 
 
-def test_taking_leave_and_just_ending_are_told_apart():
+def test_leaving_and_ending_are_distinguished():
     first, second, third = group(3)
     second.close()
     third.disconnect()
-    assert sorted((card.rank, left) for card, left in first.gone()) == [(1, True), (2, False)]
+    assert sorted((peer.rank, left) for peer, left in first.gone()) == [(1, True), (2, False)]
     first.close()
 
 
-def test_leave_is_heard_behind_descriptors_that_were_never_taken():
+def test_a_goodbye_behind_unclaimed_descriptors_is_received():
     low, high = group(2)
     segment = Segment.create(NBYTES)
     for number in range(20):
         low.send_fd(1, number, segment.fd)
     low.close()
-    assert [(card.rank, left) for card, left in high.gone()] == [(0, True)]
+    assert [(peer.rank, left) for peer, left in high.gone()] == [(0, True)]
     high.close()
 
 
-def test_two_threads_may_read_at_once():
-    """As a mailbox and a collective do: what one takes in, the other finds."""
+def test_two_threads_may_read_concurrently():
+    """As messages and collectives do: what one receives is available to the other."""
     low, high = group(2)
     segment, over = Segment.create(NBYTES), threading.Event()
 
@@ -183,7 +183,7 @@ def test_two_threads_may_read_at_once():
 # Processes.
 
 
-def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
+def test_an_end_is_detected_while_a_child_holds_the_socket(tmp_path):
     """A loader's worker, forked from a rank, outlives it: the rank's end counts, not the socket's."""
     path = str(tmp_path / "store")
     reading, writing = os.pipe()
@@ -204,7 +204,7 @@ def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
     assert os.read(reading, 1) == b"x"
     while not mine.gone():
         time.sleep(0.01)
-    assert [(card.rank, left) for card, left in mine.gone()] == [(1, False)]
+    assert [(peer.rank, left) for peer, left in mine.gone()] == [(1, False)]
     assert mine.exit_status(1) == ExitStatus(3)
     assert ended(pid) == 3
     mine.close()
@@ -212,7 +212,7 @@ def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
         os.close(fd)
 
 
-def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
+def test_no_descriptor_left_to_receive_one_is_an_error():
     low, high = group(2)
     segment = Segment.create(NBYTES)
 
@@ -233,28 +233,28 @@ def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
     low.close(), high.close()
 
 
-# What keeps ranks from sharing: everybody hears the same, and nobody waits.
+# Failures to share memory: all ranks raise the same, without waiting.
 
 
-def test_one_that_has_a_problem_is_named_to_all():
+def test_all_ranks_name_the_one_with_a_problem():
     store = dist.HashStore()
     found = in_threads(
         3,
         lambda rank: connect(
-            store, rank, 3, lambda card: replace(card, problem="no futex" if card.rank == 1 else "")
+            store, rank, 3, lambda info: replace(info, problem="no futex" if info.rank == 1 else "")
         ),
     )
     assert [str(each) for each in found] == ["rank 1: no futex"] * 3
     assert all(isinstance(each, SharedMemoryUnavailable) for each in found)
 
 
-def test_another_network_namespace_is_told_to_all():
+def test_all_ranks_report_another_network_namespace():
     before = open_files()
     store = dist.HashStore()
     found = in_threads(
         3,
         lambda rank: connect(
-            store, rank, 3, lambda card: replace(card, address="elsewhere") if card.rank == 1 else card
+            store, rank, 3, lambda info: replace(info, address="elsewhere") if info.rank == 1 else info
         ),
     )
     assert all(isinstance(each, SharedMemoryUnavailable) for each in found), found
@@ -264,7 +264,7 @@ def test_another_network_namespace_is_told_to_all():
     assert open_files() == before
 
 
-def test_memory_that_can_not_be_had_is_told_to_all():
+def test_all_ranks_report_that_memory_is_unavailable():
     before = open_files()
     store = dist.HashStore()
     found = in_threads(3, lambda rank: connect(store, rank, 3, nbytes=2**60 if rank == 0 else NBYTES))
@@ -275,7 +275,7 @@ def test_memory_that_can_not_be_had_is_told_to_all():
     assert open_files() == before
 
 
-def test_ranks_that_never_come_are_named():
+def test_ranks_that_do_not_join_are_named():
     store = dist.HashStore()
 
     def work(rank):
@@ -288,20 +288,20 @@ def test_ranks_that_never_come_are_named():
         assert "rank 2 of 3 did not join the group within 0.5 s" in str(error)
 
 
-def test_a_neighbour_that_never_dials_is_named():
+def test_a_peer_that_does_not_connect_is_named():
     store = dist.HashStore()
 
     def work(rank):
         if rank == 0:
             return connect(store, 0, 2, timeout=1.0)
-        return exchange_peer_info(store, card(1, PeerListener()), 2, 20.0)
+        return exchange_peer_info(store, peer_info(1, PeerListener()), 2, 20.0)
 
     error = in_threads(2, work)[0]
     assert isinstance(error, CollectiveTimeout)
     assert error.rank == 1
 
 
-def test_strangers_are_not_let_in():
+def test_callers_without_the_token_are_refused():
     listener = PeerListener()
     answers = []
     for hello in (b"", b"x" * 5, b"\0" * 20, (1).to_bytes(4, "little") + bytes.fromhex(listener.token)):

@@ -1,4 +1,4 @@
-"""What ranks compare before they exchange data: small, exact, and readable when it differs."""
+"""Signatures that ranks compare before they exchange data: small, exact, and readable when they differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.backends.shm.control_block import OpNotice
 FULL = OpSignature("reduce", 1024, torch.float32, "SUM", root=1, timeout=30.0)
 
 
-def test_every_call_survives_being_packed_into_16_bytes():
+def test_every_call_round_trips_through_16_bytes():
     seen = set()
     for op, reduction, dtype in itertools.product(module._OPS, ["", *REDUCTION_NAMES], module._DTYPES):
         call = OpSignature(op, 2**40 + 7, dtype, reduction, root=-1)
@@ -28,7 +28,7 @@ def test_every_call_survives_being_packed_into_16_bytes():
 
 @pytest.mark.parametrize("numel", [0, 1, 2**31, 2**32, 2**62])
 @pytest.mark.parametrize("root", [-1, 0, 1, 1023])
-def test_sizes_and_roots_of_any_magnitude_are_told_apart(numel, root):
+def test_sizes_and_roots_of_any_magnitude_are_distinguished(numel, root):
     call = OpSignature("broadcast", numel, torch.int8, root=root)
     assert OpSignature.unpack(call.pack()) == call
     assert OpSignature("broadcast", numel + 1, torch.int8, root=root).pack() != call.pack()
@@ -43,13 +43,13 @@ def test_a_time_out_is_not_compared():
     )
 
 
-def test_all_dtypes_of_torch_have_a_place():
+def test_all_dtypes_of_torch_have_a_code():
     dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     assert dtypes == set(module._DTYPES) - {None}
     assert len(module._DTYPES) < 256
 
 
-def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
+def test_a_mean_matches_a_sum_and_nothing_else():
     total, mean = (
         OpSignature("all_reduce", 8, torch.float32, "SUM"),
         OpSignature("all_reduce", 8, torch.float32, "AVG"),
@@ -77,11 +77,11 @@ def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
         (FULL, "reduce(float32[1024], SUM, root 1)"),
     ],
 )
-def test_a_call_is_written_as_people_write_it(call, text):
+def test_a_call_as_text(call, text):
     assert str(call) == text
 
 
-def test_calls_are_derived():
+def test_derived_signatures():
     sizes = torch.zeros(8, dtype=torch.int64)
     assert FULL.with_tensor("sizes", sizes) == OpSignature(
         "sizes", 8, torch.int64, "SUM", root=1, timeout=30.0

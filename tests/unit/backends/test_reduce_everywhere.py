@@ -28,7 +28,7 @@ def nothing():
 @pytest.mark.parametrize(
     ("op", "dtype"), [(op, dtype) for op in ("SUM", "AVG") for dtype in DTYPES[: 4 if op == "SUM" else 2]]
 )
-def test_numpy_and_torch_come_to_the_same_bits(monkeypatch, size, dtype, op):
+def test_numpy_and_torch_give_the_same_bits(monkeypatch, size, dtype, op):
     monkeypatch.setattr(block_reduction, "BLOCK_NBYTES", 512)
     reduction = get_reduction(getattr(dist.ReduceOp, op), dtype, size + 1)
     for own in range(size):
@@ -44,14 +44,14 @@ def test_numpy_and_torch_come_to_the_same_bits(monkeypatch, size, dtype, op):
                 assert torch.equal(left, quick[own])
 
 
-def test_a_mean_divides_by_the_ranks_it_is_told():
+def test_a_mean_divides_by_the_number_of_ranks():
     slices = [torch.full((100,), 3.0), torch.full((100,), 5.0)]
     reduce_into_all(slices, 1, get_reduction(dist.ReduceOp.AVG, torch.float32, 4), Scratch(), nothing)
     assert all(each.eq(2.0).all() for each in slices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_written_into_the_others_once_the_look_raises(dtype):
+def test_nothing_is_written_into_the_others_once_the_check_raises(dtype):
     given = [torch.ones(1 << 18, dtype=dtype), torch.ones(1 << 18, dtype=dtype)]
     reduction, checks = get_reduction(dist.ReduceOp.SUM, dtype, 2), []
 
@@ -67,7 +67,7 @@ def test_nothing_is_written_into_the_others_once_the_look_raises(dtype):
     assert given[1][written:].eq(1).all()
 
 
-def test_reductions_that_numpy_does_not_make():
+def test_reductions_without_a_numpy_path():
     slices = [torch.tensor([True, False]), torch.tensor([False, False])]
     reduce_into_all(slices, 0, get_reduction(dist.ReduceOp.MAX, torch.bool, 2), Scratch(), nothing)
     assert [each.tolist() for each in slices] == [[True, False]] * 2

@@ -1,4 +1,4 @@
-"""Slices of a run of chunks: together they are the run, and both ends place them alike."""
+"""Slices of a run of chunks: together they cover the run, at the same places on both ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def elements(regions):
 
 @pytest.mark.parametrize(("op", "name"), EVERY)
 @given(ranks=st.integers(2, 7), share=st.integers(0, 9), count=st.integers(1, 5))
-def test_slices_are_the_run_element_by_element(op, name, ranks, share, count):
+def test_slices_cover_the_run_element_by_element(op, name, ranks, share, count):
     made = make_schedule(op, name, ranks)
     for send in {send for sends in made.rounds for send in sends}:
         for rank in send[:2]:
@@ -39,7 +39,7 @@ def test_slices_are_the_run_element_by_element(op, name, ranks, share, count):
 
 
 @given(ranks=st.integers(2, 6), share=st.integers(1, 9), count=st.integers(1, 5))
-def test_a_slice_of_a_wide_run_is_that_of_each_of_its_chunks(ranks, share, count):
+def test_a_slice_of_a_wide_run_has_that_slice_of_each_chunk(ranks, share, count):
     made = make_schedule("all-reduce", "halving-doubling", ranks)
     buffers = buffers_of(made, 0, ranks * share)
     for send in {send for sends in made.rounds for send in sends}:
