@@ -120,8 +120,8 @@ class CollectiveWork(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """Return a future of its tensors.
 
-        An error surfaces as RuntimeError with its text: C++ (DistributedDataParallel waits there) treats what a
-        callback raises as a failure, and what ``set_exception`` sets as a value.
+        An error surfaces as RuntimeError with its text: C++ (DistributedDataParallel waits there) treats an error
+        that a callback raises as a failure, and one passed to ``set_exception`` as a value.
         """
         with self._lock:
             if self._future is not None:

@@ -146,7 +146,7 @@ class GroupBase(dist.ProcessGroup):
     # How calls run.
 
     def _select(self, op: str, tensors: Tensors) -> AllCollectiveOps | None:
-        """Return what runs `op` on these tensors; None: the group inside does."""
+        """Return the implementation of `op` for these tensors; None: the group inside runs it."""
         ops = self._collectives
         if ops is None or op not in ops.ops or not are_strided_cpu(tensors):
             return None

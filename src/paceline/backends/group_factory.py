@@ -1,4 +1,4 @@
-"""Creation of paceline groups: which ranks share a host, what connects them, and the groups that calls fall back to."""
+"""Creation of paceline groups: hosts, connections, and the groups that calls fall back to."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _connect(
     gloo: dist.ProcessGroupGloo,
     timeout: float,
 ) -> tuple[CollectiveOps, ShmPointToPoint | None]:
-    """Return what runs collectives, and what carries messages between two ranks (None: gloo).
+    """Return the collectives and the point-to-point messages of the group (None: gloo's).
 
     Raises:
         SharedMemoryUnavailable: the ranks of some host share no memory.

@@ -29,7 +29,7 @@ __all__ = ["create_mpi_group"]
 
 _OK = "ok"
 _FLUSH_SECONDS = 0.3
-"""Time for mpiexec to forward what this rank wrote, before it ends all ranks."""
+"""Time for mpiexec to forward the output of this rank before it ends all ranks."""
 
 
 def create_mpi_group(options: Any) -> PacelineProcessGroup:
@@ -116,8 +116,8 @@ class _ExitGuard:
         rank = self._mpi.COMM_WORLD.rank
         for collectives, p2p in self._watched:
             if collectives.broken or p2p.stuck:
-                what = "a message that it sent was never received" if p2p.stuck else "a collective failed"
-                print(f"paceline: rank {rank} ends all ranks of MPI: {what}", file=sys.stderr)
+                reason = "a message that it sent was never received" if p2p.stuck else "a collective failed"
+                print(f"paceline: rank {rank} ends all ranks of MPI: {reason}", file=sys.stderr)
                 self._abort()
 
     def _abort(self) -> None:

@@ -206,7 +206,7 @@ class MpiCollectives:
                 ranks = ", ".join(map(str, self._world_ranks))
                 raise CollectiveTimeout(
                     f"not all of the ranks {ranks} arrived at {call} within {timeout:g} s",
-                    remedy="find the rank that is missing, and what it does instead; end all ranks with mpiexec",
+                    remedy="find the missing rank and its current call; end all ranks with mpiexec",
                 )
             if self._interrupted is not None:
                 raise self._interrupted
@@ -217,7 +217,7 @@ class MpiCollectives:
                 raise call.mismatch(packed, me=self._world_ranks[self.index], other=self._world_ranks[rank])
 
     def report_error(self, error: BaseException) -> None:
-        """Record that a call failed in the middle: what it left in MPI is unknown."""
+        """Record that a call failed in the middle: the state of MPI is unknown."""
         self._failure = self._failure or f"an earlier call failed: {error}"
 
     def note_step(self, step: int) -> None:

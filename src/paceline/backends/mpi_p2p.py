@@ -91,11 +91,9 @@ class MpiMessageWork(CollectiveWork):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Return whether it is done or has failed."""
         return self.test()
 
     def is_success(self) -> bool:
-        """Return whether it is done and has not failed."""
         return self.test() and super().is_success()
 
     def source_rank(self) -> int:

@@ -66,7 +66,7 @@ class OpSignature:
         return replace(self, op=op, reduction="", root=root)
 
     def pack(self) -> bytes:
-        """Return what must be equal on all ranks, except that some may call a mean and others its sum."""
+        """Return the bytes that must be equal on all ranks, except that a mean matches its sum."""
         codes = _OP_CODES[self.op], _REDUCTION_CODES[self.reduction], _DTYPE_CODES[self.dtype]
         return _PACKED.pack(*codes, self.root, self.numel)
 
@@ -92,7 +92,7 @@ class OpSignature:
         )
 
     def __str__(self) -> str:
-        """Return it for people, such as ``all_reduce(float32[1024], SUM)``."""
+        """Return it as text, such as ``all_reduce(float32[1024], SUM)``."""
         inside = []
         if self.dtype is not None:
             inside.append(f"{str(self.dtype).removeprefix('torch.')}[{self.numel}]")
@@ -104,7 +104,7 @@ class OpSignature:
 
 
 def check_exchange_sizes(call: OpSignature, table: Tensor) -> None:
-    """Raise unless every rank of an all-to-all sends what its receiver expects.
+    """Raise unless every rank of an all-to-all sends as many bytes as its receiver expects.
 
     Args:
         call: the all-to-all, for messages.

@@ -1,4 +1,4 @@
-"""Where the chunks of a schedule lie in a rank's tensors."""
+"""Location of a schedule's chunks in a rank's tensors."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ ring all-gather sends (p − 1)/p of n.
 
 Sources: Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005;
 ring: Patarasuk & Yuan, JPDC 2009; Bruck et al., IEEE TPDS 1997. Where p is not a power of two, MPICH's comments give
-(p − 1)/p for algorithms that first fold p ranks into q = 2^⌊lg p⌋; what is sent is (q − 1)/q, which is used here.
+(p − 1)/p for algorithms that first fold p ranks into q = 2^⌊lg p⌋; the part sent is (q − 1)/q, which is used here.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _tree(p: int) -> Terms:
 
 
 def _scatter_tree(p: int) -> Terms:
-    """Each round halves what remains to be passed on: the root sends the (p − 1)/p that it does not keep."""
+    """Each round halves the part that remains to be passed on: the root sends the (p − 1)/p that it does not keep."""
     return Terms(_lg_up(p), (p - 1) / p)
 
 

@@ -1,4 +1,4 @@
-"""Delivery receipts: what every rank sent and received, and whether both agree.
+"""Delivery receipts: records of every message at both ends, compared on the root.
 
 Both ends of a message record its bytes and its checksum (xxh3, 64 bits), and every rank that of its result. The root
 compares them and names each message that is missing or arrived damaged, and each rank whose result differs where all
@@ -181,7 +181,7 @@ def _receipts(logs: Mapping[int, TransferLog]) -> list[DeliveryReceipt]:
 def _delivery_errors(
     schedule: Schedule, logs: Mapping[int, TransferLog], chunk_nbytes: Sequence[int]
 ) -> Iterator[str]:
-    """Yield what is wrong or missing, in order of rounds; nothing if everything was delivered."""
+    """Yield wrong and missing messages and results, in order of rounds."""
     yield from (f"rank {rank} stored no records" for rank in range(schedule.ranks) if rank not in logs)
     sent = {record.key: record for log in logs.values() for record in log.sent}
     received = {record.key: record for log in logs.values() for record in log.received}

@@ -25,7 +25,7 @@ _FROM_TO = {
     "gather": ("owner", "root"),
     "send-recv": ("owner", "successor"),
 }
-"""Per operation: who holds a chunk at the start, and who needs it at the end. From "all", it needs their sum."""
+"""Per operation: the ranks that hold a chunk at the start, and those that need it at the end; from "all", the sum."""
 
 OPS = tuple(_FROM_TO)
 ROOTED = frozenset(op for op, roles in _FROM_TO.items() if "root" in roles)
@@ -71,11 +71,11 @@ def _rank_of(role: str, schedule: Schedule, chunk: int) -> int | None:
 
 
 class SymbolicBuffers:
-    """What every rank holds of every chunk while a schedule is executed on counts of inputs.
+    """Content of every rank's chunks while a schedule is executed on counts of inputs.
 
     Attributes:
         held: ``held[rank][chunk]``; 0: nothing.
-        required: ``required[rank]``: what the rank must hold at the end, by chunk; other chunks may hold anything.
+        required: ``required[rank]``: content required at the end, by chunk; other chunks may hold anything.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -100,7 +100,7 @@ class SymbolicBuffers:
                 self.held[send.dst][chunk] = old + before[send.src][chunk]
 
     def missing(self, rank: int) -> list[int]:
-        """Return the chunks of which `rank` does not hold what it must hold at the end."""
+        """Return the chunks whose content on `rank` differs from the required one."""
         return [chunk for chunk, content in self.required[rank].items() if self.held[rank][chunk] != content]
 
 
@@ -120,9 +120,9 @@ def prove(schedule: Schedule) -> None:
 
 
 def find_flaws(schedule: Schedule) -> list[str]:
-    """Return what is wrong with `schedule`, in order; empty: it is proven.
+    """Return the flaws of `schedule`, in order; empty: it is proven.
 
-    A flaw in a round ends the proof, since what follows would be about other numbers.
+    A flaw in a round ends the proof, since later rounds would start from wrong contents.
     """
     check_op(schedule.op)
     buffers = SymbolicBuffers(schedule)

@@ -1,7 +1,7 @@
 """Running a schedule over the send and receive of any process group.
 
-Phases: agree with the other ranks on what is run; execute the rounds (`schedule_executors`); report to the root what
-was delivered (`delivery_receipts`).
+Phases: check that all ranks run the same; execute the rounds (`schedule_executors`); report deliveries to the root
+(`delivery_receipts`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _agree(
 
 
 def _copy_own_part(buffers: ChunkBuffers) -> None:
-    """Copy what a rank sends to itself: schedules have messages between different ranks only."""
+    """Copy the part that a rank sends to itself: schedules have messages between different ranks only."""
     op, ranks = buffers.schedule.op, buffers.schedule.ranks
     if op == "all-to-all":
         part = buffers.numel // ranks

@@ -1,8 +1,8 @@
 """A collective as data: a `Schedule` is rounds of `Send`.
 
 Every rank holds a vector that is cut into chunks of equal size. All sends of a round run at the same time and read
-what their sender held when the round began. A rank enters its next round once everything that it sends and receives
-in this one is done. A send replaces the receiver's chunk, or is added to it.
+their sender's chunks as of the beginning of the round. A rank enters its next round once everything that it sends and
+receives in this one is done. A send replaces the receiver's chunk, or is added to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Send(NamedTuple):
         src: sending rank.
         dst: receiving rank.
         chunk: index of the first chunk.
-        add: added to what `dst` holds, instead of replacing it.
+        add: added to the chunk that `dst` holds, instead of replacing it.
         width: number of chunks.
     """
 
@@ -61,7 +61,7 @@ class Schedule:
     """A collective operation, carried out by one algorithm on a number of ranks.
 
     Attributes:
-        op: such as ``"all-reduce"``; `paceline.collectives.prove` defines what each operation achieves.
+        op: such as ``"all-reduce"``; `paceline.collectives.prove` defines its result.
         algorithm: such as ``"ring"``.
         ranks: number of ranks.
         chunks: number of chunks of the vector; all-to-all: of the vectors of all ranks together.

@@ -1,7 +1,7 @@
 """Execution of a schedule's rounds by one rank over send and receive: streaming, or in lockstep.
 
 [Note: streaming] A run of chunks travels in pieces. A rank posts the receives of a round, then starts the round's
-sends piece by piece. Each piece waits only for what it needs: the receives of earlier rounds that overlap it. So
+sends piece by piece. Each piece waits only for the receives of earlier rounds that overlap it. So
 while one piece of a ring is added, the piece before is already on its way to the next rank, and the wire never waits
 for a round to end. Every write waits first for the sends that still read there. A rank only waits for its own round
 or an earlier one, so ranks cannot wait in a circle.
@@ -44,7 +44,7 @@ _TAG = 61_000  # of all messages: between two ranks they are received in the ord
 
 @dataclass(eq=False)
 class _Transfer:
-    """A send of the schedule at one of its ends: what has been sent or received, in any order of its pieces."""
+    """A send of the schedule at one of its ends, with its progress; its pieces may complete in any order."""
 
     number: int  # of the round
     send: Send
@@ -131,7 +131,7 @@ class LockstepExecutor(_Executor):
                 work.wait()
             for transfer, offset, data, received in receives:
                 self._record(self.log.received, transfer, offset, received)
-                _store(data, received, add=transfer.send.add)
+                _write(data, received, add=transfer.send.add)
 
 
 @dataclass(eq=False)
@@ -184,9 +184,9 @@ class StreamingExecutor(_Executor):
         self, transfer: _Transfer, regions: list[tuple[int, Region]], read: list[Region]
     ) -> None:
         """Post receives in place, or into landing buffers where they are added or this round still reads."""
-        aside = transfer.send.add or any(one.overlaps(region) for _, one in regions for region in read)
+        buffered = transfer.send.add or any(one.overlaps(region) for _, one in regions for region in read)
         for offset, region in self._pieces(regions):
-            if aside:
+            if buffered:
                 landing = self._landing_buffer(region.numel)
             else:
                 self._complete_receives(region)
@@ -253,7 +253,7 @@ class StreamingExecutor(_Executor):
         self._record(self.log.received, piece.transfer, piece.offset, received)
         if piece.landing is not None:
             self._complete_sends(piece.region)
-            _store(data, piece.landing, add=piece.transfer.send.add)
+            _write(data, piece.landing, add=piece.transfer.send.add)
             self._free_buffers[piece.landing.numel()].append(piece.landing)
 
     def _complete_sends(self, region: Region | None = None) -> None:
@@ -285,7 +285,7 @@ def _confirmations(schedule: Schedule) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def _store(data: torch.Tensor, received: torch.Tensor, *, add: bool) -> None:
+def _write(data: torch.Tensor, received: torch.Tensor, *, add: bool) -> None:
     data.add_(received) if add else data.copy_(received)
 
 

@@ -1,4 +1,4 @@
-"""A schedule as text: what happens in each round, and how many ranks are done after it."""
+"""A schedule as text: the messages of each round, and the number of ranks done after it."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class ControlBlock:
         return self.segment.tensor(at, numel, dtype)
 
     def result_buffer(self, rank: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the buffer in which `rank` exposes what it reduced of part number `part`."""
+        """Return the buffer in which `rank` exposes its result of part number `part`."""
         at = self._buffers + rank * _BUFFERS_NBYTES + 2 * EAGER_NBYTES + STAGING_NBYTES * (2 + (part & 1))
         return self.segment.tensor(at, numel, dtype)
 

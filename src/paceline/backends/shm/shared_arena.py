@@ -9,7 +9,7 @@ received a segment's descriptor maps the same memory.
     segment 1   | tensor …                               half as large as all before it together, so they stay few
 
 A forked child shares this memory with its parent and leaves it to it: the child allocates from its own segments, and
-what it drops is not freed.
+frees none of the parent's.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Arena:
         self._free_lists.append(free_list)
         insort(self._starts, (created.address, len(self.segments) - 1))
         offset = free_list.allocate(nbytes)
-        assert offset is not None, "a fresh segment holds what it was created for"
+        assert offset is not None, "a new segment fits the span that it was created for"
         return len(self.segments) - 1, offset
 
     def _free(self, freed: deque[tuple[int, int, int]], segment: int, offset: int, nbytes: int) -> None:

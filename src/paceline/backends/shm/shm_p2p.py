@@ -4,7 +4,7 @@ Every ordered pair of ranks has a FIFO: a page with the bytes ever written and r
 is a header (tag, size) and its payload; long ones pass through piece by piece. One thread per process moves
 everything, and sleeps on its rank's signal word when nothing can move.
 
-    sender    | waits for room → copies in → signals the receiver
+    sender    | waits for space → copies in → signals the receiver
     receiver  | header → first posted receive for (source, tag), or the unexpected queue → copies out → signals back
 
 A message without a posted receive stays in the FIFO, unless a receive is posted for one behind it.
@@ -198,7 +198,7 @@ class ShmPointToPoint:
         futex.wake(self._control.p2p_signal(rank))
 
     def _run(self) -> None:
-        """Move what can move, and sleep when nothing can."""
+        """Move all bytes that can move, and sleep when none can."""
         with torch.inference_mode():
             while not self._closed:
                 seen = self._control.p2p_signal_count(self._me)
@@ -212,7 +212,7 @@ class ShmPointToPoint:
                     return
 
     def _progress(self) -> bool:
-        """Move what can move, complete works, and return whether anything moved."""
+        """Move all bytes that can move, complete works, and return whether anything moved."""
         moved = False
         with self._lock:
             for rank, peer in self._peers.items():
