@@ -69,7 +69,7 @@ class CollectiveWork(dist.Work):
             run_callbacks()
 
     def mark_done(self, error: BaseException | None) -> Callback | None:
-        """Mark it done or failed, and return the function that runs the callbacks of its future, if there are any.
+        """Mark it done or failed; return a function that runs the callbacks of its future, or None without any.
 
         The first outcome stands: an aborted call may still complete.
         """

@@ -99,7 +99,7 @@ class MpiCollectives:
 
     @property
     def broken(self) -> bool:
-        """Whether a call failed in the middle, so that MPI can't be finalised."""
+        """True if a call failed in the middle, so that MPI can't be finalised."""
         return bool(self._failure)
 
     def barrier(self, call: OpSignature) -> None:
@@ -266,7 +266,7 @@ def _parts(tensor: Tensor) -> Tensors:
 
 
 def _adjacent(tensors: Tensors) -> bool:
-    """Return whether tensors lie one behind the other in memory."""
+    """Return whether tensors are adjacent in memory, in order."""
     first, at = tensors[0].data_ptr(), 0
     storage = tensors[0].untyped_storage().data_ptr()
     for each in tensors:

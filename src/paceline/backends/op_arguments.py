@@ -79,7 +79,7 @@ def timeout_of(options: Any) -> float | None:
 
 
 def check_list(op: str, tensors: Tensors, like: Tensor, ranks: int) -> None:
-    """Raise UsageError unless there is one tensor per rank, of the size and dtype of `like`."""
+    """Raise UsageError unless `tensors` has one tensor per rank, of the size and dtype of `like`."""
     if len(tensors) != ranks:
         raise UsageError(f"{op} got {len(tensors)} tensors for {ranks} ranks")
     for rank, tensor in enumerate(tensors):

@@ -44,7 +44,7 @@ class TransferRecord(NamedTuple):
         chunk: first chunk of the run.
         nbytes: size.
         checksum: of its bytes.
-        seconds: since this rank began: when it was handed over (sender) or complete (receiver).
+        seconds: since this rank began: when it was passed to the backend (sender) or complete (receiver).
     """
 
     number: int
@@ -70,7 +70,7 @@ class TransferLog(msgspec.Struct, array_like=True):
     Attributes:
         sent: a record for each run of chunks, in order.
         received: a record for each run of chunks, in order.
-        checksum: of the result; None if there is none.
+        checksum: of the result; None: no result.
         seconds: duration.
         error: error that this rank raised, if any.
     """

@@ -62,7 +62,7 @@ def run_schedule(
         receipts: check every message at both ends, and give the root a receipt from every rank.
         check: first verify, by a small all-reduce, that all ranks run the same with the same settings and tensors.
         orderly: send to one rank after another, the next one when the last one has confirmed. A slow link then
-            serves first whichever is first in the schedule; a fast one is delayed.
+            serves the messages in the order of the schedule; a fast one is delayed.
         lockstep: wait for every round as a whole; None: only where the backend needs it (NCCL).
         timeout: seconds that the root waits for each rank's records.
 
@@ -107,7 +107,7 @@ def _check(
     if not dist.is_initialized():
         if schedule.ranks == 1:
             return 0
-        raise UsageError("there is no process group to run on", remedy="call paceline.init() first")
+        raise UsageError("no process group is initialised", remedy="call paceline.init() first")
     size = dist.get_world_size(group)
     if size != schedule.ranks:
         raise UsageError(

@@ -174,7 +174,7 @@ class ControlBlock:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has posted a failure."""
+        """True once a rank has posted a failure."""
         return self._words[_FAILED // 4] != 0
 
     def post_failure(self, failure: GroupFailure) -> None:
@@ -195,7 +195,7 @@ class ControlBlock:
         futex.wake(self._arrivals)
 
     def first_failure(self) -> GroupFailure | None:
-        """Return the failure that was posted first, None if there is none."""
+        """Return the failure that was posted first; None: no rank has failed."""
         posted = self._failures()
         return GroupFailure(**json.loads(min(posted)[2])) if posted else None
 

@@ -19,7 +19,7 @@ _SYSCALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x"
 _NUMBER = _SYSCALL.get(platform.machine(), 0) if sys.maxsize > 2**32 else 0
 
 SUPPORTED = sys.platform == "linux" and _NUMBER > 0
-"""Whether this platform supports the functions of this module."""
+"""True if this platform supports the functions of this module."""
 
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
 _ADD_ONE_NEVER_WAKE = (
