@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.algorithms import ALGORITHMS, make_schedule
+from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.topology import star
 from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
 

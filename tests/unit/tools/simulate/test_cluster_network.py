@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives import topology
-from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.algorithms import make_schedule
 from paceline.collectives.closed_form_cost import closed_form
+from paceline.collectives.simulated_cost import simulate_cost
 from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.step_simulator import Compute, Launch, Wait, simulate_step
