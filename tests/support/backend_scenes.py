@@ -1,4 +1,4 @@
-"""What scenes in the nursery have in common: entering a world, errors told as text, what a process holds."""
+"""Helpers of tests that fork ranks: joining a group, errors as text, and the resources of a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def enter(folder, rank, size, timeout=60.0, name="world"):
 
 
 def belongings():
-    """Return what this process holds of the backend: sockets to neighbours, processes, mapped memory."""
+    """Return this process's resources of the backend: sockets to peers, pidfds, mapped memory."""
     gc.collect()
     with open("/proc/net/unix") as file:
         unix = {line.split()[6] for line in file.readlines()[1:]}

@@ -1,9 +1,9 @@
-"""Random collectives: the same drawn on every rank from one seed, each with a plain oracle.
+"""Random collectives: every rank draws the same from one seed, and each has a plain oracle.
 
-draw(rng, number, size)     what is called, by whom, on which kind of memory; printed where it fails
+draw(rng, number, size)     the call, its ranks and the kinds of memory; printed on failure
 prepare(call, rank, ...)    the tensors of one rank
-make(call, ...)             the call itself, on any backend
-expected(call, rank, ...)   what its tensors hold then: reduced one rank after the other, in rank order
+make(call, ...)             makes the call, on any backend
+expected(call, rank, ...)   the values of its results: reduced one rank after the other, in rank order
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.backends.block_reduction import _DTYPES as DTYPES_OF
+from paceline.backends.block_reduction import VALID_DTYPES
 
 SUMMING = (
     "all_reduce", "all_reduce_coalesced", "reduce",
@@ -59,9 +59,13 @@ class Call:
     """One collective of a group of `size` ranks.
 
     Attributes:
-        number: seeds its values. lengths: elements per piece; of all_to_all, from each rank to each.
-        places, layouts: of each rank's tensors. overlap: whether its result lies in what it gives, by rank.
-        group: which of the groups makes it; asynchronous: whether it is waited for later.
+        number: seed of its values.
+        lengths: elements per piece; of all_to_all, from each rank to each.
+        places: kind of memory of each rank's tensors.
+        layouts: memory layout of each rank's tensors.
+        overlap: how each rank's result overlaps its inputs.
+        asynchronous: it is waited for later.
+        group: index of the group that makes it.
     """
 
     number: int
@@ -81,8 +85,8 @@ class Call:
 def draw(rng: random.Random, number: int, size: int, group: int = 0, largest: int = LARGEST_NBYTES) -> Call:
     """Return a random call; `largest` bounds the bytes of a rank's tensors."""
     op = rng.choice(OPS)
-    reduction = rng.choice(list(DTYPES_OF)) if op in SUMMING else ""
-    dtypes = DTYPES_OF[reduction] if reduction else COPIED_DTYPES
+    reduction = rng.choice(list(VALID_DTYPES)) if op in SUMMING else ""
+    dtypes = VALID_DTYPES[reduction] if reduction else COPIED_DTYPES
     dtype = rng.choice(
         [each for each in dtypes if not (reduction == "PRODUCT" and each.is_complex)]
     )  # nor in torch
@@ -118,7 +122,7 @@ def draw(rng: random.Random, number: int, size: int, group: int = 0, largest: in
     )
 
 
-# What goes in, and what has to come out.
+# Inputs and expected results.
 
 
 @functools.cache
@@ -129,7 +133,7 @@ def pool() -> torch.Tensor:
 
 
 def values(call: Call, rank: int, piece: int, numel: int) -> torch.Tensor:
-    """Return what piece number `piece` of `rank` holds."""
+    """Return the values of piece number `piece` of `rank`."""
     start = random.Random(f"{call.number} {rank} {piece}").randrange(POOL_NUMEL)
     found = pool()[start : start + numel]
     if call.dtype.is_complex:
@@ -142,7 +146,7 @@ def values(call: Call, rank: int, piece: int, numel: int) -> torch.Tensor:
 
 
 def given(call: Call, rank: int) -> list[torch.Tensor]:
-    """Return what a rank gives."""
+    """Return the inputs of a rank."""
     if call.op in EXCHANGING:
         numels = call.lengths[rank]
     elif call.op == "scatter" and rank != call.root:
@@ -165,7 +169,7 @@ def reduced(call: Call, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def expected(call: Call, rank: int) -> list[torch.Tensor]:
-    """Return what a rank's results hold after the call, piece by piece."""
+    """Return the values of a rank's results after the call, piece by piece."""
     size, ranks = call.size, range(call.size)
     if call.op in EXCHANGING:
         return [given(call, source)[rank] for source in ranks]
@@ -191,7 +195,7 @@ def expected(call: Call, rank: int) -> list[torch.Tensor]:
 
 @dataclass
 class Tensors:
-    """A rank's tensors of one call: what it gives, and where results go (the same, where it is in place)."""
+    """A rank's tensors of one call: inputs and outputs, which are the same if it works in place."""
 
     given: list[torch.Tensor]
     taken: list[torch.Tensor]
@@ -209,11 +213,11 @@ def prepare(call: Call, rank: int, allocate, *, plain: bool = False) -> Tensors:
     if plain:
         place, layout, overlap = "ordinary", "plain", ""
     contents, numels = given(call, rank), [each.numel() for each in expected(call, rank)]
-    inputs = side_by_side(call, place, layout, [each.numel() for each in contents], allocate)
+    inputs = adjacent_memory(call, place, layout, [each.numel() for each in contents], allocate)
     tensors = [lay(content, layout, memory) for content, memory in zip(contents, inputs, strict=True)]
     if call.op in IN_PLACE:
         return Tensors(tensors, tensors)
-    outputs = side_by_side(call, place, layout, numels, allocate)
+    outputs = adjacent_memory(call, place, layout, numels, allocate)
     if overlap and layout == "plain" and place != "scattered":
         if call.op in EXCHANGING and sum(numels) == sum(map(torch.numel, contents)):
             outputs = list(joined(inputs).split(numels))
@@ -232,8 +236,8 @@ def within(memories: list[torch.Tensor], rank: int, overlap: str) -> torch.Tenso
     return memories[rank] if overlap == "own" else memories[(rank + 1) % len(memories)]
 
 
-def side_by_side(call, place, layout, numels, allocate):
-    """Return memory for tensors, one behind the other but for "scattered"."""
+def adjacent_memory(call, place, layout, numels, allocate):
+    """Return memory for tensors, adjacent unless "scattered"."""
     needed = [n * (2 if layout == "strided" else 1) for n in numels]
     if place == "ordinary":
         whole = torch.empty(sum(needed) + 1, dtype=call.dtype)
@@ -308,14 +312,14 @@ def make(call: Call, tensors: Tensors, rank: int, group, *, asynchronous: bool |
 
 
 def joined(tensors):
-    """Return tensors that lie one behind the other as one."""
+    """Return adjacent tensors as one."""
     first = tensors[0].view(-1)
     numel = sum(each.numel() for each in tensors)
-    beside = all(
+    adjacent = all(
         each.numel() == 0
         or each.storage_offset() == first.storage_offset() + sum(t.numel() for t in tensors[:at])
         for at, each in enumerate(tensors)
     )
-    if beside and len({each.untyped_storage().data_ptr() for each in tensors}) == 1:
+    if adjacent and len({each.untyped_storage().data_ptr() for each in tensors}) == 1:
         return first.as_strided((numel,), (1,))
-    raise AssertionError("tensors of a single form lie side by side")
+    raise AssertionError("tensors of a single form are adjacent")

@@ -24,8 +24,8 @@ PROGRAMS = {"paceline._core.pdeathsig", "paceline.testing.netlab.namespace_main"
 
 WITHOUT_TORCH = [
     "errors", "_core", "testing", "world", "cost_model", "transport", "launch", "tools.report", "tools.cli",
-    "tools.simulate.cluster", "collectives.algorithms", "collectives.alpha_beta_cost", "collectives.catalogue",
-    "collectives.closed_form_cost", "collectives.describe", "collectives.prove", "collectives.schedule",
+    "tools.simulate.cluster", "collectives.algorithms", "collectives.simulated_cost",
+    "collectives.closed_form_cost", "collectives.schedule_text", "collectives.prove", "collectives.schedule",
     "collectives.topology", "profiling.trace_file", "profiling.step_recorder", "profiling.step_metrics",
     "data.loader_position", "data.epoch_plan", "data.sampling",
     "checkpoint.format.checkpoint_folder", "checkpoint.format.manifest", "health.attribution", "health.failure_text",

@@ -1,11 +1,4 @@
-"""Keeping torch.compile out of the backend.
-
-Inside a compiled model, as DistributedDataParallel's may be, torch traces every Python function that is called
-but its own and the standard library's. A collective has nothing to trace, and a process group is an object
-that the tracer refuses to look into. So the methods that torch calls are marked to run as they are.
-
-Calls under way: what a collective returns, and the thread that makes collectives in order.
-"""
+"""Pending calls: the work object that a collective returns, and the queue that runs collectives in order."""
 
 from __future__ import annotations
 
@@ -27,29 +20,36 @@ from paceline.errors import CollectiveTimeout
 
 __all__ = ["CollectiveWork", "WorkQueue", "untraced"]
 
-_Kind = TypeVar("_Kind", bound=type)
+_Class = TypeVar("_Class", bound=type)
+Callback = Callable[[], None]
+
+_JOIN_SECONDS = 1.0
+"""Wait for the thread of an aborted queue to return from its call."""
 
 
-def untraced(kind: _Kind) -> _Kind:
-    """Have torch.compile run the methods of a class, and all that they call, as they are."""
+def untraced(cls: _Class) -> _Class:
+    """Exclude the methods of a class, and everything that they call, from torch.compile.
+
+    Inside a compiled model, as DistributedDataParallel's may be, torch traces every Python function except its own
+    and the standard library's. A collective has nothing to trace, and the tracer refuses process group objects.
+    """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for value in vars(kind).values():
+    for value in vars(cls).values():
         if isfunction(value):
             eval_frame.set_code_exec_strategy(value.__code__, skip)
-    return kind
-
-
-_LAST_SECONDS = 1.0
-"""For the thread of a line that was abandoned to come back from its call."""
+    return cls
 
 
 @untraced
 class CollectiveWork(dist.Work):
-    """A collective that is done, or will be.
+    """A call that is pending, done or failed.
 
     Args:
-        tensors: what its future gives once it is done.
-        name: for messages.
+        tensors: value of its future.
+        name: of the call, for messages.
+
+    Attributes:
+        ended: when it was done or failed, in seconds of ``time.perf_counter()``; None: pending.
     """
 
     def __init__(self, tensors: list[torch.Tensor], name: str = "") -> None:
@@ -61,18 +61,17 @@ class CollectiveWork(dist.Work):
         self._trigger: torch.futures.Future | None = None
         self._future: torch.futures.Future | None = None
         self.ended: float | None = None
-        """When it was done, or failed, in seconds of ``time.perf_counter()``."""
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Mark it done, or failed, and make the callbacks of its future."""
-        call_back = self.settle(error)
-        if call_back is not None:
-            call_back()
+        """Mark it done, or failed with `error`, and run the callbacks of its future."""
+        run_callbacks = self.mark_done(error)
+        if run_callbacks is not None:
+            run_callbacks()
 
-    def settle(self, error: BaseException | None) -> Callable[[], None] | None:
-        """Mark it done, or failed; return what makes the callbacks of its future, if anybody asked for one.
+    def mark_done(self, error: BaseException | None) -> Callback | None:
+        """Mark it done or failed; return a function that runs the callbacks of its future, or None without any.
 
-        What it was told first stands: a call that was given up may come to its end all the same.
+        The first outcome stands: an aborted call may still complete.
         """
         with self._lock:
             if self._done.is_set():
@@ -82,20 +81,15 @@ class CollectiveWork(dist.Work):
             self._done.set()
             return None if self._trigger is None else partial(self._trigger.set_result, None)
 
-    def _outcome(self, _: object) -> list[torch.Tensor]:
-        if self._error is not None:
-            raise self._error
-        return self._tensors
-
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done.
 
         Args:
-            timeout: how long at most; 0: as long as the group waits for its ranks.
+            timeout: longest wait; 0: as long as the group waits for its ranks.
 
         Raises:
-            CollectiveTimeout: it was not done by then; it goes on, and can be waited for again.
-            Exception: what kept it from being done.
+            CollectiveTimeout: it is still pending after `timeout`, and can be waited for again.
+            Exception: the error with which it failed.
         """
         if not self._done.wait(timeout.total_seconds() or None):
             raise CollectiveTimeout(f"{self._name} was not done within {timeout.total_seconds():g} s")
@@ -116,7 +110,7 @@ class CollectiveWork(dist.Work):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what made it fail."""
+        """Return the error with which it failed."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -126,8 +120,8 @@ class CollectiveWork(dist.Work):
     def get_future(self) -> torch.futures.Future:
         """Return a future of its tensors.
 
-        An error is told as a RuntimeError with its text: C++ (DistributedDataParallel waits there) takes what
-        a callback raises for a failure, and what ``set_exception`` sets for a value.
+        An error surfaces as RuntimeError with its text: C++ (DistributedDataParallel waits there) treats an error
+        that a callback raises as a failure, and one passed to ``set_exception`` as a value.
         """
         with self._lock:
             if self._future is not None:
@@ -139,139 +133,140 @@ class CollectiveWork(dist.Work):
             trigger.set_result(None)
         return self._future
 
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._tensors
 
-class _Jobs:
-    """What waits in a line; it outlives the line only as long as its thread takes to notice."""
+
+class _QueueState:
+    """State that a queue shares with its thread, which outlives the queue until it notices that it was closed."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[Callable[[], None], CollectiveWork]] = deque()
+        self.pending: deque[tuple[Callback, CollectiveWork]] = deque()
         self.changed = threading.Condition()
         self.unfinished = 0
         self.inline = False
         self.closed = False
-        self.under_way: CollectiveWork | None = None
+        self.running: CollectiveWork | None = None
 
     def close(self) -> None:
-        """Have the thread end once nothing waits."""
+        """End the thread once nothing is pending."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
-    def drop(self, error: BaseException) -> None:
-        """Fail everything that waits."""
+    def fail_pending(self, error: BaseException) -> None:
         with self.changed:
-            dropped = [work for _, work in self.waiting]
-            self.waiting.clear()
-            self.unfinished -= len(dropped)
-        for work in dropped:
+            failed = [work for _, work in self.pending]
+            self.pending.clear()
+            self.unfinished -= len(failed)
+        for work in failed:
             work.finish(error)
 
-    def serve(self) -> None:
-        """Make the calls in order, until closed.
+    def run(self) -> None:
+        """Run calls in order until closed.
 
-        [Note: callbacks] The callbacks of a call's future run here, before the next call. What a callback
-        calls is made at once, so it can wait for that, and all ranks make it at the same place in the order.
-        Until they are through, the call counts as unfinished: no other thread makes one of its own meanwhile.
+        [Note: callbacks] The callbacks of a call's future run here, before the next call. A call made by a callback
+        runs at once, so that the callback can wait for it, and runs on all ranks at the same place in the order.
+        Until the callbacks have returned, the call counts as unfinished: no other thread runs one inline meanwhile.
         """
         while True:
             with self.changed:
-                while self.inline or not self.waiting:
-                    if self.closed and not self.waiting:
+                while self.inline or not self.pending:
+                    if self.closed and not self.pending:
                         return
                     self.changed.wait()
-                job, work = self.waiting.popleft()
-                self.under_way = work
-            error = _made(job)
+                job, work = self.pending.popleft()
+                self.running = work
+            error = _run_job(job)
             del job
             with self.changed:
-                self.under_way = None
-                call_back = work.settle(error)
-                self.unfinished -= call_back is None
-            if call_back is not None:
-                call_back()
+                self.running = None
+                run_callbacks = work.mark_done(error)
+                self.unfinished -= run_callbacks is None
+            if run_callbacks is not None:
+                run_callbacks()
                 with self.changed:
                     self.unfinished -= 1
-            del work, error, call_back
+            del work, error, run_callbacks
 
 
 class WorkQueue:
-    """Makes calls one after the other: in the caller's thread if it waits anyway and nothing is before it.
+    """Runs calls one after the other: in the caller's thread if it waits anyway and nothing is before it.
 
     Args:
-        name: of the thread, which starts with the first call that nobody waits for.
+        name: of the thread, which starts with the first asynchronous call.
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._jobs = name, _Jobs()
-        self._abandoned = False
+        self._name, self._state = name, _QueueState()
+        self._aborted = False
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._jobs.close)  # where nobody closes it
+        weakref.finalize(self, self._state.close)  # for queues that nobody closes
 
-    def make(
-        self, job: Callable[[], None], tensors: list[torch.Tensor], name: str, *, asynchronous: bool
+    def submit(
+        self, job: Callback, tensors: list[torch.Tensor], name: str, *, asynchronous: bool
     ) -> CollectiveWork:
-        """Have `job` done in its turn; unless `asynchronous`, it is done on return."""
+        """Run `job` in its turn; unless `asynchronous`, it is done on return."""
         work = CollectiveWork(tensors, name)
-        jobs = self._jobs
+        state = self._state
         if threading.current_thread() is self._thread:  # [Note: callbacks]
-            work.finish(_made(job))
+            work.finish(_run_job(job))
             if not asynchronous:
                 work.wait()
             return work
-        with jobs.changed:
-            inline = not asynchronous and jobs.unfinished == 0
-            jobs.unfinished += 1
-            jobs.inline = inline or jobs.inline
+        with state.changed:
+            inline = not asynchronous and state.unfinished == 0
+            state.unfinished += 1
+            state.inline = inline or state.inline
             if not inline:
-                jobs.waiting.append((job, work))
-                jobs.changed.notify_all()
+                state.pending.append((job, work))
+                state.changed.notify_all()
         if inline:
-            self._make_now(job, work)
-        else:
-            self._start()
-            if not asynchronous:
-                work.wait()
+            self._run_inline(job, work)
+            return work
+        if self._thread is None:
+            self._thread = threading.Thread(target=state.run, name=self._name, daemon=True)
+            self._thread.start()
+        if not asynchronous:
+            work.wait()
         return work
 
-    def _make_now(self, job: Callable[[], None], work: CollectiveWork) -> None:
-        jobs = self._jobs
+    def _run_inline(self, job: Callback, work: CollectiveWork) -> None:
+        state = self._state
         try:
             with torch.inference_mode():
                 job()
         finally:
-            with jobs.changed:
-                jobs.unfinished -= 1
-                jobs.inline = False
-                jobs.changed.notify_all()
+            with state.changed:
+                state.unfinished -= 1
+                state.inline = False
+                state.changed.notify_all()
         work.finish()
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._jobs.serve, name=self._name, daemon=True)
-            self._thread.start()
-
-    def abandon(self, error: BaseException) -> None:
-        """Fail what is in line, and what is under way in the thread, which may never come back from it."""
-        self._abandoned = True
-        under_way = self._jobs.under_way
-        self._jobs.drop(error)
-        if under_way is not None:
-            under_way.finish(error)
+    def abort(self, error: BaseException) -> None:
+        """Fail the pending calls, and the one that runs in the thread, which may never return."""
+        self._aborted = True
+        running = self._state.running
+        self._state.fail_pending(error)
+        if running is not None:
+            running.finish(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the thread: once everything in line is done, or, given an error, with everything failed."""
+        """End the thread, once every pending call is done or, given an error, has failed with it."""
         if error is not None:
-            self._jobs.drop(error)
-        self._jobs.close()
+            self._state.fail_pending(error)
+        self._state.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_LAST_SECONDS if self._abandoned else None)
+            self._thread.join(_JOIN_SECONDS if self._aborted else None)
 
 
-def _made(job: Callable[[], None]) -> BaseException | None:
-    """Make a call and return what it raised."""
+def _run_job(job: Callback) -> BaseException | None:
+    """Run a call and return the error that it raised."""
     try:
-        with torch.inference_mode():  # writes into any tensor; builds no graph
+        with torch.inference_mode():  # may write into any tensor; builds no graph
             job()
-    except BaseException as raised:  # noqa: BLE001 — told to whoever waits for it
-        return raised
+    except BaseException as error:  # noqa: BLE001 — raised by the work's wait()
+        return error
     return None

@@ -1,21 +1,23 @@
-"""A rank's part in a group: what it is called, the memory it gives, leaving it, and how its calls are made."""
+"""Base of the process group: its memory and lifecycle, and how its calls run."""
 
 from __future__ import annotations
 
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from paceline.backends.async_work import WorkQueue, untraced
 from paceline.backends.block_reduction import Reduction
-from paceline.backends.op_arguments import are_plain, seconds_of
+from paceline.backends.op_arguments import Tensors, are_strided_cpu, timeout_of
 from paceline.backends.op_signature import AllCollectiveOps, CollectiveOps, OpSignature, PointToPointOps
 from paceline.backends.shm.shared_arena import arena
 from paceline.errors import CollectiveError, UsageError
@@ -26,26 +28,27 @@ _open_groups: weakref.WeakSet[GroupBase] = weakref.WeakSet()
 
 
 @atexit.register
-def _leave_all() -> None:
-    """End the threads of groups that nobody destroyed: they must not run while Python goes down."""
+def _abort_open_groups() -> None:
+    """End the threads of groups that were never destroyed: they must not run during interpreter shutdown."""
     for group in list(_open_groups):
         group.abort()
 
 
 @untraced
 class GroupBase(dist.ProcessGroup):
-    """A ``torch.distributed`` process group without its collectives: process_group.py has those.
+    """A ``torch.distributed`` process group without its collectives, which `PacelineProcessGroup` adds.
 
     Args:
-        rank, size: place in the group.
-        route: what makes the calls, over one host or several; None: everything falls through to the group inside.
-        mailbox: carries point-to-point messages; None: they fall through.
-        name: what the backend is registered as.
+        rank: rank in the group.
+        size: number of ranks.
+        collectives: runs collectives; None: everything falls back to the group inside.
+        p2p: carries point-to-point messages; None: they fall back.
+        name: name under which the backend is registered.
 
     Attributes:
-        calls: collectives made so far by this rank, but for barriers; a coalesced call counts once.
-        payload_nbytes: bytes of their tensors: of the larger side where a call takes and gives.
-        spans: set to a list, it gets launch and completion of each collective, in seconds of
+        calls: collectives that this rank has called, without barriers; a coalesced call counts once.
+        payload_nbytes: bytes of their tensors, on the larger side of calls with inputs and outputs.
+        spans: if set to a list, receives launch and completion of each collective, in seconds of
             ``time.perf_counter()``.
     """
 
@@ -53,37 +56,39 @@ class GroupBase(dist.ProcessGroup):
         self,
         rank: int,
         size: int,
-        route: CollectiveOps | None,
-        mailbox: PointToPointOps | None,
+        collectives: CollectiveOps | None,
+        p2p: PointToPointOps | None,
         name: str = "paceline",
     ) -> None:
-        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] — the stubs have only the form with a store
-        self._route, self._mailbox, self._name = route, mailbox, name
-        self._line = WorkQueue(f"{name} group, rank {rank}")
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue] — the stubs only have the form with a store
+        self._collectives, self._p2p, self._name = collectives, p2p, name
+        self._queue = WorkQueue(f"{name} group, rank {rank}")
+        self._kept: deque[dist.Work] = deque(maxlen=64)
         self.calls, self.payload_nbytes = 0, 0
         self.spans: list[tuple[float, float]] | None = None
         _open_groups.add(self)
 
     def getBackendName(self) -> str:
-        """Return the name it is registered under."""
+        """Return the name under which it is registered."""
         return self._name
 
     @property
     def pg_name(self) -> str:
-        """The name that torch gave the group."""
+        """Name that torch gave the group."""
         return self.group_name
 
+    # Memory.
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether `allocate_tensor` gives memory that is reduced in place on `device`."""
+        """Return whether `allocate_tensor` returns memory that is reduced in place on `device`."""
         return self._shares_memory() and torch.device(device).type == "cpu"
 
     def allocate_tensor(
         self, numel: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Return an uninitialised 1-D tensor of `numel` elements that collectives reduce where it lies.
+    ) -> Tensor:
+        """Return an uninitialised 1-D tensor of `numel` elements that collectives reduce in place.
 
-        Where the group shares no memory, it is an ordinary tensor. The memory comes back when the tensor
-        and all views of it are gone.
+        Its memory is freed with the tensor and all its views. Without shared memory it is an ordinary tensor.
 
         Raises:
             UsageError: a negative size, or a device other than the CPU.
@@ -94,103 +99,100 @@ class GroupBase(dist.ProcessGroup):
                 f"allocate_tensor({numel}, device={str(device)!r}): valid are sizes ≥ 0 on the CPU",
                 remedy="use torch.empty() for memory of other devices",
             )
-        if not self._shares_memory():
-            return torch.empty(numel, dtype=dtype)
-        return arena.allocate(numel, dtype)
+        return arena.allocate(numel, dtype) if self._shares_memory() else torch.empty(numel, dtype=dtype)
 
     def _shares_memory(self) -> bool:
-        return self._route is not None and self._route.shares_memory
+        return self._collectives is not None and self._collectives.shares_memory
+
+    # Lifecycle.
 
     def note_step(self, step: int) -> None:
-        """Tell the other ranks, for their messages, which optimizer step this rank is in."""
-        if self._route is not None:
-            self._route.note_step(step)
+        """Publish the optimizer step that this rank is in; the other ranks' errors name it."""
+        if self._collectives is not None:
+            self._collectives.note_step(step)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long collectives wait for a rank."""
-        if self._route is not None:
-            self._route.timeout = timeout.total_seconds()
+        if self._collectives is not None:
+            self._collectives.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave the group: what is in line is done first."""
-        self._leave(None)
+        """Leave the group once all pending calls are done."""
+        self._close(None)
 
     def abort(self) -> None:
-        """Leave the group at once: what is in line fails."""
-        if self._route is not None:
-            self._route.leave()
-        self._leave(CollectiveError("the group was left with collectives under way"))
+        """Leave the group at once; pending calls fail."""
+        if self._collectives is not None:
+            self._collectives.cancel()
+        self._close(CollectiveError("this rank left the group with collectives pending"))
 
-    def abandon(self, reason: CollectiveError) -> None:
-        """Have calls under way in other threads raise `reason` soon, and later ones at once.
+    def interrupt(self, reason: CollectiveError) -> None:
+        """Make pending calls of other threads raise `reason` soon, and later calls at once.
 
-        The group is there, to be left, afterwards. Unlike `abort` this waits for nothing, so any thread may call it.
+        Unlike `abort` this waits for nothing, so any thread may call it; the group is still to be destroyed.
         """
-        if self._route is not None:
-            self._route.abandon(reason)
-        self._line.abandon(reason)
+        if self._collectives is not None:
+            self._collectives.interrupt(reason)
+        self._queue.abort(reason)
 
-    def _leave(self, error: Exception | None) -> None:
-        self._line.close(error)
-        if self._mailbox is not None:
-            self._mailbox.close()
-        if self._route is not None:
-            self._route.close()
-        self._route, self._mailbox = None, None
+    def _close(self, error: Exception | None) -> None:
+        self._queue.close(error)
+        if self._p2p is not None:
+            self._p2p.close()
+        if self._collectives is not None:
+            self._collectives.close()
+        self._collectives, self._p2p = None, None
 
-    # How calls are made.
+    # How calls run.
 
-    def _inner(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """Return the gloo or NCCL group inside, which makes a call for `tensors` that is not for us.
+    def _select(self, op: str, tensors: Tensors) -> AllCollectiveOps | None:
+        """Return the implementation of `op` for these tensors; None: the group inside runs it."""
+        ops = self._collectives
+        if ops is None or op not in ops.ops or not are_strided_cpu(tensors):
+            return None
+        return cast(AllCollectiveOps, ops)
 
-        It is called itself, not by way of super(): from there C++ comes back to the overrides here, and holds
-        the interpreter's lock all the while, for which a thread of gloo may be waiting.
+    def _fallback(self, tensors: Tensors = ()) -> Any:
+        """Return the gloo or NCCL group inside.
+
+        It is called directly, not through super(): C++ would call the overrides here, and hold the interpreter's
+        lock meanwhile, for which a thread of gloo may be waiting.
         """
         return self._get_backend(tensors[0].device if tensors else torch.device("cpu"))
 
-    def _ours(self, op: str, tensors: Sequence[torch.Tensor]) -> bool:
-        return self._route is not None and op in self._route.ops and are_plain(tensors)
-
-    def _engaged(self) -> CollectiveOps:
-        assert self._route is not None, "only called where there is a route"
-        return self._route
-
-    def _full(self) -> AllCollectiveOps:
-        assert self._route is not None, "only called where the route makes all calls"
-        return cast(AllCollectiveOps, self._route)
-
-    def _call(
-        self, op: str, tensor: torch.Tensor, opts: Any, how: Reduction | None = None, root: int = -1
+    def _signature(
+        self, op: str, tensor: Tensor, opts: Any, reduction: Reduction | None = None, root: int = -1
     ) -> OpSignature:
-        return OpSignature(op, tensor.numel(), tensor.dtype, how.name if how else "", root, seconds_of(opts))
+        name = reduction.name if reduction else ""
+        return OpSignature(op, tensor.numel(), tensor.dtype, name, root=root, timeout=timeout_of(opts))
 
-    def _make(
-        self, name: str, job: Callable[[], None], result: Any, opts: Any, payload_nbytes: int
+    def _submit(
+        self, ops: CollectiveOps, name: str, job: Callable[[], None], result: Any, opts: Any, *, nbytes: int
     ) -> dist.Work:
-        route = self._engaged()
+        """Queue a call; `result` is the value of its future, `nbytes` its payload."""
         if name != "barrier":
             self.calls += 1
-            self.payload_nbytes += payload_nbytes
+            self.payload_nbytes += nbytes
 
         launched, spans = time.perf_counter(), self.spans
         profiled = spans is None and torch.autograd._profiler_enabled()
         record = record_function(f"{self._name}:{name}") if profiled else None
         if record is not None:
-            record.__enter__()  # left where the call ends, in whatever thread that is
+            record.__enter__()  # exited where the call ends, in any thread
 
-        def guarded() -> None:
+        def run() -> None:
             try:
                 job()
                 if spans is not None:
                     spans.append((launched, time.perf_counter()))
             except UsageError:
-                raise  # told before anything was written; the group stays in step
+                raise  # before anything was written; the group stays usable
             except BaseException as error:
-                route.give_up(error)
+                ops.report_error(error)
                 raise
             finally:
                 if record is not None:
                     record.__exit__(None, None, None)
 
         asynchronous = getattr(opts, "asyncOp", True)
-        return self._line.make(guarded, list(result), name, asynchronous=asynchronous)
+        return self._queue.submit(run, list(result), name, asynchronous=asynchronous)

@@ -1,7 +1,4 @@
-"""Building a paceline group: who shares a host with whom, and what can be had between them.
-
-The group inside a group: what makes the calls that ours does not make.
-"""
+"""Creation of paceline groups: hosts, connections, and the groups that calls fall back to."""
 
 from __future__ import annotations
 
@@ -20,63 +17,52 @@ from paceline.backends.group_base import GroupBase
 from paceline.backends.hierarchical import HierarchicalCollectives
 from paceline.backends.inter_host import InterHostCollectives
 from paceline.backends.op_signature import CollectiveOps
-from paceline.backends.process_group import PacelineGroup
+from paceline.backends.process_group import PacelineProcessGroup
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock
 from paceline.backends.shm.host_peers import (
     HostPeers,
-    MemoryNotShared,
-    PeerCard,
+    PeerInfo,
     PeerListener,
-    exchange_cards,
+    SharedMemoryUnavailable,
+    exchange_peer_info,
 )
-from paceline.backends.shm.shared_arena import arena
 from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.backends.shm.shm_p2p import ShmPointToPoint
 from paceline.world.environment import host_label
 
-__all__ = ["create", "register_inner"]
+__all__ = ["create_paceline_group", "register_fallbacks"]
 
-_PATIENCE_SECONDS = 100e-6
-"""How long a rank with a core of its own looks for the others before it sleeps: about what waking costs."""
+_SPIN_SECONDS = 100e-6
+"""How long a rank with its own core polls before it sleeps: about the time that waking up takes."""
 
 
-def create(options: Any, backend_options: Any = None) -> PacelineGroup:
-    """Build the group that torch asked for; what ``Backend.register_backend`` calls.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``: store, place, ranks, time-out.
-        backend_options: none are known.
-    """
-    del backend_options
+def create_paceline_group(options: Any) -> PacelineProcessGroup:
+    """Create the group that torch's ``_DistributedBackendOptions`` describe: store, rank, ranks, time-out."""
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     world_ranks = list(options.global_ranks_in_group) or list(range(size))
-    store = dist.PrefixStore(f"paceline/{_key(world_ranks)}", options.store)
+    # torch counts groups on each rank separately: groups of different ranks may share a name and a part of the store.
+    key = hashlib.sha256(repr(world_ranks).encode()).hexdigest()[:16]
+    store = dist.PrefixStore(f"paceline/{key}", options.store)
     listener, problem = _listen()
-    card = _card(rank, world_ranks, listener, problem)
-    cards = exchange_cards(store, card, size, timeout.total_seconds())
-    route, mailbox = None, None
+    me = _peer_info(rank, world_ranks, listener, problem)
+    peers = exchange_peer_info(store, me, size, timeout.total_seconds())
+    collectives, p2p = None, None
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
     try:
-        route, mailbox = _route(card, cards, listener, store, gloo, timeout.total_seconds())
-    except MemoryNotShared as reason:
+        collectives, p2p = _connect(
+            me, peers, listener, store=store, gloo=gloo, timeout=timeout.total_seconds()
+        )
+    except SharedMemoryUnavailable as reason:
         if rank == 0:
             warnings.warn(f"paceline backend: no shared memory, using gloo instead ({reason})", stacklevel=2)
-    group = PacelineGroup(rank, size, route, mailbox)
-    register_inner(group, options, store, gloo)
+    group = PacelineProcessGroup(rank, size, collectives, p2p)
+    register_fallbacks(group, options, store, gloo)
     return group
 
 
-def _key(world_ranks: Sequence[int]) -> str:
-    """Return what tells groups of different ranks apart.
-
-    torch counts groups on each rank for itself, so two groups may have one name, and one part of the store.
-    """
-    return hashlib.sha256(repr(list(world_ranks)).encode()).hexdigest()[:16]
-
-
 def _listen() -> tuple[PeerListener | None, str]:
-    """Open the place where neighbours dial, or say why there is no shared memory."""
+    """Return where the other ranks of the host connect to, or why there is no shared memory."""
     if not futex.SUPPORTED:
         return None, "this platform has no futex"
     if os.environ.get("PACELINE_SHARED_MEMORY", "1") == "0":
@@ -87,10 +73,12 @@ def _listen() -> tuple[PeerListener | None, str]:
         return None, f"no Unix socket: {error}"
 
 
-def _card(rank: int, world_ranks: Sequence[int], listener: PeerListener | None, problem: str) -> PeerCard:
+def _peer_info(
+    rank: int, world_ranks: Sequence[int], listener: PeerListener | None, problem: str
+) -> PeerInfo:
     world_rank = world_ranks[rank]
     world_size = dist.get_world_size() if dist.is_initialized() else len(world_ranks)
-    return PeerCard(
+    return PeerInfo(
         rank=rank,
         world_rank=world_rank,
         host=host_label(os.environ, world_rank, world_size),
@@ -102,44 +90,54 @@ def _card(rank: int, world_ranks: Sequence[int], listener: PeerListener | None, 
     )
 
 
-def _route(
-    me: PeerCard,
-    cards: Sequence[PeerCard],
+def _connect(
+    me: PeerInfo,
+    peers: Sequence[PeerInfo],
     listener: PeerListener | None,
+    *,
     store: dist.Store,
     gloo: dist.ProcessGroupGloo,
     timeout: float,
 ) -> tuple[CollectiveOps, ShmPointToPoint | None]:
-    """Return how calls are made, and what carries messages between two ranks.
+    """Return the collectives and the point-to-point messages of the group (None: gloo's).
 
     Raises:
-        NotShared: the ranks of some host share no memory.
+        SharedMemoryUnavailable: the ranks of some host share no memory.
     """
-    hosts: dict[str, list[PeerCard]] = {}
-    for card in cards:
-        hosts.setdefault(card.host, []).append(card)
-    here = hosts[me.host]
-    neighbours = HostPeers(me, cards, here, listener, store, timeout, ControlBlock.nbytes(len(here)))
-    board = ControlBlock(neighbours.common, here.index(me), len(here))
-    inside = ShmCollectives(
-        neighbours, board, arena, timeout, _PATIENCE_SECONDS if len(here) <= usable_cores() else 0.0
+    by_host: dict[str, list[PeerInfo]] = {}
+    for peer in peers:
+        by_host.setdefault(peer.host, []).append(peer)
+    local = by_host[me.host]
+    host_peers = HostPeers(
+        me,
+        local,
+        peers,
+        listener=listener,
+        store=store,
+        timeout=timeout,
+        nbytes=ControlBlock.nbytes(len(local)),
     )
-    if len(hosts) == 1:
-        return inside, ShmPointToPoint(inside) if len(here) > 1 else None
-    by_host = list(hosts.values())
-    at = by_host.index(here)
-    column = min(board.index, min(map(len, by_host)) - 1)
-    between = InterHostCollectives(gloo, [each[column].rank for each in by_host], at, timeout)
-    return HierarchicalCollectives(inside, between, by_host, me, store), None
+    control = ControlBlock(host_peers.segment, local.index(me), len(local))
+    spin = _SPIN_SECONDS if len(local) <= usable_cores() else 0.0
+    intra = ShmCollectives(host_peers, control, timeout, spin)
+    if len(by_host) == 1:
+        return intra, ShmPointToPoint(intra) if len(local) > 1 else None
+    hosts = list(by_host.values())
+    column = min(control.index, min(map(len, hosts)) - 1)
+    counterparts = [host[column].rank for host in hosts]
+    inter = InterHostCollectives(gloo, counterparts, hosts.index(local), timeout)
+    return HierarchicalCollectives(intra, inter, hosts, store), None
 
 
-def register_inner(group: GroupBase, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo) -> None:
-    """Register what calls fall through to: gloo for the CPU, NCCL for CUDA where it is there.
+def register_fallbacks(
+    group: GroupBase, options: Any, store: dist.Store, gloo: dist.ProcessGroupGloo
+) -> None:
+    """Register the groups that calls fall back to: gloo for the CPU, NCCL for CUDA where available.
 
     Args:
-        group: the group that calls fall through.
-        options: what torch asked for: place, ranks, time-out.
-        store: where the ranks of the group meet.
+        group: the group that calls fall back from.
+        options: torch's options of the group.
+        store: of the group.
         gloo: the group for the CPU.
     """
     gloo._set_sequence_number_for_group()

@@ -1,4 +1,4 @@
-"""Messages from one rank to another over MPI: Isend and Irecv, looked at whenever somebody asks."""
+"""Point-to-point messages over MPI: Isend and Irecv, tested whenever their work is queried."""
 
 from __future__ import annotations
 
@@ -9,137 +9,126 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline._core.backoff import Backoff
 from paceline.backends.async_work import CollectiveWork, untraced
-from paceline.backends.op_arguments import Dense, bytes_of, check_peer
+from paceline.backends.op_arguments import Contiguous, as_bytes, check_peer
 from paceline.errors import CollectiveError, CollectiveTimeout, UsageError
 
 __all__ = ["MpiPointToPoint"]
 
-_LAST_SECONDS = 1.0
-"""How long a rank that leaves waits for its messages to be taken."""
+_CLOSE_SECONDS = 1.0
+"""Wait for sent messages to be received when a rank leaves."""
 
 
 @untraced
-class MessageWork(CollectiveWork):
-    """A message under way.
+class MpiMessageWork(CollectiveWork):
+    """A message that is being sent or received.
 
     Args:
-        mpi: the module ``mpi4py.MPI``.
-        request: MPI's own.
-        tensor: what the caller gave. dense: what MPI reads or writes, copied back in the end.
+        p2p: the messages of this rank, for MPI and the time-out.
+        request: of MPI.
+        tensor: the caller's tensor.
+        buffer: what MPI reads or writes; copied back at the end.
         name: for messages.
-        mail: knows how long to wait.
-        receives: whether it is a receive, which has to fill the tensor.
+        receives: it is a receive, which must fill the tensor.
     """
 
     def __init__(
         self,
-        mpi: Any,
+        p2p: MpiPointToPoint,
         request: Any,
-        tensor: torch.Tensor,
-        dense: Dense,
+        tensor: Tensor,
+        *,
+        buffer: Contiguous,
         name: str,
-        mail: MpiPointToPoint,
         receives: bool,
     ) -> None:
         super().__init__([tensor], name)
-        self._mpi, self._request, self._dense, self._mail = mpi, request, dense, mail
+        self._p2p, self._request, self._buffer = p2p, request, buffer
         self._receives, self._source = receives, -1
-        self._looking = threading.Lock()
+        self._testing = threading.Lock()
 
-    def look(self) -> bool:
-        """Return whether it has ended, after asking MPI."""
+    def test(self) -> bool:
+        """Return whether it is done or has failed, as MPI reports now."""
         error: Exception | None = None
-        with self._looking:
+        with self._testing:
             if self._done.is_set():
                 return True
-            status = self._mpi.Status()
+            status = self._p2p.mpi.Status()
             try:
                 if not self._request.Test(status):
                     return False
-                self._end(status)
-            except (self._mpi.Exception, UsageError) as raised:
+                if self._receives:
+                    self._complete_receive(status)
+            except (self._p2p.mpi.Exception, UsageError) as raised:
                 error = raised
-            call_back = self.settle(error)
-        if call_back is not None:
-            call_back()  # it may look itself
+            run_callbacks = self.mark_done(error)
+        if run_callbacks is not None:
+            run_callbacks()  # may call test()
         return True
 
-    def _end(self, status: Any) -> None:
-        if not self._receives:
-            return
+    def _complete_receive(self, status: Any) -> None:
         self._source = status.Get_source()
-        nbytes = status.Get_count(self._mpi.BYTE)
-        if nbytes != self._dense.dense.nbytes:
+        nbytes, expected = status.Get_count(self._p2p.mpi.BYTE), self._buffer.tensor.nbytes
+        if nbytes != expected:
             raise UsageError(
-                f"{self._name}: the message from rank {self._source} has {nbytes} bytes, "
-                f"the tensor {self._dense.dense.nbytes}",
+                f"{self._name}: the message from rank {self._source} has {nbytes} bytes, the tensor {expected}",
                 remedy="receive into a tensor of the size and dtype that was sent",
             )
         with torch.inference_mode():
-            self._dense.__exit__(None, None, None)
+            self._buffer.__exit__(None, None, None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until it has ended.
-
-        Args:
-            timeout: how long at most; 0: as long as the group waits for its ranks.
-
-        Raises:
-            CollectiveTimeout: it had not ended by then; it goes on, and can be waited for again.
-            Exception: what kept it from ending well.
-        """
-        seconds = timeout.total_seconds() or self._mail.timeout
-        idle, deadline = Backoff(), time.monotonic() + seconds
-        while not self.look():
+        """Block until it has ended; parameters and errors as for `CollectiveWork.wait`."""
+        seconds = timeout.total_seconds() or self._p2p.timeout
+        backoff, deadline = Backoff(), time.monotonic() + seconds
+        while not self.test():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(f"{self._name} was not done within {seconds:g} s")
-            idle.wait()
+            backoff.wait()
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
-        return self.look()
+        return self.test()
 
     def is_success(self) -> bool:
-        """Return whether it has ended well."""
-        return self.look() and super().is_success()
+        return self.test() and super().is_success()
 
     def source_rank(self) -> int:
-        """Return the rank, in the group, that the message came from."""
+        """Return the rank, in the group, that sent the message."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """Return a future of its tensor; a thread waits for it."""
+        """Return a future of its tensor; a thread waits for the message."""
         future = super().get_future()
         if not self._done.is_set():
-            threading.Thread(target=self._wait_quietly, name="mpi4py message", daemon=True).start()
+            threading.Thread(target=self._wait_in_thread, name="mpi4py message", daemon=True).start()
         return future
 
-    def _wait_quietly(self) -> None:
+    def _wait_in_thread(self) -> None:
         try:
             self.wait()
         except CollectiveTimeout as error:
             self.finish(error)
-        except Exception:  # noqa: BLE001 — the future tells it
+        except Exception:  # noqa: BLE001 — the future raises it
             return
 
     def cancel(self) -> bool:
-        """Give up a receive, and return whether nothing is under way any more."""
-        call_back = None
-        if not self.look() and self._receives:
-            with self._looking:
+        """Cancel a receive, and return whether the message has ended."""
+        run_callbacks = None
+        if not self.test() and self._receives:
+            with self._testing:
                 if not self._done.is_set():
                     self._request.Cancel()
                     self._request.Wait()
-                    left = CollectiveError(f"{self._name}: the group was left with it under way")
-                    call_back = self.settle(left)
-        if call_back is not None:
-            call_back()
+                    error = CollectiveError(f"{self._name}: this rank left the group with it pending")
+                    run_callbacks = self.mark_done(error)
+        if run_callbacks is not None:
+            run_callbacks()
         return self._done.is_set()
 
 
@@ -148,69 +137,67 @@ class MpiPointToPoint:
 
     Args:
         mpi: the module ``mpi4py.MPI``.
-        comm: a communicator of this group alone, of which nobody else makes use.
+        comm: a communicator of this group that nothing else uses.
         timeout: seconds to wait for a message.
 
     Attributes:
-        stuck: something that was sent was never taken, so that MPI can't be left in order.
+        stuck: a sent message was never received, so MPI can't be finalised.
     """
 
     def __init__(self, mpi: Any, comm: Any, timeout: float) -> None:
-        self._mpi, self._comm, self.timeout = mpi, comm, timeout
-        self._most_tag = comm.Get_attr(mpi.TAG_UB)
-        self._under_way: list[MessageWork] = []
+        self.mpi, self._comm, self.timeout = mpi, comm, timeout
+        self._largest_tag = comm.Get_attr(mpi.TAG_UB)
+        self._pending: list[MpiMessageWork] = []
         self._lock = threading.Lock()
         self.stuck = False
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int) -> MessageWork:
+    def send(self, tensor: Tensor, target: int, tag: int) -> MpiMessageWork:
         """Start sending a tensor; done once it may be changed."""
         check_peer("send", target, self._comm.rank, self._comm.size)
-        dense = Dense(tensor, write=False)
-        request = self._comm.Isend(self._bytes(dense.dense), target, self._checked(tag))
-        return self._noted(request, tensor, dense, f"send to rank {target}", receives=False)
+        buffer = Contiguous(tensor, write=False)
+        request = self._comm.Isend(self._bytes(buffer.tensor), target, self._checked(tag))
+        name = f"send to rank {target}"
+        return self._track(MpiMessageWork(self, request, tensor, buffer=buffer, name=name, receives=False))
 
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> MessageWork:
-        """Start receiving into a tensor, from `source` or, if None, from anybody."""
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> MpiMessageWork:
+        """Start receiving into a tensor, from `source` or, if None, from any rank."""
         if source is not None:
             check_peer("recv", source, self._comm.rank, self._comm.size)
-        dense = Dense(tensor, read=False)
-        whom = self._mpi.ANY_SOURCE if source is None else source
-        request = self._comm.Irecv(self._bytes(dense.dense), whom, self._checked(tag))
-        name = f"recv from {'anybody' if source is None else f'rank {source}'}"
-        return self._noted(request, tensor, dense, name, receives=True)
+        buffer = Contiguous(tensor, read=False)
+        peer = self.mpi.ANY_SOURCE if source is None else source
+        request = self._comm.Irecv(self._bytes(buffer.tensor), peer, self._checked(tag))
+        name = f"recv from {'any rank' if source is None else f'rank {source}'}"
+        return self._track(MpiMessageWork(self, request, tensor, buffer=buffer, name=name, receives=True))
 
-    def _noted(
-        self, request: Any, tensor: torch.Tensor, dense: Dense, name: str, *, receives: bool
-    ) -> MessageWork:
-        """Return the work of a request, and keep it: its memory must stay until MPI is through with it."""
-        work = MessageWork(self._mpi, request, tensor, dense, name, self, receives)
+    def _track(self, work: MpiMessageWork) -> MpiMessageWork:
+        """Keep a work, and with it the memory that MPI uses, until it has ended."""
         with self._lock:
-            self._under_way.append(work)
-            earlier = self._under_way[:-1]
-        ended = {id(each) for each in earlier if each.look()}  # without the lock: who is called back may send
+            earlier = self._pending.copy()
+            self._pending.append(work)
+        ended = {id(each) for each in earlier if each.test()}  # without the lock: callbacks may send
         with self._lock:
-            self._under_way = [each for each in self._under_way if id(each) not in ended]
+            self._pending = [each for each in self._pending if id(each) not in ended]
         return work
 
     def _checked(self, tag: int) -> int:
-        if not 0 <= tag <= self._most_tag:
-            raise UsageError(f"tag {tag}: MPI has tags from 0 to {self._most_tag}")
+        if not 0 <= tag <= self._largest_tag:
+            raise UsageError(f"tag {tag}: MPI has tags from 0 to {self._largest_tag}")
         return tag
 
-    def _bytes(self, tensor: torch.Tensor) -> list[Any]:
-        return [bytes_of(tensor).numpy(), tensor.nbytes, self._mpi.BYTE]
+    def _bytes(self, tensor: Tensor) -> list[Any]:
+        return [as_bytes(tensor).numpy(), tensor.nbytes, self.mpi.BYTE]
 
     def close(self) -> None:
-        """Stop: what is to be received is given up, what is sent has a moment more to be taken."""
-        deadline = time.monotonic() + _LAST_SECONDS
-        idle = Backoff()
+        """Stop: receives are cancelled, sends have a moment left to be received."""
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        backoff = Backoff()
         with self._lock:
-            left = list(self._under_way)
-        with contextlib.suppress(self._mpi.Exception):
-            while not all([each.cancel() for each in left]):
+            pending = list(self._pending)
+        with contextlib.suppress(self.mpi.Exception):
+            while not all([each.cancel() for each in pending]):
                 if time.monotonic() > deadline:
                     self.stuck = True
                     return
-                idle.wait()
-            self._under_way.clear()
+                backoff.wait()
+            self._pending.clear()
             self._comm.Free()

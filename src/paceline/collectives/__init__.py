@@ -1,1 +1,1 @@
-"""Collectives as data: a schedule says who sends which part to whom in which round."""
+"""Collectives as data: a schedule lists the messages of every round."""

@@ -1,12 +1,12 @@
-"""What an algorithm costs by its closed form: α·messages + β·n·sent + γ·n·added (pure).
+"""Closed-form cost of an algorithm: α·messages + β·n·sent + γ·n·added.
 
-p ranks, n bytes, α seconds a message, β seconds a byte sent, γ seconds a byte added. n is the whole vector as
-nccl-tests counts it: what a rank holds before all-reduce, reduce-scatter and all-to-all, what it holds after
-all-gather; so a ring's all-gather sends (p − 1)/p of n.
+p ranks, n bytes, α seconds per message, β seconds per byte sent, γ seconds per byte added. n is the whole vector as
+nccl-tests counts it: what a rank holds before all-reduce, reduce-scatter and all-to-all, and after all-gather; so a
+ring all-gather sends (p − 1)/p of n.
 
 Sources: Thakur, Rabenseifner & Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 2005;
-ring: Patarasuk & Yuan, JPDC 2009; Bruck et al., IEEE TPDS 1997. Where p is no power of two, MPICH's comments write
-(p − 1)/p for algorithms that fold p ranks into q = 2^⌊lg p⌋ first; what runs then is (q − 1)/q, which stands here.
+ring: Patarasuk & Yuan, JPDC 2009; Bruck et al., IEEE TPDS 1997. Where p is not a power of two, MPICH's comments give
+(p − 1)/p for algorithms that first fold p ranks into q = 2^⌊lg p⌋; the part sent is (q − 1)/q, which is used here.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["CLOSED_FORMS", "Terms", "closed_form"]
 
 @dataclass(frozen=True)
 class Terms:
-    """How often each parameter counts.
+    """Factors of the cost parameters.
 
     Attributes:
-        messages: messages one after another: times α.
-        sent: parts of the vector sent one after another: times β·n.
-        added: parts of the vector added one after another: times γ·n.
+        messages: messages one after another: factor of α.
+        sent: parts of the vector sent one after another: factor of β·n.
+        added: parts of the vector added one after another: factor of γ·n.
     """
 
     messages: float
@@ -47,10 +47,10 @@ def closed_form(op: str, algorithm: str, ranks: int) -> Terms:
     Args:
         op: such as ``"all-reduce"``.
         algorithm: such as ``"ring"``.
-        ranks: p, at least 1; with one rank nothing is sent.
+        ranks: p, at least 1; a single rank sends nothing.
 
     Raises:
-        UsageError: there is no closed form for that.
+        UsageError: no closed form is known for it.
 
     Example:
         >>> closed_form("all-reduce", "ring", 4)
@@ -81,7 +81,7 @@ def _tree(p: int) -> Terms:
 
 
 def _scatter_tree(p: int) -> Terms:
-    """Each round halves what is still to be passed on: the root sends the (p − 1)/p it does not keep."""
+    """Each round halves the part that remains to be passed on: the root sends the (p − 1)/p that it does not keep."""
     return Terms(_lg_up(p), (p - 1) / p)
 
 
@@ -95,34 +95,27 @@ def _added(terms: Terms) -> Terms:
 
 def _doubling(p: int) -> Terms:
     lg, q = _fold(p)
-    folded = Terms(lg + 2, lg + 2, lg + 1)
-    return folded if q < p else Terms(lg, lg, lg)
+    return Terms(lg + 2, lg + 2, lg + 1) if q < p else Terms(lg, lg, lg)
 
 
-def _halving_doubling(p: int) -> Terms:
+def _two_halvings(p: int, folding: Terms) -> Terms:
     lg, q = _fold(p)
     core = Terms(2 * lg, 2 * (q - 1) / q, (q - 1) / q)
-    return core + Terms(2, 2, 1) if q < p else core
-
-
-def _rabenseifner(p: int) -> Terms:
-    lg, q = _fold(p)
-    core = Terms(2 * lg, 2 * (q - 1) / q, (q - 1) / q)
-    return core + Terms(1, 1, 1) if q < p else core
+    return core + folding if q < p else core
 
 
 def _halving(p: int) -> Terms:
-    """Each of q actors has one chunk or, if it acts for a pair, two; the largest half is sent where pairs are."""
+    """Each of q actors has one chunk, or two if it acts for a pair; the largest half is sent where pairs are."""
     lg, q = _fold(p)
     pairs = p - q
     sent = sum((1 << k) + min(1 << k, pairs) for k in range(lg)) / p
     return Terms(lg + 2, 1 + sent + 1 / p) if pairs else Terms(lg, sent)
 
 
-def _halving_added(p: int) -> float:
-    """All that is sent is added, but for the chunk that the odd one of a pair gets at the end."""
+def _halving_added(p: int) -> Terms:
+    """Everything sent is added, except the chunk that the odd rank of a pair receives at the end."""
     terms = _halving(p)
-    return terms.sent - (1 / p if p & (p - 1) else 0)
+    return terms + Terms(0, 0, terms.sent - (1 / p if p & (p - 1) else 0))
 
 
 CLOSED_FORMS: dict[tuple[str, str], Callable[[int], Terms]] = {
@@ -134,14 +127,14 @@ CLOSED_FORMS: dict[tuple[str, str], Callable[[int], Terms]] = {
     ("reduce", "one-by-one"): lambda p: _added(_one_by_one(p)),
     ("reduce", "tree"): lambda p: _added(_tree(p)),
     ("reduce", "chain"): lambda p: _added(_one_by_one(p)),
-    ("reduce", "rabenseifner"): _rabenseifner,
+    ("reduce", "rabenseifner"): lambda p: _two_halvings(p, Terms(1, 1, 1)),
     ("all-reduce", "tree"): lambda p: _added(_tree(p)) + _tree(p),
     ("all-reduce", "ring"): lambda p: _added(_ring_half(p)) + _ring_half(p),
     ("all-reduce", "doubling"): _doubling,
-    ("all-reduce", "halving-doubling"): _halving_doubling,
+    ("all-reduce", "halving-doubling"): lambda p: _two_halvings(p, Terms(2, 2, 1)),
     ("reduce-scatter", "ring"): lambda p: _added(_ring_half(p)),
     ("reduce-scatter", "pairwise"): lambda p: _added(_ring_half(p)),
-    ("reduce-scatter", "halving"): lambda p: _halving(p) + Terms(0, 0, _halving_added(p)),
+    ("reduce-scatter", "halving"): _halving_added,
     ("all-gather", "ring"): _ring_half,
     ("all-gather", "doubling"): _halving,
     ("all-gather", "bruck"): lambda p: Terms(_lg_up(p), (p - 1) / p),

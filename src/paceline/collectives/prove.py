@@ -1,9 +1,7 @@
-"""What each operation starts from and has to achieve, chunk by chunk.
+"""Proof that a schedule achieves its operation: executed on counts of inputs, every input arrives exactly once.
 
-Inputs are counted: the content of a chunk is how often each rank's input is in it, written as one integer with
-16 bits for each rank, so that adding two chunks is adding two integers and nothing can be counted twice unseen.
-
-Proof of a schedule: carried out on counts of inputs instead of numbers, every input arrives exactly once.
+The content of a chunk is how often each rank's input is in it, as one integer with 16 bits per rank. Adding two
+chunks is adding two integers, so nothing can be counted twice unnoticed.
 """
 
 from __future__ import annotations
@@ -14,48 +12,30 @@ from collections.abc import Iterator, Sequence
 from paceline.collectives.schedule import Schedule, Send
 from paceline.errors import UsageError, unknown
 
-__all__ = [
-    "OPS",
-    "ROOTED",
-    "SymbolicBuffers",
-    "at_start",
-    "check_op",
-    "counts",
-    "flaws",
-    "input_of",
-    "owner",
-    "prove",
-    "wanted",
-]
+__all__ = ["OPS", "ROOTED", "SymbolicBuffers", "check_op", "counts", "find_flaws", "input_of", "prove"]
 
-OPS = (
-    "broadcast",
-    "reduce",
-    "all-reduce",
-    "reduce-scatter",
-    "all-gather",
-    "all-to-all",
-    "scatter",
-    "gather",
-    "send-recv",
-)
+_FROM_TO = {
+    "broadcast": ("root", "all"),
+    "reduce": ("all", "root"),
+    "all-reduce": ("all", "all"),
+    "reduce-scatter": ("all", "owner"),
+    "all-gather": ("owner", "all"),
+    "all-to-all": ("owner", "addressee"),
+    "scatter": ("root", "owner"),
+    "gather": ("owner", "root"),
+    "send-recv": ("owner", "successor"),
+}
+"""Per operation: the ranks that hold a chunk at the start, and those that need it at the end; from "all", the sum."""
 
-
-ROOTED = frozenset({"broadcast", "reduce", "scatter", "gather"})
-
-
-_SUMS_FROM_ALL = frozenset({"reduce", "all-reduce", "reduce-scatter"})
-
+OPS = tuple(_FROM_TO)
+ROOTED = frozenset(op for op, roles in _FROM_TO.items() if "root" in roles)
 
 _BITS = 16
+_FLAWS_SHOWN = 5
 
 
 def check_op(op: str) -> None:
-    """Raise unless `op` is one.
-
-    Raises:
-        UsageError: it is not; the nearest one is suggested.
-    """
+    """Raise UsageError, with the nearest valid name, unless `op` is an operation."""
     if op not in OPS:
         raise unknown("operation", op, OPS)
 
@@ -75,73 +55,43 @@ def counts(content: int, ranks: int) -> list[int]:
     return [content >> (_BITS * rank) & ((1 << _BITS) - 1) for rank in range(ranks)]
 
 
-def owner(schedule: Schedule, chunk: int) -> int:
-    """Return whose chunk it is: whose input (all-gather, gather, send-recv) or whose result (reduce-scatter, scatter).
-
-    In an all-to-all a chunk goes from one rank to another; its owner is the one it comes from.
-    """
-    return chunk * schedule.ranks // schedule.chunks
-
-
-def _addressee(schedule: Schedule, chunk: int) -> int:
-    """Return to whom a chunk of an all-to-all goes."""
-    return chunk * schedule.ranks**2 // schedule.chunks % schedule.ranks
-
-
-def at_start(schedule: Schedule, rank: int, chunk: int) -> int:
-    """Return what `rank` holds of `chunk` before the first round; 0: nothing."""
-    if schedule.op in _SUMS_FROM_ALL:
-        holds = True
-    elif schedule.op in ("broadcast", "scatter"):
-        holds = rank == schedule.root
-    else:
-        holds = rank == owner(schedule, chunk)
-    return input_of(rank) if holds else 0
-
-
-def wanted(schedule: Schedule, rank: int, chunk: int) -> int | None:
-    """Return what `rank` has to hold of `chunk` after the last round; None: anything."""
-    everything = sum(map(input_of, range(schedule.ranks)))
-    mine = rank == schedule.root
-    match schedule.op:
-        case "broadcast":
-            return input_of(schedule.root)
-        case "reduce":
-            return everything if mine else None
-        case "all-reduce":
-            return everything
-        case "reduce-scatter":
-            return everything if rank == owner(schedule, chunk) else None
-        case "all-gather":
-            return input_of(owner(schedule, chunk))
-        case "scatter":
-            return input_of(schedule.root) if rank == owner(schedule, chunk) else None
-        case "gather":
-            return input_of(owner(schedule, chunk)) if mine else None
-        case "all-to-all":
-            return input_of(owner(schedule, chunk)) if rank == _addressee(schedule, chunk) else None
-        case "send-recv":
-            source = (rank - 1) % schedule.ranks
-            return input_of(source) if owner(schedule, chunk) == source else None
-        case _:
-            raise unknown("operation", schedule.op, OPS)
+def _rank_of(role: str, schedule: Schedule, chunk: int) -> int | None:
+    """Return the rank with this role for a chunk; None: every rank."""
+    owner = chunk * schedule.ranks // schedule.chunks
+    match role:
+        case "all":
+            return None
+        case "root":
+            return schedule.root
+        case "addressee":
+            return chunk * schedule.ranks**2 // schedule.chunks % schedule.ranks
+        case "successor":
+            return (owner + 1) % schedule.ranks
+    return owner
 
 
 class SymbolicBuffers:
-    """What every rank holds of every chunk while a schedule is carried out on counts of inputs.
+    """Content of every rank's chunks while a schedule is executed on counts of inputs.
 
     Attributes:
-        held: ``held[rank][chunk]``.
+        held: ``held[rank][chunk]``; 0: nothing.
+        required: ``required[rank]``: content required at the end, by chunk; other chunks may hold anything.
     """
 
     def __init__(self, schedule: Schedule) -> None:
+        ranks, (source, target) = range(schedule.ranks), _FROM_TO[schedule.op]
+        everything = sum(map(input_of, ranks))
         self.schedule = schedule
-        self.held = [
-            [at_start(schedule, rank, chunk) for chunk in range(schedule.chunks)]
-            for rank in range(schedule.ranks)
-        ]
+        self.held = [[0] * schedule.chunks for _ in ranks]
+        self.required: list[dict[int, int]] = [{} for _ in ranks]
+        for chunk in range(schedule.chunks):
+            holder, receiver = _rank_of(source, schedule, chunk), _rank_of(target, schedule, chunk)
+            for rank in ranks if holder is None else [holder]:
+                self.held[rank][chunk] = input_of(rank)
+            for rank in ranks if receiver is None else [receiver]:
+                self.required[rank][chunk] = everything if holder is None else input_of(holder)
 
-    def play(self, sends: Sequence[Send]) -> None:
+    def run_round(self, sends: Sequence[Send]) -> None:
         """Carry out a round."""
         before = {send.src: self.held[send.src].copy() for send in sends}
         for send in sends:
@@ -149,82 +99,80 @@ class SymbolicBuffers:
                 old = self.held[send.dst][chunk] if send.add else 0
                 self.held[send.dst][chunk] = old + before[send.src][chunk]
 
-    def missed(self, rank: int) -> list[int]:
-        """Return the chunks of which `rank` does not hold what it shall hold at the end."""
-        aims = [(chunk, wanted(self.schedule, rank, chunk)) for chunk in range(self.schedule.chunks)]
-        return [chunk for chunk, aim in aims if aim is not None and aim != self.held[rank][chunk]]
-
-
-_SHOWN = 5
+    def missing(self, rank: int) -> list[int]:
+        """Return the chunks whose content on `rank` differs from the required one."""
+        return [chunk for chunk, content in self.required[rank].items() if self.held[rank][chunk] != content]
 
 
 def prove(schedule: Schedule) -> None:
     """Raise unless `schedule` achieves its operation: every input in every result exactly once, on every rank.
 
     Raises:
-        UsageError: it does not; the first flaws are named.
+        UsageError: it does not; names the first flaws.
     """
-    found = flaws(schedule)
+    found = find_flaws(schedule)
     if found:
-        more = f"\n  … and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        more = f"\n  … and {len(found) - _FLAWS_SHOWN} more" if len(found) > _FLAWS_SHOWN else ""
         raise UsageError(
-            f"{schedule} is wrong:" + "".join(f"\n  {flaw}" for flaw in found[:_SHOWN]) + more,
+            f"{schedule} is wrong:" + "".join(f"\n  {flaw}" for flaw in found[:_FLAWS_SHOWN]) + more,
             remedy="correct the algorithm: the rounds before the first flaw are right",
         )
 
 
-def flaws(schedule: Schedule) -> list[str]:
-    """Return what is wrong with `schedule`, in the order in which it would happen; empty: it is proven.
+def find_flaws(schedule: Schedule) -> list[str]:
+    """Return the flaws of `schedule`, in order; empty: it is proven.
 
-    A flaw in a round ends the proof, since what follows would be about other numbers.
+    A flaw in a round ends the proof, since later rounds would start from wrong contents.
     """
     check_op(schedule.op)
-    contents = SymbolicBuffers(schedule)
+    buffers = SymbolicBuffers(schedule)
     for number, sends in enumerate(schedule.rounds):
-        wrong = [*_impossible(schedule, sends)] or [*_empty(sends, contents.held)] or [*_races(sends)]
-        if wrong:
-            return [f"round {number + 1}: {what}" for what in wrong]
-        contents.play(sends)
-    return [*_missed(schedule, contents)]
+        flaws = [*_out_of_range(schedule, sends)] or [*_empty(sends, buffers.held)] or [*_races(sends)]
+        if flaws:
+            return [f"round {number + 1}: {flaw}" for flaw in flaws]
+        buffers.run_round(sends)
+    return [*_wrong_results(buffers)]
 
 
-def _impossible(schedule: Schedule, sends: tuple[Send, ...]) -> Iterator[str]:
+def _out_of_range(schedule: Schedule, sends: tuple[Send, ...]) -> Iterator[str]:
     for send in sends:
         if not (0 <= send.src < schedule.ranks and 0 <= send.dst < schedule.ranks):
-            yield f"{send.src}→{send.dst}: there are ranks 0 to {schedule.ranks - 1}"
+            yield f"{send.src}→{send.dst}: valid are ranks 0 to {schedule.ranks - 1}"
         elif send.src == send.dst:
             yield f"rank {send.src} sends to itself"
         elif send.width < 1 or not 0 <= send.chunk <= schedule.chunks - send.width:
-            yield f"{send.src}→{send.dst}: there are chunks 0 to {schedule.chunks - 1}, not {send.chunk}+{send.width}"
+            valid = f"valid are chunks 0 to {schedule.chunks - 1}"
+            yield f"{send.src}→{send.dst}: {valid}, not {send.chunk}+{send.width}"
 
 
 def _empty(sends: tuple[Send, ...], held: list[list[int]]) -> Iterator[str]:
     for send in sends:
         for chunk in send.range:
             if not held[send.src][chunk]:
-                yield f"rank {send.src} sends chunk {chunk} to {send.dst} but has nothing in it"
+                yield f"rank {send.src} sends chunk {chunk} to {send.dst} but holds nothing in it"
             elif send.add and not held[send.dst][chunk]:
                 yield f"chunk {chunk} from {send.src} is added to nothing on rank {send.dst}"
 
 
 def _races(sends: tuple[Send, ...]) -> Iterator[str]:
-    """Sends may meet in a chunk only if all are added: else the last one decides, and nobody knows which that is."""
+    """Several sends may write a chunk only if all are added: otherwise the result depends on their order."""
     chunks = [(send.dst, chunk, send.add) for send in sends for chunk in send.range]
     writes = Counter((dst, chunk) for dst, chunk, _ in chunks)
     replaced = {(dst, chunk) for dst, chunk, add in chunks if not add}
     for (dst, chunk), times in writes.items():
         if times > 1 and (dst, chunk) in replaced:
-            yield f"{times} sends meet in chunk {chunk} of rank {dst}"
+            yield f"{times} sends write chunk {chunk} of rank {dst}"
 
 
-def _missed(schedule: Schedule, contents: SymbolicBuffers) -> Iterator[str]:
-    for rank in range(schedule.ranks):
-        for chunk in contents.missed(rank):
-            has = counts(contents.held[rank][chunk], schedule.ranks)
-            due = counts(wanted(schedule, rank, chunk) or 0, schedule.ranks)
+def _wrong_results(buffers: SymbolicBuffers) -> Iterator[str]:
+    ranks = buffers.schedule.ranks
+    for rank in range(ranks):
+        for chunk in buffers.missing(rank):
+            held = counts(buffers.held[rank][chunk], ranks)
+            required = counts(buffers.required[rank][chunk], ranks)
             wrong = [
-                f"the input of {of} {times} times instead of {needed}"
-                for of, (times, needed) in enumerate(zip(has, due, strict=True))
+                f"the input of {source} {times} times instead of {needed}"
+                for source, (times, needed) in enumerate(zip(held, required, strict=True))
                 if times != needed
             ]
             yield f"at the end chunk {chunk} of rank {rank} holds {', '.join(wrong)}"

@@ -1,11 +1,8 @@
-"""A collective as data: `Schedule`, rounds of `Send`.
+"""A collective as data: a `Schedule` is rounds of `Send`.
 
-Every rank has a vector cut into `chunks` of equal size. In a round all sends happen at once and read what their
-sender held when the round began; a rank goes on to its next round when all it sends and receives in this one is
-done. What a send does to the receiver's chunk is to replace it, or to be added to it.
-
-Readers of a schedule: `prove` (every input exactly once), `cost` (seconds on a topology), `run` (real messages),
-`tell` (in words), `report.rounds` (a picture).
+Every rank holds a vector that is cut into chunks of equal size. All sends of a round run at the same time and read
+their sender's chunks as of the beginning of the round. A rank enters its next round once everything that it sends and
+receives in this one is done. A send replaces the receiver's chunk, or is added to it.
 """
 
 from __future__ import annotations
@@ -14,19 +11,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from paceline._core.format import plural
 from paceline.errors import UsageError
 
-__all__ = ["Message", "Round", "Rounds", "Schedule", "Send", "mirrored", "pipelined", "rotated"]
+__all__ = ["Message", "Rounds", "Schedule", "Send", "mirrored", "pipelined", "rotated"]
 
 
 class Send(NamedTuple):
     """A run of adjacent chunks that goes from one rank to another.
 
     Attributes:
-        src, dst: ranks.
+        src: sending rank.
+        dst: receiving rank.
         chunk: index of the first chunk.
-        add: added to what `dst` holds, instead of replacing it.
-        width: how many chunks.
+        add: added to the chunk that `dst` holds, instead of replacing it.
+        width: number of chunks.
     """
 
     src: int
@@ -41,12 +40,11 @@ class Send(NamedTuple):
         return range(self.chunk, self.chunk + self.width)
 
 
-Round = Sequence[Send]
 Rounds = list[list[Send]]
 
 
 class Message(NamedTuple):
-    """All that goes from one rank to another in one round; it costs one latency."""
+    """Everything that goes from one rank to another in one round; it costs one latency."""
 
     src: int
     dst: int
@@ -54,7 +52,7 @@ class Message(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many chunks it holds."""
+        """Number of chunks that it carries."""
         return sum(send.width for send in self.sends)
 
 
@@ -63,12 +61,12 @@ class Schedule:
     """A collective operation, carried out by one algorithm on a number of ranks.
 
     Attributes:
-        op: such as ``"all-reduce"``; `paceline.collectives.prove` says what each has to achieve.
+        op: such as ``"all-reduce"``; `paceline.collectives.prove` defines its result.
         algorithm: such as ``"ring"``.
-        ranks: how many take part.
-        chunks: into how many the vector is cut; all-to-all: the vectors of all ranks together.
-        rounds: what is sent, round by round.
-        root: the rank that a broadcast, reduce, scatter or gather is about.
+        ranks: number of ranks.
+        chunks: number of chunks of the vector; all-to-all: of the vectors of all ranks together.
+        rounds: the sends, round by round.
+        root: root of a broadcast, reduce, scatter or gather.
     """
 
     op: str
@@ -79,14 +77,12 @@ class Schedule:
     root: int = 0
 
     def __str__(self) -> str:
-        return f"{self.op} by {self.algorithm} on {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.op} by {self.algorithm} on {plural(self.ranks, 'rank')}"
 
     @property
     def parts(self) -> int:
-        """How many chunks make the vector whose size counts (see `closed_form`): all, or one rank's share."""
-        return {"all-to-all": self.chunks // self.ranks, "send-recv": self.chunks // self.ranks}.get(
-            self.op, self.chunks
-        )
+        """Number of chunks of the vector whose size counts (see `closed_form`): all, or one rank's share."""
+        return self.chunks // self.ranks if self.op in ("all-to-all", "send-recv") else self.chunks
 
     def messages(self, number: int) -> list[Message]:
         """Return the messages of round `number`."""
@@ -96,10 +92,10 @@ class Schedule:
         return [Message(src, dst, tuple(sends)) for (src, dst), sends in sends_of_pair.items()]
 
 
-def mirrored(rounds: Iterable[Round]) -> Rounds:
-    """Return the rounds backwards, every send the other way round and replacing: what was gathered is spread.
+def mirrored(rounds: Iterable[Sequence[Send]]) -> Rounds:
+    """Return the rounds backwards, every send in the other direction and replacing.
 
-    So the mirror image of a reduce is a broadcast, and that of a reduce-scatter is an all-gather.
+    The mirror image of a reduce is a broadcast, and that of a reduce-scatter is an all-gather.
     """
     return [
         [Send(send.dst, send.src, send.chunk, width=send.width) for send in sends]
@@ -107,15 +103,15 @@ def mirrored(rounds: Iterable[Round]) -> Rounds:
     ]
 
 
-def rotated(rounds: Iterable[Round], by: int, ranks: int, *, chunks: bool = False) -> Rounds:
-    """Return the rounds with every rank's part played by the rank `by` places further.
+def rotated(rounds: Iterable[Sequence[Send]], by: int, ranks: int, *, chunks: bool = False) -> Rounds:
+    """Return the rounds with rank r's part played by rank r + `by`, modulo `ranks`.
 
-    With `chunks`, chunk r belongs to rank r and moves with it; a run that would leave the vector goes on at its start.
+    With `chunks`, chunk r belongs to rank r and moves with it; a run past the last chunk continues at the first.
     """
-    return [[turned for send in sends for turned in _turned(send, by, ranks, chunks)] for sends in rounds]
+    return [[turned for send in sends for turned in _rotated(send, by, ranks, chunks)] for sends in rounds]
 
 
-def _turned(send: Send, by: int, ranks: int, chunks: bool) -> Iterator[Send]:
+def _rotated(send: Send, by: int, ranks: int, chunks: bool) -> Iterator[Send]:
     src, dst = (send.src + by) % ranks, (send.dst + by) % ranks
     first = (send.chunk + by) % ranks if chunks else send.chunk
     fits = min(send.width, ranks - first) if chunks else send.width
@@ -125,9 +121,9 @@ def _turned(send: Send, by: int, ranks: int, chunks: bool) -> Iterator[Send]:
 
 
 def pipelined(schedule: Schedule, segments: int) -> Schedule:
-    """Return a schedule in which every chunk travels in `segments` pieces, each one round behind the one before.
+    """Return a schedule in which every chunk travels in segments, each one round behind the one before.
 
-    That is how a chain becomes fast: all its links work at the same time.
+    All links of a chain then work at the same time.
 
     Raises:
         UsageError: fewer than one segment.
@@ -139,11 +135,9 @@ def pipelined(schedule: Schedule, segments: int) -> Schedule:
     rounds: Rounds = [[] for _ in range(len(schedule.rounds) + segments - 1)] if schedule.rounds else []
     for number, sends in enumerate(schedule.rounds):
         for segment in range(segments):
-            rounds[number + segment] += _pieces(sends, segment, segments)
+            rounds[number + segment] += [
+                Send(send.src, send.dst, chunk * segments + segment, send.add)
+                for send in sends
+                for chunk in send.range
+            ]
     return replace(schedule, chunks=schedule.chunks * segments, rounds=tuple(map(tuple, rounds)))
-
-
-def _pieces(sends: Round, segment: int, segments: int) -> Iterator[Send]:
-    for send in sends:
-        for chunk in send.range:
-            yield Send(send.src, send.dst, chunk * segments + segment, send.add)

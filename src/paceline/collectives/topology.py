@@ -1,8 +1,8 @@
 """Ranks and the links between them: star, switch, ring, tree, two levels.
 
-A link carries bytes in one direction at its bandwidth and adds its latency to every message; several messages on
-it at once share it evenly. A message takes the links of its path, all at the same time, so it is as fast as the
-one where it gets least. Hosts are full duplex: what they send and what they receive are two links.
+A link carries bytes in one direction at its bandwidth and adds its latency to every message; messages that use it at
+the same time share it evenly. A message uses all links of its path at once, so it is as fast as the one where it gets
+least. Hosts are full duplex: sending and receiving use two links.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Path = tuple[int, ...]  # indices of links
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of a cable, or what several cables share.
+    """One direction of a cable, or the capacity that several cables share.
 
     Attributes:
         name: such as ``"up 3"``.
-        bandwidth: bytes per second; infinite: it limits nothing.
-        latency: seconds it adds to a message.
+        bandwidth: bytes per second; infinite: no limit.
+        latency: seconds added to a message.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Links, and which of them a message takes.
+    """Links, and the path of every message.
 
     Attributes:
-        name: in words.
+        name: for people.
         links: all of them.
-        paths: for each pair ``paths[src][dst]``, indices of the links that a message passes, in order.
-        per_node: ranks of a node, where they come in nodes; else 1.
+        paths: ``paths[src][dst]``: indices of the links that a message uses, in order.
+        per_node: ranks per node where ranks are grouped in nodes, else 1.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it connects."""
+        """Number of ranks."""
         return len(self.paths)
 
     def path(self, src: int, dst: int) -> Path:
@@ -65,7 +65,7 @@ class Topology:
         return self.paths[src][dst]
 
     def latency(self, src: int, dst: int) -> float:
-        """Return the seconds that a message takes from one rank to another besides its bytes."""
+        """Return the seconds that a message takes from one rank to another in addition to its bytes."""
         return sum(self.links[link].latency for link in self.paths[src][dst])
 
 
@@ -77,65 +77,60 @@ def star(
     switch: float = math.inf,
     hub: int | None = None,
 ) -> Topology:
-    """Return ranks around a switch, each with a link of its own in each direction.
+    """Return ranks around a switch, each with its own link in each direction.
 
     Args:
-        ranks: how many.
+        ranks: number of ranks.
         bandwidth: of every link, or of each rank's, in bytes per second.
         latency: of a message from rank to rank, in seconds; half of it at each end.
-        switch: what the switch carries in all, in bytes per second.
-        hub: a rank that is the switch itself and needs no link.
+        switch: bytes per second that the switch carries in total.
+        hub: a rank at the switch itself, which needs no link.
 
     Raises:
-        UsageError: no ranks, a bandwidth that is none, another number of bandwidths than of ranks, no such hub.
+        UsageError: no ranks, an invalid bandwidth, a bandwidth count other than `ranks`, or no such hub.
     """
-    _check_ranks(ranks)
     rates = [bandwidth] * ranks if isinstance(bandwidth, int | float) else list(bandwidth)
-    if len(rates) != ranks:
+    if len(rates) != max(ranks, 0):
         raise UsageError(
             f"{len(rates)} bandwidths for {ranks} ranks", remedy="give one, or one for each rank"
         )
     if hub is not None and not 0 <= hub < ranks:
-        raise UsageError(f"hub={hub}: there are ranks 0 to {ranks - 1}", remedy="name one of them")
-    links = [Link(f"up {rank}", rate, latency / 2) for rank, rate in enumerate(rates)]
-    links += [Link(f"down {rank}", rate, latency / 2) for rank, rate in enumerate(rates)]
-    links.append(Link("switch", switch))
+        raise UsageError(f"hub={hub}: valid are ranks 0 to {ranks - 1}", remedy="name one of them")
+    links = [
+        Link(f"{way} {rank}", rate, latency / 2) for way in ("up", "down") for rank, rate in enumerate(rates)
+    ]
 
     def path(src: int, dst: int) -> Path:
         ends = ([] if src == hub else [src]) + ([] if dst == hub else [ranks + dst])
         return (*ends, 2 * ranks)
 
     name = "star" if hub is None else f"star with rank {hub} at its switch"
-    return Topology(name, tuple(links), _all_paths(ranks, path))
+    return _topology(name, [*links, Link("switch", switch)], ranks, path)
 
 
 def ring(ranks: int, bandwidth: float, latency: float = 0.0) -> Topology:
-    """Return ranks in a ring, each with a link in each direction to its two neighbours; the shorter way is taken."""
-    _check_ranks(ranks)
-    links = [Link(f"{rank}→{(rank + 1) % ranks}", bandwidth, latency) for rank in range(ranks)]
-    links += [Link(f"{(rank + 1) % ranks}→{rank}", bandwidth, latency) for rank in range(ranks)]
+    """Return ranks in a ring, linked in each direction with the two next to them; messages take the shorter way."""
+    links = _duplex([(rank, (rank + 1) % ranks) for rank in range(ranks)], bandwidth, latency)
 
     def path(src: int, dst: int) -> Path:
-        forth = (dst - src) % ranks
-        if forth <= ranks - forth:
-            return tuple((src + step) % ranks for step in range(forth))
-        return tuple(ranks + (src - 1 - step) % ranks for step in range(ranks - forth))
+        forward = (dst - src) % ranks
+        if forward <= ranks - forward:
+            return tuple((src + step) % ranks for step in range(forward))
+        return tuple(ranks + (src - 1 - step) % ranks for step in range(ranks - forward))
 
-    return Topology("ring", tuple(links), _all_paths(ranks, path))
+    return _topology("ring", links, ranks, path)
 
 
 def tree(ranks: int, bandwidth: float, latency: float = 0.0, *, children: int = 2) -> Topology:
-    """Return ranks as the nodes of a tree, rank 0 at its root, each linked with its parent in each direction."""
-    _check_ranks(ranks)
+    """Return ranks as the nodes of a tree with root 0, each linked with its parent in each direction."""
     if children < 1:
         raise UsageError(f"children={children}: a parent has at least one", remedy="give 1 or more")
-    links = [Link(f"{rank}→{(rank - 1) // children}", bandwidth, latency) for rank in range(1, ranks)]
-    links += [Link(f"{(rank - 1) // children}→{rank}", bandwidth, latency) for rank in range(1, ranks)]
+    links = _duplex([(rank, (rank - 1) // children) for rank in range(1, ranks)], bandwidth, latency)
 
     def path(src: int, dst: int) -> Path:
         up, down = [], []
         while src != dst:
-            if src > dst:  # the deeper one of two has the higher number, or they are as deep
+            if src > dst:  # the deeper one of two has the higher number, unless both are equally deep
                 up.append(src - 1)
                 src = (src - 1) // children
             else:
@@ -143,7 +138,7 @@ def tree(ranks: int, bandwidth: float, latency: float = 0.0, *, children: int = 
                 dst = (dst - 1) // children
         return (*up, *reversed(down))
 
-    return Topology("tree", tuple(links), _all_paths(ranks, path))
+    return _topology("tree", links, ranks, path)
 
 
 def two_level(
@@ -152,39 +147,47 @@ def two_level(
     bandwidth: float,
     between: float,
     latency: float = 0.0,
+    *,
     latency_between: float = 0.0,
 ) -> Topology:
     """Return nodes of ranks: links inside a node, and one link in each direction from every node to a switch.
 
     Args:
-        ranks: how many in all; the last node may have fewer.
-        per_node: ranks of a node.
+        ranks: number of ranks; the last node may have fewer than `per_node`.
+        per_node: ranks per node.
         bandwidth: of a rank's link inside its node, in bytes per second.
-        between: of a node's link to the others, in bytes per second.
+        between: bandwidth of a node's link to the others, in bytes per second.
         latency: of a message inside a node, in seconds.
-        latency_between: of a message between nodes, in seconds, besides that inside.
+        latency_between: of a message between nodes, in seconds, in addition to that inside.
     """
-    _check_ranks(ranks)
     if per_node < 1:
         raise UsageError(f"per_node={per_node}: a node has at least one rank", remedy="give 1 or more")
     nodes = -(-ranks // per_node)
-    links = [Link(f"up {rank}", bandwidth, latency / 2) for rank in range(ranks)]
-    links += [Link(f"down {rank}", bandwidth, latency / 2) for rank in range(ranks)]
-    links += [Link(f"node {node} up", between, latency_between / 2) for node in range(nodes)]
-    links += [Link(f"node {node} down", between, latency_between / 2) for node in range(nodes)]
+    links = [Link(f"{way} {rank}", bandwidth, latency / 2) for way in ("up", "down") for rank in range(ranks)]
+    links += [
+        Link(f"node {node} {way}", between, latency_between / 2)
+        for way in ("up", "down")
+        for node in range(nodes)
+    ]
 
     def path(src: int, dst: int) -> Path:
-        out, into = src // per_node, dst // per_node
-        crossing = () if out == into else (2 * ranks + out, 2 * ranks + nodes + into)
+        source, target = src // per_node, dst // per_node
+        crossing = () if source == target else (2 * ranks + source, 2 * ranks + nodes + target)
         return (src, *crossing, ranks + dst)
 
-    return Topology(f"nodes of {per_node}", tuple(links), _all_paths(ranks, path), per_node)
+    return _topology(f"nodes of {per_node}", links, ranks, path, per_node)
 
 
-def _check_ranks(ranks: int) -> None:
+def _duplex(pairs: Sequence[tuple[int, int]], bandwidth: float, latency: float) -> list[Link]:
+    """Return the links of all pairs of ranks in one direction, then in the other."""
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    return [Link(f"{src}→{dst}", bandwidth, latency) for src, dst in both]
+
+
+def _topology(
+    name: str, links: list[Link], ranks: int, path: Callable[[int, int], Path], per_node: int = 1
+) -> Topology:
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a topology has at least one rank", remedy="give 1 or more")
-
-
-def _all_paths(ranks: int, path: Callable[[int, int], Path]) -> tuple[tuple[Path, ...], ...]:
-    return tuple(tuple(() if src == dst else path(src, dst) for dst in range(ranks)) for src in range(ranks))
+    paths = (tuple(() if src == dst else path(src, dst) for dst in range(ranks)) for src in range(ranks))
+    return Topology(name, tuple(links), tuple(paths), per_node)

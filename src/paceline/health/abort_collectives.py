@@ -46,7 +46,7 @@ def abort_groups(reason: PeerFailed, own_files: Collection[int]) -> None:
     world = getattr(dist.distributed_c10d, "_world", None)
     for group in list(getattr(world, "pg_map", ())):
         if isinstance(group, GroupBase):
-            group.abandon(reason)
+            group.interrupt(reason)
         if torch.cuda.is_available():
             threading.Thread(target=_abort_nccl, args=(group,), name="paceline abort", daemon=True).start()
     for fd in sockets_of_gloo(own_files, _store_port()):

@@ -1,4 +1,4 @@
-"""What the ranks of test_mpi_backend.py do: ``python mpi_backend_ranks.py CASE``."""
+"""Program of the ranks of test_mpi_backend.py: ``python mpi_backend_ranks.py CASE``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def collectives(world):
 
 
 def widened(world):
-    """Many 16-bit floats, of which a sum in 16 bits would lose most, and more than go at a time."""
+    """Sums of 16-bit floats that would lose most in 16 bits, and more elements than are reduced at a time."""
     ranks = world.size
     for dtype in (torch.bfloat16, torch.float16):
         tensor = torch.full((1000,), 256.0 if world.rank == 0 else 0.25, dtype=dtype)
@@ -69,12 +69,12 @@ def disagree(world):
         texts.append(": ".join(fails(each[min(rank, 1)])))
         total = torch.full((3,), float(rank))
         dist.all_reduce(total)
-        assert total.tolist() == [size * (size - 1) / 2] * 3, "the group stays in step"
+        assert total.tolist() == [size * (size - 1) / 2] * 3, "the group stays usable"
     return texts
 
 
 def ddp(world):
-    """torch's DistributedDataParallel over MPI trains as over gloo, and as one process with all data."""
+    """DistributedDataParallel over MPI trains like over gloo, and like one process with all data."""
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3))
     gloo = dist.new_group(backend="gloo")
@@ -100,7 +100,7 @@ def ddp(world):
 
 
 def objects(world):
-    """What torch builds on tensors: objects gathered, and a future of a message."""
+    """Features that torch builds on tensors: gathered objects, and the future of a message."""
     found = [None] * world.size
     dist.all_gather_object(found, {"rank": world.rank})
     if world.size > 1 and world.rank < 2:
@@ -113,27 +113,27 @@ def objects(world):
 
 
 def called_back(rank):
-    """Who is called back at the end of a message may wait for it, and send the next one."""
+    """The callback of a message may wait for it and send the next one."""
     place = torch.zeros(3)
     if rank == 0:
-        dist.recv(place, 1)  # so that rank 1 is called back after it asked for that
+        dist.recv(place, 1)  # so that the message of rank 1 is still pending when it adds its callback
         dist.send(torch.ones(3), 1)
         dist.recv(place, 1)
         assert place.tolist() == [2.0] * 3
         return
-    came = dist.irecv(place, 0)
+    request = dist.irecv(place, 0)
 
     def answer(_):
-        came.wait()
+        request.wait()
         dist.send(place + 1, 0)
 
-    answered = came.get_future().then(answer)
+    answered = request.get_future().then(answer)
     dist.send(torch.zeros(3), 0)
     answered.wait()
 
 
 def late(world):
-    """Rank 1 does not come: rank 0 says so, and all end."""
+    """Rank 1 is missing: rank 0 reports it, and all ranks end."""
     if world.rank == 1:
         time.sleep(600)  # longer than the test waits
     dist.all_reduce(torch.ones(3))
@@ -142,12 +142,12 @@ def late(world):
 def raising(world):
     """Rank 1 raises while the others wait."""
     if world.rank == 1:
-        raise ValueError("a mistake of the program")
+        raise ValueError("an error of the program")
     dist.all_reduce(torch.ones(3))
 
 
 def unmatched(world):
-    """A message of another size than its receiver expects is no silent loss, nor one never taken a hang."""
+    """A message of the wrong size is not lost silently, and one that is never received does not hang."""
     if world.rank == 0:
         dist.send(torch.ones(2), 1)
         dist.isend(torch.ones(1_000_000), 1)

@@ -1,4 +1,4 @@
-"""Calls of the paceline backend that differ, can't be, are in place, or are many, on ranks that all live."""
+"""Calls of the paceline backend that differ between ranks, are invalid, work in place, or are many."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from backend_scenes import fails
 from paceline.backends.shm import host_peers
-from paceline.backends.shm.control_block import RING_NBYTES
-from paceline.backends.shm.shm_p2p import Ring
+from paceline.backends.shm.control_block import FIFO_NBYTES
+from paceline.backends.shm.shm_p2p import ByteFifo
 
 
 def disagree(rank, size):
@@ -25,7 +25,7 @@ def disagree(rank, size):
             for numel in (3, 4, 5):
                 dist.all_reduce(torch.ones(numel))
 
-    def parted(numel):
+    def scattered(numel):
         dist.reduce_scatter(torch.ones(numel), [torch.ones(numel)] * size)
 
     calls = [
@@ -40,7 +40,7 @@ def disagree(rank, size):
         [lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(4).double())],
         [lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX)],
         [lambda: dist.broadcast(large, 0), lambda: dist.broadcast(large, 2)],
-        [lambda: parted(20_000), lambda: parted(20_001)],
+        [lambda: scattered(20_000), lambda: scattered(20_001)],
         [coalesced, lambda: dist.all_reduce(torch.ones(9))],
         [
             lambda: dist.all_reduce(large, async_op=True),
@@ -55,20 +55,20 @@ def disagree(rank, size):
         texts.append(fails(each[rank % len(each)]))
         total = torch.full((3,), float(rank))
         dist.all_reduce(total)
-        assert total.tolist() == [3.0] * 3, "the group stays in step"
+        assert total.tolist() == [3.0] * 3, "the group stays usable"
     assert large.eq(1).all()
     return texts
 
 
-def test_different_calls_raise_on_all_ranks_and_the_group_goes_on(pool):
-    told = pool(3, "paceline").run(disagree)
-    for ranks in zip(*told, strict=True):
+def test_different_calls_raise_on_all_ranks_and_the_group_stays_usable(pool):
+    texts = pool(3, "paceline").run(disagree)
+    for ranks in zip(*texts, strict=True):
         assert {kind for kind, _ in ranks} == {"MismatchError"}, ranks
-    zero, one, two = (texts[0][1] for texts in told)
+    zero, one, two = (of_rank[0][1] for of_rank in texts)
     assert "this rank calls all_reduce(float32[4], SUM), rank 1 calls barrier()" in zero
     assert "this rank calls barrier(), rank 0 calls all_reduce(float32[4], SUM)" in one
     assert "this rank calls broadcast(float32[4], root 0), rank 0 calls all_reduce(float32[4], SUM)" in two
-    assert "rank 0 sends 8 bytes to rank 1, which expects 4" in told[0][-1][1]
+    assert "rank 0 sends 8 bytes to rank 1, which expects 4" in texts[0][-1][1]
 
 
 def misuse(rank, size):
@@ -88,7 +88,7 @@ def misuse(rank, size):
         total = torch.full((3,), float(rank))
         dist.all_reduce(total)
         assert total.tolist() == [1.0] * 3
-        if rank == 1:  # one rank alone notices before anything is sent
+        if rank == 1:  # one rank alone raises before anything is sent
             assert fails(call)[0] == found[-1]
     dist.barrier()
     return found
@@ -102,7 +102,7 @@ def test_wrong_arguments_raise_before_anything_is_sent(pool):
 
 
 def exchange_in_place(rank, size):
-    """Unequal parts, each of several windows, take the place of one another."""
+    """Unequal parts, each longer than a staging buffer, replace one another."""
     numels = [
         [200_000 * (1 + (source + 2 * target) % size) for target in range(size)] for source in range(size)
     ]
@@ -116,24 +116,24 @@ def exchange_in_place(rank, size):
     return torch.equal(mine, wanted)
 
 
-def test_an_exchange_may_be_in_place(pool):
+def test_all_to_all_may_be_in_place(pool):
     assert pool(3, "paceline").run(exchange_in_place) == [True] * 3
 
 
 def groups_of_one_name(rank, size):
-    """torch counts groups on each rank, so pairs that make groups of their own give them the same name."""
-    told = host_peers._everybodys
+    """torch counts groups on each rank, so two pairs that create groups give them the same name."""
+    read_all = host_peers._read_all
 
     def slowly(*args):
-        time.sleep(0.3)  # all of them have told by now
-        return told(*args)
+        time.sleep(0.3)  # all have published by now
+        return read_all(*args)
 
     pairs = [dist.new_group(ranks, backend="paceline") for ranks in ([0, 1], [2, 3])]
-    host_peers._everybodys = slowly
+    host_peers._read_all = slowly
     try:
         mine, _ = dist.new_subgroups(1, group=pairs[rank // 2])
     finally:
-        host_peers._everybodys = told
+        host_peers._read_all = read_all
     total = torch.tensor([float(rank)])
     dist.all_reduce(total, group=mine)
     return total.item()
@@ -143,18 +143,18 @@ def test_groups_of_different_ranks_may_have_one_name(pool):
     assert pool(4, "paceline").run(groups_of_one_name) == [0.0, 1.0, 2.0, 3.0]
 
 
-def counts(rank, size, number):
-    """Pass bytes through a ring as fast as they go, and look at its counts all the while."""
-    ring = Ring(dist.group.WORLD._route.board, 0, 1)
+def watch_counters(rank, size, number):
+    """Pass bytes through a FIFO at full speed, and check its counters meanwhile."""
+    fifo = ByteFifo(dist.group.WORLD._collectives.control, 0, 1)
     one, moved, seen = torch.zeros(1, dtype=torch.uint8), 0, set()
     dist.barrier()
     while moved < number:
-        nbytes = ring.full()
-        seen.add(0 <= nbytes <= RING_NBYTES)
+        nbytes = fifo.readable()
+        seen.add(0 <= nbytes <= FIFO_NBYTES)
         if rank == 0 and nbytes < 300:
-            ring.write(one)
+            fifo.write(one)
         elif rank == 1 and nbytes > 0:
-            ring.read(one)
+            fifo.read(one)
         else:
             continue
         moved += 1
@@ -162,15 +162,15 @@ def counts(rank, size, number):
     return seen
 
 
-def test_no_rank_sees_a_count_half_written(pool):
-    assert pool(2, "paceline").run(counts, 30_000) == [{True}] * 2
+def test_no_rank_sees_a_partially_written_counter(pool):
+    assert pool(2, "paceline").run(watch_counters, 30_000) == [{True}] * 2
 
 
-def tiny_ones(rank, size, count):
-    """Many small calls in a row, some through windows and the arena, each checked: no torn read, no lost wake."""
+def many_small_calls(rank, size, count):
+    """Many small calls in a row, some staged or in the arena, each checked: no torn read, no lost wake."""
     group = dist.group.WORLD
     small, kept = torch.empty(3), group.allocate_tensor(30_000)
-    window = torch.empty(400_000)
+    staged = torch.empty(400_000)
     for number in range(count):
         value = float(number % 1000)
         dist.all_reduce(small.fill_(rank + value))
@@ -179,15 +179,15 @@ def tiny_ones(rank, size, count):
             dist.all_reduce(kept.fill_(rank + value))
             assert kept.eq(sum(range(size)) + size * value).all(), number
         if number % 50 == 0:
-            dist.all_reduce(window.fill_(rank + value))
-            assert window.eq(sum(range(size)) + size * value).all(), number
+            dist.all_reduce(staged.fill_(rank + value))
+            assert staged.eq(sum(range(size)) + size * value).all(), number
         if number % 7 == 0:
             every = [torch.empty(2) for _ in range(size)]
             dist.all_gather(every, torch.full((2,), rank + value))
             assert [each[1].item() for each in every] == [each + value for each in range(size)], number
 
 
-def test_thousands_of_small_calls_among_busy_processes(pool):
+def test_thousands_of_small_calls_next_to_busy_processes(pool):
     busy = []
     for _ in range(2):
         pid = os.fork()
@@ -197,15 +197,15 @@ def test_thousands_of_small_calls_among_busy_processes(pool):
             os._exit(0)
         busy.append(pid)
     try:
-        pool(4, "paceline").run(tiny_ones, 1500, timeout=200)
+        pool(4, "paceline").run(many_small_calls, 1500, timeout=200)
     finally:
         for pid in busy:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    pool(2, "paceline").run(tiny_ones, 5000, timeout=100)
+    pool(2, "paceline").run(many_small_calls, 5000, timeout=100)
 
 
-def all_to_all_of_nothing(rank, size):
+def empty_all_to_all(rank, size):
     for numel in (0, size, 0, 2 * size):
         tensor = torch.full((numel,), float(rank))
         output = torch.full_like(tensor, -1)
@@ -214,5 +214,5 @@ def all_to_all_of_nothing(rank, size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_all_to_all_of_nothing_is_a_call_like_others(pool, size):
-    pool(size, "paceline").run(all_to_all_of_nothing)
+def test_an_empty_all_to_all_is_a_regular_call(pool, size):
+    pool(size, "paceline").run(empty_all_to_all)

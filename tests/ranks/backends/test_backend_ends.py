@@ -1,4 +1,4 @@
-"""Ranks that are late, interrupted, fail within a call, fork, or end with calls under way."""
+"""Ranks that are late, interrupted, fail during a call, fork, or exit with calls pending."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from paceline.backends.shm.shm_collectives import ShmCollectives
 from paceline.errors import CollectiveError, PeerLost
 
 
-def late_in_the_middle(tell, rank, size, folder):
-    """Rank 1 is slow within a call; when it goes on, rank 0 has long used the memory for something else."""
+def late_in_the_middle(report, rank, size, folder):
+    """Rank 1 is slow during a call; when it continues, rank 0 has reused the memory long since."""
     group = enter(folder, rank, size, timeout=0.5)
     tensor = group.allocate_tensor(16 * BLOCK_NBYTES // 4).fill_(1)
-    place, look = tensor.data_ptr(), ShmCollectives._look_if_broken
+    place, check = tensor.data_ptr(), ShmCollectives._check_if_failed
 
     def slowly(self):
         if rank == 1:
-            ShmCollectives._look_if_broken = look
+            ShmCollectives._check_if_failed = check
             time.sleep(2.0)
-        look(self)
+        check(self)
 
-    ShmCollectives._look_if_broken = slowly
+    ShmCollectives._check_if_failed = slowly
     held = [dist.all_reduce(tensor, async_op=True)]
     kind, text = fails(lambda: held[0])
     held.clear()
     del tensor
     gc.collect()  # errors hold the frames they passed
     if rank == 1:
-        tell((kind, text, fails(dist.barrier)))
+        report((kind, text, fails(dist.barrier)))
         return
     dist.destroy_process_group()
     again = [arena.allocate(16 * BLOCK_NBYTES // 4, torch.float32).fill_(7) for _ in range(3)]
     time.sleep(2.5)
     assert place not in [each.data_ptr() for each in again]
-    tell((kind, text, all(bool(each.eq(7).all()) for each in again)))
+    report((kind, text, all(bool(each.eq(7).all()) for each in again)))
 
 
-def test_memory_of_a_call_that_was_given_up_is_not_used_for_anything_else(nursery):
+def test_memory_of_a_failed_call_is_not_reused(nursery):
     zero, one = nursery.play(late_scene)
     assert zero[0] == "CollectiveTimeout"
     assert "rank 1 on host" in zero[1]
-    assert "did not come within the timeout of 0.5 s (its process lives)" in zero[1]
+    assert "did not arrive within the timeout of 0.5 s (its process is alive)" in zero[1]
     assert zero[2], "what rank 0 allocated since then is whole"
-    assert one[0] == "CollectiveTimeout", "rank 1 hears of it as well, though everybody has been there"
+    assert one[0] == "CollectiveTimeout", "rank 1 raises too, although all ranks have arrived"
     assert one[2][0] == "CollectiveTimeout"
 
 
@@ -63,56 +63,56 @@ def late_scene(fork, folder):
     return ranks_of(fork, 2, late_in_the_middle, folder)
 
 
-def late_for_a_small_one(tell, rank, size, folder):
+def late_for_a_small_call(report, rank, size, folder):
     enter(folder, rank, size, timeout=0.3)
     time.sleep(rank * 1.0)
-    tell([fails(lambda: dist.all_reduce(torch.ones(4)))[0] for _ in range(2)])
+    report([fails(lambda: dist.all_reduce(torch.ones(4)))[0] for _ in range(2)])
     dist.destroy_process_group()
 
 
 def late_small_scene(fork, folder):
-    return ranks_of(fork, 2, late_for_a_small_one, folder)
+    return ranks_of(fork, 2, late_for_a_small_call, folder)
 
 
-def test_a_rank_that_comes_too_late_is_told_so(nursery):
+def test_a_rank_that_arrives_too_late_raises(nursery):
     assert nursery.play(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
 
 
-def failing_inside(tell, rank, size, folder):
+def failing_during_a_call(report, rank, size, folder):
     group = enter(folder, rank, size)
     group.note_step(4)
-    tensor, look = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._look_if_broken
+    tensor, check = group.allocate_tensor(1_000_000).fill_(1), ShmCollectives._check_if_failed
 
     def breaking(self):
-        look(self)
+        check(self)
         if rank == 2:
-            raise MemoryError("no room for the scratch")
+            raise MemoryError("no memory for the scratch")
 
-    ShmCollectives._look_if_broken = breaking
-    tell(fails(lambda: dist.all_reduce(tensor)))
+    ShmCollectives._check_if_failed = breaking
+    report(fails(lambda: dist.all_reduce(tensor)))
     dist.destroy_process_group()
 
 
 def failing_scene(fork, folder):
-    return ranks_of(fork, 3, failing_inside, folder)
+    return ranks_of(fork, 3, failing_during_a_call, folder)
 
 
-def test_an_error_in_the_middle_of_a_call_is_told_to_the_others(nursery):
+def test_an_error_during_a_call_reaches_the_others(nursery):
     zero, one, two = nursery.play(failing_scene)
-    assert two == ("MemoryError", "no room for the scratch")
+    assert two == ("MemoryError", "no memory for the scratch")
     for kind, text in (zero, one):
         assert kind == "PeerLost"
         assert (
-            "gave up in all_reduce(float32[1000000], SUM): MemoryError: no room for the scratch in step 4"
+            "failed in all_reduce(float32[1000000], SUM): MemoryError: no memory for the scratch in step 4"
             in text
         )
 
 
-def interrupted(tell, rank, size, folder, asynchronous):
+def interrupted(report, rank, size, folder, asynchronous):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     enter(folder, rank, size)
     dist.barrier()
-    tell("ready")
+    report("ready")
     if rank == 1:
         time.sleep(1.0)
     tensor = torch.ones(100_000)
@@ -121,7 +121,7 @@ def interrupted(tell, rank, size, folder, asynchronous):
         if work is not None:
             work.wait()
     except (KeyboardInterrupt, CollectiveError) as error:
-        tell((type(error).__name__, str(error)))
+        report((type(error).__name__, str(error)))
     sys.exit(130 if rank == 0 else 0)
 
 
@@ -130,72 +130,74 @@ def interrupt_scene(fork, folder, asynchronous):
     assert [each.hear() for each in ranks] == ["ready"] * 2
     time.sleep(0.2)
     ranks[0].kill(signal.SIGINT)
-    told = [ranks[0].hear()]
+    reports = [ranks[0].hear()]
     codes = [ranks[0].wait()]
-    told.append(ranks[1].hear())
-    return told, [*codes, ranks[1].wait()]
+    reports.append(ranks[1].hear())
+    return reports, [*codes, ranks[1].wait()]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_interrupt_ends_the_wait_and_the_process_can_end(nursery, asynchronous):
+def test_an_interrupt_ends_the_wait_and_the_process(nursery, asynchronous):
     (zero, one), codes = nursery.play(interrupt_scene, asynchronous)
     assert zero[0] == "KeyboardInterrupt"
     assert codes == [130, 0]
     assert one[0] == "PeerLost"
     wanted = (
-        "ended (exit code 130)" if asynchronous else "gave up in all_reduce(float32[100000], SUM): Keyboard"
+        "ended (exit code 130)" if asynchronous else "failed in all_reduce(float32[100000], SUM): Keyboard"
     )
     assert f"rank 0 on host {os.uname().nodename} {wanted}" in one[1]
 
 
-# Calls under way that nobody waits for.
+# Pending calls without a wait.
 
 
-def in_flight(tell, rank, size, folder, how):
+def pending_calls(report, rank, size, folder, how):
     enter(folder, rank, size)
     dist.barrier()
     tensors = [torch.ones(100_000) for _ in range(20)]
-    if how == "nobody waits":
+    if how == "no wait":
         works = [dist.all_reduce(each, async_op=True) for each in tensors]
-        tell("made")
+        report("made")
         del works
         sys.exit(0)
     if how == "destroyed":
         works = [dist.all_reduce(each, async_op=True) for each in tensors]
         dist.destroy_process_group()
-        tell(all(work.is_success() for work in works) and all(bool(each.eq(size).all()) for each in tensors))
+        report(
+            all(work.is_success() for work in works) and all(bool(each.eq(size).all()) for each in tensors)
+        )
         sys.exit(0)
     if rank == 0:
         work = dist.all_reduce(tensors[0], async_op=True)
         time.sleep(0.2)
         if how == "aborted":
             dist.group.WORLD.abort()
-        tell(fails(lambda: work) if how == "aborted" else threading.active_count())
+        report(fails(lambda: work) if how == "aborted" else threading.active_count())
         sys.exit(0)
     time.sleep(0.5)
     try:
         dist.all_reduce(tensors[0])
         dist.all_reduce(tensors[1])
     except PeerLost as error:
-        tell((error.rank, error.exit_code))
+        report((error.rank, error.exit_code))
 
 
-def flight_scene(fork, folder, how):
-    return ranks_of(fork, 3, in_flight, folder, how)
+def pending_scene(fork, folder, how):
+    return ranks_of(fork, 3, pending_calls, folder, how)
 
 
-@pytest.mark.parametrize(("how", "told"), [("nobody waits", "made"), ("destroyed", True)])
-def test_calls_under_way_neither_hold_the_end_up_nor_are_they_lost(nursery, how, told):
-    assert nursery.play(flight_scene, how) == [told] * 3
+@pytest.mark.parametrize(("how", "result"), [("no wait", "made"), ("destroyed", True)])
+def test_pending_calls_complete_and_do_not_delay_the_exit(nursery, how, result):
+    assert nursery.play(pending_scene, how) == [result] * 3
 
 
-def test_a_rank_may_end_while_its_call_waits_for_the_others(nursery):
-    _, one, two = nursery.play(flight_scene, "left alone")
+def test_a_rank_may_exit_while_its_call_waits_for_the_others(nursery):
+    _, one, two = nursery.play(pending_scene, "left alone")
     assert one == two == (0, 0)
 
 
 def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(nursery):
-    zero, one, two = nursery.play(flight_scene, "aborted")
+    zero, one, two = nursery.play(pending_scene, "aborted")
     assert zero[0] == "CollectiveError"
     assert "left" in zero[1]
     assert one == two == (0, None), "it left the group"
@@ -204,7 +206,7 @@ def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(nursery):
 # Forking.
 
 
-def forks_a_child(tell, rank, size, folder):
+def forks_a_child(report, rank, size, folder):
     group = enter(folder, rank, size)
     kept = group.allocate_tensor(1_000_000).fill_(rank)
     dist.all_reduce(kept)
@@ -221,9 +223,9 @@ def forks_a_child(tell, rank, size, folder):
                 atexit._run_exitfuncs()  # and no more: torch itself can't go down in a forked child
                 os._exit(0)
             os.waitpid(pid, 0)
-        tell(os.read(reading, 1000).decode())
+        report(os.read(reading, 1000).decode())
     else:
-        tell("")
+        report("")
     dist.barrier()
     dist.all_reduce(kept)
     assert kept.eq(size * sum(range(size))).all()
@@ -234,6 +236,6 @@ def forking_scene(fork, folder):
     return ranks_of(fork, 3, forks_a_child, folder)
 
 
-def test_a_forked_child_is_no_rank_and_disturbs_none(nursery):
+def test_a_forked_child_is_not_a_rank_and_disturbs_none(nursery):
     text, *_ = nursery.play(forking_scene)
-    assert text.count("this process was forked from rank 0 and is no rank") == 2
+    assert text.count("this process was forked from rank 0 and is not a rank") == 2

@@ -1,4 +1,4 @@
-"""Ranks that are killed, leave, fail or stop at any moment: every other rank says which, and goes on."""
+"""Ranks that are killed, leave, fail or stop at any moment: every other rank names them and continues."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from backend_scenes import belongings, enter
 from paceline.errors import CollectiveError
 
 RUNS = {"killed": 20, "exits": 8, "raises": 6, "leaves": 6, "stops": 5}
-# Where a rank stops, nobody else may stand still so long; an end is told well before the 60 s of the others' group.
+# No other rank may pause this long while one is stopped. Ends are detected well before 60 s, the time-out elsewhere.
 STOP_TIMEOUT = 3.0
 
 
-def told_of(error, at, step):
+def describe(error, at, step):
     return {
         "at": at,
         "kind": type(error).__name__,
@@ -38,19 +38,19 @@ def told_of(error, at, step):
 
 
 def stream(group, rank, size, seed, leave=lambda step: None):
-    """Make random calls, some of them under way while the next is made, until one fails."""
-    rng, step, under_way = random.Random(seed), 0, []
+    """Make random calls, some of them pending while the next is made, until one fails."""
+    rng, step, pending = random.Random(seed), 0, []
     while True:
         group.note_step(step)
         leave(step)
         call = calls.draw(rng, seed * 100_000 + step, size, largest=1 << 20)
         tensors = calls.prepare(call, rank, lambda n, dtype: group.allocate_tensor(n, dtype=dtype))
         work = calls.make(call, tensors, rank, group)
-        under_way += [work] if work is not None else []
+        pending += [work] if work is not None else []
         if step % 5 == 4:
-            under_way += pass_on(rank, size, rng.choice([10, 5000, 200_000]))
-        while len(under_way) > 3:
-            under_way.pop(0).wait()
+            pending += pass_on(rank, size, rng.choice([10, 5000, 200_000]))
+        while len(pending) > 3:
+            pending.pop(0).wait()
         step += 1
 
 
@@ -60,7 +60,7 @@ def pass_on(rank, size, numel):
     return [dist.isend(torch.ones(numel), (rank + 1) % size), dist.irecv(arriving, (rank - 1) % size)]
 
 
-def one_rank(tell, rank, size, folder, seed, victim, how, delay):
+def one_rank(report, rank, size, folder, seed, victim, how, delay):
     warnings.simplefilter("ignore", FutureWarning)  # torch renames calls
     before = belongings()
     group = enter(folder, rank, size, STOP_TIMEOUT if how == "stops" else 60.0)
@@ -69,7 +69,7 @@ def one_rank(tell, rank, size, folder, seed, victim, how, delay):
     def leave(step):
         if rank != victim or time.monotonic() < when or how in ("killed", "stops"):
             return
-        tell({"at": time.monotonic(), "my_step": step})
+        report({"at": time.monotonic(), "my_step": step})
         if how == "exits":
             sys.exit(3)
         if how == "raises":
@@ -77,14 +77,14 @@ def one_rank(tell, rank, size, folder, seed, victim, how, delay):
         dist.destroy_process_group()
         time.sleep(60)  # it lives on, and is killed at the end of the scene
 
-    tell("ready")
+    report("ready")
     try:
         stream(group, rank, size, seed, leave)
     except CollectiveError as error:
-        tell(told_of(error, time.monotonic(), int(group._route.board.step)))
+        report(describe(error, time.monotonic(), int(group._collectives.control.step)))
     dist.destroy_process_group()
     del group
-    tell((before, belongings()))
+    report((before, belongings()))
     others = [each for each in range(size) if each != victim]
     if rank in others:
         group = enter(folder, others.index(rank), len(others), name="again")
@@ -98,7 +98,7 @@ def one_rank(tell, rank, size, folder, seed, victim, how, delay):
 
 
 def lose_one(fork, folder, size, seed, victim, how, delay):
-    """Return when the victim went and at which step, its exit code, and what each survivor told."""
+    """Return when and at which step the victim ended, its exit code, and the reports of the survivors."""
     ranks = [fork(one_rank, rank, size, folder, seed, victim, how, delay) for rank in range(size)]
     assert [each.hear() for each in ranks] == ["ready"] * size
     others = [each for rank, each in enumerate(ranks) if rank != victim]
@@ -109,13 +109,13 @@ def lose_one(fork, folder, size, seed, victim, how, delay):
     else:
         gone = ranks[victim].hear()
     gone["code"] = ranks[victim].wait() if how in ("killed", "exits", "raises") else None
-    told = [each.hear() for each in others]
+    reports = [each.hear() for each in others]
     left = [each.hear() for each in others]
     if how == "stops":
         ranks[victim].kill(signal.SIGCONT)
-        gone["told"] = ranks[victim].hear()
+        gone["report"] = ranks[victim].hear()
     codes = [each.wait() for each in others]
-    return gone, told, left, codes
+    return gone, reports, left, codes
 
 
 EXPECTED = {
@@ -126,7 +126,7 @@ EXPECTED = {
     "stops": (
         "CollectiveTimeout",
         None,
-        f"did not come within the timeout of {STOP_TIMEOUT:g} s (its process is stopped)",
+        f"did not arrive within the timeout of {STOP_TIMEOUT:g} s (its process is stopped)",
     ),
 }
 
@@ -134,15 +134,15 @@ EXPECTED = {
 @pytest.mark.parametrize(
     ("how", "number"), [(how, number) for how, runs in RUNS.items() for number in range(runs)]
 )
-def test_every_survivor_names_the_lost_rank_and_can_go_on(nursery, how, number):
+def test_every_survivor_names_the_lost_rank_and_can_continue(nursery, how, number):
     seed = list(RUNS).index(how) * 1000 + number
     rng = random.Random(seed)
     size = rng.randint(2, 4)
     victim, delay = rng.randrange(size), rng.random() * 0.2
-    gone, told, left, codes = nursery.play(lose_one, size, seed, victim, how, delay, timeout=60)
+    gone, reports, left, codes = nursery.play(lose_one, size, seed, victim, how, delay, timeout=60)
     kind, exit_code, text = EXPECTED[how]
-    assert len(told) == size - 1
-    for each in told:
+    assert len(reports) == size - 1
+    for each in reports:
         assert (each["kind"], each["rank"], each["host"]) == (kind, victim, socket.gethostname()), each
         assert each["exit_code"] == exit_code, each
         assert (
@@ -152,10 +152,10 @@ def test_every_survivor_names_the_lost_rank_and_can_go_on(nursery, how, number):
         assert each["at"] >= gone["at"]
         assert abs(each["step"] - each["my_step"]) <= 5
         assert each["step"] == gone.get("my_step", each["step"])
-    assert len({each["step"] for each in told}) == 1, "all tell the same"
+    assert len({each["step"] for each in reports}) == 1, "all reports agree"
     assert gone["code"] in (exit_code, None)
-    if how == "stops":  # it wakes up, and hears that the others did not wait
-        assert (gone["told"]["kind"], gone["told"]["rank"]) == ("CollectiveTimeout", victim)
+    if how == "stops":  # it wakes up and raises, since the others did not wait
+        assert (gone["report"]["kind"], gone["report"]["rank"]) == ("CollectiveTimeout", victim)
     for before, after in left:
         assert after == before
     assert codes == [0] * (size - 1)

@@ -1,4 +1,4 @@
-"""The paceline backend over several hosts, which the launcher's variables make of one machine."""
+"""The paceline backend over several hosts, simulated on one machine by the variables of a launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYOUTS = {"2+2": (0, 0, 1, 1), "3+1": (0, 0, 0, 1), "1+1+1": (0, 1, 2), "mixed"
 
 
 def as_hosts(nodes):
-    """Return the variables by which a launcher would tell each rank its node."""
+    """Return the variables by which a launcher describes each rank's node."""
     return [
         {
             "RANK": str(rank),
@@ -42,7 +42,7 @@ def values(rank, numel, dtype=torch.float32):
 
 
 def in_order(rank_values, nodes):
-    """Sum as the backend promises: ranks of a host in order, then the hosts in order."""
+    """Sum in the documented order: ranks of a host in order, then the hosts in order."""
     order = list(dict.fromkeys(nodes))
     sums = []
     for node in order:
@@ -128,7 +128,7 @@ def test_a_sum_is_the_same_to_the_bit_however_it_is_cut(tmp_path):
 
 
 def until_lost(rank, size, path, victim, how, timeout):
-    """Reduce until a rank is lost, and write down how that was told."""
+    """Reduce until a rank is lost, and write the error to a file."""
     group = enter(path, timeout)
     tensor = torch.ones(60_000)
     step = 0
@@ -140,7 +140,7 @@ def until_lost(rank, size, path, victim, how, timeout):
                 os.kill(os.getpid(), how)
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     except (PeerLost, CollectiveTimeout) as error:
-        with open(f"{path}/told-{rank}", "w") as file:
+        with open(f"{path}/error-{rank}", "w") as file:
             file.write(f"{type(error).__name__} {error.rank} {error.exit_code} {error}")
     os._exit(0)
 
@@ -150,6 +150,6 @@ def test_a_rank_that_is_killed_is_named_on_every_host(tmp_path, victim):
     with pytest.raises(Exception, match=f"rank {victim}: died of SIGKILL"):
         spawn(until_lost, 4, str(tmp_path), victim, signal.SIGKILL, 60.0, env=as_hosts((0, 0, 1, 1)))
     for rank in set(range(4)) - {victim}:
-        kind, named, code, text = (tmp_path / f"told-{rank}").read_text().split(" ", 3)
+        kind, named, code, text = (tmp_path / f"error-{rank}").read_text().split(" ", 3)
         assert (kind, int(named), int(code)) == ("PeerLost", victim, -signal.SIGKILL), text
         assert "in step 20" in text

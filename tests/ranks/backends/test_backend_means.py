@@ -1,4 +1,4 @@
-"""Many groups, few descriptors, no shared memory: the paceline backend with little to go by."""
+"""Many groups, few descriptors, no shared memory: the paceline backend with scarce resources."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def groups_come_and_go(rank, size, count):
         group = dist.new_group(backend="paceline")
         kept = group.allocate_tensor(20_000).fill_(1)
         works = [dist.all_reduce(kept, group=group, async_op=number % 3 == 0)]
-        told = torch.full((1000,), float(rank))
-        works.append(dist.isend(told, 1, group) if rank == 0 else dist.irecv(told, 0, group))
+        message = torch.full((1000,), float(rank))
+        works.append(dist.isend(message, 1, group) if rank == 0 else dist.irecv(message, 0, group))
         for work in filter(None, works):
             work.wait()
         assert kept.eq(size).all()
-        assert told.eq(0).all()
+        assert message.eq(0).all()
         dist.destroy_process_group(group)
         del group, kept, work, works
         if number == count // 5:
@@ -46,10 +46,10 @@ def test_groups_that_come_and_go_leave_nothing(pool):
         assert after[0] == before[0]
         assert after[1] <= before[1] + 2
         assert after[2] <= before[2]
-        assert after[3] < before[3] + (64 << 20), "120 boards are 1 GB"
+        assert after[3] < before[3] + (64 << 20), "120 control blocks are 1 GB"
 
 
-def out_of_descriptors(tell, rank, size, folder):
+def out_of_descriptors(report, rank, size, folder):
     group = enter(folder, rank, size)
     tensor = group.allocate_tensor(3_000_000).fill_(1)
     dist.barrier()
@@ -61,7 +61,7 @@ def out_of_descriptors(tell, rank, size, folder):
                 os.dup(0)
             except OSError:
                 break
-    tell(fails(lambda: dist.all_reduce(tensor)))
+    report(fails(lambda: dist.all_reduce(tensor)))
     os._exit(0)
 
 
@@ -69,7 +69,7 @@ def descriptors_scene(fork, folder):
     return ranks_of(fork, 2, out_of_descriptors, folder)
 
 
-def test_a_rank_without_descriptors_says_so(nursery):
+def test_a_rank_without_descriptors_is_reported(nursery):
     zero, one = nursery.play(descriptors_scene)
     assert one[0] == "OSError"
     assert "raise the limit (ulimit -n)" in one[1]
@@ -77,22 +77,22 @@ def test_a_rank_without_descriptors_says_so(nursery):
     assert "ulimit -n" in zero[1]
 
 
-def falls_back(tell, rank, size, folder, how):
-    if how == "asked for":
+def falls_back(report, rank, size, folder, how):
+    if how == "disabled":
         os.environ["PACELINE_SHARED_MEMORY"] = "0"
     elif how == "another user" and rank == 1:
         os.setuid(12345)
     elif how == "no descriptors" and rank == 1:
         group_factory.PeerListener = lambda: (_ for _ in ()).throw(OSError(24, "Too many open files"))
     elif how == "another namespace" and rank == 1:
-        made = group_factory._card
-        group_factory._card = lambda *args: replace(made(*args), address="elsewhere")
+        made = group_factory._peer_info
+        group_factory._peer_info = lambda *args: replace(made(*args), address="elsewhere")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group = enter(folder, rank, size)
     tensor = group.allocate_tensor(1000).fill_(rank)
     dist.all_reduce(tensor)
-    tell(([str(each.message) for each in caught if "paceline" in str(each.message)], tensor[0].item()))
+    report(([str(each.message) for each in caught if "paceline" in str(each.message)], tensor[0].item()))
     dist.destroy_process_group()
 
 
@@ -105,7 +105,7 @@ def fallback_scene(fork, folder, how):
 
 
 REASONS = {
-    "asked for": "PACELINE_SHARED_MEMORY=0",
+    "disabled": "PACELINE_SHARED_MEMORY=0",
     "another user": "belongs to another user",
     "no descriptors": "Too many open files",
     "another namespace": "another network namespace?",
@@ -113,12 +113,12 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_without_shared_memory_gloo_does_it_and_one_rank_says_why(nursery, how):
+def test_without_shared_memory_gloo_is_used_and_one_rank_warns(nursery, how):
     if how == "another user" and os.getuid() != 0:
         pytest.skip("only root can be another user")
-    told = nursery.play(fallback_scene, how)
-    assert [value for _, value in told] == [3.0] * 3
-    said = [text for texts, _ in told for text in texts]
-    assert len(said) == 1, said
-    assert "no shared memory, using gloo instead" in said[0]
-    assert REASONS[how] in said[0]
+    results = nursery.play(fallback_scene, how)
+    assert [value for _, value in results] == [3.0] * 3
+    warned = [text for texts, _ in results for text in texts]
+    assert len(warned) == 1, warned
+    assert "no shared memory, using gloo instead" in warned[0]
+    assert REASONS[how] in warned[0]

@@ -1,4 +1,4 @@
-"""A thousand random collectives: to the bit what a plain loop gives, and what gloo gives."""
+"""A thousand random collectives: equal to the bit to a plain loop, and close to gloo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import random_calls as calls
-from paceline.backends.op_arguments import bytes_of
+from paceline.backends.op_arguments import as_bytes
 
 CALLS = {2: 340, 3: 340, 4: 340}
 SUBGROUPS = {2: [], 3: [[0, 2], [1, 2]], 4: [[0, 3], [1, 3], [0, 1, 2], [1]]}
@@ -20,14 +20,14 @@ SUBGROUPS = {2: [], 3: [[0, 2], [1, 2]], 4: [[0, 3], [1, 3], [0, 1, 2], [1]]}
 
 def same(left, right):
     """Return whether two tensors are equal to the bit."""
-    left, right = (bytes_of(each.contiguous()) for each in (left, right))
+    left, right = (as_bytes(each.contiguous()) for each in (left, right))
     return torch.equal(left, right)
 
 
 def near(left, right):
     """Return whether two tensors agree as far as another order of additions allows."""
     if left.dtype == torch.bool:
-        left, right = (bytes_of(each.contiguous()) != 0 for each in (left, right))  # gloo's True + True is 2
+        left, right = (as_bytes(each.contiguous()) != 0 for each in (left, right))  # gloo's True + True is 2
     if not (left.is_floating_point() or left.is_complex()):
         return same(left, right)
     left, right = left.reshape(-1), right.reshape(-1)
@@ -49,7 +49,7 @@ def check(call, rank, tensors, agrees=same):
 
 
 def compare_with_gloo(call, rank, ours, gloo):
-    """Make the call on gloo, and return whether gloo has it at all."""
+    """Make the call on gloo, and return whether gloo supports it."""
     if call.op == "all_to_all":  # of unequal pieces gloo takes one tensor alone
         call = replace(call, op="all_to_all_single")
     theirs = calls.prepare(call, rank, None, plain=True)
@@ -60,38 +60,38 @@ def compare_with_gloo(call, rank, ours, gloo):
     if call.op == "reduce" and rank != call.root:
         return True  # gloo leaves anything there
     for ours_, theirs_ in zip(ours.taken, theirs.taken, strict=True):
-        assert near(ours_, theirs_), f"rank {rank}: gloo says otherwise of {call}"
+        assert near(ours_, theirs_), f"rank {rank}: gloo gives another result for {call}"
     return True
 
 
 def stream(rank, size, seed, count, backend="paceline", agrees=same):
-    """Make random calls on random groups, some of them one behind the other without waiting."""
+    """Make random calls on random groups, some of them in a row without waiting."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames calls
     members = [list(range(size)), *SUBGROUPS[size]]
     ours = [dist.new_group(ranks, backend=backend) for ranks in members]
     gloos = [dist.new_group(ranks, backend="gloo") for ranks in members]
     rng, number, on_gloo, began = random.Random(seed), 0, 0, time.monotonic()
     while number < count:
-        launch_queue = []
+        drawn = []
         for _ in range(rng.randint(1, 5)):
             group = rng.randrange(len(members)) if rng.random() < 0.3 else 0
-            launch_queue.append(calls.draw(rng, number + seed * 10_000, len(members[group]), group))
+            drawn.append(calls.draw(rng, number + seed * 10_000, len(members[group]), group))
             number += 1
-        order = rng.sample(range(len(launch_queue)), len(launch_queue))
-        under_way = []
-        for call in launch_queue:
+        order = rng.sample(range(len(drawn)), len(drawn))
+        pending = []
+        for call in drawn:
             if rank in members[call.group]:
                 mine, group = members[call.group].index(rank), ours[call.group]
                 tensors = calls.prepare(
                     call, mine, lambda n, dtype, g=group: g.allocate_tensor(n, dtype=dtype)
                 )
-                under_way.append((call, mine, tensors, calls.make(call, tensors, mine, group)))
+                pending.append((call, mine, tensors, calls.make(call, tensors, mine, group)))
             else:
-                under_way.append(None)
+                pending.append(None)
         for each in order:
-            if under_way[each] is not None and under_way[each][3] is not None:
-                under_way[each][3].wait()
-        for call, mine, tensors, _ in filter(None, under_way):
+            if pending[each] is not None and pending[each][3] is not None:
+                pending[each][3].wait()
+        for call, mine, tensors, _ in filter(None, pending):
             check(call, mine, tensors, agrees)
             on_gloo += compare_with_gloo(call, mine, tensors, gloos[call.group])
     for group in (*ours, *gloos):
@@ -130,7 +130,7 @@ def content(number, which, dtype, numel):
 
 
 def messages(rank, size, seed, rounds, backend="paceline"):
-    """Post sends and receives in an order of this rank's own, with collectives in between, and wait in another."""
+    """Post sends and receives in this rank's own order, with collectives in between, and wait in another."""
     group = dist.new_group(backend=backend)
     common, mine = random.Random(seed), random.Random(seed * 100 + rank)
     moved = 0
@@ -149,11 +149,13 @@ def messages(rank, size, seed, rounds, backend="paceline"):
                 tensor = calls.lay(given, "plain", torch.empty(numel, dtype=dtype))
                 works.append((dist.isend(tensor, target, group, tag=tag), None, None, None))
             else:
-                anybody = tag not in (0, 7) and mine.random() < 0.5  # the next round's may be here already
+                any_source = (
+                    tag not in (0, 7) and mine.random() < 0.5
+                )  # the next round's may have arrived already
                 layout = mine.choice(calls.LAYOUTS)
                 memory = torch.empty(numel * 2 if layout == "strided" else numel, dtype=dtype)
                 tensor = calls.lay(None, layout, memory, numel)
-                work = dist.irecv(tensor, None if anybody else source, group, tag=tag)
+                work = dist.irecv(tensor, None if any_source else source, group, tag=tag)
                 works.append((work, tensor, given, source))
         for work, got, want, source in mine.sample(works, len(works)):
             work.wait()
@@ -166,5 +168,5 @@ def messages(rank, size, seed, rounds, backend="paceline"):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_random_messages_arrive_whole_under_their_tags(pool, size):
+def test_random_messages_arrive_intact_under_their_tags(pool, size):
     assert sum(pool(size).run(messages, 50 + size, 40, timeout=100)) > 100

@@ -1,4 +1,4 @@
-"""The mpi4py backend of torch.distributed, under mpiexec: random calls, DDP, mistakes, and ends that don't hang."""
+"""The mpi4py backend of torch.distributed, under mpiexec: random calls, DDP, errors, and exits that don't hang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).with_name("mpi_backend_ranks.py")
 
 @pytest.fixture
 def world(tmp_path):
-    """Return a function that runs a case as so many ranks, which meet in a file."""
+    """Return a function that runs a case on a number of ranks with a file rendezvous."""
 
     def run(ranks, case, timeout=100):
         env = {"PACELINE_INIT_METHOD": f"{tmp_path.as_uri()}/rendezvous"}
@@ -27,12 +27,12 @@ def world(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_calls_and_ddp_give_what_a_plain_loop_and_gloo_give(world, ranks):
+def test_random_calls_and_ddp_equal_a_plain_loop_and_gloo(world, ranks):
     ended = world(ranks, "collectives")
     assert ended.code == 0, ended
-    told = ended.told()
-    assert sorted(told) == list(range(ranks))
-    for one in told.values():
+    results = ended.told()
+    assert sorted(results) == list(range(ranks))
+    for one in results.values():
         assert one["made"] >= 70
         assert one["on_gloo"] > one["made"] / 4 or ranks == 1
         assert one["widened"]
@@ -41,8 +41,10 @@ def test_random_calls_and_ddp_give_what_a_plain_loop_and_gloo_give(world, ranks)
         assert one["name"] == "mpi4py"
         assert one["allocated"] is False
     if ranks > 1:
-        assert sum(one["moved"] for one in told.values()) > 20
-        numels, ops, roots, sizes, tags, band = zip(*(one["disagree"] for one in told.values()), strict=True)
+        assert sum(one["moved"] for one in results.values()) > 20
+        numels, ops, roots, sizes, tags, band = zip(
+            *(one["disagree"] for one in results.values()), strict=True
+        )
         assert all("MismatchError" in text and "all_reduce(float32[5], SUM)" in text for text in numels[:1])
         assert all("MismatchError" in text for text in (*numels, *ops, *roots, *sizes))
         assert "rank 0 sends 8 bytes to rank" in sizes[0]
@@ -50,32 +52,33 @@ def test_random_calls_and_ddp_give_what_a_plain_loop_and_gloo_give(world, ranks)
         assert all("BAND is not defined for torch.float32" in text for text in band)
 
 
-def test_a_rank_that_does_not_come_is_an_error_and_all_end(world):
+def test_a_missing_rank_is_an_error_and_all_ranks_end(world):
     ended = world(2, "late", timeout=60)
     assert ended.code != 0
     assert "CollectiveTimeout" in ended.err
-    assert "came to all_reduce(float32[3], SUM) within 1.5 s" in ended.err
+    assert "arrived at all_reduce(float32[3], SUM) within 1.5 s" in ended.err
     assert mpi_worlds.gone(ended.told().values())
 
 
-def test_a_rank_that_raises_takes_the_others_with_it(world):
+def test_a_rank_that_raises_ends_the_others(world):
     ended = world(2, "raising", timeout=60)
     assert ended.code != 0
-    assert "a mistake of the program" in ended.err
+    assert "an error of the program" in ended.err
     assert mpi_worlds.gone(ended.told().values())
 
 
-def test_messages_that_nobody_matches_are_errors_and_no_hang(world):
+def test_unmatched_messages_are_errors_and_do_not_hang(world):
     ended = world(2, "unmatched", timeout=60)
     assert "has 8 bytes, the tensor 12" in ended.told()[1][1]
     assert ended.code != 0
-    assert "rank 0 ends all ranks of MPI: a message that it sent was never taken" in ended.err
+    assert "rank 0 ends all ranks of MPI: a message that it sent was never received" in ended.err
 
 
-def test_ranks_that_mpiexec_did_not_start_are_told_how_to(tmp_path):
+def test_ranks_without_mpiexec_get_the_command(tmp_path):
     program = (
         "import sys, paceline\n"
-        f"paceline.init('mpi4py', init_method='{tmp_path.as_uri()}/meet', rank=int(sys.argv[1]), size=2, timeout=60)"
+        f"paceline.init('mpi4py', init_method='{tmp_path.as_uri()}/rendezvous', "
+        "rank=int(sys.argv[1]), size=2, timeout=60)"
     )
     command = [sys.executable, "-c", program]
     both = [
@@ -96,7 +99,7 @@ def test_ranks_that_mpiexec_did_not_start_are_told_how_to(tmp_path):
         assert "mpiexec -n 2 python" in shown
 
 
-def test_without_mpi4py_it_says_how_to_install_it(monkeypatch):
+def test_without_mpi4py_the_error_names_the_install_command(monkeypatch):
     from paceline.errors import UsageError
     from paceline.world.mpi_world import load_mpi
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from mpi_worlds import MPIEXEC, REASON, gone, mpi_world
-from paceline.collectives.catalogue import ALGORITHMS
+from paceline.collectives.algorithms import ALGORITHMS
 from paceline.tools.bench.collectives.benchmark_cases import cases_of
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
 from paceline.tools.bench.collectives.collectives_settings import DTYPES, CollectiveSettings

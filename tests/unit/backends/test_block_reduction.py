@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.backends.block_reduction import BLOCK_NBYTES, Reduction, Scratch, blocks, reduction_of
+from paceline.backends.block_reduction import BLOCK_NBYTES, Reduction, Scratch, get_reduction, split_blocks
 from paceline.errors import UsageError
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -83,8 +83,8 @@ def same(left, right):
 
 
 def reduced(name, dtype, inputs, out, own):
-    how = reduction_of(getattr(dist.ReduceOp, name), dtype)
-    how(inputs, out, own, Scratch(), len(inputs))
+    reduction = get_reduction(getattr(dist.ReduceOp, name), dtype, len(inputs))
+    reduction(inputs, out, own, Scratch())
     return out
 
 
@@ -110,7 +110,7 @@ def test_the_result_may_lie_in_any_input(name, dtype, ranks):
 
 
 @pytest.mark.parametrize(("name", "dtype"), PAIRS, ids=str)
-def test_cutting_changes_no_bit(name, dtype):
+def test_the_result_does_not_depend_on_the_cut(name, dtype):
     inputs = [draw(dtype, 5000, seed) for seed in range(3)]
     whole = reduced(name, dtype, inputs, torch.empty(5000, dtype=dtype), 0)
     parts = torch.empty(5000, dtype=dtype)
@@ -120,7 +120,7 @@ def test_cutting_changes_no_bit(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
-def test_the_order_of_ranks_decides(dtype):
+def test_the_order_of_ranks_changes_the_bits(dtype):
     inputs = [draw(dtype, 5000, seed) for seed in range(4)]
     whole = reduced("SUM", dtype, inputs, torch.empty(5000, dtype=dtype), 0)
     turned = reduced("SUM", dtype, inputs[::-1], torch.empty(5000, dtype=dtype), 0)
@@ -128,23 +128,23 @@ def test_the_order_of_ranks_decides(dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_sums_of_many_short_floats_are_rounded_once(dtype):
+def test_sums_of_16_bit_floats_are_rounded_once(dtype):
     small = torch.tensor([torch.finfo(dtype).eps / 2], dtype=dtype)
     inputs = [torch.ones(1, dtype=dtype), *[small] * 7]  # 1 + ε/2 rounds to 1, were it rounded each time
     assert reduced("SUM", dtype, inputs, torch.empty(1, dtype=dtype), 0).item() > 1
     assert reduced("SUM", dtype, inputs[:2], torch.empty(1, dtype=dtype), 0).item() == 1
 
 
-def test_not_a_number_is_passed_on():
+def test_nan_propagates():
     inputs = [torch.tensor([1.0, float("nan")]), torch.tensor([float("nan"), 1.0])]
     for name in ("SUM", "MIN", "MAX"):
         assert reduced(name, torch.float32, inputs, torch.empty(2), 0).isnan().all()
 
 
 @pytest.mark.parametrize(("name", "dtype"), WRONG, ids=str)
-def test_what_a_dtype_has_no_reduction_for_is_refused_by_name(name, dtype):
+def test_a_reduction_undefined_for_a_dtype_is_refused(name, dtype):
     with pytest.raises(UsageError, match=f"{name} is not defined for {dtype}.*valid: ") as caught:
-        reduction_of(getattr(dist.ReduceOp, name), dtype)
+        get_reduction(getattr(dist.ReduceOp, name), dtype, 2)
     valid = caught.value.args[0].rpartition("valid: ")[2].split(", ")
     assert {f"torch.{each}" for each in valid} == {str(each) for each in VALID[name]}
 
@@ -152,25 +152,25 @@ def test_what_a_dtype_has_no_reduction_for_is_refused_by_name(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex32], ids=str)
 def test_rare_dtypes_are_refused_before_anything_is_sent(dtype):
     with pytest.raises(UsageError, match=f"SUM is not defined for {dtype}"):
-        reduction_of(dist.ReduceOp.SUM, dtype)
+        get_reduction(dist.ReduceOp.SUM, dtype, 2)
 
 
-def test_a_factor_inside_the_reduction_is_refused_with_a_way_out():
+def test_a_premultiplied_sum_is_refused_with_a_remedy():
     with pytest.raises(
         UsageError, match=r"no reduction .*PREMUL(.|\n)*scale the tensor yourself and use SUM"
     ):
-        reduction_of(dist.ReduceOp.PREMUL_SUM, torch.float32)
+        get_reduction(dist.ReduceOp.PREMUL_SUM, torch.float32, 2)
 
 
-def test_a_reduction_is_found_in_either_form():
+def test_both_forms_of_a_reduction_are_accepted():
     wrapped, bare = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp.SUM
-    assert reduction_of(wrapped, torch.float32) == reduction_of(bare, torch.float32)
+    assert get_reduction(wrapped, torch.float32, 2) == get_reduction(bare, torch.float32, 2)
 
 
-def test_a_mean_has_a_sum():
-    mean = reduction_of(dist.ReduceOp.AVG, torch.bfloat16)
-    assert mean.as_sum() == reduction_of(dist.ReduceOp.SUM, torch.bfloat16)
-    most = reduction_of(dist.ReduceOp.MAX, torch.float32)
+def test_the_sum_of_a_mean():
+    mean = get_reduction(dist.ReduceOp.AVG, torch.bfloat16, 2)
+    assert mean.as_sum() == get_reduction(dist.ReduceOp.SUM, torch.bfloat16, 2)
+    most = get_reduction(dist.ReduceOp.MAX, torch.float32, 2)
     assert most.as_sum() is most
     assert isinstance(mean, Reduction)
 
@@ -178,7 +178,7 @@ def test_a_mean_has_a_sum():
 @pytest.mark.parametrize("numel", [0, 1, 65535, 65536, 65537, 200_000])
 def test_blocks_cover_all_elements_once_and_in_step(numel):
     left, right = torch.arange(numel, dtype=torch.float32), torch.arange(numel, dtype=torch.float32)
-    cut = list(blocks([left, right]))
+    cut = list(split_blocks([left, right]))
     assert all(a.nbytes <= BLOCK_NBYTES and a.numel() == b.numel() for a, b in cut)
     assert torch.equal(torch.cat([a for a, _ in cut]), left)
     assert torch.equal(torch.cat([b for _, b in cut]), right)

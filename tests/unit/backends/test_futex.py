@@ -1,4 +1,4 @@
-"""Sleeping on a word: no addition is lost between processes, and nobody sleeps through a change."""
+"""Sleeping on a word: no addition is lost between processes, and no process sleeps through a change."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.backends.shm.shared_arena import Segment
 
 pytestmark = pytest.mark.skipif(not futex.SUPPORTED, reason="no futex here")
 
-FOR_EVER = 600.0  # a wake that is missed is a test that times out
+NEVER = 600.0  # a wake that is missed is a test that times out
 
 
 @pytest.fixture
 def shared():
     """A segment and its words."""
-    segment = Segment.new(4096)
+    segment = Segment.create(4096)
     return segment, memoryview(segment.map).cast("I")
 
 
@@ -45,7 +45,7 @@ def test_a_sleeper_is_woken_by_another_process(shared):
     def work():
         while words[1] == 0:
             words[0] += 0
-            futex.wait(segment.address, 0, FOR_EVER)
+            futex.wait(segment.address, 0, NEVER)
             words[1] = words[0]
         return words[1] == 1
 
@@ -56,40 +56,43 @@ def test_a_sleeper_is_woken_by_another_process(shared):
     assert ended(pid) == 0
 
 
-def test_two_processes_that_take_turns_never_miss_each_other(shared):
+def test_alternating_processes_never_miss_a_wake(shared):
     segment, words = shared
     rounds = 20_000
 
-    def play(mine, theirs):
+    def alternate(mine, theirs):
         for number in range(rounds):
             if mine == 0:
                 futex.add(segment.address)
                 futex.wake(segment.address)
             while (seen := words[theirs * 16]) == number:
-                futex.wait(segment.address + theirs * 64, seen, FOR_EVER)
+                futex.wait(segment.address + theirs * 64, seen, NEVER)
             if mine == 1:
                 futex.add(segment.address + 64)
                 futex.wake(segment.address + 64)
         return True
 
-    assert [ended(pid, 60) for pid in [start(lambda: play(0, 1)), start(lambda: play(1, 0))]] == [0, 0]
+    assert [ended(pid, 60) for pid in [start(lambda: alternate(0, 1)), start(lambda: alternate(1, 0))]] == [
+        0,
+        0,
+    ]
     assert (words[0], words[16]) == (rounds, rounds)
 
 
-def test_nobody_waits_where_the_word_has_changed(shared):
+def test_wait_returns_at_once_if_the_word_has_changed(shared):
     segment, words = shared
     words[0] = 5
-    futex.wait(segment.address, 4, FOR_EVER)
+    futex.wait(segment.address, 4, NEVER)
 
 
-def test_waiting_ends_after_its_time(shared):
+def test_wait_ends_after_the_timeout(shared):
     segment, _ = shared
     began = time.monotonic()
     futex.wait(segment.address, 0, 0.05)
     assert time.monotonic() - began > 0.04
 
 
-def test_waiting_ends_with_a_signal_and_the_handler_decides(shared):
+def test_a_signal_handler_may_end_a_wait(shared):
     segment, _ = shared
 
     def work():
@@ -106,7 +109,7 @@ def test_waiting_ends_with_a_signal_and_the_handler_decides(shared):
     assert ended(pid, 5) == 0
 
 
-def test_other_threads_run_while_one_sleeps(shared):
+def test_other_threads_run_while_one_waits(shared):
     segment, _ = shared
     thread = threading.Thread(target=futex.wait, args=(segment.address, 0, 20.0))
     thread.start()
@@ -117,7 +120,7 @@ def test_other_threads_run_while_one_sleeps(shared):
     assert not thread.is_alive()
 
 
-def test_a_word_at_no_multiple_of_4_is_an_error(shared):
+def test_an_unaligned_word_is_an_error(shared):
     segment, _ = shared
     with pytest.raises(OSError, match="futex wait: EINVAL"):
         futex.wait(segment.address + 1, 0, 0.1)

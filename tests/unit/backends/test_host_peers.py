@@ -1,4 +1,4 @@
-"""Ranks of a host that find each other: descriptors arrive, ends are seen, strangers are refused."""
+"""Connections between ranks of a host: descriptors arrive, ends are detected, unknown callers are refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline._core.format import format_bytes
 from paceline._core.process_exit import ExitStatus
 from paceline.backends.shm.host_peers import (
     HostPeers,
-    MemoryNotShared,
-    PeerCard,
+    PeerInfo,
     PeerListener,
-    exchange_cards,
+    SharedMemoryUnavailable,
+    exchange_peer_info,
 )
 from paceline.backends.shm.shared_arena import Segment
 from paceline.errors import CollectiveTimeout
@@ -31,18 +31,18 @@ from paceline.errors import CollectiveTimeout
 NBYTES = 2 << 20
 
 
-def card(rank, listener, **other):
-    found = PeerCard(rank, rank, "here", "name", os.getpid(), listener.address, listener.token)
-    return replace(found, **other)
+def peer_info(rank, listener, **other):
+    fields = {"rank": rank, "world_rank": rank, "host": "here", "name": "name", "pid": os.getpid()}
+    return PeerInfo(**fields | {"address": listener.address, "token": listener.token} | other)
 
 
-def connect(store, rank, size, change=lambda card: card, listener=None, timeout=20.0, nbytes=NBYTES):
-    """Return the neighbours of `rank`; `change` makes its card another one."""
+def connect(store, rank, size, change=lambda info: info, listener=None, timeout=20.0, nbytes=NBYTES):
+    """Return the connections of `rank`; `change` replaces its info."""
     listener = listener or PeerListener()
-    mine = change(card(rank, listener))
-    cards = exchange_cards(store, mine, size, timeout)
-    here = [each for each in cards if each.host == mine.host]
-    return HostPeers(mine, cards, here, listener, store, timeout, nbytes)
+    mine = change(peer_info(rank, listener))
+    peers = exchange_peer_info(store, mine, size, timeout)
+    local = [each for each in peers if each.host == mine.host]
+    return HostPeers(mine, local, peers, listener=listener, store=store, timeout=timeout, nbytes=nbytes)
 
 
 def in_threads(size, work):
@@ -78,15 +78,15 @@ def open_files():
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_share_one_memory_and_leave_nothing(size):
+def test_all_ranks_share_one_segment_and_leave_nothing(size):
     before = open_files()
     found = group(size)
     for rank, each in enumerate(found):
         assert isinstance(each, HostPeers), each
-        each.common.tensor(rank, 1, torch.uint8).fill_(rank + 1)
+        each.segment.tensor(rank, 1, torch.uint8).fill_(rank + 1)
     for each in found:
-        assert bytes(each.common.map[:size]) == bytes(range(1, size + 1))
-        assert each.ended() == []
+        assert bytes(each.segment.map[:size]) == bytes(range(1, size + 1))
+        assert each.gone() == []
     addresses = [each.me.address for each in found]
     for each in found:
         each.close()
@@ -103,73 +103,75 @@ def test_a_descriptor_arrives_under_its_number_and_only_once():
     for number, (_, write) in enumerate(files):
         assert low.send_fd(1, number, write)
     for number in (2, 0, 1):
-        fd = high.take_fd(0, number)
+        fd = high.receive_fd(0, number)
         os.write(fd, b"x")
         assert os.read(files[number][0], 1) == b"x"
         os.close(fd)
-        assert high.take_fd(0, number) is None
+        assert high.receive_fd(0, number) is None
     for pair in files:
         for fd in pair:
             os.close(fd)
     low.close(), high.close()
 
 
-def test_descriptors_that_nobody_took_are_closed():
+def test_unclaimed_descriptors_are_closed():
     before = open_files()
     low, high = group(2)
-    segment = Segment.new(NBYTES)
+    segment = Segment.create(NBYTES)
     assert low.send_fd(1, 0, segment.fd)
     assert low.send_fd(1, 1, segment.fd)
-    assert high.ended() == []  # takes them in
+    assert high.gone() == []  # takes them in
     low.close(), high.close()
     del low, high, segment
     assert open_files() == before
 
 
-def test_a_neighbour_that_reads_nothing_stops_nobody():
+def test_a_peer_that_reads_nothing_does_not_block_the_sender():
     low, high = group(2)
-    segment, sent = Segment.new(NBYTES), 0
+    segment, sent = Segment.create(NBYTES), 0
     while low.send_fd(1, sent, segment.fd):
         sent += 1
     assert sent > 10
-    assert all(fd is not None and os.close(fd) is None for fd in (high.take_fd(0, at) for at in range(sent)))
+    assert all(
+        fd is not None and os.close(fd) is None for fd in (high.receive_fd(0, at) for at in range(sent))
+    )
     assert low.send_fd(1, sent, segment.fd), "there is room again"
     low.close(), high.close()
 
 
-def test_taking_leave_and_just_ending_are_told_apart():
+def test_leaving_and_ending_are_distinguished():
     first, second, third = group(3)
     second.close()
-    third.forsake()
-    assert sorted((card.rank, left) for card, left in first.ended()) == [(1, True), (2, False)]
+    third.disconnect()
+    assert sorted((peer.rank, left) for peer, left in first.gone()) == [(1, True), (2, False)]
     first.close()
 
 
-def test_leave_is_heard_behind_descriptors_that_were_never_taken():
+def test_a_goodbye_behind_unclaimed_descriptors_is_received():
     low, high = group(2)
-    segment = Segment.new(NBYTES)
+    segment = Segment.create(NBYTES)
     for number in range(20):
         low.send_fd(1, number, segment.fd)
     low.close()
-    assert [(card.rank, left) for card, left in high.ended()] == [(0, True)]
+    assert [(peer.rank, left) for peer, left in high.gone()] == [(0, True)]
     high.close()
 
 
-def test_two_threads_may_read_at_once():
-    """As a mailbox and a collective do: what one takes in, the other finds."""
+def test_two_threads_may_read_concurrently():
+    """As messages and collectives do: what one receives is available to the other."""
     low, high = group(2)
-    segment, over = Segment.new(NBYTES), threading.Event()
+    segment, over = Segment.create(NBYTES), threading.Event()
 
     def look():
         while not over.is_set():
-            high.ended()
+            high.gone()
 
     thread = threading.Thread(target=look)
     thread.start()
     try:
         for number in range(2000):
             assert low.send_fd(1, number, segment.fd)
-            fd = high.take_fd(0, number)
+            fd = high.receive_fd(0, number)
             assert fd is not None, number
             os.close(fd)
     finally:
@@ -181,7 +183,7 @@ def test_two_threads_may_read_at_once():
 # Processes.
 
 
-def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
+def test_an_end_is_detected_while_a_child_holds_the_socket(tmp_path):
     """A loader's worker, forked from a rank, outlives it: the rank's end counts, not the socket's."""
     path = str(tmp_path / "store")
     reading, writing = os.pipe()
@@ -200,19 +202,19 @@ def test_an_end_is_seen_though_a_child_holds_the_socket(tmp_path):
     pid = start(rank_1)
     mine = connect(dist.FileStore(path, 2), 0, 2)
     assert os.read(reading, 1) == b"x"
-    while not mine.ended():
+    while not mine.gone():
         time.sleep(0.01)
-    assert [(card.rank, left) for card, left in mine.ended()] == [(1, False)]
-    assert mine.exit_of(1) == ExitStatus(3)
+    assert [(peer.rank, left) for peer, left in mine.gone()] == [(1, False)]
+    assert mine.exit_status(1) == ExitStatus(3)
     assert ended(pid) == 3
     mine.close()
     for fd in (reading, writing, held, holding):
         os.close(fd)
 
 
-def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
+def test_no_descriptor_left_to_receive_one_is_an_error():
     low, high = group(2)
-    segment = Segment.new(NBYTES)
+    segment = Segment.create(NBYTES)
 
     def work():
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -222,7 +224,7 @@ def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
                 os.dup(0)
         low.send_fd(1, 0, segment.fd)
         try:
-            high.take_fd(0, 0)
+            high.receive_fd(0, 0)
         except OSError as error:
             return "no descriptor left for memory of rank 0: raise the limit (ulimit -n)" in str(error)
         return False
@@ -231,49 +233,49 @@ def test_no_descriptor_left_to_take_one_is_an_error_not_a_wait():
     low.close(), high.close()
 
 
-# What keeps ranks from sharing: everybody hears the same, and nobody waits.
+# Failures to share memory: all ranks raise the same, without waiting.
 
 
-def test_one_that_has_a_problem_is_named_to_all():
+def test_all_ranks_name_the_one_with_a_problem():
     store = dist.HashStore()
     found = in_threads(
         3,
         lambda rank: connect(
-            store, rank, 3, lambda card: replace(card, problem="no futex" if card.rank == 1 else "")
+            store, rank, 3, lambda info: replace(info, problem="no futex" if info.rank == 1 else "")
         ),
     )
     assert [str(each) for each in found] == ["rank 1: no futex"] * 3
-    assert all(isinstance(each, MemoryNotShared) for each in found)
+    assert all(isinstance(each, SharedMemoryUnavailable) for each in found)
 
 
-def test_another_network_namespace_is_told_to_all():
+def test_all_ranks_report_another_network_namespace():
     before = open_files()
     store = dist.HashStore()
     found = in_threads(
         3,
         lambda rank: connect(
-            store, rank, 3, lambda card: replace(card, address="elsewhere") if card.rank == 1 else card
+            store, rank, 3, lambda info: replace(info, address="elsewhere") if info.rank == 1 else info
         ),
     )
-    assert all(isinstance(each, MemoryNotShared) for each in found), found
+    assert all(isinstance(each, SharedMemoryUnavailable) for each in found), found
     reason = "rank 2: rank 1 can't be reached by a Unix socket (another network namespace?)"
     assert [str(each) for each in found] == [reason] * 3
     del found
     assert open_files() == before
 
 
-def test_memory_that_can_not_be_had_is_told_to_all():
+def test_all_ranks_report_that_memory_is_unavailable():
     before = open_files()
     store = dist.HashStore()
     found = in_threads(3, lambda rank: connect(store, rank, 3, nbytes=2**60 if rank == 0 else NBYTES))
-    assert all(isinstance(each, MemoryNotShared) for each in found), found
+    assert all(isinstance(each, SharedMemoryUnavailable) for each in found), found
     reason = f"rank 0: [Errno 12] no {format_bytes(2**60)} of shared memory: Cannot allocate memory"
     assert [str(each) for each in found] == [reason] * 3
     del found
     assert open_files() == before
 
 
-def test_ranks_that_never_come_are_named():
+def test_ranks_that_do_not_join_are_named():
     store = dist.HashStore()
 
     def work(rank):
@@ -283,23 +285,23 @@ def test_ranks_that_never_come_are_named():
 
     for error in in_threads(3, work)[:2]:
         assert isinstance(error, CollectiveTimeout)
-        assert "rank 2 of 3 did not come within 0.5 s to make the group" in str(error)
+        assert "rank 2 of 3 did not join the group within 0.5 s" in str(error)
 
 
-def test_a_neighbour_that_never_dials_is_named():
+def test_a_peer_that_does_not_connect_is_named():
     store = dist.HashStore()
 
     def work(rank):
         if rank == 0:
             return connect(store, 0, 2, timeout=1.0)
-        return exchange_cards(store, card(1, PeerListener()), 2, 20.0)
+        return exchange_peer_info(store, peer_info(1, PeerListener()), 2, 20.0)
 
     error = in_threads(2, work)[0]
     assert isinstance(error, CollectiveTimeout)
     assert error.rank == 1
 
 
-def test_strangers_are_not_let_in():
+def test_callers_without_the_token_are_refused():
     listener = PeerListener()
     answers = []
     for hello in (b"", b"x" * 5, b"\0" * 20, (1).to_bytes(4, "little") + bytes.fromhex(listener.token)):
@@ -307,7 +309,7 @@ def test_strangers_are_not_let_in():
             stranger.connect(f"\0{listener.address}")
             stranger.sendall(hello)
             stranger.shutdown(socket.SHUT_WR)
-            answers.append(listener.answer())
+            answers.append(listener.accept())
     assert answers[:3] == [None] * 3
     assert answers[3][0] == 1
     answers[3][1].close()

@@ -1,4 +1,4 @@
-"""What ranks compare before they exchange data: small, exact, and readable when it differs."""
+"""Signatures that ranks compare before they exchange data: small, exact, and readable when they differ."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ import pytest
 import torch
 
 from paceline.backends import op_signature as module
-from paceline.backends.block_reduction import NAMES
+from paceline.backends.block_reduction import REDUCTION_NAMES
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm.control_block import OpNotice
 
-FULL = OpSignature("reduce", 1024, torch.float32, "SUM", 1, 30.0)
+FULL = OpSignature("reduce", 1024, torch.float32, "SUM", root=1, timeout=30.0)
 
 
-def test_every_call_survives_being_packed_into_16_bytes():
+def test_every_call_round_trips_through_16_bytes():
     seen = set()
-    for op, reduction, dtype in itertools.product(module._OPS, ["", *NAMES], module._DTYPES):
+    for op, reduction, dtype in itertools.product(module._OPS, ["", *REDUCTION_NAMES], module._DTYPES):
         call = OpSignature(op, 2**40 + 7, dtype, reduction, root=-1)
-        packed = call.packed()
+        packed = call.pack()
         assert len(packed) == 16 == len(OpNotice(packed).call)
-        assert OpSignature.unpacked(packed) == call
+        assert OpSignature.unpack(packed) == call
         seen.add(packed)
-    assert len(seen) == len(module._OPS) * (len(NAMES) + 1) * len(module._DTYPES)
+    assert len(seen) == len(module._OPS) * (len(REDUCTION_NAMES) + 1) * len(module._DTYPES)
 
 
 @pytest.mark.parametrize("numel", [0, 1, 2**31, 2**32, 2**62])
 @pytest.mark.parametrize("root", [-1, 0, 1, 1023])
-def test_sizes_and_roots_of_any_magnitude_are_told_apart(numel, root):
+def test_sizes_and_roots_of_any_magnitude_are_distinguished(numel, root):
     call = OpSignature("broadcast", numel, torch.int8, root=root)
-    assert OpSignature.unpacked(call.packed()) == call
-    assert OpSignature("broadcast", numel + 1, torch.int8, root=root).packed() != call.packed()
-    assert OpSignature("broadcast", numel, torch.int8, root=root + 1).packed() != call.packed()
+    assert OpSignature.unpack(call.pack()) == call
+    assert OpSignature("broadcast", numel + 1, torch.int8, root=root).pack() != call.pack()
+    assert OpSignature("broadcast", numel, torch.int8, root=root + 1).pack() != call.pack()
 
 
 def test_a_time_out_is_not_compared():
     assert (
-        OpSignature("barrier", timeout=1.0).packed()
-        == OpSignature("barrier", timeout=2.0).packed()
-        == OpSignature("barrier").packed()
+        OpSignature("barrier", timeout=1.0).pack()
+        == OpSignature("barrier", timeout=2.0).pack()
+        == OpSignature("barrier").pack()
     )
 
 
-def test_all_dtypes_of_torch_have_a_place():
+def test_all_dtypes_of_torch_have_a_code():
     dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     assert dtypes == set(module._DTYPES) - {None}
     assert len(module._DTYPES) < 256
 
 
-def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
+def test_a_mean_matches_a_sum_and_nothing_else():
     total, mean = (
         OpSignature("all_reduce", 8, torch.float32, "SUM"),
         OpSignature("all_reduce", 8, torch.float32, "AVG"),
     )
-    assert total.agrees(mean.packed())
-    assert mean.agrees(total.packed())
-    assert total.agrees(total.packed())
+    assert total.matches(mean.pack())
+    assert mean.matches(total.pack())
+    assert total.matches(total.pack())
     for other in (
         OpSignature("all_reduce", 8, torch.float32, "MAX"),
         OpSignature("all_reduce", 9, torch.float32, "AVG"),
         OpSignature("all_reduce", 8, torch.float64, "AVG"),
-        OpSignature("reduce", 8, torch.float32, "AVG", 0),
+        OpSignature("reduce", 8, torch.float32, "AVG", root=0),
         OpSignature("broadcast", 8, torch.float32),
     ):
-        assert not total.agrees(other.packed())
-        assert not other.agrees(total.packed())
+        assert not total.matches(other.pack())
+        assert not other.matches(total.pack())
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,15 @@ def test_a_mean_agrees_with_a_sum_and_with_nothing_else():
         (FULL, "reduce(float32[1024], SUM, root 1)"),
     ],
 )
-def test_a_call_is_written_as_people_write_it(call, text):
+def test_a_call_as_text(call, text):
     assert str(call) == text
 
 
-def test_calls_are_derived():
+def test_derived_signatures():
     sizes = torch.zeros(8, dtype=torch.int64)
-    assert FULL.about("sizes", sizes) == OpSignature("sizes", 8, torch.int64, "SUM", 1, 30.0)
-    assert FULL.moving("broadcast", root=0) == OpSignature("broadcast", 1024, torch.float32, "", 0, 30.0)
+    assert FULL.with_tensor("sizes", sizes) == OpSignature(
+        "sizes", 8, torch.int64, "SUM", root=1, timeout=30.0
+    )
+    assert FULL.as_copy("broadcast", root=0) == OpSignature(
+        "broadcast", 1024, torch.float32, "", root=0, timeout=30.0
+    )

@@ -1,4 +1,4 @@
-"""The arena: stretches never overlap, free ones join, memory comes back, and other processes map the same."""
+"""The arena: spans never overlap, free ones merge, memory is reused, and other processes map the same."""
 
 from __future__ import annotations
 
@@ -26,81 +26,81 @@ def pages_of(segment):
     return os.fstat(segment.fd).st_blocks * 512
 
 
-# The heap: numbers alone.
+# The free list: offsets alone.
 
 
 @st.composite
-def stories(draw):
-    """A heap's size, and what is taken (sizes) and given back (places in the list of what is held)."""
+def histories(draw):
+    """Size of a free list, and steps: allocations (sizes) and frees (negative; index among those held)."""
     size = draw(st.integers(1, 200))
     steps = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(-50, -1)), max_size=80))
     return size, steps
 
 
-@given(stories())
+@given(histories())
 @settings(max_examples=300, deadline=None)
-def test_a_heap_never_gives_one_byte_twice_and_joins_what_is_free(story):
-    size, steps = story
-    heap, held = FreeList(size), []
+def test_a_free_list_never_allocates_a_byte_twice_and_merges_free_spans(history):
+    size, steps = history
+    free_list, held = FreeList(size), []
     for step in steps:
         if step > 0:
-            offset = heap.take(step)
-            longest = max((length for _, length, _ in heap.free), default=0)
+            offset = free_list.allocate(step)
+            longest = max((length for _, length, _ in free_list.spans), default=0)
             assert offset is not None or longest < step
             if offset is not None:
                 held.append((offset, step))
         elif held:
-            joined = heap.give(*held.pop(step % len(held)))
-            assert joined in [(offset, length) for offset, length, _ in heap.free]
-        every = sorted([*held, *((offset, length) for offset, length, _ in heap.free)])
+            merged = free_list.free(*held.pop(step % len(held)))
+            assert merged in [(offset, length) for offset, length, _ in free_list.spans]
+        every = sorted([*held, *((offset, length) for offset, length, _ in free_list.spans)])
         assert [offset for offset, _ in every] == [
             sum(length for _, length in every[:at]) for at in range(len(every))
         ]
         assert sum(length for _, length in every) == size
-        ends = {offset + length for offset, length, _ in heap.free}
-        assert ends.isdisjoint(offset for offset, _, _ in heap.free), "neighbours are joined"
-        assert heap.dirty == sum(dirty for _, _, dirty in heap.free)
-        assert all(0 <= dirty <= length for _, length, dirty in heap.free)
-    for stretch in held:
-        heap.give(*stretch)
-    assert [(offset, length) for offset, length, _ in heap.free] == [(0, size)]
+        ends = {offset + length for offset, length, _ in free_list.spans}
+        assert ends.isdisjoint(offset for offset, _, _ in free_list.spans), "adjacent spans are merged"
+        assert free_list.dirty == sum(dirty for _, _, dirty in free_list.spans)
+        assert all(0 <= dirty <= length for _, length, dirty in free_list.spans)
+    for span in held:
+        free_list.free(*span)
+    assert [(offset, length) for offset, length, _ in free_list.spans] == [(0, size)]
 
 
-@given(stories())
+@given(histories())
 @settings(max_examples=300, deadline=None)
-def test_a_heap_knows_where_pages_may_be(story):
-    size, steps = story
-    heap, held, touched = FreeList(size), [], set()
+def test_a_free_list_knows_which_free_bytes_may_hold_pages(history):
+    size, steps = history
+    free_list, held, touched = FreeList(size), [], set()
     for step in steps:
-        if step > 0 and (offset := heap.take(step)) is not None:
+        if step > 0 and (offset := free_list.allocate(step)) is not None:
             held.append((offset, step))
             touched |= set(range(offset, offset + step))
         elif step < 0 and held:
-            free = heap.give(*held.pop(step % len(held)))
+            free = free_list.free(*held.pop(step % len(held)))
             if step % 3 == 0:
-                heap.cleaned(*free)
+                free_list.mark_clean(*free)
                 touched -= set(range(free[0], sum(free)))
-        may = {at for offset, _, dirty in heap.free for at in range(offset, offset + dirty)}
+        may = {at for offset, _, dirty in free_list.spans for at in range(offset, offset + dirty)}
         taken = {at for offset, length in held for at in range(offset, offset + length)}
         assert touched - taken <= may
 
 
-def test_a_heap_takes_the_smallest_stretch_that_fits():
-    heap = FreeList(100)
-    assert [heap.take(n) for n in (10, 20, 10, 5, 10, 45)] == [0, 10, 30, 40, 45, 55]
-    for stretch in ((10, 20), (40, 5), (55, 45)):
-        heap.give(*stretch)
-    assert [heap.take(n) for n in (5, 18, 46)] == [40, 10, None]
+def test_a_free_list_allocates_the_best_fit():
+    free_list = FreeList(100)
+    assert [free_list.allocate(n) for n in (10, 20, 10, 5, 10, 45)] == [0, 10, 30, 40, 45, 55]
+    for span in ((10, 20), (40, 5), (55, 45)):
+        free_list.free(*span)
+    assert [free_list.allocate(n) for n in (5, 18, 46)] == [40, 10, None]
 
 
-def test_what_is_abandoned_never_comes_back():
-    heap = FreeList(100)
-    assert (heap.take(30), heap.take(30)) == (0, 30)
-    heap.abandon(35)
-    assert heap.give(30, 30) is None
-    assert heap.give(0, 30) == (0, 30)
-    assert heap.take(40) == 60
-    assert heap.take(31) is None
+def test_a_retired_span_is_never_freed():
+    free_list = FreeList(100)
+    assert (free_list.allocate(30), free_list.allocate(30)) == (0, 30)
+    free_list.retire(35)
+    assert free_list.free(30, 30) is None
+    assert free_list.free(0, 30) == (0, 30)
+    assert free_list.allocate(40) == 60
+    assert free_list.allocate(31) is None
 
 
 # The arena.
@@ -130,7 +130,7 @@ def test_tensors_never_overlap_and_are_found(plan):
         assert left != right or start + nbytes <= following
 
 
-def test_memory_comes_back_with_the_last_view():
+def test_memory_is_reused_after_the_last_view_is_gone():
     arena = Arena()
     whole = arena.allocate(MIB, torch.float32)
     place, view = whole.data_ptr(), whole.view(1024, 1024)[3].view(torch.uint8)[7:9]
@@ -141,7 +141,7 @@ def test_memory_comes_back_with_the_last_view():
     assert arena.allocate(MIB, torch.float32).data_ptr() == place
 
 
-def test_memory_in_a_cycle_comes_back_whenever_the_collector_runs():
+def test_memory_in_a_cycle_is_freed_whenever_the_collector_runs():
     """Also in the middle of an allocation: the collector may free a tensor at any line."""
     arena = Arena()
     threshold = gc.get_threshold()
@@ -156,10 +156,10 @@ def test_memory_in_a_cycle_comes_back_whenever_the_collector_runs():
     gc.collect()
     arena.allocate(1, torch.uint8)
     assert len(arena.segments) == 1
-    assert arena._heaps[0].free[0][:2] == (0, arena.segments[0].nbytes)
+    assert arena._free_lists[0].spans[0][:2] == (0, arena.segments[0].nbytes)
 
 
-def test_threads_may_allocate_and_free_at_once():
+def test_threads_may_allocate_and_free_concurrently():
     arena, wrong = Arena(), []
 
     def work(seed):
@@ -180,10 +180,10 @@ def test_threads_may_allocate_and_free_at_once():
         thread.join()
     assert not wrong
     arena.allocate(1, torch.uint8)
-    assert all(len(heap.free) == 1 for heap in arena._heaps)
+    assert all(len(free_list.spans) == 1 for free_list in arena._free_lists)
 
 
-def test_free_memory_beyond_the_kept_part_goes_back_to_the_system():
+def test_free_memory_beyond_the_kept_part_is_returned_to_the_system():
     arena = Arena()
     held = [arena.allocate(24 * MIB, torch.uint8).fill_(1) for _ in range(8)]
     assert sum(map(pages_of, arena.segments)) >= 192 * MIB
@@ -194,8 +194,8 @@ def test_free_memory_beyond_the_kept_part_goes_back_to_the_system():
     assert again[-1].fill_(3).sum().item() == 3 * 24 * MIB
 
 
-def test_freeing_and_allocating_by_turns_keeps_no_more_than_the_kept_part():
-    """However the sizes follow each other: what is kept is counted where it lies."""
+def test_alternating_frees_and_allocations_keep_no_more_than_the_kept_part():
+    """In any order of sizes: kept memory is counted per segment."""
     arena = Arena()
     held = [arena.allocate(20 * MIB, torch.uint8).fill_(1) for _ in range(6)]
     while held:
@@ -204,7 +204,7 @@ def test_freeing_and_allocating_by_turns_keeps_no_more_than_the_kept_part():
     assert sum(map(pages_of, arena.segments)) <= module._KEPT_NBYTES + MIB
 
 
-def test_a_buffer_used_again_and_again_keeps_its_pages():
+def test_a_reused_buffer_keeps_its_pages():
     arena = Arena()
     for _ in range(100):
         arena.allocate(40 * MIB, torch.uint8)[:4096].fill_(1)
@@ -218,7 +218,7 @@ def test_segments_stay_few():
     assert len(held) == 300
 
 
-def test_two_neighbouring_segments_are_not_one():
+def test_adjacent_segments_are_not_one():
     """Their mappings may touch; a row of tensors across the border lies in neither."""
     arena = Arena()
     first = arena.allocate(8 * MIB, torch.uint8)
@@ -228,11 +228,11 @@ def test_two_neighbouring_segments_are_not_one():
     assert arena.locate(torch.empty(64)) is None
 
 
-def test_abandoned_memory_is_never_given_out_again():
+def test_retired_memory_is_never_allocated_again():
     arena = Arena()
     tensor = arena.allocate(MIB, torch.uint8).fill_(1)
     segment, offset = arena.locate(tensor[4096:])
-    arena.abandon(segment, offset)
+    arena.retire(segment, offset)
     place = tensor.data_ptr()
     del tensor
     assert pages_of(arena.segments[segment]) == 0
@@ -246,11 +246,11 @@ def test_abandoned_memory_is_never_given_out_again():
 
 
 def test_a_child_maps_the_same_memory():
-    segment = Segment.new(2 * MIB)
+    segment = Segment.create(2 * MIB)
     mine = segment.tensor(4096, 1000, torch.float32)
 
     def change():
-        theirs = Segment.of(os.dup(segment.fd))
+        theirs = Segment.from_fd(os.dup(segment.fd))
         theirs.tensor(4096, 1000, torch.float32).fill_(2.5)
         return theirs.address != segment.address and theirs.nbytes == segment.nbytes
 
@@ -275,7 +275,7 @@ def test_a_forked_child_frees_and_reuses_nothing_of_its_parent():
     assert arena.allocate(MIB, torch.uint8).data_ptr() == spare
 
 
-def test_a_child_forked_while_a_thread_allocates_is_not_stuck():
+def test_a_child_forked_while_a_thread_allocates_does_not_deadlock():
     arena, over = module.arena, threading.Event()
 
     def allocate():
@@ -293,7 +293,7 @@ def test_a_child_forked_while_a_thread_allocates_is_not_stuck():
         thread.join()
 
 
-# Where there is nothing left.
+# Exhausted resources.
 
 
 def descriptors():
@@ -309,7 +309,7 @@ def test_more_memory_than_there_is_is_refused_at_once():
     assert descriptors() == before
 
 
-def test_no_descriptors_left_is_told_and_leaves_none_open():
+def test_no_descriptors_left_is_reported_and_leaves_none_open():
     def work():
         arena = Arena()
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 20, 4096))
@@ -336,7 +336,7 @@ def test_no_descriptors_left_is_told_and_leaves_none_open():
     assert in_child(work) == 0
 
 
-def test_no_address_space_left_is_told_and_leaves_no_descriptor():
+def test_no_address_space_left_is_reported_and_leaves_no_descriptor():
     def work():
         before = descriptors()
         resource.setrlimit(resource.RLIMIT_AS, (MIB, -1))

@@ -1,4 +1,4 @@
-"""Every algorithm is proven for 1 to 33 ranks, and what is wrong is found."""
+"""Every algorithm is proven for 1 to 33 ranks, and flaws are found."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.collectives.catalogue import ALGORITHMS, algorithms_of, find_algorithm, schedule
-from paceline.collectives.describe import describe
-from paceline.collectives.prove import OPS, ROOTED, counts, flaws, input_of, prove
+from paceline.collectives.algorithms import ALGORITHMS, algorithms_of, find_algorithm, make_schedule
+from paceline.collectives.prove import OPS, ROOTED, counts, find_flaws, input_of, prove
 from paceline.collectives.schedule import Schedule, Send, pipelined
+from paceline.collectives.schedule_text import describe_schedule
 from paceline.errors import UsageError
 
-# They send some ranks what these have already, so that all do the same.
+# They send ranks chunks that these already hold, so that all ranks do the same.
 WASTEFUL = {("broadcast", "scatter-all-gather"), ("all-gather", "doubling")}
 EVERY = [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]]
 
@@ -22,33 +22,33 @@ EVERY = [(op, name) for op in ALGORITHMS for name in ALGORITHMS[op]]
 @pytest.mark.parametrize(("op", "name"), EVERY)
 def test_is_proven_for_1_to_33_ranks(op, name):
     for ranks in range(1, 34):
-        assert flaws(schedule(op, name, ranks)) == []
+        assert find_flaws(make_schedule(op, name, ranks)) == []
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, name in EVERY if op in ROOTED])
 def test_any_rank_can_be_root(op, name):
     for ranks in (1, 2, 5, 8):
         for root in range(ranks):
-            assert flaws(schedule(op, name, ranks, root=root)) == []
+            assert find_flaws(make_schedule(op, name, ranks, root=root)) == []
 
 
 @pytest.mark.parametrize("name", ["tree", "switch"])
-def test_an_all_reduce_with_a_centre_may_have_it_anywhere(name):
-    made = schedule("all-reduce", name, 5, root=3)
-    assert flaws(made) == []
-    assert {send.dst for send in made.rounds[-2 if name == "switch" else 2] if send.add} == {3}
+def test_the_centre_of_an_all_reduce_may_be_any_rank(name):
+    schedule = make_schedule("all-reduce", name, 5, root=3)
+    assert find_flaws(schedule) == []
+    assert {send.dst for send in schedule.rounds[-2 if name == "switch" else 2] if send.add} == {3}
 
 
 @pytest.mark.parametrize(("op", "name"), EVERY)
-def test_cut_into_segments_it_is_proven_too(op, name):
+def test_pipelined_schedules_are_proven(op, name):
     for ranks in (1, 2, 3, 6):
         for segments in (1, 2, 5):
-            assert flaws(pipelined(schedule(op, name, ranks), segments)) == []
+            assert find_flaws(pipelined(make_schedule(op, name, ranks), segments)) == []
 
 
 @given(ranks=st.integers(1, 33), per_node=st.integers(1, 40))
 def test_two_levels_with_any_nodes(ranks, per_node):
-    assert flaws(schedule("all-reduce", "two-level", ranks, per_node=per_node)) == []
+    assert find_flaws(make_schedule("all-reduce", "two-level", ranks, per_node=per_node)) == []
 
 
 @given(
@@ -56,25 +56,25 @@ def test_two_levels_with_any_nodes(ranks, per_node):
     ranks=st.integers(2, 9),
     data=st.data(),
 )
-def test_a_schedule_that_lacks_a_send_is_found_out(algorithm, ranks, data):
-    made = schedule(*algorithm, ranks)
-    number = data.draw(st.integers(0, len(made.rounds) - 1))
-    gone = data.draw(st.integers(0, len(made.rounds[number]) - 1))
-    sends = made.rounds[number]
-    rounds = [*made.rounds[:number], (*sends[:gone], *sends[gone + 1 :]), *made.rounds[number + 1 :]]
-    assert flaws(replace(made, rounds=tuple(rounds)))
+def test_a_missing_send_is_a_flaw(algorithm, ranks, data):
+    schedule = make_schedule(*algorithm, ranks)
+    number = data.draw(st.integers(0, len(schedule.rounds) - 1))
+    gone = data.draw(st.integers(0, len(schedule.rounds[number]) - 1))
+    sends = schedule.rounds[number]
+    rounds = [*schedule.rounds[:number], (*sends[:gone], *sends[gone + 1 :]), *schedule.rounds[number + 1 :]]
+    assert find_flaws(replace(schedule, rounds=tuple(rounds)))
 
 
 @given(algorithm=st.sampled_from(EVERY), ranks=st.integers(2, 9), data=st.data())
-def test_a_send_that_is_added_twice_is_found_out(algorithm, ranks, data):
-    made = schedule(*algorithm, ranks)
-    adding = [(number, send) for number, sends in enumerate(made.rounds) for send in sends if send.add]
+def test_a_send_added_twice_is_a_flaw(algorithm, ranks, data):
+    schedule = make_schedule(*algorithm, ranks)
+    adding = [(number, send) for number, sends in enumerate(schedule.rounds) for send in sends if send.add]
     if not adding:
         return
     number, send = data.draw(st.sampled_from(adding))
-    rounds = list(made.rounds)
+    rounds = list(schedule.rounds)
     rounds[number] = (*rounds[number], send)
-    assert flaws(replace(made, rounds=tuple(rounds)))
+    assert find_flaws(replace(schedule, rounds=tuple(rounds)))
 
 
 def of(*rounds, op="all-reduce", ranks=2, chunks=1):
@@ -82,17 +82,17 @@ def of(*rounds, op="all-reduce", ranks=2, chunks=1):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("schedule", "message"),
     [
-        (of([Send(0, 2, 0)]), "round 1: 0→2: there are ranks 0 to 1"),
+        (of([Send(0, 2, 0)]), "round 1: 0→2: valid are ranks 0 to 1"),
         (of([Send(1, 1, 0)]), "round 1: rank 1 sends to itself"),
-        (of([Send(0, 1, 1)]), "round 1: 0→1: there are chunks 0 to 0, not 1+1"),
-        (of([Send(0, 1, 0, width=2)]), "there are chunks 0 to 0, not 0+2"),
-        (of([Send(1, 0, 0)], op="broadcast"), "round 1: rank 1 sends chunk 0 to 0 but has nothing in it"),
+        (of([Send(0, 1, 1)]), "round 1: 0→1: valid are chunks 0 to 0, not 1+1"),
+        (of([Send(0, 1, 0, width=2)]), "valid are chunks 0 to 0, not 0+2"),
+        (of([Send(1, 0, 0)], op="broadcast"), "round 1: rank 1 sends chunk 0 to 0 but holds nothing in it"),
         (of([Send(0, 1, 0, add=True)], op="broadcast"), "chunk 0 from 0 is added to nothing on rank 1"),
         (
             of([Send(0, 2, 0), Send(1, 2, 0, add=True)], ranks=3),
-            "round 1: 2 sends meet in chunk 0 of rank 2",
+            "round 1: 2 sends write chunk 0 of rank 2",
         ),
         (
             of([Send(0, 1, 0, add=True)]),
@@ -104,31 +104,31 @@ def of(*rounds, op="all-reduce", ranks=2, chunks=1):
         ),
     ],
 )
-def test_flaws_are_named(made, said):
-    assert said in flaws(made)[0]
-    with pytest.raises(UsageError, match=f"{made} is wrong"):
-        prove(made)
+def test_flaws_are_named(schedule, message):
+    assert message in find_flaws(schedule)[0]
+    with pytest.raises(UsageError, match=f"{schedule} is wrong"):
+        prove(schedule)
 
 
-def test_a_round_reads_what_was_there_when_it_began():
+def test_a_round_reads_the_state_at_its_beginning():
     exchange = of([Send(0, 1, 0, add=True), Send(1, 0, 0, add=True)])
-    assert flaws(exchange) == []
+    assert find_flaws(exchange) == []
     swap = of([Send(0, 1, 0), Send(1, 0, 1)], op="send-recv", chunks=2)
-    assert flaws(swap) == []
+    assert find_flaws(swap) == []
 
 
-def test_many_flaws_are_told_in_few_lines():
+def test_a_long_list_of_flaws_is_cut():
     with pytest.raises(UsageError, match="… and 11 more"):
         prove(of(ranks=4, chunks=4))
 
 
 def test_an_unknown_operation_is_refused():
     with pytest.raises(UsageError, match="did you mean 'all-reduce'"):
-        flaws(of(op="all-reduc"))
+        find_flaws(of(op="all-reduc"))
 
 
-def test_the_textbooks_reduce_over_eight():
-    rounds = schedule("reduce", "tree", 8).rounds
+def test_the_tree_reduce_of_the_textbook_on_8_ranks():
+    rounds = make_schedule("reduce", "tree", 8).rounds
     assert [[(send.src, send.dst) for send in sends] for sends in rounds] == [
         [(1, 0), (3, 2), (5, 4), (7, 6)],
         [(2, 0), (6, 4)],
@@ -136,9 +136,9 @@ def test_the_textbooks_reduce_over_eight():
     ]
 
 
-def test_a_broadcast_tree_reaches_1_3_7_friends():
+def test_a_broadcast_tree_reaches_1_3_7_ranks():
     have, counted = {0}, []
-    for sends in schedule("broadcast", "tree", 8).rounds:
+    for sends in make_schedule("broadcast", "tree", 8).rounds:
         have |= {send.dst for send in sends}
         counted.append(len(have) - 1)
     assert counted == [1, 3, 7]
@@ -156,25 +156,25 @@ def test_a_broadcast_tree_reaches_1_3_7_friends():
         ("broadcast", "one-by-one", 7),
     ],
 )
-def test_rounds_of_eight(op, name, rounds):
-    assert len(schedule(op, name, 8).rounds) == rounds
+def test_number_of_rounds_on_8_ranks(op, name, rounds):
+    assert len(make_schedule(op, name, 8).rounds) == rounds
 
 
-def test_a_chain_of_segments_keeps_every_link_busy():
-    made = pipelined(schedule("broadcast", "chain", 5), 10)
-    assert len(made.rounds) == 4 + 9
-    assert [len(sends) for sends in made.rounds] == [1, 2, 3, *[4] * 7, 3, 2, 1]
+def test_a_pipelined_chain_keeps_every_link_busy():
+    schedule = pipelined(make_schedule("broadcast", "chain", 5), 10)
+    assert len(schedule.rounds) == 4 + 9
+    assert [len(sends) for sends in schedule.rounds] == [1, 2, 3, *[4] * 7, 3, 2, 1]
 
 
-def test_messages_of_a_round_gather_what_one_rank_sends_another():
-    (first, *_) = schedule("all-gather", "bruck", 7).messages(2)
+def test_sends_between_two_ranks_in_a_round_are_one_message():
+    (first, *_) = make_schedule("all-gather", "bruck", 7).messages(2)
     assert (first.src, first.dst, first.chunks, len(first.sends)) == (0, 3, 3, 1)
-    (message,) = [m for m in schedule("all-gather", "bruck", 7).messages(2) if m.src == 6]
+    (message,) = [m for m in make_schedule("all-gather", "bruck", 7).messages(2) if m.src == 6]
     assert message.chunks == 3
     assert [(send.chunk, send.width) for send in message.sends] == [(6, 1), (0, 2)]
 
 
-def test_names():
+def test_find_algorithm():
     assert find_algorithm("ring") == ("all-reduce", "ring")
     assert find_algorithm("ring", "all-gather") == ("all-gather", "ring")
     assert find_algorithm("all-gather/ring") == ("all-gather", "ring")
@@ -184,21 +184,21 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: find_algorithm("rign"), "did you mean 'ring'"),
         (lambda: find_algorithm("ringg", "all-reduce"), "unknown algorithm of all-reduce 'ringg'"),
         (lambda: find_algorithm("all-gathr/ring"), "did you mean 'all-gather'"),
-        (lambda: schedule("all-reduce", "ring", 0), "ranks=0"),
-        (lambda: schedule("broadcast", "tree", 4, root=4), "ranks 0 to 3"),
-        (lambda: schedule("all-reduce", "ring", 4, root=1), "has none"),
-        (lambda: schedule("all-reduce", "ring", 4, per_node=2), "two-level only"),
-        (lambda: schedule("all-reduce", "two-level", 4, per_node=0), "at least one rank"),
-        (lambda: pipelined(schedule("broadcast", "chain", 4), 0), "segments=0"),
+        (lambda: make_schedule("all-reduce", "ring", 0), "ranks=0"),
+        (lambda: make_schedule("broadcast", "tree", 4, root=4), "ranks 0 to 3"),
+        (lambda: make_schedule("all-reduce", "ring", 4, root=1), "has no root"),
+        (lambda: make_schedule("all-reduce", "ring", 4, per_node=2), "two-level only"),
+        (lambda: make_schedule("all-reduce", "two-level", 4, per_node=0), "at least one rank"),
+        (lambda: pipelined(make_schedule("broadcast", "chain", 4), 0), "segments=0"),
     ],
 )
-def test_wrong_input_is_named(call, said):
-    with pytest.raises(UsageError, match=said):
+def test_wrong_input_is_named(call, message):
+    with pytest.raises(UsageError, match=message):
         call()
 
 
@@ -207,16 +207,16 @@ def test_contents_are_counted():
 
 
 @pytest.mark.parametrize(("op", "name"), EVERY)
-def test_the_story_ends_with_everybody_done(op, name):
+def test_the_description_ends_with_all_ranks_done(op, name):
     for ranks in (2, 5, 8):
-        last = describe(schedule(op, name, ranks))[-1]
+        last = describe_schedule(make_schedule(op, name, ranks))[-1]
         done, _, of_all = last.rpartition("done: ")[2].split()[:3]
         assert done == of_all
 
 
-def test_a_story_of_many_rounds_and_messages_is_cut():
-    lines = describe(schedule("all-reduce", "ring", 33))
+def test_a_long_description_is_cut():
+    lines = describe_schedule(make_schedule("all-reduce", "ring", 33))
     assert len(lines) < 30
     assert any("more rounds" in line for line in lines)
     assert "… and 25 more" in lines[1]
-    assert describe(schedule("broadcast", "tree", 1)) == ["One rank has nothing to send."]
+    assert describe_schedule(make_schedule("broadcast", "tree", 1)) == ["One rank has nothing to send."]

@@ -1,1 +1,1 @@
-"""Collectives and messages among the ranks of one host, through shared memory."""
+"""Collectives and messages between the ranks of one host, through shared memory."""

@@ -1,17 +1,17 @@
-"""The memory through which the ranks of a group on one host agree: who has come how far, and where data lie.
+"""Shared memory through which the ranks of a group on one host coordinate: progress, notices, failures, buffers.
 
-One segment, mapped by all. Every rank writes into its own slot only; the one word that all write is the
-count of arrivals, which the kernel adds to.
+One segment, mapped by all. Every rank writes to its own slot only; the one word that all write is the count of
+arrivals at barriers, which the kernel adds to.
 
-    | arrivals | slot 0 | slot 1 | … | window 0 | window 1 | … | ring 0→0 | ring 0→1 | … |
-      broken     notices, progress,    small messages and        point-to-point messages
-                 step, failure         copies under way
+    | arrivals | slot 0 | slot 1 | … | buffers 0 | buffers 1 | … | fifo 0→0 | fifo 0→1 | … |
+      failed     notices, progress,    eager messages and          point-to-point messages
+                 step, failure         staged copies
 
-A notice tells what a rank is about to do and where its data lie. Notices are written alternately into two
-places: a rank can be at most one collective ahead of a slow one, which still reads the other.
+A notice announces the next collective of a rank and where its data lie. Notices alternate between two places: a rank
+can be at most one collective ahead of a slow one, which still reads the other place.
 
-A rank that gives a meeting up tells so before it raises. Whoever comes to that meeting later raises too, even
-where it finds everybody there: memory that was to be read may have gone.
+A rank that gives up waiting at a barrier posts its failure before it raises. A rank that arrives at that barrier later
+raises too, even if all ranks have arrived: memory that it would read may be gone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import struct
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -28,35 +28,36 @@ import torch
 from paceline.backends.shm import futex
 from paceline.backends.shm.shared_arena import Segment
 
-__all__ = ["RING_NBYTES", "SMALL_NBYTES", "WINDOW_NBYTES", "ControlBlock", "GroupFailure", "OpNotice"]
+__all__ = ["EAGER_NBYTES", "FIFO_NBYTES", "STAGING_NBYTES", "ControlBlock", "GroupFailure", "OpNotice"]
 
-SMALL_NBYTES = 32 << 10
-"""Messages up to this size travel inside the notice's turn, with one meeting instead of two."""
+EAGER_NBYTES = 32 << 10
+"""Data up to this size travel with the notice, with one barrier instead of two."""
 
-WINDOW_NBYTES = 1 << 20
-"""Bytes of a tensor outside the arena that a rank shows at a time."""
+STAGING_NBYTES = 1 << 20
+"""Bytes of a tensor outside the arena that a rank exposes at a time."""
 
-RING_NBYTES = 256 << 10
-"""Room for point-to-point messages from one rank to another."""
+FIFO_NBYTES = 256 << 10
+"""Buffer for point-to-point messages from one rank to another."""
 
 _PAGE = 4096
 _SLOT_NBYTES = 4096
-_ARRIVALS, _BROKEN = 0, 64
-_BELL, _PROGRESS, _STEP, _FAILURE = 128, 256, 264, 512
+_ARRIVALS, _FAILED = 0, 64
+_P2P_SIGNAL, _PROGRESS, _STEP, _FAILURE = 128, 256, 264, 512
 _NOTICE = struct.Struct("=16siq")
-_FAILURE_HEAD = struct.Struct("=dI")  # when, the meeting that was given up
+_FAILURE_HEAD = struct.Struct("=dI")  # time, number of the barrier
 _FAILURE_LENGTH, _FAILURE_TEXT = _FAILURE + 12, _FAILURE + 16
 _TEXT_LENGTH = 500
-_MASK, _HALF = 0xFFFFFFFF, 0x80000000  # counts run round; one is not before another if less than half ahead
-_PANE_NBYTES = SMALL_NBYTES * 2 + WINDOW_NBYTES * 4  # two small ones, two to read, two to write (with slack)
+_MASK, _HALF = 0xFFFFFFFF, 0x80000000  # counts wrap around; a < b if b is less than half the range ahead
+_BUFFERS_NBYTES = EAGER_NBYTES * 2 + STAGING_NBYTES * 4  # two eager, two to expose, two for results
 
 
 class OpNotice(NamedTuple):
-    """What a rank is about to do.
+    """Announcement of a rank's next collective.
 
     Attributes:
-        call: the packed call, equal on all ranks if they agree.
-        segment, offset: where its data lie in its arena; −1: elsewhere.
+        call: the packed signature.
+        segment: segment of its arena that holds the data; −1: they lie elsewhere.
+        offset: of the data in that segment.
     """
 
     call: bytes
@@ -66,176 +67,183 @@ class OpNotice(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupFailure:
-    """Why a group can't go on; told once, by whoever saw it first, and repeated by all.
+    """Why a group can't continue; posted by the rank that detects it first, and raised by all.
 
     Attributes:
-        rank: the rank in the world whose fault it is. host: where it ran. step: the optimizer step it was in,
-            −1 if nobody told. exit_code: of its process, None if unknown. text: what happened to it.
-        dead: whether its process ended (or it left), rather than merely not answering.
+        rank: rank at fault, in the world.
+        host: name of its host.
+        text: describes the failure; continues "rank r on host h …".
+        step: optimizer step that it was in; −1: unknown.
+        exit_code: of its process; None: unknown.
+        dead: its process ended or left the group, rather than not answering.
     """
 
     rank: int
     host: str
-    step: int
-    exit_code: int | None
     text: str
+    _: KW_ONLY
+    step: int = -1
+    exit_code: int | None = None
     dead: bool = True
 
 
 class ControlBlock:
-    """The shared segment as rank `index` of `size` sees it.
+    """The shared segment as one rank sees it.
 
     Args:
-        segment: the memory; all zero at the start. index: this rank among the ranks of the host.
+        segment: the memory; all zero at first.
+        index: this rank among the ranks of the host.
+        size: number of ranks of the host.
     """
 
     def __init__(self, segment: Segment, index: int, size: int) -> None:
         self.segment, self.index, self.size = segment, index, size
         self._view = memoryview(segment.map)
-        # Read and written whole; struct's pack_into() writes zeros first, which others would see.
+        # Words are read and written whole; struct's pack_into() writes zeros first, which other ranks would see.
         self._words, self._longs = self._view.cast("I"), self._view.cast("q")
         self._arrivals = segment.address + _ARRIVALS
         self._target = 0
         self._progress = 0
         self._slots = [_PAGE + rank * _SLOT_NBYTES for rank in range(size)]
-        self._panes = _PAGE + size * _SLOT_NBYTES
-        self._rings = self._panes + size * _PANE_NBYTES
-        self._mine = self._slots[index]
-        self._telling = threading.Lock()
-        self._small: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._buffers = _PAGE + size * _SLOT_NBYTES
+        self._fifos = self._buffers + size * _BUFFERS_NBYTES
+        self._own_slot = self._slots[index]
+        self._posting = threading.Lock()
+        self._eager: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self.step = -1
 
     @staticmethod
     def nbytes(size: int) -> int:
         """Return the size of the segment of a group of `size` ranks."""
-        total = _PAGE + size * (_SLOT_NBYTES + _PANE_NBYTES) + size * size * (RING_NBYTES + _PAGE)
+        total = _PAGE + size * (_SLOT_NBYTES + _BUFFERS_NBYTES) + size * size * (FIFO_NBYTES + _PAGE)
         return -(-total // (2 << 20)) * (2 << 20)
 
-    # Meeting: everybody arrives, then goes on.
+    # Barriers.
 
     def arrive(self) -> bool:
-        """Count this rank in for the next meeting, and return whether everybody is there."""
+        """Arrive at the next barrier, and return whether all ranks have arrived."""
         self._progress = (self._progress + 1) & _MASK
         self._target = (self._target + self.size) & _MASK
-        self._words[(self._mine + _PROGRESS) // 4] = self._progress
+        self._words[(self._own_slot + _PROGRESS) // 4] = self._progress
         futex.add(self._arrivals)
-        complete = self.all_here()
+        complete = self.all_arrived()
         if complete:
             futex.wake(self._arrivals)
         return complete
 
-    def all_here(self) -> bool:
-        """Return whether everybody has arrived at the meeting that this rank arrived at last."""
+    def all_arrived(self) -> bool:
+        """Return whether all ranks have arrived at this rank's current barrier."""
         return (self._words[_ARRIVALS // 4] - self._target) & _MASK < _HALF
 
     def sleep(self, seconds: float) -> None:
-        """Sleep until everybody has arrived, or for a while."""
+        """Sleep until all ranks have arrived, a rank posts a failure, or `seconds` have passed."""
         seen = self._words[_ARRIVALS // 4]
         if (seen - self._target) & _MASK >= _HALF:
             futex.wait(self._arrivals, seen, seconds)
 
-    def late(self) -> list[int]:
-        """Return who has not arrived at the meeting that this rank arrived at last."""
-        return [rank for rank in range(self.size) if self._behind(rank)]
+    def missing(self) -> list[int]:
+        """Return the ranks that have not arrived at this rank's current barrier."""
+        arrived = [self._words[(slot + _PROGRESS) // 4] for slot in self._slots]
+        return [rank for rank, count in enumerate(arrived) if (count - self._progress) & _MASK >= _HALF]
 
-    def _behind(self, rank: int) -> bool:
-        there = self._words[(self._slots[rank] + _PROGRESS) // 4]
-        return (there - self._progress) & _MASK >= _HALF
+    # Notices and steps.
 
-    # What ranks tell each other.
-
-    def post(self, turn: int, notice: OpNotice) -> None:
-        """Tell what this rank does in collective number `turn`."""
-        at = self._mine + 64 * (turn & 1)
+    def post_notice(self, turn: int, notice: OpNotice) -> None:
+        """Announce this rank's collective number `turn`."""
+        at = self._own_slot + 64 * (turn & 1)
         _NOTICE.pack_into(self._view, at, notice.call, notice.segment, notice.offset)
 
-    def read(self, turn: int, rank: int) -> OpNotice:
-        """Return what `rank` told for collective number `turn`."""
+    def read_notice(self, turn: int, rank: int) -> OpNotice:
+        """Return the notice of `rank` for collective number `turn`."""
         return OpNotice(*_NOTICE.unpack_from(self._view, self._slots[rank] + 64 * (turn & 1)))
 
     @property
     def step(self) -> int:
-        """The optimizer step this rank is in, −1 if nobody told."""
+        """Optimizer step that this rank is in; −1: unknown."""
         return self.step_of(self.index)
 
     @step.setter
     def step(self, value: int) -> None:
-        self._longs[(self._mine + _STEP) // 8] = value
+        self._longs[(self._own_slot + _STEP) // 8] = value
 
     def step_of(self, rank: int) -> int:
-        """Return the optimizer step that `rank` is in, −1 if nobody told."""
+        """Return the optimizer step that `rank` is in; −1: unknown."""
         return self._longs[(self._slots[rank] + _STEP) // 8]
 
-    @property
-    def broken(self) -> bool:
-        """Whether anybody told of a failure."""
-        return self._words[_BROKEN // 4] != 0
+    # Failures.
 
-    def fail(self, failure: GroupFailure) -> None:
-        """Tell everybody why the group can't go on; what a rank told first stands."""
-        told = replace(failure, text=failure.text[:_TEXT_LENGTH])
-        text = json.dumps(asdict(told), ensure_ascii=False).encode(errors="replace")
-        with self._telling:
-            if self._words[(self._mine + _FAILURE_LENGTH) // 4] == 0:
-                start = self._mine + _FAILURE_TEXT
+    @property
+    def failed(self) -> bool:
+        """True once a rank has posted a failure."""
+        return self._words[_FAILED // 4] != 0
+
+    def post_failure(self, failure: GroupFailure) -> None:
+        """Publish why the group can't continue; a rank's first failure stands."""
+        shortened = replace(failure, text=failure.text[:_TEXT_LENGTH])
+        text = json.dumps(asdict(shortened), ensure_ascii=False).encode(errors="replace")
+        with self._posting:
+            if self._words[(self._own_slot + _FAILURE_LENGTH) // 4] == 0:
+                start = self._own_slot + _FAILURE_TEXT
                 self._view[start : start + len(text)] = text
-                _FAILURE_HEAD.pack_into(self._view, self._mine + _FAILURE, time.monotonic(), self._progress)
+                _FAILURE_HEAD.pack_into(
+                    self._view, self._own_slot + _FAILURE, time.monotonic(), self._progress
+                )
                 futex.fence()
-                self._words[(self._mine + _FAILURE_LENGTH) // 4] = len(text)  # from now on it is told
+                self._words[(self._own_slot + _FAILURE_LENGTH) // 4] = len(text)  # visible from now on
                 futex.fence()
-        self._words[_BROKEN // 4] = 1
+        self._words[_FAILED // 4] = 1
         futex.wake(self._arrivals)
 
-    def failure(self) -> GroupFailure | None:
-        """Return the first failure that anybody told, None if there is none."""
-        told = self._told()
-        return GroupFailure(**json.loads(min(told)[2])) if told else None
+    def first_failure(self) -> GroupFailure | None:
+        """Return the failure that was posted first; None: no rank has failed."""
+        posted = self._failures()
+        return GroupFailure(**json.loads(min(posted)[2])) if posted else None
 
-    def given_up(self) -> bool:
-        """Return whether somebody gave up the meeting that this rank arrived at last, or an earlier one."""
-        return any((self._progress - meeting) & _MASK < _HALF for _, meeting, _ in self._told())
+    def barrier_failed(self) -> bool:
+        """Return whether a rank failed at this rank's current barrier or an earlier one."""
+        return any((self._progress - barrier) & _MASK < _HALF for _, barrier, _ in self._failures())
 
-    def _told(self) -> list[tuple[float, int, bytes]]:
-        """Return when which meeting was given up and why, by everybody who told."""
-        told = []
-        for slot in self._slots if self.broken else ():
+    def _failures(self) -> list[tuple[float, int, bytes]]:
+        """Return time, number of the barrier and JSON of every rank's failure."""
+        found = []
+        for slot in self._slots if self.failed else ():
             length = self._words[(slot + _FAILURE_LENGTH) // 4]
             futex.fence()
             if length:
-                when, meeting = _FAILURE_HEAD.unpack_from(self._view, slot + _FAILURE)
+                when, barrier = _FAILURE_HEAD.unpack_from(self._view, slot + _FAILURE)
                 start = slot + _FAILURE_TEXT
-                told.append((when, meeting, bytes(self._view[start : start + length])))
-        return told
+                found.append((when, barrier, bytes(self._view[start : start + length])))
+        return found
 
-    # Memory to pass data through.
+    # Buffers.
 
-    def small(self, rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `rank`'s place for a small message in collective number `turn`."""
-        place = self._small.get((rank, turn & 1, dtype))
-        if place is None:
-            at = self._panes + rank * _PANE_NBYTES + SMALL_NBYTES * (turn & 1)
-            place = self.segment.tensor(at, SMALL_NBYTES // dtype.itemsize, dtype)
-            self._small[rank, turn & 1, dtype] = place
-        return place
+    def eager_buffer(self, rank: int, turn: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer for eager data of `rank` in collective number `turn`."""
+        buffer = self._eager.get((rank, turn & 1, dtype))
+        if buffer is None:
+            at = self._buffers + rank * _BUFFERS_NBYTES + EAGER_NBYTES * (turn & 1)
+            buffer = self.segment.tensor(at, EAGER_NBYTES // dtype.itemsize, dtype)
+            self._eager[rank, turn & 1, dtype] = buffer
+        return buffer
 
-    def window(self, rank: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the window in which `rank` shows part number `part` of its tensor."""
-        at = self._panes + rank * _PANE_NBYTES + 2 * SMALL_NBYTES + WINDOW_NBYTES * (part & 1)
+    def staging_buffer(self, rank: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer in which `rank` exposes part number `part` of its tensor."""
+        at = self._buffers + rank * _BUFFERS_NBYTES + 2 * EAGER_NBYTES + STAGING_NBYTES * (part & 1)
         return self.segment.tensor(at, numel, dtype)
 
-    def result(self, rank: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the window in which `rank` shows what it reduced of part number `part`."""
-        at = self._panes + rank * _PANE_NBYTES + 2 * SMALL_NBYTES + WINDOW_NBYTES * (2 + (part & 1))
+    def result_buffer(self, rank: int, part: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the buffer in which `rank` exposes its result of part number `part`."""
+        at = self._buffers + rank * _BUFFERS_NBYTES + 2 * EAGER_NBYTES + STAGING_NBYTES * (2 + (part & 1))
         return self.segment.tensor(at, numel, dtype)
 
-    def ring(self, source: int, target: int) -> int:
-        """Return the offset of the ring of messages from `source` to `target` (one page, then the data)."""
-        return self._rings + (source * self.size + target) * (RING_NBYTES + _PAGE)
+    def fifo(self, source: int, target: int) -> int:
+        """Return the offset of the FIFO from `source` to `target`: a page of counters, then the data."""
+        return self._fifos + (source * self.size + target) * (FIFO_NBYTES + _PAGE)
 
-    def bell(self, rank: int) -> int:
-        """Return the address of the word that changes when there is something new for `rank`."""
-        return self.segment.address + self._slots[rank] + _BELL
+    def p2p_signal(self, rank: int) -> int:
+        """Return the address of the word that changes when a message of `rank` can move."""
+        return self.segment.address + self._slots[rank] + _P2P_SIGNAL
 
-    def bell_count(self, rank: int) -> int:
-        """Return what stands in that word."""
-        return self._words[(self._slots[rank] + _BELL) // 4]
+    def p2p_signal_count(self, rank: int) -> int:
+        """Return the value of that word."""
+        return self._words[(self._slots[rank] + _P2P_SIGNAL) // 4]

@@ -1,8 +1,8 @@
-"""How the ranks of a host show each other their data: by one of three routes, chosen alike by all.
+"""How the ranks of a host read each other's data: by one of three paths, the same on all ranks.
 
-small    up to 32 KiB: copied into the board before the first meeting, which is the only one
-direct   all data lie in arenas: read where they are; nothing is copied on the way
-windows  anything else: shown part by part through a window that stays in the cache
+eager    up to 32 KiB: copied into the control block before the barrier, which is the only one
+direct   all data lie in arenas: read in place, without a copy
+staged   otherwise: part by part through a staging buffer that stays in the cache
 """
 
 from __future__ import annotations
@@ -11,164 +11,145 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from paceline.backends.op_arguments import Tensors
 from paceline.backends.op_signature import OpSignature
-from paceline.backends.shm.control_block import SMALL_NBYTES, WINDOW_NBYTES, ControlBlock, OpNotice
+from paceline.backends.shm.control_block import EAGER_NBYTES, STAGING_NBYTES, ControlBlock, OpNotice
 from paceline.backends.shm.host_peers import HostPeers
-from paceline.backends.shm.shared_arena import Arena, Segment
+from paceline.backends.shm.shared_arena import Segment, arena
 from paceline.backends.shm.shm_barrier import ShmBarrier
 
 __all__ = ["ALIGN_NUMEL", "DataPaths", "Part"]
 
 ALIGN_NUMEL = 64
-"""Parts and slices start at multiples of this many elements: at cache lines, for every dtype."""
-
-Reader = Callable[[int, int], torch.Tensor]
-"""``reader(source, target)``: the elements that rank `source` shows to rank `target`."""
+"""Parts and slices begin at multiples of this many elements: at cache lines, for every dtype."""
 
 
 class Part(NamedTuple):
-    """Elements `low` to `high` of every piece, and how to read them."""
+    """Elements `low` to `high` of every piece; ``read(source, target)`` returns what a rank exposes to another."""
 
     low: int
     high: int
-    read: Reader
+    read: Callable[[int, int], Tensor]
 
 
 class DataPaths(ShmBarrier):
-    """The ways data take among the ranks of a host. Tensors are contiguous and on the CPU.
+    """Data of the ranks of a host, exposed to each other. Tensors are contiguous and on the CPU.
 
-    Args:
-        neighbours, board, timeout, patience: as for a meeting.
-        arena: this process's arena.
+    Parameters as for `ShmBarrier`.
     """
 
-    def __init__(
-        self, neighbours: HostPeers, board: ControlBlock, arena: Arena, timeout: float, patience: float
-    ) -> None:
-        super().__init__(neighbours, board, timeout, patience)
-        self._arena = arena
-        self._told: set[tuple[int, int]] = set()
-        self._segments: dict[tuple[int, int], Segment] = {}
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, spin: float) -> None:
+        super().__init__(peers, control, timeout, spin)
+        self._sent_fds: set[tuple[int, int]] = set()  # (rank, own segment)
+        self._segments: dict[tuple[int, int], Segment] = {}  # by (index of the owner, its number)
 
-    def _parts(
-        self,
-        call: OpSignature,
-        pieces: Sequence[torch.Tensor],
-        sources: Sequence[int],
-        *,
-        longest: int | None = None,
+    def _exchange(
+        self, call: OpSignature, pieces: Tensors, sources: Sequence[int], *, longest: int | None = None
     ) -> Iterator[Part]:
-        """Show `pieces` and yield, part by part, what all `sources` show.
+        """Expose `pieces` and yield, part by part, what all `sources` expose.
 
         Args:
-            call: what all ranks call.
+            call: the collective.
             pieces: one 1-D tensor per target rank, or one for all of them.
             sources: the ranks whose pieces are read.
-            longest: elements of the longest piece anywhere, where pieces differ in size.
+            longest: elements of the longest piece on any rank; None: all pieces have one length.
         """
-        uneven = longest is not None
         length = pieces[0].numel() if longest is None else longest
-        itemsize = pieces[0].element_size()
-        mine = self.index in sources
-        if len(pieces) * length * itemsize <= SMALL_NBYTES and not uneven:
-            yield self._small(call, pieces, length, mine)
+        exposes = self.index in sources
+        if longest is None and len(pieces) * length * pieces[0].element_size() <= EAGER_NBYTES:
+            yield self._eager(call, pieces, length, exposes)
             return
-        notice = self._notice(call, pieces if mine and not uneven else [])
-        notices = self._begin(call, notice)
+        notices = self._start_call(call, self._notice(call, pieces if exposes and longest is None else []))
         if all(notices[rank].segment >= 0 for rank in sources):
             yield self._direct(pieces, sources, notices)
-            self._meet()
+            self._wait_all()
             return
-        yield from self._windows(pieces, length, mine)
+        yield from self._staged(pieces, length, exposes)
 
-    def _small(self, call: OpSignature, pieces: Sequence[torch.Tensor], length: int, mine: bool) -> Part:
-        dtype, turn = pieces[0].dtype, self._turn
-        if mine:
-            place = self.board.small(self.index, turn, dtype)
+    def _eager(self, call: OpSignature, pieces: Tensors, length: int, exposes: bool) -> Part:
+        dtype, turn, control = pieces[0].dtype, self._turn, self.control
+        if exposes:
+            buffer = control.eager_buffer(self.index, turn, dtype)
             for target, piece in enumerate(pieces):
-                place[target * length : (target + 1) * length].copy_(piece)
-        self._begin(call, OpNotice(call.packed()))
+                buffer[target * length : (target + 1) * length].copy_(piece)
+        self._start_call(call, OpNotice(call.pack()))
 
-        def read(source: int, target: int) -> torch.Tensor:
-            return self.board.small(source, turn, dtype)[target * length : (target + 1) * length]
+        def read(source: int, target: int) -> Tensor:
+            return control.eager_buffer(source, turn, dtype)[target * length : (target + 1) * length]
 
         return Part(0, length, read)
 
-    def _direct(
-        self, pieces: Sequence[torch.Tensor], sources: Sequence[int], notices: Sequence[OpNotice]
-    ) -> Part:
+    def _direct(self, pieces: Tensors, sources: Sequence[int], notices: Sequence[OpNotice]) -> Part:
         length, dtype = pieces[0].numel(), pieces[0].dtype
         regions = {
-            rank: self._region(rank, notices[rank], len(pieces) * length, dtype)
+            rank: self._map_region(rank, notices[rank], len(pieces) * length, dtype)
             for rank in sources
             if rank != self.index
         }
 
-        def read(source: int, target: int) -> torch.Tensor:
+        def read(source: int, target: int) -> Tensor:
             if source == self.index:
                 return pieces[target]
             return regions[source][target * length : (target + 1) * length]
 
         return Part(0, length, read)
 
-    def _windows(self, pieces: Sequence[torch.Tensor], length: int, mine: bool) -> Iterator[Part]:
-        dtype = pieces[0].dtype
-        step = WINDOW_NBYTES // (len(pieces) * pieces[0].element_size()) // ALIGN_NUMEL * ALIGN_NUMEL
+    def _staged(self, pieces: Tensors, length: int, exposes: bool) -> Iterator[Part]:
+        dtype, count = pieces[0].dtype, len(pieces)
+        step = STAGING_NBYTES // (count * pieces[0].element_size()) // ALIGN_NUMEL * ALIGN_NUMEL
         for number, low in enumerate(range(0, length, step)):
             high = min(low + step, length)
-            if mine:
-                window = self.board.window(self.index, number, len(pieces) * step, dtype)
+            if exposes:
+                buffer = self.control.staging_buffer(self.index, number, count * step, dtype)
                 for target, piece in enumerate(pieces):
-                    if len(pieces) == 1 or target != self.index:
+                    if count == 1 or target != self.index:
                         part = piece[low:high]
-                        window[target * step : target * step + part.numel()].copy_(part)
-            self._meet()
+                        buffer[target * step : target * step + part.numel()].copy_(part)
+            self._wait_all()
 
             def read(
                 source: int, target: int, number: int = number, low: int = low, high: int = high
-            ) -> torch.Tensor:
+            ) -> Tensor:
                 if source == self.index:
                     return pieces[target][low:high]
-                window = self.board.window(source, number, len(pieces) * step, dtype)
-                return window[target * step : target * step + high - low]
+                buffer = self.control.staging_buffer(source, number, count * step, dtype)
+                return buffer[target * step : target * step + high - low]
 
             yield Part(low, high, read)
 
-    def _notice(self, call: OpSignature, pieces: Sequence[torch.Tensor]) -> OpNotice:
-        """Return the notice for `pieces`; it tells their place if they lie side by side in the arena."""
+    def _notice(self, call: OpSignature, pieces: Tensors) -> OpNotice:
+        """Return the notice for `pieces`, with their place if they are adjacent in the arena."""
         if not pieces or pieces[0].numel() == 0:
-            return OpNotice(call.packed())
+            return OpNotice(call.pack())
         first, nbytes = pieces[0].data_ptr(), pieces[0].nbytes
-        beside = all(piece.data_ptr() == first + index * nbytes for index, piece in enumerate(pieces))
-        place = self._arena.locate(pieces[0], len(pieces) * nbytes) if beside else None
-        if place is None or not self._tell(place[0]):
-            return OpNotice(call.packed())
-        return OpNotice(call.packed(), *place)
+        adjacent = all(piece.data_ptr() == first + index * nbytes for index, piece in enumerate(pieces))
+        place = arena.locate(pieces[0], len(pieces) * nbytes) if adjacent else None
+        if place is None or not self._share(place[0]):
+            return OpNotice(call.pack())
+        return OpNotice(call.pack(), *place)
 
-    def _tell(self, segment: int) -> bool:
-        """Hand the others a segment of our arena, and return whether all of them have it."""
-        fd = self._arena.segments[segment].fd
-        for card in self._neighbours.cards:
-            key = card.rank, segment
-            if card.rank != self._neighbours.me.rank and key not in self._told:
-                if not self._neighbours.send_fd(card.rank, segment, fd):
+    def _share(self, segment: int) -> bool:
+        """Send a segment of this rank's arena to the other ranks, and return whether all of them have it."""
+        fd = arena.segments[segment].fd
+        for peer in self._peers.peers:
+            key = peer.rank, segment
+            if peer.rank != self._peers.me.rank and key not in self._sent_fds:
+                if not self._peers.send_fd(peer.rank, segment, fd):
                     return False
-                self._told.add(key)
+                self._sent_fds.add(key)
         return True
 
-    def _region(self, index: int, notice: OpNotice, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor that another rank told of, mapped here."""
-        if index == self.index:
-            return self._arena.segments[notice.segment].tensor(notice.offset, numel, dtype)
+    def _map_region(self, index: int, notice: OpNotice, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the tensor that another rank announced, mapped into this process."""
         key = index, notice.segment
         if key not in self._segments:
-            fd = self._neighbours.take_fd(self._neighbours.cards[index].rank, notice.segment)
-            assert fd is not None, "handed over before its notice was posted"
-            self._segments[key] = Segment.of(fd)
+            fd = self._peers.receive_fd(self._peers.peers[index].rank, notice.segment)
+            assert fd is not None, "sent before its notice was posted"
+            self._segments[key] = Segment.from_fd(fd)
         return self._segments[key].tensor(notice.offset, numel, dtype)
 
     def close(self) -> None:
-        """Take leave."""
         super().close()
         self._segments.clear()

@@ -1,7 +1,7 @@
-"""Sleeping on a word of shared memory until another process changes it: Linux futexes.
+"""Linux futexes: sleeping on a word of shared memory until another process changes it.
 
-A word is a 32-bit unsigned integer at a multiple of 4 bytes. The kernel adds to it atomically and with
-release order, so what a process wrote before :func:`add` is there for whoever saw the sum (futex(2)).
+A word is a 32-bit unsigned integer at a multiple of 4 bytes. The kernel adds to it atomically and with release order:
+what a process wrote before :func:`add` is visible to every process that sees the sum (futex(2)).
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ _SYSCALL = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x"
 _NUMBER = _SYSCALL.get(platform.machine(), 0) if sys.maxsize > 2**32 else 0
 
 SUPPORTED = sys.platform == "linux" and _NUMBER > 0
-"""Whether this platform has what the functions here need."""
+"""True if this platform supports the functions of this module."""
 
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
-_ADD_ONE_NEVER_WAKE = (1 << 28) | (1 << 12) | 0xFFF  # op ADD, argument 1; wakes more only where old == −1
-_EVERYBODY = 2**31 - 1
+_ADD_ONE_NEVER_WAKE = (
+    (1 << 28) | (1 << 12) | 0xFFF
+)  # op ADD, argument 1; wakes a second word only if old == −1
+_ALL = 2**31 - 1
 _STRONG_ORDER = platform.machine() in ("x86_64", "AMD64")
 
-_nobody_waits_here = ctypes.c_uint32(0)
-_nowhere = ctypes.addressof(_nobody_waits_here)
+_unused_word = ctypes.c_uint32(0)
+_unused_address = ctypes.addressof(_unused_word)
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _futex_of(library: type[ctypes.CDLL]) -> Callable[[int, int, int, int | None, int | None, int], int]:
-    """Return the system call, made by the rules of a kind of library: those of a PyDLL keep Python's lock."""
+def _futex_call(library: type[ctypes.CDLL]) -> Callable[[int, int, int, int | None, int | None, int], int]:
+    """Return the system call as made by a PyDLL, which keeps the interpreter's lock, or a CDLL, which releases it."""
     syscall = library(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     word, pointer = ctypes.c_uint32, ctypes.c_void_p
@@ -43,27 +45,27 @@ def _futex_of(library: type[ctypes.CDLL]) -> Callable[[int, int, int, int | None
     return partial(syscall, _NUMBER)
 
 
-_at_once, _sleeping = _futex_of(ctypes.PyDLL), _futex_of(ctypes.CDLL)
+_futex_keeping_gil, _futex_releasing_gil = _futex_call(ctypes.PyDLL), _futex_call(ctypes.CDLL)
 
 
 def add(address: int) -> None:
     """Add 1 to the word at `address`, atomically over all processes that share it."""
-    _at_once(_nowhere, _WAKE_OP, 0, None, address, _ADD_ONE_NEVER_WAKE)
+    _futex_keeping_gil(_unused_address, _WAKE_OP, 0, None, address, _ADD_ONE_NEVER_WAKE)
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word at `address`."""
-    _at_once(address, _WAKE, _EVERYBODY, None, None, 0)
+    """Wake all sleepers on the word at `address`."""
+    _futex_keeping_gil(address, _WAKE, _ALL, None, None, 0)
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Sleep until woken, unless the word at `address` is no longer `seen`; at most `seconds`.
+    """Sleep until woken, unless the word at `address` differs from `seen`; at most `seconds`.
 
-    It may also return early: the caller looks at the word again. Other threads run meanwhile.
+    May return early, so the caller checks the word again. Other threads run meanwhile.
     """
     whole = int(seconds)
     limit = _Timespec(whole, int((seconds - whole) * 1e9))
-    if _sleeping(address, _WAIT, seen, ctypes.addressof(limit), None, 0) < 0:
+    if _futex_releasing_gil(address, _WAIT, seen, ctypes.addressof(limit), None, 0) < 0:
         number = ctypes.get_errno()
         if number not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(number, f"futex wait: {errno.errorcode.get(number, number)}")
@@ -72,4 +74,4 @@ def wait(address: int, seen: int, seconds: float) -> None:
 def fence() -> None:
     """Order this process's earlier reads of shared memory before its later ones."""
     if not _STRONG_ORDER:
-        wake(_nowhere)  # every futex call is a full barrier
+        wake(_unused_address)  # every futex call is a full barrier

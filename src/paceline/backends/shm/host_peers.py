@@ -1,12 +1,12 @@
-"""The other ranks of this host: who they are, what descriptors they hand over, and whether they live.
+"""Connections between the ranks of a host: they pass file descriptors and detect the end of a process.
 
-Every two ranks of a group on a host hold a Unix socket between them. Descriptors of shared memory travel
-over it; its end of file tells that the other process ended, at once and without anybody's help. The
-process itself is held by a pidfd: that tells the end even while a child still holds the socket, and its exit
-code after the fact. Who leaves says so first; a process that ends just ends.
+Every two ranks of a group on a host hold a Unix socket between them. Descriptors of shared memory travel over it, and
+its end of file reports at once that the other process ended. A pidfd of the process reports the end even while a
+child still holds the socket, and its exit code afterwards. A rank that leaves the group says goodbye first; a process
+that ends does not.
 
-    rank 0 ── rank 1        the higher rank dials the lower one, at an address that only this host can
-        ╲     ╱             reach and whose token only the group's store knows
+    rank 0 ── rank 1        the higher rank connects to the lower one, at an address that only this host can
+        ╲     ╱             reach, with a token that only the group's store knows
          rank 2
 """
 
@@ -35,29 +35,34 @@ from paceline.errors import CollectiveTimeout
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["HostPeers", "MemoryNotShared", "PeerCard", "exchange_cards"]
+__all__ = ["HostPeers", "PeerInfo", "PeerListener", "SharedMemoryUnavailable", "exchange_peer_info"]
 
-_HELLO = struct.Struct("<i16s")  # rank, token of the one that is dialled
+_HELLO = struct.Struct("<i16s")  # rank of the caller, token of the listener
 _CREDENTIALS = struct.Struct("<iII")  # pid, uid, gid (unix(7))
-_PARCEL = struct.Struct("<cq")  # kind, number
+_MESSAGE = struct.Struct("<cq")  # kind, number of a descriptor
 _FD, _GOODBYE = b"F", b"G"
-_COMMON = -1  # the number of the memory that all share from the start
-_LOOK_SECONDS = 0.2
+_GROUP_SEGMENT = -1  # number of the descriptor of the segment that all ranks share
+_POLL_SECONDS = 0.2
+_HELLO_SECONDS = 5.0
 
 
-class MemoryNotShared(Exception):
-    """Shared memory can't be had between the ranks of this host; the text says why, or nothing if others know."""
+class SharedMemoryUnavailable(Exception):
+    """The ranks of a host can't share memory; the text is the reason, empty if another rank knows it."""
 
 
-@dataclass(frozen=True)
-class PeerCard:
-    """What a rank tells the others of its group about itself.
+@dataclass(frozen=True, kw_only=True)
+class PeerInfo:
+    """Description of a rank, published to the others of its group.
 
     Attributes:
-        rank: in the group. world_rank: in the world.
-        host: what ranks of one host have in common; name: what people call that host.
-        pid: its process. address: where it is dialled. token: what a caller must know.
-        problem: why it has no shared memory, empty if it has.
+        rank: in the group.
+        world_rank: in the world.
+        host: identity of its host.
+        name: name of its host, for people.
+        pid: its process.
+        address: where it listens.
+        token: secret that a caller must send.
+        problem: why it has no shared memory; empty if it has.
     """
 
     rank: int
@@ -70,19 +75,18 @@ class PeerCard:
     problem: str = ""
 
 
-def exchange_cards(store: Store, mine: PeerCard, size: int, timeout: float) -> list[PeerCard]:
-    """Tell `mine` to all ranks of the group and return everybody's, by rank; blocks.
+def exchange_peer_info(store: Store, me: PeerInfo, size: int, timeout: float) -> list[PeerInfo]:
+    """Publish `me` to all ranks of the group and return those of all ranks, by rank; blocks.
 
     Raises:
-        CollectiveTimeout: ranks did not come within `timeout` seconds.
+        CollectiveTimeout: ranks are missing after `timeout` seconds.
     """
-    store.set(f"card/{mine.rank}", json.dumps(asdict(mine)))
-    found = _everybodys(store, "card", size, timeout)
-    return [PeerCard(**json.loads(text)) for text in found]
+    store.set(f"card/{me.rank}", json.dumps(asdict(me)))
+    return [PeerInfo(**json.loads(text)) for text in _read_all(store, "card", size, timeout)]
 
 
-def _everybodys(store: Store, key: str, size: int, seconds: float) -> list[str]:
-    """Return what all ranks wrote under a key of their own; blocks."""
+def _read_all(store: Store, key: str, size: int, seconds: float) -> list[str]:
+    """Return the values that all ranks wrote under their own keys; blocks."""
     keys = [f"{key}/{rank}" for rank in range(size)]
     try:
         store.wait(keys, timedelta(seconds=seconds))
@@ -92,13 +96,13 @@ def _everybodys(store: Store, key: str, size: int, seconds: float) -> list[str]:
             raise
         names = ", ".join(f"rank {rank}" for rank in missing)
         raise CollectiveTimeout(
-            f"{names} of {size} did not come within {seconds:g} s to make the group", rank=missing[0]
+            f"{names} of {size} did not join the group within {seconds:g} s", rank=missing[0]
         ) from error
     return [store.get(each).decode() for each in keys]
 
 
 class PeerListener:
-    """Where this rank is dialled. On Linux the address is abstract: it leaves no file behind."""
+    """Socket to which the higher ranks of the host connect. On Linux its address is abstract and leaves no file."""
 
     def __init__(self) -> None:
         self.token = secrets.token_hex(16)
@@ -106,32 +110,32 @@ class PeerListener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.address}")
         self._socket.listen(1024)
-        self._socket.settimeout(_LOOK_SECONDS)
+        self._socket.settimeout(_POLL_SECONDS)
 
-    def answer(self) -> tuple[int, socket.socket] | None:
-        """Return the next caller that knows the token, None if nobody called for a while."""
+    def accept(self) -> tuple[int, socket.socket] | None:
+        """Return rank and connection of the next caller that knows the token; None: none called for a while."""
         try:
             caller, _ = self._socket.accept()
         except TimeoutError:
             return None
         try:
-            caller.settimeout(5.0)
+            caller.settimeout(_HELLO_SECONDS)
             rank, token = _HELLO.unpack(_receive_exactly(caller, _HELLO.size))
             if secrets.compare_digest(token.hex(), self.token) and _credentials(caller)[1] == os.getuid():
                 return rank, caller
         except OSError:
-            pass  # it hung up, or said nothing
+            pass  # it closed the connection, or sent nothing
         caller.close()
         return None
 
     def close(self) -> None:
-        """Stop being dialled."""
+        """Stop listening."""
         self._socket.close()
 
 
 @dataclass(eq=False)
-class _Neighbour:
-    card: PeerCard
+class _Connection:
+    peer: PeerInfo
     socket: socket.socket
     pid: int
     pidfd: int
@@ -147,205 +151,211 @@ class HostPeers:
     """Connections of this rank to the other ranks of its group on this host.
 
     Args:
-        me: this rank's card. cards: those of the whole group. here: those of this host, me included.
-        listener: where the higher ranks of this host dial this one; None: `me` has a problem.
-        store: the group's. timeout: seconds to wait for all connections.
-        nbytes: size of the memory that the ranks of this host share from the start.
+        me: this rank.
+        local: the ranks of this host, `me` included.
+        group: all ranks of the group.
+        listener: where the higher ranks of this host connect; None: `me` has a problem.
+        store: of the group.
+        timeout: seconds to wait for all connections.
+        nbytes: size of the segment that the ranks of this host share.
 
     Attributes:
-        common: that memory, all zero.
+        segment: that segment, all zero.
 
     Raises:
-        NotShared: ranks of some host can't reach each other; every rank of the group raises it.
+        SharedMemoryUnavailable: ranks of some host can't share memory; every rank of the group raises it.
     """
 
-    common: Segment
+    segment: Segment
 
     def __init__(
         self,
-        me: PeerCard,
-        cards: Sequence[PeerCard],
-        here: Sequence[PeerCard],
+        me: PeerInfo,
+        local: Sequence[PeerInfo],
+        group: Sequence[PeerInfo],
+        *,
         listener: PeerListener | None,
         store: Store,
         timeout: float,
         nbytes: int,
     ) -> None:
-        self.me, self.cards = me, list(here)
-        self._by_rank: dict[int, _Neighbour] = {}
-        self._parcels: dict[tuple[int, int], int | None] = {}
+        self.me, self.peers = me, list(local)
+        self._connections: dict[int, _Connection] = {}
+        self._received_fds: dict[tuple[int, int], int | None] = {}
         self._reading = threading.Lock()
-        problem = next((f"rank {card.rank}: {card.problem}" for card in cards if card.problem), "")
+        problem = next((f"rank {peer.rank}: {peer.problem}" for peer in group if peer.problem), "")
         deadline = time.monotonic() + timeout
         try:
             if listener is not None and not problem:
                 try:
-                    self._meet(listener, store, deadline)
-                    self.common = self._share(nbytes, store, deadline)
-                except (OSError, MemoryNotShared) as error:
+                    self._connect(listener, store, deadline)
+                    self.segment = self._share_segment(nbytes, store, deadline)
+                except (OSError, SharedMemoryUnavailable) as error:
                     problem = f"rank {me.rank}: {error}" if str(error) else "no"
-            self._vote(store, problem, len(cards), timeout)
+            self._agree(store, problem, len(group), timeout)
         except BaseException:
-            self.forsake()
+            self.disconnect()
             raise
         finally:
             if listener is not None:
                 listener.close()
 
-    def _meet(self, listener: PeerListener, store: Store, deadline: float) -> None:
-        for card in self.cards:
-            if card.rank < self.me.rank:
-                self._by_rank[card.rank] = self._dial(card)
-        missing = {card.rank: card for card in self.cards if card.rank > self.me.rank}
+    def _connect(self, listener: PeerListener, store: Store, deadline: float) -> None:
+        for peer in self.peers:
+            if peer.rank < self.me.rank:
+                self._connections[peer.rank] = self._dial(peer)
+        missing = {peer.rank: peer for peer in self.peers if peer.rank > self.me.rank}
         while missing:
-            answered = listener.answer()
-            if answered is not None and answered[0] in missing:
-                rank, caller = answered
-                self._by_rank[rank] = self._known(missing.pop(rank), caller)
-            elif answered is not None:
-                answered[1].close()
+            accepted = listener.accept()
+            if accepted is not None and accepted[0] in missing:
+                rank, caller = accepted
+                self._connections[rank] = _connection(missing.pop(rank), caller)
+            elif accepted is not None:
+                accepted[1].close()
             elif any(store.check([f"shared/{rank}"]) for rank in missing):
-                raise MemoryNotShared
+                raise SharedMemoryUnavailable
             elif time.monotonic() > deadline:
-                raise MemoryNotShared(f"ranks {sorted(missing)} did not connect in time")
+                raise SharedMemoryUnavailable(f"ranks {sorted(missing)} did not connect in time")
 
-    def _share(self, nbytes: int, store: Store, deadline: float) -> Segment:
-        """Have the first rank of the host make memory and hand it to the others."""
-        first, *others = (card.rank for card in self.cards)
-        if self.me.rank == first:
-            common = Segment.new(nbytes)
-            for rank in others:
-                if not self.send_fd(rank, _COMMON, common.fd):
-                    raise MemoryNotShared(f"rank {rank} took no descriptor")
-            return common
-        watch = select.poll()
-        watch.register(self._by_rank[first].socket, select.POLLIN)
-        while True:
-            over = store.check([f"shared/{first}"])  # asked first: what it sent is there then
-            if (fd := self.take_fd(first, _COMMON)) is not None:
-                return Segment.of(fd)
-            if over or self._gone(self._by_rank[first]):
-                raise MemoryNotShared
-            if time.monotonic() > deadline:
-                raise MemoryNotShared(f"rank {first} shared no memory in time")
-            watch.poll(_LOOK_SECONDS * 1e3)
-
-    def _dial(self, card: PeerCard) -> _Neighbour:
+    def _dial(self, peer: PeerInfo) -> _Connection:
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            caller.connect(f"\0{card.address}")
+            caller.connect(f"\0{peer.address}")
             if _credentials(caller)[1] != os.getuid():
-                raise MemoryNotShared(f"rank {card.rank} belongs to another user")
-            caller.sendall(_HELLO.pack(self.me.rank, bytes.fromhex(card.token)))
-        except ConnectionRefusedError:
+                raise SharedMemoryUnavailable(f"rank {peer.rank} belongs to another user")
+            caller.sendall(_HELLO.pack(self.me.rank, bytes.fromhex(peer.token)))
+        except BaseException as error:
             caller.close()
-            raise MemoryNotShared(
-                f"rank {card.rank} can't be reached by a Unix socket (another network namespace?)"
-            ) from None
-        except BaseException:
-            caller.close()
+            if isinstance(error, ConnectionRefusedError):
+                raise SharedMemoryUnavailable(
+                    f"rank {peer.rank} can't be reached by a Unix socket (another network namespace?)"
+                ) from None
             raise
-        return self._known(card, caller)
+        return _connection(peer, caller)
 
-    def _known(self, card: PeerCard, connection: socket.socket) -> _Neighbour:
-        connection.setblocking(False)
-        pid, pidfd = _credentials(connection)[0], -1
-        with contextlib.suppress(OSError, AttributeError):  # no pidfd: its exit code stays unknown
-            pidfd = os.pidfd_open(pid)
-        return _Neighbour(card, connection, pid, pidfd)
+    def _share_segment(self, nbytes: int, store: Store, deadline: float) -> Segment:
+        """Create the segment on the first rank of the host and pass it to the others."""
+        first, *others = (peer.rank for peer in self.peers)
+        if self.me.rank == first:
+            segment = Segment.create(nbytes)
+            for rank in others:
+                if not self.send_fd(rank, _GROUP_SEGMENT, segment.fd):
+                    raise SharedMemoryUnavailable(f"rank {rank} accepted no descriptor")
+            return segment
+        watch = select.poll()
+        watch.register(self._connections[first].socket, select.POLLIN)
+        while True:
+            over = store.check([f"shared/{first}"])  # checked first: what it sent before has arrived then
+            if (fd := self.receive_fd(first, _GROUP_SEGMENT)) is not None:
+                return Segment.from_fd(fd)
+            if over or self._is_gone(self._connections[first]):
+                raise SharedMemoryUnavailable
+            if time.monotonic() > deadline:
+                raise SharedMemoryUnavailable(f"rank {first} shared no memory in time")
+            watch.poll(_POLL_SECONDS * 1e3)
 
-    def _vote(self, store: Store, problem: str, size: int, timeout: float) -> None:
-        """Have all ranks of the group come to the same end."""
+    def _agree(self, store: Store, problem: str, size: int, timeout: float) -> None:
+        """Raise on all ranks of the group if one of them has a problem."""
         store.set(f"shared/{self.me.rank}", problem or "yes")
-        votes = _everybodys(store, "shared", size, timeout)
-        if any(vote != "yes" for vote in votes):
-            reasons = [vote for vote in votes if vote not in ("yes", "no")]
-            raise MemoryNotShared(reasons[0] if reasons else "a rank ended while the group was made")
+        answers = _read_all(store, "shared", size, timeout)
+        if any(answer != "yes" for answer in answers):
+            reasons = [answer for answer in answers if answer not in ("yes", "no")]
+            raise SharedMemoryUnavailable(
+                reasons[0] if reasons else "a rank ended while the group was created"
+            )
 
     def send_fd(self, rank: int, number: int, fd: int) -> bool:
-        """Hand a descriptor to `rank`, under a number of our own; return whether that was possible just now."""
+        """Send a descriptor to `rank` under a number of this rank; return whether that was possible now."""
         try:
-            socket.send_fds(self._by_rank[rank].socket, [_PARCEL.pack(_FD, number)], [fd])
+            socket.send_fds(self._connections[rank].socket, [_MESSAGE.pack(_FD, number)], [fd])
         except OSError:
-            return False  # too many under way, or it has ended: whoever waits for it will say so
+            return False  # too many are queued, or the peer has ended, which others detect
         return True
 
-    def take_fd(self, rank: int, number: int) -> int | None:
-        """Return the descriptor that `rank` sent under `number`; None: it did not come (yet).
+    def receive_fd(self, rank: int, number: int) -> int | None:
+        """Return the descriptor that `rank` sent under `number`; None: it has not arrived.
 
         Raises:
-            OSError: it came, but this process may open no more files.
+            OSError: it arrived, but this process may open no more files.
         """
-        self._gone(self._by_rank[rank])
+        self._is_gone(self._connections[rank])
         with self._reading:
-            if (rank, number) not in self._parcels:
+            if (rank, number) not in self._received_fds:
                 return None
-            fd = self._parcels.pop((rank, number))
+            fd = self._received_fds.pop((rank, number))
         if fd is None:
             raise OSError(
                 errno.EMFILE, f"no descriptor left for memory of rank {rank}: raise the limit (ulimit -n)"
             )
         return fd
 
-    def ended(self) -> list[tuple[PeerCard, bool]]:
-        """Return the neighbours that are gone, and whether each took its leave."""
-        return [(each.card, each.said_goodbye) for each in self._by_rank.values() if self._gone(each)]
+    def gone(self) -> list[tuple[PeerInfo, bool]]:
+        """Return the peers that are gone, and whether each said goodbye."""
+        return [(each.peer, each.said_goodbye) for each in self._connections.values() if self._is_gone(each)]
 
-    def exit_of(self, rank: int) -> ExitStatus:
-        """Return how the process of `rank` ended, waiting a moment for it to be through with that."""
-        neighbour = self._by_rank[rank]
-        return exit_status_of(neighbour.pidfd, neighbour.pid)
+    def exit_status(self, rank: int) -> ExitStatus:
+        """Return how the process of `rank` ended, waiting a moment for its end to complete."""
+        connection = self._connections[rank]
+        return exit_status_of(connection.pidfd, connection.pid)
 
-    def stopped(self, rank: int) -> bool:
-        """Tell whether the process of `rank` is stopped (SIGSTOP, a debugger)."""
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of `rank` is stopped (SIGSTOP, a debugger)."""
         try:
-            with open(f"/proc/{self._by_rank[rank].pid}/stat", "rb") as file:
+            with open(f"/proc/{self._connections[rank].pid}/stat", "rb") as file:
                 return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
         except (OSError, IndexError):
             return False
 
     def close(self) -> None:
-        """Take leave of everybody. Where Python goes down it just ends, and its exit code tells the rest."""
+        """Say goodbye to all peers. During interpreter shutdown the process just ends, so they learn its exit code."""
         if not threading.main_thread().is_alive():
-            for neighbour in self._by_rank.values():
-                neighbour.socket.detach()  # else Python closes it long before the process has an exit code
+            for connection in self._connections.values():
+                connection.socket.detach()  # else Python closes it long before the process has an exit code
             return
-        for neighbour in self._by_rank.values():
+        for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                neighbour.socket.send(_PARCEL.pack(_GOODBYE, 0))
-        self.forsake()
+                connection.socket.send(_MESSAGE.pack(_GOODBYE, 0))
+        self.disconnect()
 
-    def forsake(self) -> None:
-        """Close all connections without a word."""
-        for neighbour in self._by_rank.values():
-            neighbour.close()
-        self._by_rank.clear()
-        for fd in self._parcels.values():
+    def disconnect(self) -> None:
+        """Close all connections without a goodbye."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        for fd in self._received_fds.values():
             if fd is not None:
                 os.close(fd)
-        self._parcels.clear()
+        self._received_fds.clear()
 
-    def _gone(self, neighbour: _Neighbour) -> bool:
-        """Take in what a neighbour sent, and return whether it is gone."""
-        over = has_ended(neighbour.pidfd)  # asked first: all that it sent is there then
+    def _is_gone(self, connection: _Connection) -> bool:
+        """Read what a peer sent, and return whether it is gone."""
+        over = has_ended(connection.pidfd)  # checked first: what it sent before has arrived then
         with self._reading:
-            return self._read(neighbour) or over
+            return self._read(connection) or over
 
-    def _read(self, neighbour: _Neighbour) -> bool:
+    def _read(self, connection: _Connection) -> bool:
         while True:
             try:
-                data, fds, _, _ = socket.recv_fds(neighbour.socket, _PARCEL.size, 1)
+                data, fds, _, _ = socket.recv_fds(connection.socket, _MESSAGE.size, 1)
             except BlockingIOError:
-                return neighbour.said_goodbye
+                return connection.said_goodbye
             except OSError:
                 return True
             if not data:
                 return True
-            kind, number = _PARCEL.unpack(data)
+            kind, number = _MESSAGE.unpack(data)
             if kind == _GOODBYE:
-                neighbour.said_goodbye = True
+                connection.said_goodbye = True
             else:
-                self._parcels[neighbour.card.rank, number] = fds[0] if fds else None
+                self._received_fds[connection.peer.rank, number] = fds[0] if fds else None
+
+
+def _connection(peer: PeerInfo, connected: socket.socket) -> _Connection:
+    connected.setblocking(False)
+    pid, pidfd = _credentials(connected)[0], -1
+    with contextlib.suppress(OSError, AttributeError):  # without a pidfd the exit code stays unknown
+        pidfd = os.pidfd_open(pid)
+    return _Connection(peer, connected, pid, pidfd)
 
 
 def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
@@ -353,7 +363,7 @@ def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
     while len(data) < nbytes:
         more = connection.recv(nbytes - len(data))
         if not more:
-            raise ConnectionError("the caller hung up")
+            raise ConnectionError("the caller closed the connection")
         data += more
     return data
 

@@ -1,8 +1,8 @@
-"""Ranks of a host meet: everybody tells what it is about to do, waits for the others, and learns why they don't come.
+"""Barriers of the ranks of a host: every rank announces its next collective, waits for the others, or learns why not.
 
-post a notice → arrive → all there?  yes: go on
-                            no: look again for a moment, then sleep; now and then see whether somebody
-                                ended, told of a failure, or is too late: then raise, and tell the others
+post a notice → arrive → all arrived?  yes: continue
+                                       no: spin for a moment, then sleep; now and then check whether a rank
+                                           ended, posted a failure or timed out: then raise, and post the failure
 """
 
 from __future__ import annotations
@@ -17,239 +17,216 @@ from paceline._core.process_exit import ExitStatus
 from paceline.backends.op_signature import OpSignature
 from paceline.backends.shm import futex
 from paceline.backends.shm.control_block import ControlBlock, GroupFailure, OpNotice
-from paceline.backends.shm.host_peers import HostPeers, PeerCard
-from paceline.errors import CollectiveError, CollectiveTimeout, MismatchError, PeerLost, UsageError
+from paceline.backends.shm.host_peers import HostPeers, PeerInfo
+from paceline.errors import CollectiveError, CollectiveTimeout, PeerLost, UsageError
 
 __all__ = ["ShmBarrier"]
 
-_LOOK_SECONDS = 0.1
+_CHECK_SECONDS = 0.1
 
 
 class ShmBarrier:
-    """The ranks of a group on this host; `index` counts them, and everything here is in that order.
+    """Barriers and failures of the ranks of a group on this host, which are numbered in that order here.
 
-    Calls block, and are made in the same order by all ranks.
+    Calls block, and all ranks make them in the same order.
 
     Args:
-        neighbours: the connections to the others. board: the shared board.
+        peers: connections to the other ranks.
+        control: the shared control block.
         timeout: seconds that a call waits for a rank.
-        patience: seconds to look again and again before sleeping; 0 where ranks share cores.
+        spin: seconds to poll before sleeping; 0 where ranks share cores.
+
+    Attributes:
+        interrupted: the error that every call raises, although the group still exists; None: it works.
     """
 
-    def __init__(self, neighbours: HostPeers, board: ControlBlock, timeout: float, patience: float) -> None:
-        self.index, self.size = board.index, board.size
-        self.timeout = timeout
-        self.board = board
-        self._neighbours, self._patience = neighbours, patience
+    def __init__(self, peers: HostPeers, control: ControlBlock, timeout: float, spin: float) -> None:
+        self.index, self.size = control.index, control.size
+        self.timeout, self.control = timeout, control
+        self._peers, self._spin = peers, spin
         self._turn = 0
         self._failure: GroupFailure | None = None
-        self._left = self._forked = False
-        self.abandoned: CollectiveError | None = None
-        """Why this rank makes no calls any more, although the group is there."""
-        self._call, self._limit = OpSignature("barrier"), timeout
-        _all.add(self)
+        self._cancelled = self._forked = False
+        self.interrupted: CollectiveError | None = None
+        self._call, self._call_timeout = OpSignature("barrier"), timeout
+        _instances.add(self)
 
-    def _begin(self, call: OpSignature, notice: OpNotice) -> list[OpNotice]:
-        """Post a notice, meet, and return all ranks' notices.
+    def _start_call(self, call: OpSignature, notice: OpNotice) -> list[OpNotice]:
+        """Post a notice, wait for all ranks, and return their notices.
 
         Raises:
-            MismatchError: ranks call different things; all ranks raise it, and the group stays usable.
-            UsageError: this process is a child that a rank forked.
+            MismatchError: ranks call different collectives; all ranks raise it, and the group stays usable.
+            UsageError: this process was forked from a rank.
         """
-        if self.abandoned is not None:
-            raise self.abandoned
+        if self.interrupted is not None:
+            raise self.interrupted
         if self._failure is not None:
-            raise self.error(self._failure)
+            raise self._error(self._failure)
         if self._forked:
             raise UsageError(
-                f"{call}: this process was forked from rank {self._neighbours.me.world_rank} and is no rank",
+                f"{call}: this process was forked from rank {self._peers.me.world_rank} and is not a rank",
                 remedy="fork before init, or leave collectives to the ranks themselves",
             )
-        self._call, self._limit = call, self.timeout if call.timeout is None else call.timeout
-        self.board.post(self._turn, notice)
-        self._meet()
-        notices = [self.board.read(self._turn, rank) for rank in range(self.size)]
+        self._call, self._call_timeout = call, self.timeout if call.timeout is None else call.timeout
+        self.control.post_notice(self._turn, notice)
+        self._wait_all()
+        notices = [self.control.read_notice(self._turn, rank) for rank in range(self.size)]
         self._turn += 1
         for rank, other in enumerate(notices):
-            if other.call != notice.call and not call.agrees(other.call):
-                raise MismatchError(
-                    f"this rank calls {call}, rank {self._neighbours.cards[rank].world_rank} "
-                    f"calls {OpSignature.unpacked(other.call)}",
-                    rank=self._neighbours.me.world_rank,
-                    remedy="all ranks of a group must make the same calls in the same order",
-                )
+            if other.call != notice.call and not call.matches(other.call):
+                me, peer = self._peers.me, self._peers.peers[rank]
+                raise call.mismatch(other.call, me=me.world_rank, other=peer.world_rank)
         return notices
 
-    def _meet(self) -> None:
-        """Return when everybody is here.
+    def _wait_all(self) -> None:
+        """Return when all ranks have arrived.
 
         Raises:
-            PeerLost: a rank ended. CollectiveTimeout: one did not come in time. The group is useless then.
+            PeerLost: a rank ended. The group is unusable from then on.
+            CollectiveTimeout: a rank did not arrive in time. The group is unusable from then on.
         """
-        if not self.board.arrive():
+        if not self.control.arrive():
             self._wait()
         futex.fence()
-        if self.board.broken and self.board.given_up():
-            self.look()
+        if self.control.failed and self.control.barrier_failed():
+            self.check()
 
     def _wait(self) -> None:
-        board = self.board
+        control = self.control
         start = time.perf_counter()
-        while time.perf_counter() - start < self._patience:
-            if board.all_here():
+        while time.perf_counter() - start < self._spin:
+            if control.all_arrived():
                 return
         while True:
-            board.sleep(_LOOK_SECONDS)
-            if board.all_here():
+            control.sleep(_CHECK_SECONDS)
+            if control.all_arrived():
                 return
-            self.look()
-            if time.perf_counter() - start > self._limit:
-                self._time_out()
+            self.check()
+            if time.perf_counter() - start > self._call_timeout and (missing := control.missing()):
+                self._raise(self._timeout_failure(missing, self._call_timeout))
 
-    def look(self) -> None:
-        """Raise if the group can't go on."""
-        if self.abandoned is not None:
-            raise self.abandoned
-        if self._left:
+    def check(self) -> None:
+        """Raise if the group can't continue."""
+        if self.interrupted is not None:
+            raise self.interrupted
+        if self._cancelled:
             raise CollectiveError(f"this rank left the group during {self._call}")
-        failure = self.board.failure()
-        if failure is None:
-            gone = self._neighbours.ended()
-            if not gone or self.board.all_here():
-                return
-            self.board.fail(self.board.failure() or self._describe(gone))
-        self._raise()
+        failure = self.control.first_failure()
+        if failure is not None:
+            raise self.set_failed(failure)
+        gone = self._peers.gone()
+        if gone and not self.control.all_arrived():
+            self._raise(self.control.first_failure() or self._exit_failure(gone))
 
-    def miss(self, indices: Collection[int]) -> bool:
+    # For messages from one rank to another.
+
+    def has_failed(self, indices: Collection[int]) -> bool:
         """Return whether the group failed, or one of these ranks is gone."""
-        return self._left or self.board.failure() is not None or bool(self._gone(indices))
+        return self._cancelled or self.control.first_failure() is not None or bool(self._gone(indices))
 
-    def give_up_on(self, indices: Collection[int]) -> None:
-        """Raise if the group failed, or one of these ranks is gone: a message to or from it can't come."""
+    def check_peers(self, indices: Collection[int]) -> None:
+        """Raise if the group failed, or one of these ranks is gone: a message to or from it can't complete."""
         gone = self._gone(indices)
-        if gone and self.board.failure() is None:
-            self.board.fail(self._describe(gone))
-        self.look()
+        if gone and self.control.first_failure() is None:
+            self.control.post_failure(self._exit_failure(gone))
+        self.check()
 
     def all_gone(self, indices: Collection[int]) -> bool:
         """Return whether all of these ranks are gone."""
         return len(self._gone(indices)) == len(indices)
 
-    def time_out_on(self, index: int) -> None:
-        """Raise because a message to or from this rank took longer than the group's time-out."""
-        self.board.fail(self._lateness([index], self.timeout))
-        self._raise()
+    def raise_timeout(self, index: int) -> NoReturn:
+        """Raise because a message to or from this rank exceeded the group's time-out."""
+        self._raise(self._timeout_failure([index], self.timeout))
 
-    def _gone(self, indices: Collection[int]) -> list[tuple[PeerCard, bool]]:
-        return [
-            (card, left)
-            for card, left in self._neighbours.ended()
-            if self._neighbours.cards.index(card) in indices
-        ]
+    def _gone(self, indices: Collection[int]) -> list[tuple[PeerInfo, bool]]:
+        return [(peer, left) for peer, left in self._peers.gone() if self._peers.peers.index(peer) in indices]
 
-    def _describe(self, gone: Sequence[tuple[PeerCard, bool]]) -> GroupFailure:
-        """Return what became of the neighbours that are gone: of the one most likely to be the cause."""
-        ends = [(card, None if left else self._neighbours.exit_of(card.rank)) for card, left in gone]
-        card, end = min(ends, key=lambda each: _innocence(each[1]))
-        step = self.board.step_of(self._neighbours.cards.index(card))
-        if end is None:
-            return GroupFailure(card.world_rank, card.name, step, None, "left the group")
-        return GroupFailure(card.world_rank, card.name, step, end.code, f"ended ({end})")
+    # Failures.
 
-    def _time_out(self) -> None:
-        late = self.board.late()
-        if late:
-            self.board.fail(self._lateness(late, self._limit))
-            self._raise()
+    def _exit_failure(self, gone: Sequence[tuple[PeerInfo, bool]]) -> GroupFailure:
+        """Return the failure of the peer that is most likely the cause, of those that are gone."""
+        ends = [(peer, None if left else self._peers.exit_status(peer.rank)) for peer, left in gone]
+        peer, end = min(ends, key=lambda each: _unlikely_cause(each[1]))
+        step = self.control.step_of(self._peers.peers.index(peer))
+        text, code = ("left the group", None) if end is None else (f"ended ({end})", end.code)
+        return GroupFailure(peer.world_rank, peer.name, text, step=step, exit_code=code)
 
-    def _lateness(self, late: Sequence[int], limit: float) -> GroupFailure:
-        """Return what to say of ranks that did not come in time; the first of them is at fault."""
-        cards = [self._neighbours.cards[index] for index in late]
-        stopped = any(self._neighbours.stopped(card.rank) for card in cards)
-        state = "its process is stopped" if stopped else "its process lives"
-        names = ", ".join(f"rank {card.world_rank}" for card in cards)
-        more = f"; missing in all: {names}" if len(cards) > 1 else ""
-        text = f"did not come within the timeout of {limit:g} s ({state}){more}"
-        step = self.board.step_of(late[0])
-        return GroupFailure(cards[0].world_rank, cards[0].name, step, None, text, dead=False)
+    def _timeout_failure(self, missing: Sequence[int], timeout: float) -> GroupFailure:
+        """Return the failure of ranks that did not arrive in time; the first of them is at fault."""
+        peers = [self._peers.peers[index] for index in missing]
+        stopped = any(self._peers.is_stopped(peer.rank) for peer in peers)
+        state = "its process is stopped" if stopped else "its process is alive"
+        names = ", ".join(f"rank {peer.world_rank}" for peer in peers)
+        more = f"; missing in all: {names}" if len(peers) > 1 else ""
+        text = f"did not arrive within the timeout of {timeout:g} s ({state}){more}"
+        step = self.control.step_of(missing[0])
+        return GroupFailure(peers[0].world_rank, peers[0].name, text, step=step, dead=False)
 
-    def _raise(self) -> NoReturn:
-        """Raise what was told first."""
-        failure = self.board.failure()
-        assert failure is not None, "somebody told"
-        raise self.fail(failure)
+    def _raise(self, failure: GroupFailure) -> NoReturn:
+        """Post a failure, and raise the one that was posted first."""
+        self.control.post_failure(failure)
+        raise self.set_failed(self.control.first_failure() or failure)
 
-    def error(self, failure: GroupFailure) -> CollectiveError:
-        """Return the error that tells `failure` to this rank's caller."""
+    def set_failed(self, failure: GroupFailure) -> CollectiveError:
+        """Make every later call raise, and return the error."""
+        self._failure = failure
+        return self._error(failure)
+
+    def _error(self, failure: GroupFailure) -> CollectiveError:
         kind = PeerLost if failure.dead else CollectiveTimeout
         where = f" in step {failure.step}" if failure.step >= 0 else ""
         return kind(
             f"rank {failure.rank} on host {failure.host} {failure.text}{where}, while rank "
-            f"{self._neighbours.me.world_rank} was in {self._call}",
+            f"{self._peers.me.world_rank} was in {self._call}",
             rank=failure.rank,
             step=failure.step if failure.step >= 0 else None,
             host=failure.host,
             exit_code=failure.exit_code,
         )
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the others that this rank can't go on: an error in the middle of a collective."""
-        if self._failure is None and not self._left:
-            me = self._neighbours.me
-            text = f"gave up in {self._call}: {type(error).__name__}: {error}"
-            failure = GroupFailure(me.world_rank, me.name, self.board.step, None, text[:500])
-            self.board.fail(failure)
-            self.fail(failure)
+    def report_error(self, error: BaseException) -> None:
+        if self._failure is None and not self._cancelled:
+            me = self._peers.me
+            text = f"failed in {self._call}: {type(error).__name__}: {error}"
+            failure = GroupFailure(me.world_rank, me.name, text[:500], step=self.control.step)
+            self.control.post_failure(failure)
+            self._failure = failure
 
-    def fail(self, failure: GroupFailure) -> CollectiveError:
-        """Make every later call raise, and return the error."""
-        self._failure = failure
-        return self.error(failure)
-
-    def someone_ended(self) -> bool:
-        """Return whether a neighbour is gone; the board tells which, then."""
-        try:
-            self.look()
-        except CollectiveError:
-            return True
-        return False
+    # Lifecycle.
 
     def note_step(self, step: int) -> None:
-        """Tell the other ranks, for their messages, which optimizer step this rank is in."""
-        self.board.step = step
+        self.control.step = step
 
-    def leave(self) -> None:
-        """Have a call under way in another thread end soon, with an error."""
-        self._left = True
+    def cancel(self) -> None:
+        self._cancelled = True
 
-    def abandon(self, reason: CollectiveError) -> None:
-        """Have a call under way in another thread raise `reason` soon, and every later one at once."""
-        self.abandoned = reason
-        self._left = True
+    def interrupt(self, reason: CollectiveError) -> None:
+        self.interrupted = reason
+        self._cancelled = True
 
     def close(self) -> None:
-        """Take leave."""
-        self._neighbours.close()
+        self._peers.close()
 
-    def forsake(self) -> None:
-        """Have no more to do with the group: this is a child that was forked."""
+    def detach(self) -> None:
+        """Drop the group in a forked child."""
         self._forked = True
-        self._neighbours.forsake()
+        self._peers.disconnect()
 
 
-_all: weakref.WeakSet[ShmBarrier] = weakref.WeakSet()
+_instances: weakref.WeakSet[ShmBarrier] = weakref.WeakSet()
 
 
-def _forsake_all() -> None:
-    for meeting in list(_all):
-        meeting.forsake()
+def _detach_all() -> None:
+    for instance in list(_instances):
+        instance.detach()
 
 
-os.register_at_fork(after_in_child=_forsake_all)
+os.register_at_fork(after_in_child=_detach_all)
 
 
-def _innocence(end: ExitStatus | None) -> int:
-    """Return how little an end tells of its cause: a signal most, leaving the group least."""
+def _unlikely_cause(end: ExitStatus | None) -> int:
+    """Return how unlikely an end is to be the cause: a signal is the likeliest, leaving the group the least."""
     if end is None:
         return 3
     return 0 if end.code is not None and end.code < 0 else 2 if end.code == 0 else 1

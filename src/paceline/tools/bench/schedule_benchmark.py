@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.collectives.alpha_beta_cost import ScheduleCost, cost
-from paceline.collectives.catalogue import algorithms_of, has_root, schedule
+from paceline.collectives.algorithms import algorithms_of, has_root, make_schedule
 from paceline.collectives.schedule import Schedule, pipelined
+from paceline.collectives.simulated_cost import ScheduleCost, simulate_cost
 from paceline.collectives.topology import Topology
 from paceline.errors import UsageError
 from paceline.tools.bench.step.step_benchmark import StartRanks
@@ -61,12 +61,12 @@ class Case:
 
     def schedule(self) -> Schedule:
         """Return its schedule."""
-        made = schedule(self.op, self.algorithm, self.ranks, root=self.root, per_node=self.per_node)
+        made = make_schedule(self.op, self.algorithm, self.ranks, root=self.root, per_node=self.per_node)
         return pipelined(made, self.segments)
 
     def price(self, topology: Topology, nbytes: float, gamma: float = 0.0) -> ScheduleCost:
         """Return what it costs."""
-        return cost(self.schedule(), topology, nbytes, gamma)
+        return simulate_cost(self.schedule(), topology, nbytes, gamma)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON takes it."""

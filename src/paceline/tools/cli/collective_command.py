@@ -189,7 +189,7 @@ def _cases(
     compare: bool,
 ) -> list[Case]:
     """Return what is asked for: one algorithm, or all of an operation, the cheapest first."""
-    from paceline.collectives.catalogue import find_algorithm
+    from paceline.collectives.algorithms import find_algorithm
     from paceline.collectives.prove import OPS
     from paceline.tools.bench.schedule_benchmark import Case, best_segments, contenders
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from paceline._core.format import format_seconds, format_size
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, closed_form
-from paceline.collectives.describe import describe
 from paceline.collectives.prove import prove
+from paceline.collectives.schedule_text import describe_schedule
 from paceline.collectives.topology import Topology
 from paceline.tools.bench.schedule_benchmark import Priced
 from paceline.tools.console_table import print_wide
@@ -52,7 +52,7 @@ def one(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
         console.print(_measured(priced, as_priced))
         for line in priced.receipts:
             console.print(f"         {line}", markup=False)
-    for line in describe(made, price):
+    for line in describe_schedule(made, price):
         console.print(line, markup=False)
 
 

@@ -6,15 +6,15 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.collectives.alpha_beta_cost import cost
-from paceline.collectives.catalogue import ALGORITHMS, schedule
+from paceline.collectives.algorithms import ALGORITHMS, make_schedule
+from paceline.collectives.simulated_cost import simulate_cost
 from paceline.collectives.topology import star
 from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
 
 
 def picture(op, name, ranks):
-    made = schedule(op, name, ranks)
-    return round_chart(made, cost(made, star(ranks, 1e6), 1e6), title=str(made)).inline_svg("rounds")
+    made = make_schedule(op, name, ranks)
+    return round_chart(made, simulate_cost(made, star(ranks, 1e6), 1e6), title=str(made)).inline_svg("rounds")
 
 
 def texts(svg):

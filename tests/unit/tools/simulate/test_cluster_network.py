@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives import topology
-from paceline.collectives.alpha_beta_cost import cost
-from paceline.collectives.catalogue import schedule
+from paceline.collectives.algorithms import make_schedule
 from paceline.collectives.closed_form_cost import closed_form
+from paceline.collectives.simulated_cost import simulate_cost
 from paceline.cost_model.bucket_closed_form import EqualBuckets
 from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.step_simulator import Compute, Launch, Wait, simulate_step
@@ -41,7 +41,9 @@ def test_around_a_switch_it_is_the_closed_form(algorithm, ranks):
     "make", [topology.star, topology.ring, topology.tree], ids=lambda make: make.__name__
 )
 def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_alike(make, algorithm, ranks):
-    followed = cost(schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES).seconds
+    followed = simulate_cost(
+        make_schedule("all-reduce", algorithm, ranks), make(ranks, 1e8, 1e-4), NBYTES
+    ).seconds
     found = Network(make.__name__, link=1e8, latency=1e-4).price(algorithm, ranks, NBYTES).seconds
     assert found >= 0.9 * followed  # ranks that run ahead may get into the way of others, which rounds don't
     if make is topology.star and ranks & (ranks - 1) == 0:
@@ -53,8 +55,10 @@ def test_about_as_every_message_followed_or_dearer_and_equal_where_rounds_are_al
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (3, 2), (4, 4), (5, 3), (8, 2), (1, 4)])
 def test_two_levels_are_as_every_message_followed(nodes, per_node):
     ranks = nodes * per_node
-    links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, 1e-5)
-    followed = cost(schedule("all-reduce", "two-level", ranks, per_node=per_node), links, NBYTES)
+    links = topology.two_level(ranks, per_node, 1e9, 1e8, 1e-6, latency_between=1e-5)
+    followed = simulate_cost(
+        make_schedule("all-reduce", "two-level", ranks, per_node=per_node), links, NBYTES
+    )
     network = Network(link=1e8, latency=1e-5, per_node=per_node, inside=1e9, inside_latency=1e-6)
     assert network.price("two-level", nodes, NBYTES).seconds == pytest.approx(followed.seconds)
 
@@ -64,7 +68,7 @@ def test_two_levels_are_as_every_message_followed(nodes, per_node):
 def test_what_is_sent_in_all_is_what_the_schedule_sends(algorithm, nodes, per_node):
     ranks = nodes * per_node
     extra = {"per_node": per_node} if algorithm == "two-level" else {}
-    made = schedule("all-reduce", algorithm, ranks, **extra)
+    made = make_schedule("all-reduce", algorithm, ranks, **extra)
     sends = sum(send.width for sends in made.rounds for send in sends) / made.parts
     counted = 0.0
     for phase in phases(algorithm, ranks, per_node):

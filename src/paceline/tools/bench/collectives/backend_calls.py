@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from paceline.backends.mpi_collectives import WIDENED, MpiTypes
-from paceline.collectives.catalogue import schedule
+from paceline.backends.mpi_collectives import WIDENED_DTYPES, MpiTypes
+from paceline.collectives.algorithms import make_schedule
 from paceline.collectives.run_schedule import run_schedule
 from paceline.tools.bench.collectives.benchmarked_backends import MPI, backend_of
 from paceline.tools.bench.collectives.exact_buffers import Allocate, Buffers
@@ -134,7 +134,7 @@ def _shift(buffers: Buffers, group: ProcessGroup) -> None:
 
 def _scheduled(carrier: Carrier, buffers: Buffers) -> Callable[[], object]:
     """Return the function that runs a schedule of ours; that all ranks run the same one is not asked at every call."""
-    made = schedule(buffers.op, carrier.algorithm, buffers.ranks)
+    made = make_schedule(buffers.op, carrier.algorithm, buffers.ranks)
     tensor = buffers.taken if buffers.op == "all-gather" else buffers.given
     output = buffers.taken if buffers.op in ("all-to-all", "send-recv") else None
     return partial(run_schedule, made, tensor, output, group=carrier.group, check=False)
@@ -148,7 +148,7 @@ def mpi_call(mpi: Any, comm: Any, buffers: Buffers) -> Callable[[], object] | No
         comm: a communicator of all ranks.
         buffers: tensors on the CPU.
     """
-    if buffers.given.dtype in WIDENED:
+    if buffers.given.dtype in WIDENED_DTYPES:
         return None
     kind = MpiTypes(mpi).datatype(buffers.given.dtype)
 

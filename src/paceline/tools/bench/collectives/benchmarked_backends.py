@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from paceline.collectives.catalogue import ALGORITHMS
+from paceline.collectives.algorithms import ALGORITHMS
 from paceline.errors import UsageError, unknown
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
 from paceline.world.machine_facts import GpuFacts, torch_facts

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.backends.process_group import PacelineGroup
+from paceline.backends.process_group import PacelineProcessGroup
 
 __all__ = ["Traffic", "count_traffic", "covered_seconds", "seconds_under_way"]
 
@@ -93,8 +93,8 @@ def _counted() -> Traffic:
     return Traffic(sum(group.calls for group in groups), sum(group.payload_nbytes for group in groups))
 
 
-def _paceline_groups() -> list[PacelineGroup]:
-    return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PacelineGroup)]
+def _paceline_groups() -> list[PacelineProcessGroup]:
+    return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PacelineProcessGroup)]
 
 
 def seconds_under_way(steps: Callable[[], object]) -> float:

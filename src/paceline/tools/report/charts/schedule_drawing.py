@@ -8,8 +8,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import format_seconds
-from paceline.collectives.alpha_beta_cost import ScheduleCost, TimedMessage
 from paceline.collectives.schedule import Schedule
+from paceline.collectives.simulated_cost import ScheduleCost, TimedMessage
 from paceline.tools.report.charts.chart_style import (
     COLOURS,
     INK,

@@ -1,6 +1,6 @@
 """What an all-reduce sends in each round, as arrays of ranks: for numbers of ranks that no list of sends could hold.
 
-The same rounds as `paceline.collectives.catalogue`, which proves them; `tests/pure/test_cluster_network.py` holds one
+The same rounds as `paceline.collectives.algorithms`, which proves them; `tests/pure/test_cluster_network.py` holds one
 against the other. Gathering is reducing turned round, and costs the same on links that are alike in both directions,
 so a phase that comes back is counted twice rather than listed twice.
 """

@@ -1,7 +1,7 @@
 """Links between nodes and inside them, and what an all-reduce costs on them, for any number of ranks (pure).
 
 A round takes as long as its most crowded link, and as the latency of its longest path; rounds follow each other. That
-is the price of `paceline.collectives.alpha_beta_cost` where links are alike, without following every message, so
+is the price of `paceline.collectives.simulated_cost` where links are alike, without following every message, so
 that a million ranks cost no more than counting. Links are those of `paceline.collectives.topology`.
 
 What an all-reduce costs by a measured profile, with its error.
