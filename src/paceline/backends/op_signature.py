@@ -23,7 +23,7 @@ __all__ = [
     "check_exchange_sizes",
 ]
 
-ALL_OPS = (
+ALL_OPS: tuple[str, ...] = (
     "barrier", "all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter",
     "all_to_all",
 )  # fmt: skip
