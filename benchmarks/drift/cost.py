@@ -25,14 +25,14 @@ import torch.distributed as dist
 import typer
 
 import paceline
-from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.health.replica_check import digest_of
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.parallel.engine.finite_check import peak_of
-from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.step.step_contestants import random_batch
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.step.strategy_trainers import random_batch
+from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.models.gpt import GPT, loss
 from paceline.tools.models.gpt_sizes import size_of
 from paceline.tools.result_files import check_writable, result_head
@@ -72,7 +72,7 @@ def measure(rounds: int, told: Path) -> None:
     """Time all strategies as a rank; rank 0 writes."""
     torch.set_num_threads(1)
     world = paceline.init(device="cpu")
-    with TurnBar("drift", (rounds + 1) * len(STRATEGIES), shown=world.rank == 0) as tick:
+    with ProgressBar("drift", (rounds + 1) * len(STRATEGIES), shown=world.rank == 0) as tick:
         rows = [take_turns(strategy, rounds, world.rank, tick) for strategy in STRATEGIES]
     if world.rank == 0:
         told.write_text(json.dumps(rows), encoding="utf-8")

@@ -22,8 +22,8 @@ from paceline._core.files import write_json
 from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.parts_settings import PartsSettings
-from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
-from paceline.tools.bench.turn_order import round_of, split
+from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
+from paceline.tools.bench.turn_statistics import round_times, step_breakdown
 from paceline.tools.cli.bench.profile_file import load_or_new, now
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.result_files import check_writable, machine_record, result_head, versions
@@ -32,16 +32,16 @@ HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
 BATCH = 2
 CONTESTANTS = [
-    Entry(NO_SYNC),
-    Entry("naive"),
-    Entry("flat"),
-    Entry("overlap"),
-    *(Entry("bucketed", size) for size in (1.0, 5.0, 25.0, 100.0)),
-    *(Entry("sharded", size) for size in (1.0, 5.0, 25.0)),
-    Entry("full-shard"),
-    Entry("ddp"),
-    Entry("ddp", 1.0),
-    Entry("ddp", 5.0),
+    StrategyVariant(NO_SYNC),
+    StrategyVariant("naive"),
+    StrategyVariant("flat"),
+    StrategyVariant("overlap"),
+    *(StrategyVariant("bucketed", size) for size in (1.0, 5.0, 25.0, 100.0)),
+    *(StrategyVariant("sharded", size) for size in (1.0, 5.0, 25.0)),
+    StrategyVariant("full-shard"),
+    StrategyVariant("ddp"),
+    StrategyVariant("ddp", 1.0),
+    StrategyVariant("ddp", 5.0),
 ]
 ONE_HOST = "one host"
 
@@ -108,7 +108,7 @@ def run(
         result_head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"])
     )
     job = {
-        "parts": parts.to_json(),
+        "parts": asdict(parts),
         "size": asdict(SIZE),
         "profile": str(profile.absolute()),
         "source": vars(source),
@@ -122,11 +122,12 @@ def run(
 def rows_of(seconds: Sequence[Any], ranks: int) -> list[dict[str, Any]]:
     """Return the rows of a result from ``[entry][round][step][rank]`` of (forward, backward, optimizer, waited)."""
     rounds_of = {
-        entry: [round_of(turn) for turn in turns] for entry, turns in zip(CONTESTANTS, seconds, strict=True)
+        entry: [round_times(turn) for turn in turns]
+        for entry, turns in zip(CONTESTANTS, seconds, strict=True)
     }
     rows = []
     for entry, rounds in rounds_of.items():
-        parts = split(rounds, rounds_of[Entry(NO_SYNC)])
+        parts = step_breakdown(rounds, rounds_of[StrategyVariant(NO_SYNC)])
         rows.append(
             {
                 "model": SIZE.name,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.tools.bench.step import step_benchmark as measuring
-from paceline.tools.bench.step.step_rows import Row
-from paceline.tools.bench.step.step_strategies import Entry
-from paceline.tools.bench.turn_order import Split
+from paceline.tools.bench.step.step_rows import StepRow
+from paceline.tools.bench.step.step_strategies import StrategyVariant
+from paceline.tools.bench.turn_statistics import StepBreakdown
 from paceline.tools.cli import app as module
 
 
@@ -36,15 +36,15 @@ def measured(monkeypatch):
 
 
 def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
-    return Row(
+    return StepRow(
         model="tiny",
-        entry=Entry(strategy, bucket_mib),
+        variant=StrategyVariant(strategy, bucket_mib),
         ranks=2,
         step_ms=10.0,
         ratio_to_ddp=1.0,
         peer=None,
         ratio_to_peer=None,
-        split_ms=Split(2.0, 4.0, 3.0, 1.0),
+        breakdown_ms=StepBreakdown(2.0, 4.0, 3.0, 1.0),
         calls=1,
         ms_per_call=3.0,
         mib=3.25,

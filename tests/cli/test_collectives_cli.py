@@ -10,9 +10,8 @@ import pytest
 import paceline.tools.bench.collectives.collectives_benchmark as measuring
 from paceline.errors import RankFailed
 from paceline.tools.bench.collectives import benchmarked_backends, collectives_request
-from paceline.tools.bench.collectives.collectives_benchmark import keys_of
-from paceline.tools.bench.collectives.collectives_rows import Row, Summary
-from paceline.tools.bench.collectives.measurement_journal import Journal
+from paceline.tools.bench.collectives.collectives_benchmark import RowJournal, row_keys
+from paceline.tools.bench.collectives.collectives_rows import CollectiveRow, TimeSummary
 from paceline.tools.cli import app as module
 from paceline.tools.cli.bench import bench_collectives_command
 
@@ -38,9 +37,11 @@ class Measurement:
         for number, case in enumerate(cases):
             if number == 1 and self.end is not None:
                 raise self.end
-            for backend, op, ranks, nbytes, dtype in keys_of(case, settings.dtype):
-                times = Summary(5, 0.001, 0.002, 0.001, 0.003, 1, 0.6)
-                journal.append([Row(backend, op, ranks, nbytes, dtype, times, backend != self.wrong)])
+            for backend, op, ranks, nbytes, dtype in row_keys(case, settings.dtype):
+                times = TimeSummary(5, 0.001, 0.002, 0.001, 0.003, 1, 0.6)
+                journal.append(
+                    [CollectiveRow(backend, op, ranks, nbytes, dtype, times, backend != self.wrong)]
+                )
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +214,7 @@ def test_what_was_finished_is_kept_shown_and_resumed(monkeypatch, capsys, measur
     assert f"2 rows are kept in {journal}" in " ".join(shown.err.split())
     record = json.loads(file.read_text())
     assert (len(record["rows"]), record["settings"]["complete"]) == (2, False)
-    assert len(Journal(journal).rows()) == 2
+    assert len(RowJournal(journal).rows()) == 2
 
     measured.end = None
     assert paceline(monkeypatch, *SMALL, "--json", file) == 2

@@ -159,47 +159,66 @@ def parse_share(text: str | float) -> float:
 
 
 def parse_list(
-    option: str, text: str, kind: Callable[[str], T], *, example: str, separator: str = ","
+    option: str,
+    text: str,
+    kind: Callable[[str], T],
+    *,
+    example: str,
+    separator: str = ",",
+    unique: bool = False,
 ) -> tuple[T, ...]:
     """Return the values that the text of an option lists, in its order.
 
     Args:
         option: its name, for errors: ``"--block"``.
         text: the values, separated.
-        kind: what parses one: ``int``, ``float``, ``str``, or a parser such as `parse_bytes`.
+        kind: parses one: ``int``, ``float``, ``str``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
         separator: stands between two values.
+        unique: drop repetitions.
 
     Raises:
-        UsageError: there is none, or one is not valid.
+        UsageError: the list is empty, or a value is not valid.
 
     Example:
         >>> parse_list("--block", "2,10", int, example="2,10,100")
         (2, 10)
     """
-    parts = [part.strip() for part in text.split(separator) if part.strip()]
-    try:
-        values = tuple(kind(part) for part in parts)
-    except ValueError as error:
-        raise UsageError(f"{option} {text!r}: {error}", remedy=f"for example: {option} {example}") from error
+    remedy, values = f"for example: {option} {example}", list[T]()
+    for part in filter(None, (part.strip() for part in text.split(separator))):
+        try:
+            values.append(_value(kind, part))
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(
+                f"{option} {text!r}: {reason}", remedy=getattr(error, "remedy", "") or remedy
+            ) from error
     if not values:
-        raise UsageError(f"{option} {text!r} is empty", remedy=f"for example: {option} {example}")
-    return values
+        raise UsageError(f"{option} {text!r} is empty", remedy=remedy)
+    return tuple(dict.fromkeys(values)) if unique else tuple(values)
 
 
 def parse_sweep(
-    option: str, text: str, kind: Callable[[str], float], *, example: str, least: float = 1, most: int = 200
+    option: str,
+    text: str,
+    kind: Callable[[str], float],
+    *,
+    example: str,
+    least: float = 1,
+    most: int = 200,
+    include_last: bool = True,
 ) -> tuple[float, ...]:
     """Return the numbers that the text of an option lists or sweeps, each once, in ascending order.
 
     Args:
         option: its name, for errors: ``"--sizes"``.
         text: numbers separated by commas; one may be a sweep ``FIRST:LAST`` (doubling), ``FIRST:LAST:xFACTOR`` or
-            ``FIRST:LAST:+STEP``, which ends with ``LAST``.
-        kind: what parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
+            ``FIRST:LAST:+STEP``.
+        kind: parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
         least: the smallest valid number.
-        most: how many numbers there may be.
+        most: the largest valid count of numbers.
+        include_last: end a sweep with ``LAST`` even if its steps miss it.
 
     Raises:
         UsageError: a number is not valid or below `least`, a sweep makes no progress, or there are too many numbers.
@@ -210,9 +229,10 @@ def parse_sweep(
         >>> parse_sweep("--nodes", "1:10", int, example="1:10000")
         (1, 2, 4, 8, 10)
     """
+    too_many = UsageError(f"more than {most} numbers", remedy="take larger steps")
 
     def number(part: str) -> float:
-        value = kind(part)
+        value = _value(kind, part)
         if not value >= least:
             raise ValueError(f"{part} is below {least:g}")
         return value
@@ -221,20 +241,36 @@ def parse_sweep(
         first, *bounds = part.split(":")
         if not bounds:
             return (number(first),)
-        low, last = number(first), number(bounds[0])
         step = bounds[1] if len(bounds) == 2 else "x2"
         if len(bounds) > 2 or step[:1] not in ("x", "+"):
             raise ValueError(f"{part} is no sweep: write FIRST:LAST:x2 or FIRST:LAST:+STEP")
-        by = float(step[1:]) if step[0] == "x" else kind(step[1:])
+        low, last = number(first), number(bounds[0])
+        by = _value(float if step[0] == "x" else kind, step[1:])
         if last < low or not (1 < by < math.inf if step[0] == "x" else by > 0):
             raise ValueError(f"{part} makes no progress")
         values = [low]
-        while len(values) <= most and values[-1] < last:
-            following = values[-1] * by if step[0] == "x" else values[-1] + by
-            values.append(min(last, type(low)(following)))
+        while values[-1] < last:
+            following = low * by ** len(values) if step[0] == "x" else low + by * len(values)
+            if following > last * (1 + 1e-9):
+                values += [last] if include_last else []
+                break
+            values.append(round(following) if isinstance(low, int) else following)
+            if len(values) > most:
+                raise too_many
         return tuple(values)
 
     found = sorted({value for part in parse_list(option, text, sweep, example=example) for value in part})
     if len(found) > most:
-        raise UsageError(f"{option} {text!r}: more than {most} numbers", remedy="take larger steps")
+        raise UsageError(f"{option} {text!r}: {too_many}")
     return tuple(found)
+
+
+def _value(kind: Callable[[str], T], part: str) -> T:
+    """Return `kind` of `part`, with an error that needs no Python to be understood."""
+    noun = "whole number" if kind is int else "number" if kind is float else ""
+    try:
+        return kind(part)
+    except ValueError as error:
+        if not noun:
+            raise
+        raise ValueError(f"{part!r} is no {noun}") from error

@@ -16,10 +16,10 @@ import pytest
 
 from mpi_worlds import MPIEXEC, REASON, gone, mpi_world
 from paceline.collectives.catalogue import ALGORITHMS
-from paceline.tools.bench.collectives.benchmark_cases import cases_of
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
+from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
+from paceline.tools.bench.collectives.collectives_cases import list_cases
 from paceline.tools.bench.collectives.collectives_settings import DTYPES, CollectiveSettings
-from paceline.tools.bench.collectives.measurement_journal import Journal
 
 ALL = ("gloo", "paceline", "paceline:arena")
 COMMAND = [sys.executable, "-m", "paceline", "bench", "collectives"]
@@ -50,14 +50,14 @@ def measure(rank, size, settings, file, break_it=None):
 
     case_timing.call_of = broken
     try:
-        journal = Journal(Path(file)) if rank == 0 else None
-        measure_cases(settings, cases_of(settings), paceline.init(), journal)
+        journal = RowJournal(Path(file)) if rank == 0 else None
+        measure_cases(settings, list_cases(settings), paceline.init(), journal)
     finally:
         case_timing.call_of = whole
 
 
 def rows_of(pool, ranks, tmp_path, break_it=None, **changes):
-    settings, journal = settings_of(ranks, **changes), Journal(tmp_path / "journal")
+    settings, journal = settings_of(ranks, **changes), RowJournal(tmp_path / "journal")
     journal.begin(settings.to_json(), {})
     pool(ranks).run(measure, settings, str(journal.path), break_it)
     return journal.rows()
@@ -202,7 +202,7 @@ def test_a_rank_that_is_killed_is_named_and_what_was_finished_is_kept_and_resume
     assert "go on with the same command and --resume" in told
     assert gone([ranks[0].pid])
     partial = json.loads(file.read_text())
-    kept = [row.to_json() for row in Journal(journal).rows()]
+    kept = [row.to_json() for row in RowJournal(journal).rows()]
     assert 0 < len(kept) < 120
     assert partial["rows"] == kept
     assert partial["settings"]["complete"] is False

@@ -15,8 +15,8 @@ import pytest
 import paceline
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
-from paceline.tools.bench.starvation.scene_setup import EXAMPLE, Setup
-from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
+from paceline.tools.bench.starvation.starvation_cases import STARVATION_CASES, find_cases
+from paceline.tools.bench.starvation.starvation_settings import EXAMPLE_BALANCE, StarvationSettings
 from paceline.tools.plan.balance_report import Balance
 
 SOURCE = str(Path(paceline.__file__).parents[1])
@@ -25,23 +25,23 @@ PATIENT, HASTY = 60.0, 4.0  # seconds of the group's time-out: never to be reach
 
 
 def played(fork, folder, names, *settings):
-    import paceline.tools.bench.starvation.scene_program  # noqa: F401 — in the warm process, so that each child need not
+    import paceline.tools.bench.starvation.starvation_worker  # noqa: F401 — in the warm process, so that each child need not
 
     children = [fork(play_one, name, *settings) for name in names]  # who waits, waits beside others
     return [child.hear(timeout=150) for child in children]
 
 
 def play_one(tell, name, *settings):
-    from paceline.tools.bench.starvation.scene_program import show
+    from paceline.tools.bench.starvation.starvation_worker import run_case
 
-    (scene,) = scenes_named([name])
-    found = show(scene, Setup(*settings)).to_json()
+    (scene,) = find_cases([name])
+    found = run_case(scene, StarvationSettings(*settings)).to_json()
     with pytest.raises(ChildProcessError):  # nobody is left
         os.waitpid(-1, os.WNOHANG)
     tell(found)
 
 
-def play(nursery, *names, balance=EXAMPLE, timeout=PATIENT, backend="gloo"):
+def play(nursery, *names, balance=EXAMPLE_BALANCE, timeout=PATIENT, backend="gloo"):
     return nursery.play(played, names, balance, timeout, backend, timeout=200)
 
 
@@ -86,7 +86,7 @@ def test_collectives_of_other_sizes_end_a_process_without_an_exception(nursery):
         assert kinds(told)[1 - receiver] == ("error", "RuntimeError")
 
 
-@pytest.mark.parametrize("balance", [EXAMPLE, SHARES], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize("balance", [EXAMPLE_BALANCE, SHARES], ids=["2 ranks", "4 ranks"])
 def test_who_finishes_and_how_wrong(nursery, balance):
     names = ["next-epoch", "join", "join-active", "truncated", "bucketed", "sharded", "full-shard"]
     found = {told["scene"]: told for told in play(nursery, *names, balance=balance)}
@@ -109,20 +109,20 @@ def test_who_finishes_and_how_wrong(nursery, balance):
 
 
 def stuck(fork, folder):
-    import paceline.tools.bench.starvation.scene_program  # noqa: F401
+    import paceline.tools.bench.starvation.starvation_worker  # noqa: F401
 
     return fork(play_stuck).hear()
 
 
 def play_stuck(tell):
-    from paceline.tools.bench.starvation import scene_program
+    from paceline.tools.bench.starvation import starvation_worker
 
     def sleep_for_ever(scene, setup, rank, folder, notes):
         notes.write("began", step=0)
         time.sleep(1000)
 
-    scene_program.play, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
-    told = scene_program.show(SCENES[0], Setup(EXAMPLE, 1.0)).to_json()
+    starvation_worker.train_as_rank, starvation_worker._PATIENCE_SECONDS = sleep_for_ever, 0.5
+    told = starvation_worker.run_case(STARVATION_CASES[0], StarvationSettings(EXAMPLE_BALANCE, 1.0)).to_json()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
     tell(told)

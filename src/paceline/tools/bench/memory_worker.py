@@ -1,19 +1,18 @@
-"""What each rank of a measurement runs: ``python -m paceline.tools.bench.memory_worker job.json``."""
+"""Program of each rank of a memory measurement: ``python -m paceline.tools.bench.memory_worker job.json``."""
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline._core.json_codec import decode
 from paceline.parallel.engine.comm import Comm
-from paceline.tools.bench.cpu_allocations import Allocated
+from paceline.tools.bench.peak_memory import CpuAllocations
+from paceline.tools.bench.rank_jobs import read_job, write_job_result
 from paceline.tools.plan.memory.traced_training import Silent, train
 from paceline.tools.plan.memory.training_subject import Setting, Subject, subject_of
 from paceline.world import init, shutdown
@@ -21,10 +20,10 @@ from paceline.world import init, shutdown
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str]) -> None:
-    """Do the job that the file ``argv[0]`` describes."""
-    job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
-    setting = Setting.from_json(job["setting"])
+def main(path: str) -> None:
+    """Run the job in the file `path`."""
+    job = read_job(path)
+    setting = decode(job["setting"], Setting, "setting")
     torch.manual_seed(0)
     torch.set_num_threads(job["threads"])
     world = init(setting.backend) if setting.ranks > 1 else None
@@ -37,41 +36,32 @@ def main(argv: Sequence[str]) -> None:
         every = [None] * world.size
         dist.all_gather_object(every, found)
     if world is None or world.rank == 0:
-        Path(job["out"]).write_text(json.dumps(every), encoding="utf-8")
+        write_job_result(job, every)
     if world is not None:
         shutdown()
 
 
 def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
-    """Return the peak of this rank and, on the CPU, the operators in which it was reached."""
-    _warm_up()
+    """Return the peak of this rank and, on the CPU, the operators that reached it."""
+    with torch.autograd.profiler.profile(profile_memory=True):  # load what the first use of torch loads
+        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     gc.collect()
     gc.disable()  # cycles would be collected at other times than in a prediction
     if setting.device == "cuda":
-        return _measure_gpu(subject, setting, steps)
-    with Allocated() as allocated:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
         train(subject, setting, Comm(), Silent(), steps)
-    peak = allocated.at_peak()
+        peak = torch.cuda.max_memory_allocated() - before
+        return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
+    with CpuAllocations() as allocated:
+        train(subject, setting, Comm(), Silent(), steps)
+    at_peak = allocated.at_peak()
     return {
         "peak_nbytes": allocated.nbytes,
-        "peak_operators": list(peak.operators) if peak else [],
+        "peak_operators": list(at_peak.operators) if at_peak else [],
         "unreported_nbytes": allocated.unreported_nbytes,
     }
 
 
-def _measure_gpu(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    train(subject, setting, Comm(), Silent(), steps)
-    peak = torch.cuda.max_memory_allocated() - before
-    return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
-
-
-def _warm_up() -> None:
-    """Load what the first use of torch loads, so that it is not measured."""
-    with torch.autograd.profiler.profile(profile_memory=True):
-        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

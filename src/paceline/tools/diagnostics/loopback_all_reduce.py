@@ -17,12 +17,12 @@ from pathlib import Path
 from paceline._core.units import MIB
 from paceline.world.machine_facts import Loopback
 
-__all__ = ["main", "measure"]
+__all__ = ["main", "measure_loopback"]
 
 _REPEATS = 7
 
 
-def measure(nbytes: int = 25 * MIB) -> Loopback:
+def measure_loopback(nbytes: int = 25 * MIB) -> Loopback:
     """Take part, as a rank of the present world of paceline, in all-reduces of 4 and `nbytes` bytes."""
     import torch
     import torch.distributed as dist
@@ -52,7 +52,7 @@ def main(result: Path) -> None:
     from paceline.world import init, shutdown
 
     world = init("paceline", device="cpu", timeout=60.0)
-    measured = measure()
+    measured = measure_loopback()
     if world.rank == 0:
         result.write_text(json.dumps(asdict(measured)))
     shutdown()

@@ -11,20 +11,30 @@ from hypothesis import strategies as st
 
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
-from paceline.tools.bench.starvation.scene_outcome import (
-    End,
-    Notes,
+from paceline.tools.bench.starvation.starvation_cases import STARVATION_CASES, find_cases
+from paceline.tools.bench.starvation.starvation_outcome import (
+    EventLog,
+    ProcessEnd,
     RankOutcome,
-    message_of,
-    outcome_of,
-    read_notes,
+    case_outcome,
+    read_events,
+    short_message,
 )
-from paceline.tools.bench.starvation.scene_setup import EXAMPLE, MOST_RANKS, Setup
-from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
-from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, is_exact, sentence, title
+from paceline.tools.bench.starvation.starvation_settings import (
+    EXAMPLE_BALANCE,
+    MOST_RANKS,
+    StarvationSettings,
+)
+from paceline.tools.bench.starvation.starvation_table import (
+    STARVATION_COLUMNS,
+    is_exact,
+    row_cells,
+    summary_line,
+    table_title,
+)
 from paceline.tools.plan.balance_report import Balance
 
-SETUP = Setup(EXAMPLE, timeout=10.0)
+SETUP = StarvationSettings(EXAMPLE_BALANCE, timeout=10.0)
 PLACE = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
 ABORT = (
     "[W101 Warning: something else\n"
@@ -34,27 +44,27 @@ ABORT = (
 
 
 def began(at, step=0):
-    return {"what": "began", "at": at, "step": step}
+    return {"event": "started", "at": at, "step": step}
 
 
 def made(at, step=0, samples=64, error=1e-16):
-    return {"what": "made", "at": at, "step": step, "samples": samples, "error": error}
+    return {"event": "stepped", "at": at, "step": step, "samples": samples, "error": error}
 
 
 def dry(at):
-    return {"what": "dry", "at": at}
+    return {"event": "dry", "at": at}
 
 
 def raised(at, text, kind="RuntimeError"):
-    return {"what": "raised", "at": at, "kind": kind, "text": text}
+    return {"event": "raised", "at": at, "kind": kind, "text": text}
 
 
 def finished(at, *parameters):
-    return {"what": "finished", "at": at, "parameters": list(parameters), "parameter_error": 0.5}
+    return {"event": "finished", "at": at, "parameters": list(parameters), "parameter_error": 0.5}
 
 
 def of(notes, code, at=100.0, stderr=""):
-    return RankOutcome.of(3, notes, End(code, at, stderr), timeout=10.0)
+    return RankOutcome.of(3, notes, ProcessEnd(code, at, stderr), timeout=10.0)
 
 
 # ---------------------------------------------------------------------- one rank
@@ -110,19 +120,19 @@ def test_any_beginning_of_the_notes_will_do(cut, code):
         :cut
     ]
     one = of(notes, code)
-    assert one.steps == sum(note["what"] == "made" for note in notes)
+    assert one.steps == sum(note["event"] == "stepped" for note in notes)
     assert (one.kind == "finished") == (cut == 8 and code == 0)
     assert one.kind == "finished" or one.seconds >= 0
 
 
 def test_a_line_that_was_being_written_is_left_out(tmp_path):
-    notes = Notes(tmp_path / "notes")
-    notes.write("began", step=0)
+    notes = EventLog(tmp_path / "notes")
+    notes.write("started", step=0)
     with (tmp_path / "notes").open("ab") as file:
-        file.write(b'{"what": "ma')
-    (note,) = read_notes(tmp_path / "notes")
-    assert (note["what"], note["step"]) == ("began", 0)
-    assert read_notes(tmp_path / "none") == []
+        file.write(b'{"event": "st')
+    (note,) = read_events(tmp_path / "notes")
+    assert (note["event"], note["step"]) == ("started", 0)
+    assert read_events(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -143,15 +153,15 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path):
     ],
 )
 def test_what_an_error_says(text, said):
-    assert message_of(text) == said
+    assert short_message(text) == said
 
 
 # ---------------------------------------------------------------------- who runs dry
 
 
 def test_the_example_starves_one_rank():
-    assert (SETUP.balance.batches, SETUP.dry, SETUP.steps) == ((10, 8), [1], 10)
-    kinds = [SETUP.kind(step) for step in range(10)]
+    assert (SETUP.balance.batches, SETUP.dry_ranks, SETUP.steps) == ((10, 8), [1], 10)
+    kinds = [SETUP.step_kind(step) for step in range(10)]
     assert kinds == ["equal"] * 7 + ["unequal", "dry", "dry"]
 
 
@@ -169,9 +179,9 @@ def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size,
     balance = Balance(dealing, batch_size)
     if not balance.starving or not min(balance.batches):
         with pytest.raises(UsageError):
-            Setup(balance)
+            StarvationSettings(balance)
         return
-    setup = Setup.from_json(json.loads(json.dumps(Setup(balance, 3.0).to_json())))
+    setup = StarvationSettings.from_json(json.loads(json.dumps(StarvationSettings(balance, 3.0).to_json())))
     assert setup.balance.batches == balance.batches
     assert setup.balance.dealing.counts == dealing.counts
     own = [setup.batches(rank) for rank in range(ranks)]
@@ -179,11 +189,11 @@ def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size,
     together = np.concatenate([batch for batches in own for batch in batches])
     by_step = np.concatenate([setup.global_batch(step) for step in range(setup.steps)])
     assert sorted(together) == sorted(by_step) == list(range(samples))
-    assert "dry" in {setup.kind(step) for step in range(setup.steps)}
+    assert "dry" in {setup.step_kind(step) for step in range(setup.steps)}
 
 
 def test_the_next_epoch_has_other_batches():
-    further = SETUP.further(1)
+    further = SETUP.later_batches(1)
     first = [next(further) for _ in range(20)]
     assert [len(batch) for batch in first[:9]] == [64] * 7 + [52, 64]
     assert set(np.concatenate(first[:8])) != set(np.concatenate(SETUP.batches(1)))
@@ -192,36 +202,36 @@ def test_the_next_epoch_has_other_batches():
 @pytest.mark.parametrize(
     ("balance", "timeout", "said"),
     [
-        (EXAMPLE, 0.5, "time-out of 0.5 s"),
-        (EXAMPLE, float("inf"), "time-out of inf s"),
+        (EXAMPLE_BALANCE, 0.5, "time-out of 0.5 s"),
+        (EXAMPLE_BALANCE, float("inf"), "time-out of inf s"),
         (Balance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
         (Balance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
-        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so nobody starves"),
+        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so none starves"),
         (Balance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
-        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "the short last ones too"),
+        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "including short last ones"),
         (Balance(dispatch_blocks(30_000_100, 2, block=100), 100_000), 10, "30000100 samples in 151 steps"),
         (Balance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
     ],
 )
 def test_what_can_not_be_shown_is_refused(balance, timeout, said):
     with pytest.raises(UsageError, match=said):
-        Setup(balance, timeout)
+        StarvationSettings(balance, timeout)
 
 
 # ---------------------------------------------------------------------- scenes, and words
 
 
 def test_scenes_come_in_their_order():
-    assert [scene.name for scene in scenes_named(["sharded", "exits"])] == ["exits", "sharded"]
-    assert tuple(scenes_named([])) == SCENES
+    assert [scene.name for scene in find_cases(["sharded", "exits"])] == ["exits", "sharded"]
+    assert tuple(find_cases([])) == STARVATION_CASES
     with pytest.raises(UsageError, match="did you mean 'barrier'"):
-        scenes_named(["barier"])
+        find_cases(["barier"])
 
 
 def scene(name, notes, codes, at=100.0, stderr=("", "")):
-    ends = {rank: End(codes[rank], at, stderr[rank]) for rank in (0, 1)}
-    (wanted,) = scenes_named([name])
-    return json.loads(json.dumps(outcome_of(wanted, SETUP, notes, ends).to_json()))
+    ends = {rank: ProcessEnd(codes[rank], at, stderr[rank]) for rank in (0, 1)}
+    (wanted,) = find_cases([name])
+    return json.loads(json.dumps(case_outcome(wanted, SETUP, notes, ends).to_json()))
 
 
 def steps(number, error=1e-16):
@@ -231,7 +241,7 @@ def steps(number, error=1e-16):
 def test_a_scene_in_which_one_hangs():
     late = [*steps(8), began(20, 8), raised(30.1, f"{PLACE}Timed out waiting 10000ms for recv operation")]
     told = scene("idles", {0: late, 1: [*steps(8), dry(8), finished(31)]}, (1, 0))
-    assert cells(told)[1:5] == [
+    assert row_cells(told)[1:5] == [
         "does something else",
         "hang, then RuntimeError: Timed out",
         "notices nothing",
@@ -247,12 +257,12 @@ def test_a_scene_that_ends_by_a_signal():
         1: [*steps(8), dry(99.9)],
     }
     told = scene("metric", notes, (1, -6), stderr=("", ABORT))
-    assert cells(told)[2:5] == [
+    assert row_cells(told)[2:5] == [
         "RuntimeError: Connection closed by peer",
         "SIGABRT: gloo::EnforceNotMet",
         "20 ms",
     ]
-    assert "others: RuntimeError: Connection closed by peer (20 ms)" in sentence(told)
+    assert "others: RuntimeError: Connection closed by peer (20 ms)" in summary_line(told)
 
 
 def test_a_scene_in_which_all_finish():
@@ -266,20 +276,20 @@ def test_a_scene_in_which_all_finish():
     assert told["gradient_error_with_a_dry_rank"] == 0.32
     assert told["gradient_error_with_equal_batches"] == 1e-16
     assert told["replicas_apart"] == 0.5
-    assert cells(told)[2:] == ["finish", "finish", "", "32.0%", "1e-16", "0"]
+    assert row_cells(told)[2:] == ["finish", "finish", "", "32.0%", "1e-16", "0"]
     assert not is_exact(told)
     right = {rank: [*steps(10), finished(11, 1.0)] for rank in (0, 1)}
     exact = scene("bucketed", right, (0, 0)) | {"samples_lost": 0}
     assert is_exact(exact)
-    assert len(cells(exact)) == len(COLUMNS)
+    assert len(row_cells(exact)) == len(STARVATION_COLUMNS)
 
 
 def test_who_had_to_be_killed_is_told():
     told = scene("barrier", {0: [began(1)], 1: [dry(1)]}, (None, None))
-    assert cells(told)[2:4] == ["hang for ever", "hang for ever"]
+    assert row_cells(told)[2:4] == ["hang for ever", "hang for ever"]
 
 
 def test_the_title_tells_what_all_have_in_common():
-    assert title(SETUP.told()) == (
+    assert table_title(SETUP.summary()) == (
         "2 ranks, 1100 samples in blocks of 100, batches of 64: 10, 8 batches; gloo, time-out 10 s"
     )

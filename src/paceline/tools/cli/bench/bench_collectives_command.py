@@ -22,15 +22,15 @@ from paceline._core.cpu_cores import usable_cores
 from paceline.errors import PacelineError, RankFailed
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings, run_mpi
-from paceline.tools.bench.collectives.benchmarked_backends import MPI, RANKS
-from paceline.tools.bench.step.step_benchmark import StartRanks
+from paceline.tools.bench.collectives.benchmarked_backends import LOCAL_RANKS, MPIEXEC
+from paceline.tools.bench.rank_jobs import StartRanks
 from paceline.tools.cli.shared_options import CsvOption, JsonRowsOption
 from paceline.world import ProcessPlace
 from paceline.world.mpi_world import under_mpi
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.collectives.collectives_request import Request
-    from paceline.tools.bench.collectives.measurement_journal import Journal
+    from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
+    from paceline.tools.bench.collectives.collectives_request import CollectivesRequest
     from paceline.tools.cli.bench.bench_collectives_files import Files
 
 __all__ = [
@@ -82,7 +82,7 @@ def collectives(
 
         compare_results(*compare)
         return
-    from paceline.tools.bench.collectives.collectives_request import is_joined, make_request
+    from paceline.tools.bench.collectives.collectives_request import make_request, under_launcher
     from paceline.tools.cli.bench.bench_collectives_files import plan_files
 
     pass  # moved
@@ -91,7 +91,7 @@ def collectives(
     place = read_environment(os.environ)
     asked = make_request(
         place,
-        joined(place) if is_joined(place) else starters(),
+        joined(place) if under_launcher(place) else starters(),
         backends=backends,
         ops=ops,
         ranks=ranks,
@@ -108,33 +108,33 @@ def collectives(
         return
     files = plan_files(asked.settings.ops, json_file, csv_file, out, resume=resume)
     with files.journal(asked.settings, resume=resume) as journal:
-        run = (lambda: _join(asked, journal)) if is_joined(place) else (lambda: _start(asked, journal))
+        run = (lambda: _join(asked, journal)) if under_launcher(place) else (lambda: _start(asked, journal))
         _measure(asked, journal, files, run)
 
 
-def _start(asked: Request, journal: Journal) -> None:
+def _start(asked: CollectivesRequest, journal: RowJournal) -> None:
     """Start the ranks, of one number after another."""
-    from paceline.tools.bench.collectives.collectives_benchmark import measure
+    from paceline.tools.bench.collectives.collectives_benchmark import measure_collectives
 
     pass  # moved
 
-    measure(asked.settings, asked.fitting, starters(), journal)
+    measure_collectives(asked.settings, asked.fitting, starters(), journal)
 
 
-def _join(asked: Request, journal: Journal | None) -> None:
+def _join(asked: CollectivesRequest, journal: RowJournal | None) -> None:
     """Be the rank that a launcher started this process as."""
-    from paceline.tools.bench.collectives.collectives_benchmark import finished
-    from paceline.tools.bench.collectives.collectives_worker import take_part
+    from paceline.tools.bench.collectives.collectives_benchmark import is_finished
+    from paceline.tools.bench.collectives.collectives_worker import measure_under_launcher
 
     there = {row.key for row in journal.rows()} if journal else set()
     wanted = [
-        fits and not finished(case, asked.settings.dtype, there)
+        fits and not is_finished(case, asked.settings.dtype, there)
         for case, fits in zip(asked.cases, asked.fits, strict=True)
     ]
-    take_part(asked.settings, asked.cases, wanted, journal)
+    measure_under_launcher(asked.settings, asked.cases, wanted, journal)
 
 
-def _measure(asked: Request, journal: Journal, files: Files, run: Callable[[], None]) -> None:
+def _measure(asked: CollectivesRequest, journal: RowJournal, files: Files, run: Callable[[], None]) -> None:
     """Run the measurement, and show and write what it found, however it ends."""
     for line in asked.left_out:
         typer.echo(f"left out: {line}", err=True)
@@ -147,19 +147,19 @@ def _measure(asked: Request, journal: Journal, files: Files, run: Callable[[], N
         raise typer.Exit(1)
 
 
-def _finish(asked: Request, journal: Journal, files: Files, *, complete: bool) -> bool:
+def _finish(asked: CollectivesRequest, journal: RowJournal, files: Files, *, complete: bool) -> bool:
     """Show and write the rows that there are; return whether all of them are right."""
-    from paceline.tools.bench.collectives.collectives_benchmark import in_order
+    from paceline.tools.bench.collectives.collectives_benchmark import ordered_rows
     from paceline.tools.cli.bench.bench_collectives_files import write_files
     from paceline.tools.console_table import print_wide
 
-    rows = in_order(asked.cases, asked.settings.dtype, journal.rows())
+    rows = ordered_rows(asked.cases, asked.settings.dtype, journal.rows())
     if rows:
-        from paceline.tools.bench.collectives.collectives_rows import FOOTER, tables
+        from paceline.tools.bench.collectives.collectives_tables import COLLECTIVES_FOOTER, operation_tables
 
-        for made in tables(rows):
+        for made in operation_tables(rows):
             print_wide(made)
-        typer.echo(FOOTER)
+        typer.echo(COLLECTIVES_FOOTER)
     command = shlex.join(["paceline", *sys.argv[1:]])
     for path in write_files(files, asked, rows, command, complete=complete):
         typer.echo(path)
@@ -249,31 +249,31 @@ def compare_results(first: Path, second: Path) -> None:
     Raises:
         UsageError: one can't be read, or holds something else.
     """
-    from paceline.tools.bench.collectives.collectives_rows import read_result
-    from paceline.tools.bench.collectives.result_comparison import compare as compared
-    from paceline.tools.bench.collectives.result_comparison import in_words, table
+    from paceline.tools.bench.collectives.collectives_rows import read_collectives
+    from paceline.tools.bench.collectives.collectives_tables import comparison_table, describe_row
+    from paceline.tools.bench.collectives.collectives_tables import match_results as compared
     from paceline.tools.console_table import print_wide
 
-    found = compared(read_result(first), read_result(second))
+    found = compared(read_collectives(first), read_collectives(second))
     for line in found.differing:
         typer.echo(f"differs: {line}")
     for name, rows in ((first, found.only_first), (second, found.only_second)):
         for row in rows:
-            typer.echo(f"only in {name}: {in_words(row)}")
+            typer.echo(f"only in {name}: {describe_row(row)}")
     if found.pairs:
-        print_wide(table(found.pairs))
+        print_wide(comparison_table(found.pairs))
     else:
         typer.echo("no case is in both")
 
 
 def starters() -> dict[str, StartRanks]:
     """Return what starts ranks here: as Python processes, and where there is mpiexec, under it."""
-    return {RANKS: run_ranks} | ({MPI: _start_under_mpi} if find_mpiexec() else {})
+    return {LOCAL_RANKS: run_ranks} | ({MPIEXEC: _start_under_mpi} if find_mpiexec() else {})
 
 
 def joined(place: ProcessPlace) -> set[str]:
     """Return whose ranks those are that a launcher started: MPI's too, if it was a launcher of MPI."""
-    return {RANKS} | ({MPI} if under_mpi(os.environ) == place.size else set())
+    return {LOCAL_RANKS} | ({MPIEXEC} if under_mpi(os.environ) == place.size else set())
 
 
 def _start_under_mpi(argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None:

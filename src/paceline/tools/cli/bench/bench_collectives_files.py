@@ -12,18 +12,25 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from paceline._core.json_codec import encode
 from paceline.errors import UsageError
-from paceline.tools.bench.collectives.collectives_request import Request
-from paceline.tools.bench.collectives.collectives_rows import Result, Row, installed, write_csv, write_json
+from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
+from paceline.tools.bench.collectives.collectives_request import CollectivesRequest
+from paceline.tools.bench.collectives.collectives_rows import (
+    CollectiveRow,
+    CollectivesResult,
+    benchmarked_versions,
+    write_collectives_csv,
+    write_collectives_json,
+)
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
-from paceline.tools.bench.collectives.measurement_journal import Journal
 from paceline.tools.report.charts.chart_style import Chart
 from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
 from paceline.tools.result_files import check_writable, machine_record, require_matplotlib
 
 __all__ = ["Files", "bandwidth", "check", "plan_files", "times", "write_files", "writers"]
 
-_Writer = Callable[[Path, Result], object]
+_Writer = Callable[[Path, CollectivesResult], object]
 
 
 @dataclass(frozen=True)
@@ -39,15 +46,15 @@ class Files:
     kept: Path | None
 
     @contextlib.contextmanager
-    def journal(self, settings: CollectiveSettings, *, resume: bool) -> Iterator[Journal]:
+    def journal(self, settings: CollectiveSettings, *, resume: bool) -> Iterator[RowJournal]:
         """Give the journal, begun or taken up again; one that is of no more use is removed afterwards.
 
         Raises:
             UsageError: it is of another measurement.
         """
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-            journal = Journal(self.kept or Path(folder, "journal.jsonl"))
-            head = settings.to_json() | {"versions": installed()}, machine_record()
+            journal = RowJournal(self.kept or Path(folder, "journal.jsonl"))
+            head = encode(settings) | {"versions": benchmarked_versions()}, machine_record()
             if resume and journal.path.exists():
                 journal.resume(*head)
             else:
@@ -81,16 +88,16 @@ def plan_files(
     writer_of: dict[Path, _Writer] = {}
     kept = None
     if json_file is not None:
-        writer_of[json_file] = write_json
+        writer_of[json_file] = write_collectives_json
         kept = json_file.with_suffix(".journal.jsonl")
     if csv_file is not None:
         if csv_file == json_file:
             raise UsageError(f"--json and --csv both name {csv_file}", remedy="name two files")
-        writer_of[csv_file] = lambda path, result: write_csv(path, result.rows)
+        writer_of[csv_file] = lambda path, result: write_collectives_csv(path, result.rows)
     if out is not None:
         check()
-        writer_of[out / "collectives.json"] = write_json
-        writer_of[out / "collectives.csv"] = lambda path, result: write_csv(path, result.rows)
+        writer_of[out / "collectives.json"] = write_collectives_json
+        writer_of[out / "collectives.csv"] = lambda path, result: write_collectives_csv(path, result.rows)
         writer_of |= writers(out, ops)
         kept = out / "collectives.journal.jsonl"
     for path in [*writer_of, *([] if kept is None else [kept])]:
@@ -118,13 +125,16 @@ def _check_journal(kept: Path | None, result: Path | None, *, resume: bool) -> N
 
 
 def write_files(
-    files: Files, asked: Request, rows: Sequence[Row], command: str, *, complete: bool
+    files: Files, asked: CollectivesRequest, rows: Sequence[CollectiveRow], command: str, *, complete: bool
 ) -> list[Path]:
     """Write every file and return which; the journal goes once a complete result is there. No rows, no files."""
     if not rows:
         return []
-    settings = asked.settings.to_json() | {"versions": installed(), "left_out": list(asked.left_out)}
-    result = Result(command, machine_record(), settings | {"complete": complete}, rows)
+    settings = encode(asked.settings) | {
+        "versions": benchmarked_versions(),
+        "left_out": list(asked.left_out),
+    }
+    result = CollectivesResult(command, machine_record(), settings | {"complete": complete}, rows)
     for path, write in files.writer_of.items():
         write(path, result)
     if complete and files.kept is not None:
@@ -137,7 +147,7 @@ def check() -> None:
     require_matplotlib()
 
 
-def writers(folder: Path, ops: Iterable[str]) -> dict[Path, Callable[[Path, Result], object]]:
+def writers(folder: Path, ops: Iterable[str]) -> dict[Path, Callable[[Path, CollectivesResult], object]]:
     """Return what draws each chart of the operations: ``all-reduce-time.png``, ``all-reduce-busbw.svg`` …"""
     return {
         folder / f"{op}-{name}{suffix}": partial(_write, op=op, draw=draw)
@@ -147,24 +157,26 @@ def writers(folder: Path, ops: Iterable[str]) -> dict[Path, Callable[[Path, Resu
     }
 
 
-def _write(path: Path, result: Result, *, op: str, draw: Callable[[Sequence[Row], str], Chart]) -> None:
+def _write(
+    path: Path, result: CollectivesResult, *, op: str, draw: Callable[[Sequence[CollectiveRow], str], Chart]
+) -> None:
     rows = [row for row in result.rows if row.op == op]
     if rows:
         chart = draw(rows, f"{op} of {rows[0].dtype}, {result.settings['network']}")
         chart.save(path)
 
 
-def times(rows: Sequence[Row], title: str) -> Chart:
+def times(rows: Sequence[CollectiveRow], title: str) -> Chart:
     """Return the chart of the median times of one operation."""
     return time_by_size(_lines(rows, lambda row: row.times.median_s), title=title)
 
 
-def bandwidth(rows: Sequence[Row], title: str) -> Chart:
+def bandwidth(rows: Sequence[CollectiveRow], title: str) -> Chart:
     """Return the chart of the bus bandwidths of one operation."""
     return bandwidth_by_size(_lines(rows, lambda row: row.busbw), title=title, bandwidth="busbw")
 
 
-def _lines(rows: Sequence[Row], value_of: Callable[[Row], float]) -> list[SizeLine]:
+def _lines(rows: Sequence[CollectiveRow], value_of: Callable[[CollectiveRow], float]) -> list[SizeLine]:
     points: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for row in sorted(rows, key=lambda row: row.nbytes):
         points.setdefault((row.backend, row.ranks), []).append((row.nbytes, value_of(row)))

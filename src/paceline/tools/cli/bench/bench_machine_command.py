@@ -13,7 +13,8 @@ import typer
 
 from paceline._core.files import write_json
 from paceline._core.format import format_count
-from paceline._core.units import parse_bytes
+from paceline._core.json_codec import encode
+from paceline._core.units import parse_bytes, parse_list
 from paceline.errors import UsageError
 from paceline.tools.result_files import check_writable
 
@@ -49,32 +50,31 @@ def machine(
 ) -> None:
     """Measure memory bandwidth and matrix rate, for the plan's cost model."""
     from paceline.cost_model.profile_entries import Source
-    from paceline.tools.bench.collectives.collectives_settings import parse_names
-    from paceline.tools.bench.machine_rates import MachineSettings, jobs, measure
-    from paceline.tools.bench.progress_bar import TurnBar
+    from paceline.tools.bench.machine_rates import MachineSettings, measure_machine_rate, rate_jobs
+    from paceline.tools.bench.progress_bar import ProgressBar
     from paceline.tools.cli.bench.profile_file import load_or_new, now
     from paceline.tools.result_files import machine_record, versions
 
     settings = MachineSettings(
         device,
         parse_bytes(nbytes),
-        _sizes(parse_names(sizes, "--sizes")),
-        parse_names(dtypes, "--dtypes"),
-        repetitions,
-        seconds,
+        tuple(sorted(parse_list("--sizes", sizes, int, example="512,1024"))),
+        parse_list("--dtypes", dtypes, str, example="float32,bfloat16", unique=True),
+        repetitions=repetitions,
+        seconds=seconds,
     )
     if json_file is not None and json_file == profile_file:
         raise UsageError(f"--json and --profile both name {json_file}", remedy="name two files")
     if json_file is not None:
         check_writable(json_file, "--json", make_folder=True)
     profile = None if profile_file is None else load_or_new(profile_file)
-    planned = jobs(settings)
+    planned = rate_jobs(settings)
     command = shlex.join(["paceline", *sys.argv[1:]])
     source = Source(command, now(), machine_record(), versions(["paceline", "torch"]))
     rates = []
-    with TurnBar("this machine", len(planned)) as tick:
+    with ProgressBar("this machine", len(planned)) as tick:
         for job in planned:
-            rates.append(measure(job, settings, source))
+            rates.append(measure_machine_rate(job, settings, source))
             tick()
     _show(rates)
     if json_file is not None:
@@ -96,7 +96,7 @@ def _result(settings: MachineSettings, rates: Sequence[Rate], source: Source) ->
         "kind": "bench-machine",
         "schema": 1,
         **asdict(source),
-        "settings": settings.to_json(),
+        "settings": encode(settings),
         "rows": rows,
     }
 
@@ -120,9 +120,3 @@ def _show(rates: Sequence[Rate]) -> None:
         table.add_row(_TITLES[rate.kind], rate.device, rate.dtype, threads, *values, rate.shape)
     print_wide(table)
     typer.echo("Medians of repetitions. Bytes are those read and written; a product of n × n is 2n³ FLOP.")
-
-
-def _sizes(names: Sequence[str]) -> tuple[int, ...]:
-    if not all(name.isdecimal() for name in names):
-        raise UsageError(f"--sizes {','.join(names)}", remedy="give whole numbers, such as 512,1024")
-    return tuple(sorted(int(name) for name in names))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline._core.format import format_bytes, format_seconds
+from paceline._core.json_codec import encode
 from paceline._core.units import MIB
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import ThreadsOption
@@ -77,16 +78,16 @@ def parts(
     from paceline.cost_model.profile import Profile
     from paceline.cost_model.profile_entries import Source
     from paceline.tools.bench.collectives.benchmarked_backends import check_backends
-    from paceline.tools.bench.collectives.collectives_request import is_joined
+    from paceline.tools.bench.collectives.collectives_request import under_launcher
     from paceline.tools.bench.parts.parts_settings import PartsSettings
     from paceline.tools.cli.bench.profile_file import load_or_new, now
     from paceline.tools.result_files import machine_record, versions
     from paceline.world import read_environment
 
     place = read_environment(os.environ)
-    between = is_joined(place) and (place.nodes or 1) > 1
+    between = under_launcher(place) and (place.nodes or 1) > 1
     settings = PartsSettings(
-        ranks=_ranks(ranks, place, joined=is_joined(place)),
+        ranks=_ranks(ranks, place, joined=under_launcher(place)),
         size=size if size or workload else "mini",
         workload=workload,
         batch_size=batch_size,
@@ -104,7 +105,7 @@ def parts(
     earlier = load_or_new(profile_file) if place.rank == 0 else Profile()
     command = shlex.join(["paceline", *sys.argv[1:]])
     source = Source(command, now(), machine_record(), versions(["paceline", "torch"]))
-    found = (_join if is_joined(place) else _start)(settings, earlier, source)
+    found = (_join if under_launcher(place) else _start)(settings, earlier, source)
     if found is not None:
         _show(found)
         earlier.merged(found).save(profile_file)
@@ -124,9 +125,9 @@ def _ranks(asked: int | None, place: ProcessPlace, *, joined: bool) -> int:
 
 def _join(settings: PartsSettings, earlier: Profile, source: Source) -> Profile | None:
     """Be the rank that a launcher started this process as."""
-    from paceline.tools.bench.parts.parts_worker import take_part
+    from paceline.tools.bench.parts.parts_worker import measure_as_rank
 
-    return take_part(settings, earlier, source)
+    return measure_as_rank(settings, earlier, source)
 
 
 def _start(settings: PartsSettings, earlier: Profile, source: Source) -> Profile | None:
@@ -136,7 +137,7 @@ def _start(settings: PartsSettings, earlier: Profile, source: Source) -> Profile
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         job, out = Path(folder) / "job.json", Path(folder) / "found.json"
-        description = {"settings": settings.to_json(), "source": vars(source), "earlier": earlier.to_json()}
+        description = {"settings": encode(settings), "source": vars(source), "earlier": earlier.to_json()}
         job.write_text(json.dumps(description | {"out": str(out)}), encoding="utf-8")
         env = {"OMP_NUM_THREADS": str(settings.threads)}
         run_ranks(["-m", "paceline.tools.bench.parts.parts_worker", str(job)], settings.ranks, env=env)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline._core.files import write_json
+from paceline._core.units import parse_list
 from paceline.errors import UsageError
 from paceline.tools.cli.bench.bench_collectives_command import collectives, compare
 from paceline.tools.cli.bench.bench_fit_command import fit
@@ -23,7 +24,7 @@ from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonRows
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.step.step_rows import Row
+    from paceline.tools.bench.step.step_rows import StepRow
 
 __all__ = [
     "BackendOption",
@@ -87,19 +88,20 @@ def step(
     """
     from paceline.launch.process.local_ranks import run_ranks
     from paceline.tools.bench.collectives.benchmarked_backends import check_backends
-    from paceline.tools.bench.collectives.collectives_settings import parse_names
-    from paceline.tools.bench.step.step_benchmark import StepSettings, measure_steps, result
-    from paceline.tools.bench.step.step_strategies import parse_bucket
+    from paceline.tools.bench.step.step_benchmark import StepSettings, measure_steps, step_result
 
-    chosen = {} if strategies is None else {"strategies": parse_names(strategies, "--strategies")}
+    chosen = {}
+    if strategies is not None:
+        names = parse_list("--strategies", strategies, str, example="bucketed,sharded", unique=True)
+        chosen["strategies"] = names
     settings = StepSettings(
         ranks=ranks,
-        sizes=parse_names(size, "--size"),
+        sizes=parse_list("--size", size, str, example="tiny,mini", unique=True),
         batch_size=batch_size,
         context=context,
         steps=steps,
         rounds=rounds,
-        bucket_mib=tuple(parse_bucket(text) for text in parse_names(bucket_mib, "--bucket-mib")),
+        bucket_mib=parse_list("--bucket-mib", bucket_mib, float, example="0.25,1,inf"),
         threads=threads,
         backend=backend,
         memory=memory,
@@ -111,7 +113,7 @@ def step(
     writer_of = _writers(json_file, csv_file, out)
     rows = measure_steps(settings, run_ranks)
     _show(rows)
-    measured = result(settings, rows, shlex.join(["paceline", *sys.argv[1:]]))
+    measured = step_result(settings, rows, shlex.join(["paceline", *sys.argv[1:]]))
     for path, write in writer_of.items():
         write(path, rows, measured)
         typer.echo(path)
@@ -119,7 +121,7 @@ def step(
         raise typer.Exit(1)
 
 
-_Writer = Callable[[Path, "list[Row]", Mapping[str, object]], None]
+_Writer = Callable[[Path, "list[StepRow]", Mapping[str, object]], None]
 
 
 def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
@@ -152,24 +154,24 @@ def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) ->
     return writer_of
 
 
-def _write_json(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
+def _write_json(path: Path, rows: list[StepRow], measured: Mapping[str, object]) -> None:
     write_json(path, measured)
 
 
-def _write_csv(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
-    from paceline.tools.bench.step.step_rows import write_csv
+def _write_csv(path: Path, rows: list[StepRow], measured: Mapping[str, object]) -> None:
+    from paceline.tools.bench.step.step_rows import write_step_csv
 
-    write_csv(path, rows)
+    write_step_csv(path, rows)
 
 
-def _show(rows: list[Row]) -> None:
+def _show(rows: list[StepRow]) -> None:
     """Print one table per model, as wide as it needs to be."""
-    from paceline.tools.bench.step.step_rows import FOOTER, table
+    from paceline.tools.bench.step.step_rows import STEP_FOOTER, step_table
     from paceline.tools.console_table import print_wide
 
     for model in dict.fromkeys(row.model for row in rows):
-        print_wide(table([row for row in rows if row.model == model]))
-    typer.echo(FOOTER)
+        print_wide(step_table([row for row in rows if row.model == model]))
+    typer.echo(STEP_FOOTER)
 
 
 RanksOption = Annotated[int, typer.Option(help="Processes on this machine.")]
