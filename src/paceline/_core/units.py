@@ -206,19 +206,19 @@ def parse_sweep(
     example: str,
     least: float = 1,
     most: int = 200,
-    include_last: bool = True,
+    strict: bool = False,
 ) -> tuple[float, ...]:
     """Return the numbers that the text of an option lists or sweeps, each once, in ascending order.
 
     Args:
         option: its name, for errors: ``"--sizes"``.
         text: numbers separated by commas; one may be a sweep ``FIRST:LAST`` (doubling), ``FIRST:LAST:xFACTOR`` or
-            ``FIRST:LAST:+STEP``.
+            ``FIRST:LAST:+STEP``, which ends with ``LAST``.
         kind: parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
         least: the smallest valid number.
         most: the largest valid count of numbers.
-        include_last: end a sweep with ``LAST`` even if its steps miss it.
+        strict: a sweep must name its step, and excludes ``LAST`` if its steps miss it.
 
     Raises:
         UsageError: a number is not valid or below `least`, a sweep makes no progress, or there are too many numbers.
@@ -241,7 +241,7 @@ def parse_sweep(
         first, *bounds = part.split(":")
         if not bounds:
             return (number(first),)
-        step = bounds[1] if len(bounds) == 2 else "x2"
+        step = bounds[1] if len(bounds) == 2 else "" if strict else "x2"
         if len(bounds) > 2 or step[:1] not in ("x", "+"):
             raise ValueError(f"{part} is no sweep: write FIRST:LAST:x2 or FIRST:LAST:+STEP")
         low, last = number(first), number(bounds[0])
@@ -252,7 +252,7 @@ def parse_sweep(
         while values[-1] < last:
             following = low * by ** len(values) if step[0] == "x" else low + by * len(values)
             if following > last * (1 + 1e-9):
-                values += [last] if include_last else []
+                values += [] if strict else [last]
                 break
             values.append(round(following) if isinstance(low, int) else following)
             if len(values) > most:

@@ -49,11 +49,11 @@ def engines(rank, size, ways):
     batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
     found = []
     for strategy, bucket_mib in ways:
-        contestant = build_trainer(StrategyVariant(strategy, bucket_mib), SIZE, "cpu", seed=0)
-        run_step(contestant, batch)
-        run_step(contestant, batch)
-        plan = [names for _, names in contestant.model.bucket_plan() if names]
-        found.append((plan, contestant.model.timings.calls))
+        trainer = build_trainer(StrategyVariant(strategy, bucket_mib), SIZE, "cpu", seed=0)
+        run_step(trainer, batch)
+        run_step(trainer, batch)
+        plan = [names for _, names in trainer.model.bucket_plan() if names]
+        found.append((plan, trainer.model.timings.calls))
     return found
 
 
@@ -160,13 +160,18 @@ def test_other_numbers_of_ranks_join_the_fit():
     def points(ranks):
         return [MeasuredPoint(1024 * 4**at, ranks, 1e-4 * ranks + 1e-9 * 4**at) for at in range(6)]
 
-    two = fit_exchange_cost(("paceline", "all-reduce", False), "gloo", "lab", points(2), [], SOURCE)
-    both = fit_exchange_cost(("paceline", "all-reduce", False), "gloo", "lab", points(4), [two], SOURCE)
+    def fit(network, points, earlier):
+        key = ("paceline", "all-reduce", False)
+        options = {"backend": "gloo", "network": network, "source": SOURCE}
+        return fit_exchange_cost(key, points, earlier=earlier, **options)
+
+    two = fit("lab", points(2), [])
+    both = fit("lab", points(4), [two])
     assert both.fit.ranks == (2, 4)
     assert len(both.points) == 12
-    again = fit_exchange_cost(("paceline", "all-reduce", False), "gloo", "lab", points(4), [both], SOURCE)
+    again = fit("lab", points(4), [both])
     assert len(again.points) == 12
-    elsewhere = fit_exchange_cost(("paceline", "all-reduce", False), "gloo", "wifi", points(4), [two], SOURCE)
+    elsewhere = fit("wifi", points(4), [two])
     assert elsewhere.fit.ranks == (4,)
 
 

@@ -33,25 +33,25 @@ PEER_OF = strategy_variants(
 )
 
 
-def measure(rank, size, everyone, broken=None, doubled=()):
-    """Time the contestants; `broken` names a strategy that shall forget to synchronise, `doubled` some to divide."""
+def measure(rank, size, variants, broken=None, doubled=()):
+    """Time the variants; the strategy `broken` does not synchronise, those in `doubled` have doubled gradients."""
     import paceline
     from paceline.tools.bench.step import step_worker
 
     def build(variant, *args):
         if variant.strategy == broken:
-            return replace(whole(StrategyVariant("no-sync"), *args), variant=variant)
-        made = whole(variant, *args)
+            return replace(build_trainer(StrategyVariant("no-sync"), *args), variant=variant)
+        made = build_trainer(variant, *args)
         if variant.strategy in doubled:
             return replace(made, backward=lambda loss: made.backward(2 * loss))
         return made
 
-    whole, step_worker.build = step_worker.build, build
+    build_trainer, step_worker.build_trainer = step_worker.build_trainer, build
     try:
         settings = StepSettings(ranks=size, steps=STEPS, rounds=ROUNDS, batch_size=1, context=8)
-        return step_worker.time_strategies(paceline.init(), settings, SIZE, everyone)
+        return step_worker.time_strategies(paceline.init(), settings, SIZE, variants)
     finally:
-        step_worker.build = whole
+        step_worker.build_trainer = build_trainer
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def rows(found):
     return make_step_rows("tiny", 2, PEER_OF, found, [None] * len(PEER_OF))
 
 
-def test_every_contestant_ran_every_step_on_every_rank(found):
+def test_every_variant_ran_every_step_on_every_rank(found):
     assert len(found["seconds"]) == len(PEER_OF)
     for turns in found["seconds"]:
         assert len(turns) == ROUNDS
@@ -97,21 +97,21 @@ def test_all_strategies_agree_with_torch_ddp_and_no_synchronisation_does_not(row
     assert bare.exact is None
 
 
-def test_a_strategy_that_forgets_to_synchronise_is_found_out(pool):
+def test_a_strategy_that_does_not_synchronise_is_detected(pool):
     peer_of = strategy_variants(["naive"], [math.inf], 4 * SIZE.parameters())
     zero, _ = pool(2).run(measure, list(peer_of), "naive", timeout=120)
     made = make_step_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
     assert [row.variant.strategy for row in made if row.exact is False] == ["naive"]
 
 
-def test_gradients_that_are_wrong_by_a_factor_are_found_out(pool):
+def test_gradients_that_are_wrong_by_a_factor_are_detected(pool):
     peer_of = strategy_variants(["naive", "sharded"], [math.inf], 4 * SIZE.parameters())
     zero, _ = pool(2).run(measure, list(peer_of), None, ("naive", "sharded"), timeout=120)
     made = make_step_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
     assert [row.variant.strategy for row in made if row.exact is False] == ["naive", "sharded"]
 
 
-def test_traffic_is_what_each_strategy_must_send(rows):
+def test_traffic_is_that_of_each_strategy(rows):
     model_mib = 4 * SIZE.parameters() / MIB
     tensors = 27
     row_of = {row.variant: row for row in rows}
@@ -142,29 +142,29 @@ def test_traffic_is_what_each_strategy_must_send(rows):
 
 
 def count(rank, size, strategies):
-    """Return, by strategy, what is seen from outside, what the engine says, and the seconds under way."""
+    """Return, by strategy, the observed traffic, the engine's own counts, and the seconds of communication."""
     from paceline.tools.bench.step.comm_traffic import count_traffic, measure_comm_seconds
     from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step
 
     batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
     counted = {}
     for strategy, bucket_mib in strategies.items():
-        contestant = build_trainer(StrategyVariant(strategy, bucket_mib), SIZE, "cpu", seed=0)
+        trainer = build_trainer(StrategyVariant(strategy, bucket_mib), SIZE, "cpu", seed=0)
 
-        def once(contestant=contestant):
-            run_step(contestant, batch)
+        def once(trainer=trainer):
+            run_step(trainer, batch)
 
         once()
         once()
         seen = count_traffic(once, size)
-        told = contestant.model.timings
+        told = trainer.model.timings
         counted[strategy] = (seen.calls, seen.nbytes), (told.calls, told.nbytes), measure_comm_seconds(once)
     return counted
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_seen_from_outside_is_what_the_engine_says(pool, ranks, backend):
+def test_traffic_observed_from_outside_is_that_of_the_engine(pool, ranks, backend):
     strategies = {"naive": None, "bucketed": 1.0, "sharded": 1.0}
     for counted in pool(ranks, backend).run(count, strategies):
         assert list(counted) == list(strategies)

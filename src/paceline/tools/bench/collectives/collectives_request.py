@@ -119,7 +119,7 @@ def make_request(
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
     example = "1MB,64KiB:64MiB:x2"
-    found = parse_sweep("--sizes", text, parse_bytes, example=example, include_last=False)
+    found = parse_sweep("--sizes", text, parse_bytes, example=example, strict=True)
     return tuple(int(size) for size in found)
 
 

@@ -116,7 +116,8 @@ def strategy_variants(
         if name not in STRATEGY_TITLES:
             raise unknown("strategy", name, STRATEGY_TITLES)
     if not bucket_mib or any(not size > 0 for size in bucket_mib):
-        raise UsageError(f"bucket sizes {list(bucket_mib)}", remedy="give MiB above 0, or inf for one bucket")
+        given = ", ".join(f"{size:g}" for size in bucket_mib)
+        raise UsageError(f"bucket sizes of {given} MiB", remedy="give MiB above 0, or inf for one bucket")
     sizes = sorted(set(bucket_mib))
     parts = [size for size in sizes if size * 2**20 < nbytes]
     whole = next((size for size in sizes if size * 2**20 >= nbytes), math.inf)
