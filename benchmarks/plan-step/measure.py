@@ -19,14 +19,13 @@ import typer
 
 from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
-from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.parts_settings import PartsSettings
 from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
 from paceline.tools.bench.turn_statistics import round_times, step_breakdown
-from paceline.tools.cli.bench.profile_file import load_or_new, now
+from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.result_files import check_writable, machine_record, result_head, versions
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
 SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
@@ -78,7 +77,7 @@ def main(
         place = _place(number, rate, over)
         path, profile = out / f"steps-{place}.json", out / f"profile-{place}.json"
         check_writable(path, make_folder=True)
-        load_or_new(profile)
+        load_or_new_profile(profile)
         found = run(number, None if rate == ONE_HOST else rate, parts, profile, rounds, steps)
         settings = {
             "hosts": 1 if rate == ONE_HOST else number,
@@ -104,9 +103,7 @@ def run(
 ) -> list[list[list[list[list[float]]]]]:
     """Start the ranks, on hosts if there is a rate, and return the seconds that rank 0 wrote."""
     turns = 1 + (1 + rounds) * len(CONTESTANTS)
-    source = Source(
-        result_head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"])
-    )
+    source = measurement_source(result_head("plan-step")["command"])
     job = {
         "parts": asdict(parts),
         "size": asdict(SIZE),

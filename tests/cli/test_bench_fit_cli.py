@@ -130,7 +130,7 @@ def test_one_number_of_ranks_is_fitted_with_the_usual_algorithm(monkeypatch, cap
     assert paceline(monkeypatch, "bench", "fit", result) == 0
     shown = capsys.readouterr().out
     assert "ring (assumed)" in shown
-    assert "measure two numbers of ranks or more to tell" in shown
+    assert "measure two numbers of ranks or more to identify it" in shown
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def measured(monkeypatch):
         (["--seconds", "-1"], "--seconds -1"),
         (["--warmup", "0"], "--warmup 0"),
         (["--rendezvous", "fiel"], "did you mean 'file'"),
-        (["--resume"], "--resume: nothing tells of what"),
+        (["--resume"], "--resume: no measurement is named"),
     ],
 )
 def test_invalid_options_are_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):

@@ -18,6 +18,7 @@ __all__ = [
     "check_writable",
     "checked_files",
     "machine_record",
+    "paceline_command",
     "require_matplotlib",
     "result_head",
     "versions",
@@ -57,7 +58,14 @@ def check_writable(path: Path, option: str = "", *, make_folder: bool = False) -
 
 
 def checked_files(
-    json_file: Path | None, write_json: W, out: Path | None, writer_of_name: Mapping[str, W]
+    json_file: Path | None,
+    write_json: W,
+    out: Path | None,
+    writer_of_name: Mapping[str, W],
+    *,
+    csv_file: Path | None = None,
+    write_csv: W | None = None,
+    make_folders: bool = False,
 ) -> dict[Path, W]:
     """Return the writer of each output file, after checking that all of them can be written.
 
@@ -66,14 +74,20 @@ def checked_files(
         write_json: its writer.
         out: the folder of ``--out``, created if it is missing; None if the option was not given.
         writer_of_name: writers of the files in that folder, which include charts.
+        csv_file: the file of ``--csv``; None if the option was not given.
+        write_csv: its writer.
+        make_folders: create missing folders of `json_file` and `csv_file` too.
 
     Raises:
-        UsageError: a file can't be written, or charts can't be drawn.
+        UsageError: a file can't be written or is named twice, or charts can't be drawn.
     """
     writer_of: dict[Path, W] = {}
-    if json_file is not None:
-        check_writable(json_file, "--json")
-        writer_of[json_file] = write_json
+    if json_file is not None and json_file == csv_file:
+        raise UsageError(f"--json and --csv both name {json_file}", remedy="name two files")
+    for option, path, writer in (("--json", json_file, write_json), ("--csv", csv_file, write_csv)):
+        if path is not None and writer is not None:
+            check_writable(path, option, make_folder=make_folders)
+            writer_of[path] = writer
     if out is not None:
         require_matplotlib()
         in_folder = {out / name: writer for name, writer in writer_of_name.items()}
@@ -123,6 +137,11 @@ def result_head(
     }
     found = versions(packages)
     return head | {"versions": found} if found else head
+
+
+def paceline_command() -> str:
+    """Return the ``paceline`` command line that started this process, for results."""
+    return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def machine_record() -> dict[str, Any]:

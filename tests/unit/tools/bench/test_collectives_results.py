@@ -247,8 +247,8 @@ def test_sizes_are_shown_in_the_units_that_suit_them(nbytes, shown):
 
 def test_charts_have_a_line_for_each_backend_and_number_of_ranks(tmp_path):
     (tmp_path / "o").mkdir()
-    for path, write in bench_collectives_files.writers(tmp_path / "o", ["all-reduce", "broadcast"]).items():
-        write(path, result())
+    for name, write in bench_collectives_files.chart_writers(["all-reduce", "broadcast"]).items():
+        write(tmp_path / "o" / name, result())
     names = {f"all-reduce-{name}{suffix}" for name in ("time", "busbw") for suffix in (".png", ".svg")}
     assert {path.name for path in (tmp_path / "o").iterdir()} == names  # broadcast has no rows yet
     said = (tmp_path / "o" / "all-reduce-busbw.svg").read_text()

@@ -124,8 +124,8 @@ def test_charts_show_the_fastest_of_each(tmp_path):
         "ddp-zero",
     ]
     assert next(row for row in shown if row.variant.strategy == "ddp").variant.bucket_mib == 1.0
-    bench_step_charts.breakdown(tmp_path / "a.svg", rows())
-    bench_step_charts.buckets(tmp_path / "b.svg", rows())
+    bench_step_charts.draw_step_breakdown(tmp_path / "a.svg", rows())
+    bench_step_charts.draw_bucket_curve(tmp_path / "b.svg", rows())
     assert "0.67 × DDP" in (tmp_path / "a.svg").read_text()
     assert "mini (3.28 M parameters), 2 ranks" in (tmp_path / "b.svg").read_text()
 

@@ -22,11 +22,12 @@ from paceline.tools.bench.collectives.collectives_cases import (
     list_cases,
 )
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
+from paceline.tools.bench.launched_ranks import check_launched_ranks, network_name, under_launcher
 from paceline.world import ProcessPlace
 from paceline.world.machine_facts import available_nbytes
 from paceline.world.mpi_world import INSTALL
 
-__all__ = ["DEFAULT_RANKS", "DEFAULT_SIZES", "CollectivesRequest", "make_request", "under_launcher"]
+__all__ = ["DEFAULT_RANKS", "DEFAULT_SIZES", "CollectivesRequest", "make_request"]
 
 DEFAULT_RANKS, DEFAULT_SIZES = "2,4,6", "1MB,10MB,100MB,1024MB"
 
@@ -53,11 +54,6 @@ class CollectivesRequest:
     def fitting(self) -> list[CollectiveCase]:
         """The cases that fit into the memory of this host."""
         return [case for case, fits in zip(self.cases, self.fits, strict=True) if fits]
-
-
-def under_launcher(place: ProcessPlace) -> bool:
-    """Return whether a launcher started this process as a rank."""
-    return place.source != "arguments"
 
 
 def make_request(
@@ -90,13 +86,12 @@ def make_request(
         names = default_backends(launchers)
     else:
         names = parse_list("--backends", backends, str, example="gloo,paceline", unique=True)
-    between = under_launcher(place) and (place.nodes or 1) > 1
     settings = CollectiveSettings(
         backends=names,
         ops=parse_list("--ops", ops, str, example="all-reduce,broadcast", unique=True),
         ranks=_parse_ranks(ranks, place),
         sizes=_parse_sizes(DEFAULT_SIZES if sizes is None else sizes),
-        network=network or ("between hosts" if between else "loopback"),
+        network=network_name(network, place),
         **others,
     )
     local = place.local_size if under_launcher(place) else None
@@ -127,11 +122,8 @@ def _parse_ranks(text: str | None, place: ProcessPlace) -> tuple[int, ...]:
     if under_launcher(place) and text is None:
         return (place.size,)
     found = parse_list("--ranks", DEFAULT_RANKS if text is None else text, int, example=DEFAULT_RANKS)
-    if under_launcher(place) and set(found) != {place.size}:
-        raise UsageError(
-            f"--ranks {text}, but {place.source} started {place.size}",
-            remedy="leave --ranks out under a launcher",
-        )
+    if under_launcher(place) and text is not None:
+        check_launched_ranks(text, set(found), place)
     return tuple(sorted(set(found)))
 
 

@@ -23,7 +23,7 @@ from paceline.tools.bench.parts.model_compute_times import WrappedModel, measure
 from paceline.tools.bench.parts.parts_settings import PartsSettings
 from paceline.tools.bench.parts.workload import Workload, reference_workload, user_workload
 from paceline.tools.bench.progress_bar import ProgressBar
-from paceline.tools.bench.rank_jobs import read_job
+from paceline.tools.bench.rank_jobs import read_job, write_job_result
 from paceline.tools.models.gpt_sizes import size_of
 from paceline.world import World, init, shutdown
 
@@ -36,7 +36,7 @@ def main(path: str) -> None:
     settings = decode(job["settings"], PartsSettings, "settings")
     found = measure_as_rank(settings, Profile.from_json(job["earlier"]), Source(**job["source"]))
     if found is not None:
-        found.save(job["out"])
+        write_job_result(job, found.to_json())
 
 
 def measure_as_rank(settings: PartsSettings, earlier: Profile, source: Source) -> Profile | None:

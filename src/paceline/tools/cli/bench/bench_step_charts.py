@@ -1,4 +1,4 @@
-"""The charts of ``paceline bench step``: what the rows say, handed to the report's drawing functions."""
+"""Charts of ``paceline bench step``: the parts of a step, and its time against the bucket size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.tools.bench.step.step_strategies import DDP_STRATEGIES, NO_SYNC, S
 from paceline.tools.models.gpt_sizes import size_of
 from paceline.tools.report.charts import training_charts
 
-__all__ = ["breakdown", "buckets", "check", "fastest_of_each"]
+__all__ = ["draw_bucket_curve", "draw_step_breakdown", "fastest_of_each"]
 
 _LINES = {
     "bucketed": ("bucketed",),
@@ -23,13 +23,8 @@ _LINES = {
 }
 
 
-def check() -> None:
-    """Raise a `UsageError` if charts can't be drawn here."""
-    training_charts.require_matplotlib()
-
-
-def breakdown(path: Path, rows: Sequence[StepRow]) -> None:
-    """Draw where the time of a step goes: each strategy at its fastest bucket size, one panel per model."""
+def draw_step_breakdown(path: Path, rows: Sequence[StepRow]) -> None:
+    """Draw the parts of a step's time: each strategy at its fastest bucket size, one panel per model."""
     panels = {}
     for model, group in _by_model(rows).items():
         panels[_title(model, group)] = [
@@ -39,7 +34,7 @@ def breakdown(path: Path, rows: Sequence[StepRow]) -> None:
     training_charts.breakdown(panels).save(path)
 
 
-def buckets(path: Path, rows: Sequence[StepRow]) -> None:
+def draw_bucket_curve(path: Path, rows: Sequence[StepRow]) -> None:
     """Draw the time of a step against the bucket size, one panel per model; torch DDP with or without static graph."""
     panels = {}
     for model, group in _by_model(rows).items():
@@ -56,7 +51,7 @@ def buckets(path: Path, rows: Sequence[StepRow]) -> None:
 
 
 def fastest_of_each(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return the fastest row of each strategy, torch DDP with and without static graph being one."""
+    """Return the fastest row of each strategy; torch DDP with and without static graph counts as one."""
     fastest: dict[str, StepRow] = {}
     for row in rows:
         name = DDP_STRATEGIES[0] if row.variant.strategy in DDP_STRATEGIES else row.variant.strategy
