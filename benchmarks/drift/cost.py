@@ -33,8 +33,8 @@ from paceline.parallel.engine.finite_check import peak_of
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.step.strategy_trainers import random_batch
 from paceline.tools.bench.turn_statistics import ratio_of
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -82,7 +82,7 @@ def measure(rounds: int, told: Path) -> None:
 def take_turns(strategy: str, rounds: int, rank: int, tick: Callable[[], object]) -> dict[str, Any]:
     """Return the seconds of a step of every turn, and the ratios to a step with neither."""
     torch.manual_seed(0)
-    size = size_of(SIZE)
+    size = gpt_size(SIZE)
     model = paceline.DataParallel(GPT(size), sync=strategy)
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     batch = random_batch(size, BATCH, CONTEXT, seed=rank, device="cpu")
@@ -119,7 +119,7 @@ def turn(model: paceline.DataParallel, optim: paceline.ShardedOptimizer, batch: 
     dist.barrier()
     started = time.perf_counter()
     for _ in range(STEPS):
-        model.backward(loss(model(batch.inputs), batch.targets), samples=BATCH)
+        model.backward(token_loss(model(batch.inputs), batch.targets), samples=BATCH)
         model.clip_grad_norm_(1.0)
         optim.step()
         optim.zero_grad()

@@ -20,8 +20,8 @@ from paceline.profiling.rank_timeline import RankTimeline
 from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
 from paceline.tools.bench.step.step_worker import print_tick
 from paceline.tools.bench.step.strategy_trainers import StrategyTrainer, build_trainer, random_batch, run_step
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import TokenBatch
 from paceline.world import init, shutdown
 from paceline.world.object_collectives import sum_over_ranks
 
@@ -42,7 +42,7 @@ def main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     world = init(job["backend"])
-    size = Size(**job["size"])
+    size = GptSize(**job["size"])
     entry = StrategyVariant(job["strategy"], job["bucket_mib"])
     bare, synced, recorded = (
         build_trainer(each, size, world.device, 0) for each in (StrategyVariant(NO_SYNC), entry, entry)
@@ -71,7 +71,7 @@ def main(job_file: str) -> None:
     shutdown()
 
 
-def _turn(contestant: StrategyTrainer, batch: Batch) -> float:
+def _turn(contestant: StrategyTrainer, batch: TokenBatch) -> float:
     """Return the seconds of one step that all ranks begin together."""
     dist.barrier()
     started = time.perf_counter()

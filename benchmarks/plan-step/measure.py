@@ -24,11 +24,11 @@ from paceline.tools.bench.parts.parts_settings import PartsSettings
 from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
 from paceline.tools.bench.turn_statistics import round_times, step_breakdown
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
-SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+SIZE = GptSize("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
 BATCH = 2
 CONTESTANTS = [
     StrategyVariant(NO_SYNC),

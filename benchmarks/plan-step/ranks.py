@@ -23,7 +23,7 @@ from paceline.tools.bench.parts.workload import reference_workload
 from paceline.tools.bench.step.step_strategies import StrategyVariant
 from paceline.tools.bench.step.step_worker import gather_step_seconds, print_tick, time_interleaved
 from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
@@ -33,7 +33,7 @@ def main(job_file: str) -> None:
     """Do the job that a file describes."""
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
-    settings, size = PartsSettings(**job["parts"]), Size(**job["size"])
+    settings, size = PartsSettings(**job["parts"]), GptSize(**job["size"])
     world = init(settings.backend)
     workload = reference_workload(size, settings.batch_size, settings.context, world.device)
     earlier = Profile.load(job["profile"]) if Path(job["profile"]).exists() else Profile()

@@ -30,8 +30,8 @@ from paceline.tools.bench.parts.model_compute_times import WrappedModel, measure
 from paceline.tools.bench.parts.workload import reference_workload
 from paceline.tools.bench.step.step_worker import print_tick
 from paceline.tools.bench.turn_statistics import turn_order
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 
 Step = Callable[[], object]
 
@@ -56,7 +56,7 @@ def all_reduces(sizes: list[int], calls: int) -> dict[int, float]:
 def contestant(name: str, job: dict[str, Any]) -> Step:
     """Return one training step of a strategy, warm; each has a model of its own."""
     torch.manual_seed(0)
-    size = size_of(job["model"])
+    size = gpt_size(job["model"])
     net = GPT(size)
     tokens = torch.randint(
         size.vocabulary, (job["batch"], size.context + 1), generator=torch.Generator().manual_seed(1)
@@ -67,7 +67,7 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        loss(model(inputs), targets).backward()
+        token_loss(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -78,7 +78,7 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
 
 def host(job: dict[str, Any]) -> dict[str, float]:
     """Return what the computing of a step and exchanges do to each other, and the share of it that is backward."""
-    size = size_of(job["model"])
+    size = gpt_size(job["model"])
     workload = reference_workload(size, job["batch"], size.context, "cpu")
     source = Source("benchmarks/simulate/measure.py", "")
     step = measure_model_step(workload, "cpu", job["steps"] * job["rounds"], source)

@@ -26,7 +26,7 @@ from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -96,7 +96,7 @@ def main(
             "size": SIZE,
             "batch": BATCH,
             "threads": 1,
-            "parameters": size_of(SIZE).parameters(),
+            "parameters": gpt_size(SIZE).parameters(),
         },
         "ddp": {
             "way": asdict(DDP),

@@ -23,7 +23,7 @@ from paceline._core.files import write_json
 from paceline.errors import unknown
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ def main(
             "batch": BATCH,
             "threads": 1,
             "seed": seed,
-            "parameters": size_of(SIZE).parameters(),
+            "parameters": gpt_size(SIZE).parameters(),
         },
         "rows": rows,
     }

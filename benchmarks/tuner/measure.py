@@ -21,11 +21,11 @@ from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, StrategyVariant
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
-SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+SIZE = GptSize("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
 SETTINGS = {
     "4x1Gbit": (4, "1Gbit/s"),
     "4x200Mbit": (4, "200Mbit/s"),

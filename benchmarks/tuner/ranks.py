@@ -17,7 +17,7 @@ from paceline.parallel.data_parallel import DataParallel
 from paceline.tools.bench.step.step_strategies import AUTO, StrategyVariant
 from paceline.tools.bench.step.step_worker import gather_step_seconds, print_tick, time_interleaved
 from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step, run_until_tuned
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
@@ -31,7 +31,7 @@ def main(job_file: str) -> None:
     world = init()
     torchs = dist.new_group(backend="gloo")
     assert isinstance(torchs, dist.ProcessGroup), "every rank belongs to it"
-    size = Size(**job["size"])
+    size = GptSize(**job["size"])
     contestants = [
         build_trainer(StrategyVariant.from_json(record), size, world.device, 0, torchs)
         for record in job["entries"]

@@ -19,9 +19,9 @@ from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
 from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.exchange_times import EXCHANGE_OPS, fit_exchange_cost, sizes_up_to
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 
-SIZE = size_of("tiny")
+SIZE = gpt_size("tiny")
 SOURCE = Source("test", "2026-01-02T03:04:05+00:00")
 WAYS = usual_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
 

@@ -23,9 +23,9 @@ from paceline.tools.bench.step.step_strategies import (
     StrategyVariant,
     strategy_variants,
 )
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 
-SIZE = size_of("tiny")
+SIZE = gpt_size("tiny")
 MIB = 2**20
 ROUNDS, STEPS = 2, 3
 PEER_OF = strategy_variants(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError, unknown
 from paceline.tools.bench.step.step_benchmark import STEP_BACKENDS
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 
 __all__ = ["PartsSettings", "split_workload_name"]
 
@@ -79,8 +79,8 @@ class PartsSettings:
             raise UsageError("one model is measured at a time", remedy="give --size or --workload")
         if self.workload is not None:
             split_workload_name(self.workload)
-        if self.size is not None and self.context > size_of(self.size).context:
+        if self.size is not None and self.context > gpt_size(self.size).context:
             raise UsageError(
-                f"--context {self.context}: model size {self.size!r} sees at most {size_of(self.size).context} tokens",
+                f"--context {self.context}: model size {self.size!r} sees at most {gpt_size(self.size).context} tokens",
                 remedy="give a smaller --context, or another --size",
             )

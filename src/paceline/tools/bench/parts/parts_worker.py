@@ -24,7 +24,7 @@ from paceline.tools.bench.parts.parts_settings import PartsSettings
 from paceline.tools.bench.parts.workload import Workload, reference_workload, user_workload
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.bench.rank_jobs import read_job, write_job_result
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.world import World, init, shutdown
 
 __all__ = ["main", "measure_as_rank", "measure_parts"]
@@ -53,7 +53,7 @@ def measure_as_rank(settings: PartsSettings, earlier: Profile, source: Source) -
         workload = user_workload(settings.workload)
     else:
         assert settings.size is not None, "settings have one of both"
-        size = size_of(settings.size)
+        size = gpt_size(settings.size)
         workload = reference_workload(size, settings.batch_size, settings.context, world.device)
     found = measure_parts(world, settings, workload, earlier, source)
     shutdown()

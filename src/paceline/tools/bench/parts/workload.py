@@ -16,8 +16,8 @@ from paceline.errors import UsageError
 from paceline.parallel.sharding.fsdp import default_units
 from paceline.tools.bench.parts.parts_settings import split_workload_name
 from paceline.tools.bench.step.strategy_trainers import random_batch
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import GptSize
 
 __all__ = ["Workload", "model_fingerprint", "reference_workload", "unit_of_parameter", "user_workload"]
 
@@ -45,7 +45,7 @@ class Workload:
         return torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def reference_workload(size: Size, batch: int, context: int, device: str, seed: int = 0) -> Workload:
+def reference_workload(size: GptSize, batch: int, context: int, device: str, seed: int = 0) -> Workload:
     """Return the training of a reference model on random tokens, as in ``paceline bench step``."""
     tokens = random_batch(size, batch, context, seed, device)
 
@@ -54,7 +54,7 @@ def reference_workload(size: Size, batch: int, context: int, device: str, seed: 
         return GPT(size).to(device)
 
     def loss_of(model: torch.nn.Module) -> torch.Tensor:
-        return loss(model(tokens.inputs), tokens.targets)
+        return token_loss(model(tokens.inputs), tokens.targets)
 
     return Workload(size.name, batch, f"context {context}", build, loss_of)
 

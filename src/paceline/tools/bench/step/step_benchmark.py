@@ -29,7 +29,7 @@ from paceline.tools.bench.step.step_strategies import (
     StrategyVariant,
     strategy_variants,
 )
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import result_head
 
 __all__ = ["STEP_BACKENDS", "StepSettings", "measure_steps", "run_step_job", "step_result"]
@@ -90,16 +90,16 @@ class StepSettings:
         if not self.sizes:
             raise UsageError("no model size given", remedy="for example --size tiny,mini")
         for name in self.sizes:
-            if self.context > size_of(name).context:
+            if self.context > gpt_size(name).context:
                 raise UsageError(
-                    f"--context {self.context}: model size {name!r} sees at most {size_of(name).context} tokens",
-                    remedy=f"give at most {size_of(name).context}, or another --size",
+                    f"--context {self.context}: model size {name!r} sees at most {gpt_size(name).context} tokens",
+                    remedy=f"give at most {gpt_size(name).context}, or another --size",
                 )
             self.variants(name)
 
     def variants(self, size: str) -> dict[StrategyVariant, StrategyVariant | None]:
         """Return the variants to benchmark with a model, each with its peer or None."""
-        return strategy_variants(self.strategies, self.bucket_mib, 4 * size_of(size).parameters())
+        return strategy_variants(self.strategies, self.bucket_mib, 4 * gpt_size(size).parameters())
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for JSON, which has no infinity."""
@@ -143,7 +143,7 @@ def step_result(settings: StepSettings, rows: Sequence[StepRow], command: str) -
 
 def _check_memory(settings: StepSettings, name: str) -> None:
     variants = len(settings.variants(name))
-    needed = settings.ranks * variants * size_of(name).parameters() * _BYTES_PER_PARAMETER
+    needed = settings.ranks * variants * gpt_size(name).parameters() * _BYTES_PER_PARAMETER
     available = psutil.virtual_memory().available
     if needed > available:
         raise UsageError(

@@ -31,8 +31,8 @@ from paceline.tools.bench.step.strategy_trainers import (
     run_until_tuned,
 )
 from paceline.tools.bench.turn_statistics import turn_order
-from paceline.tools.models.gpt_sizes import Size, size_of
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.models.gpt_sizes import GptSize, gpt_size
+from paceline.tools.models.token_windows import TokenBatch
 from paceline.world import World, init, shutdown
 
 __all__ = ["gather_step_seconds", "main", "print_tick", "time_interleaved", "time_strategies"]
@@ -48,7 +48,7 @@ def main(path: str) -> None:
     settings = StepSettings.from_json(job["settings"])
     torch.set_num_threads(settings.threads)
     world = init(settings.backend)
-    size = size_of(job["size"])
+    size = gpt_size(job["size"])
     variants = [StrategyVariant.from_json(record) for record in job["variants"]]
     if job["kind"] == "time":
         found = time_strategies(world, settings, size, variants)
@@ -66,7 +66,7 @@ def print_tick() -> None:
 
 
 def time_strategies(
-    world: World, settings: StepSettings, size: Size, variants: Sequence[StrategyVariant]
+    world: World, settings: StepSettings, size: GptSize, variants: Sequence[StrategyVariant]
 ) -> dict[str, Any]:
     """Return the measurements of all ranks, the same on every rank.
 
@@ -112,7 +112,7 @@ def _torch_group(world: World) -> dist.ProcessGroup | None:
     return group
 
 
-def _batches(world: World, settings: StepSettings, size: Size) -> list[Batch]:
+def _batches(world: World, settings: StepSettings, size: GptSize) -> list[TokenBatch]:
     """Return batches that differ between ranks and steps."""
     seeds = [(settings.seed * _BATCHES + at) * world.size + world.rank for at in range(_BATCHES)]
     return [random_batch(size, settings.batch_size, settings.context, seed, world.device) for seed in seeds]
@@ -120,7 +120,7 @@ def _batches(world: World, settings: StepSettings, size: Size) -> list[Batch]:
 
 def time_interleaved(
     trainers: Sequence[StrategyTrainer],
-    batches: Sequence[Batch],
+    batches: Sequence[TokenBatch],
     rounds: int,
     steps: int,
     advance: Callable[[], None],
@@ -155,7 +155,7 @@ def gather_step_seconds(mine: torch.Tensor, world: World) -> list[Any]:
     return gather_ranks(mine, world.device).movedim(0, 3).tolist()
 
 
-def _comm_seconds(trainer: StrategyTrainer, batch: Batch, device: str) -> float:
+def _comm_seconds(trainer: StrategyTrainer, batch: TokenBatch, device: str) -> float:
     """Return the communication time of a step on the rank that waits least for the others."""
 
     def steps() -> None:
@@ -169,14 +169,14 @@ def _comm_seconds(trainer: StrategyTrainer, batch: Batch, device: str) -> float:
 
 
 def _peak_memory(
-    world: World, settings: StepSettings, size: Size, variant: StrategyVariant
+    world: World, settings: StepSettings, size: GptSize, variant: StrategyVariant
 ) -> dict[str, Any]:
     """Return the bytes that training needs beyond those of the process; the largest rank's."""
     torch_group = _torch_group(world)
     warm = build_trainer(
-        StrategyVariant("ddp", 1.0), size_of("tiny"), world.device, settings.seed, torch_group
+        StrategyVariant("ddp", 1.0), gpt_size("tiny"), world.device, settings.seed, torch_group
     )
-    for batch in (random_batch(size_of("tiny"), 1, 8, seed, world.device) for seed in range(2)):
+    for batch in (random_batch(gpt_size("tiny"), 1, 8, seed, world.device) for seed in range(2)):
         run_step(warm, batch)
     del warm
     gc.collect()

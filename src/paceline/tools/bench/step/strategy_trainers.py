@@ -31,9 +31,9 @@ from paceline.parallel.sharding.fsdp import default_units
 from paceline.parallel.sharding.zero import ShardedOptimizer
 from paceline.parallel.strategy import STRATEGIES, Sync
 from paceline.tools.bench.step.step_strategies import AUTO, DDP_PACELINE, NO_SYNC, StrategyVariant
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import TokenBatch
 
 __all__ = [
     "StepSeconds",
@@ -89,7 +89,7 @@ class _TimedZero(ZeroRedundancyOptimizer):
 
 
 def build_trainer(
-    variant: StrategyVariant, size: Size, device: str, seed: int, torch_group: ProcessGroup | None = None
+    variant: StrategyVariant, size: GptSize, device: str, seed: int, torch_group: ProcessGroup | None = None
 ) -> StrategyTrainer:
     """Return the trainer of a strategy, with the same model on every rank.
 
@@ -164,17 +164,17 @@ def _ddp_cap_mib(variant: StrategyVariant, net: GPT) -> float | None:
     return variant.bucket_mib
 
 
-def random_batch(size: Size, batch_size: int, context: int, seed: int, device: str) -> Batch:
+def random_batch(size: GptSize, batch_size: int, context: int, seed: int, device: str) -> TokenBatch:
     """Return a batch of random tokens, whose values do not affect the time of a step."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = torch.randint(size.vocabulary, (batch_size, context + 1), generator=drawn)
-    return Batch(tokens[:, :-1], tokens[:, 1:], batch_size).to(device)
+    return TokenBatch(tokens[:, :-1], tokens[:, 1:], batch_size).to(device)
 
 
-def run_step(trainer: StrategyTrainer, batch: Batch) -> StepSeconds:
+def run_step(trainer: StrategyTrainer, batch: TokenBatch) -> StepSeconds:
     """Run one training step and return the times of its parts on this rank."""
     started = _now(batch)
-    value = loss(trainer.model(batch.inputs), batch.targets)
+    value = token_loss(trainer.model(batch.inputs), batch.targets)
     forward_done = _now(batch)
     trainer.backward(value)
     backward_done = _now(batch)
@@ -188,14 +188,14 @@ def run_step(trainer: StrategyTrainer, batch: Batch) -> StepSeconds:
     )
 
 
-def _now(batch: Batch) -> float:
+def _now(batch: TokenBatch) -> float:
     """Return the clock once the device has finished all of its work."""
     if batch.inputs.is_cuda:
         torch.cuda.synchronize(batch.inputs.device)
     return time.perf_counter()
 
 
-def run_until_tuned(trainer: StrategyTrainer, batch: Batch) -> int:
+def run_until_tuned(trainer: StrategyTrainer, batch: TokenBatch) -> int:
     """Run steps until ``sync="auto"`` has settled and return their number: 0 for other strategies."""
     tuning = trainer.model.tuning if isinstance(trainer.model, DataParallel) else None
     steps = 0

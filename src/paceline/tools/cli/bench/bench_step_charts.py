@@ -10,7 +10,7 @@ from paceline._core.format import format_count
 from paceline._core.units import MIB
 from paceline.tools.bench.step.step_rows import StepRow
 from paceline.tools.bench.step.step_strategies import DDP_STRATEGIES, NO_SYNC, STRATEGY_TITLES
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.report.charts import training_charts
 
 __all__ = ["draw_bucket_curve", "draw_step_breakdown", "fastest_of_each"]
@@ -66,7 +66,7 @@ def _points(rows: Sequence[StepRow], strategies: Sequence[str]) -> list[tuple[fl
     for row in rows:
         size = row.variant.bucket_mib
         if row.variant.strategy in strategies and size:
-            size = size if math.isfinite(size) else 4 * size_of(row.model).parameters() / MIB
+            size = size if math.isfinite(size) else 4 * gpt_size(row.model).parameters() / MIB
             fastest[size] = min(row.step_ms, fastest.get(size, math.inf))
     return sorted(fastest.items())
 
@@ -78,4 +78,4 @@ def _by_model(rows: Sequence[StepRow]) -> dict[str, list[StepRow]]:
 
 
 def _title(model: str, rows: Sequence[StepRow]) -> str:
-    return f"{model} ({format_count(size_of(model).parameters())} parameters), {rows[0].ranks} ranks"
+    return f"{model} ({format_count(gpt_size(model).parameters())} parameters), {rows[0].ranks} ranks"

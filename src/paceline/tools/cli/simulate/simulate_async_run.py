@@ -12,14 +12,14 @@ from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.simulate.simulate_async_request import POINTS, Asked
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.simulate.async_rows import Row, beside
 from paceline.tools.simulate.async_sweep import sweep
 from paceline.tools.simulate.learning_tasks import GPTTask, LinearTask, Task
 
 __all__ = ["run"]
 
-_GPT = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
+_GPT = GptSize("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
 
 
 _LINEAR = {"width": 64, "steepness": 100.0, "noise": 0.5}
