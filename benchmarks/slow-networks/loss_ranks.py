@@ -52,7 +52,7 @@ class Training:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         corpus, shape = corpora.load_corpus(None), gpt_size(size)
         self.way = way
-        self.batches = TrainingWindows(corpus.train, batch, shape.context, rank, ranks, seed)
+        self.batches = TrainingWindows(corpus.train, batch, shape.context, rank=rank, size=ranks, seed=seed)
         self.held_out = HeldOutWindows(corpus.held_out, 16, shape.context, limit=HELD_OUT)
         torch.manual_seed(seed)
         self.net = GPT(shape)

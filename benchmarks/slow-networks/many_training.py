@@ -38,7 +38,7 @@ def main(folder: Path, steps: int, every: int) -> None:
     outer = paceline.DiLoCo(model, optim, every=every)
     keep = paceline.Checkpoint(folder / "checkpoint", model, optim, outer=outer)
     keep.load()
-    batches = TrainingWindows(corpus.train, BATCH, size.context, world.rank, world.size, SEED)
+    batches = TrainingWindows(corpus.train, BATCH, size.context, rank=world.rank, size=world.size, seed=SEED)
     host, notes = os.uname().nodename, folder / f"steps-{os.uname().nodename}.jsonl"
     with paceline.Watchdog(stall=STALL, lost=LOST), outer:
         while keep.step < steps:

@@ -41,7 +41,9 @@ class Training:
     def __init__(self, rank: int, seed: int, lr: float, step_seconds: float) -> None:
         torch.set_num_threads(1)
         corpus, shape = corpora.load_corpus(None), gpt_size(SIZE)
-        self.batches = TrainingWindows(corpus.train, BATCH, shape.context, rank, len(SPEEDS), seed)
+        self.batches = TrainingWindows(
+            corpus.train, BATCH, shape.context, rank=rank, size=len(SPEEDS), seed=seed
+        )
         self.held_out = HeldOutWindows(corpus.held_out, 16, shape.context, limit=_HELD_OUT)
         torch.manual_seed(seed)
         self.net = GPT(shape)

@@ -1,27 +1,33 @@
 """Memory of a training step: a prediction checked against a measurement with real ranks of the same steps.
 
 Both run the loop of `paceline.tools.plan.memory.traced_training` from one description. The prediction runs it on
-tensors without storage among ranks that do not exist, the measurement in real ranks (`memory_worker`), where torch's
-allocator is observed.
+tensors without storage among ranks that do not exist, the measurement in real ranks, where torch's allocator is
+observed. Their program is ``python -m paceline.tools.bench.memory_benchmark job.json``.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from paceline._core.format import format_bytes
-from paceline._core.json_codec import encode
+from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError
-from paceline.tools.bench.rank_jobs import StartRanks, run_rank_job
+from paceline.parallel.engine.comm import Comm
+from paceline.tools.bench.peak_memory import CpuAllocations
+from paceline.tools.bench.rank_jobs import StartRanks, read_job, run_rank_job, write_job_result
 from paceline.tools.plan.memory.caching_allocator import replay
 from paceline.tools.plan.memory.memory_prediction import predict
-from paceline.tools.plan.memory.traced_training import STEPS
-from paceline.tools.plan.memory.training_subject import ALONE, Setting, Subject
+from paceline.tools.plan.memory.traced_training import STEPS, Silent, train
+from paceline.tools.plan.memory.training_subject import ALONE, Setting, Subject, subject_of
+from paceline.world import init, shutdown
 
 __all__ = ["MeasuredMemory", "MemoryCheck", "check_prediction", "measure_memory"]
 
@@ -85,7 +91,7 @@ def measure_memory(
         "threads": threads,
     }
     env = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
-    every = run_rank_job(start, "paceline.tools.bench.memory_worker", job, setting.ranks, env=env)
+    every = run_rank_job(start, "paceline.tools.bench.memory_benchmark", job, setting.ranks, env=env)
     return MeasuredMemory(
         tuple(one["peak_nbytes"] for one in every),
         tuple(every[0]["peak_operators"]),
@@ -149,3 +155,50 @@ def check_prediction(
         )
     measured = measure_memory(subject.name, setting, start, inputs=inputs)
     return MemoryCheck(subject.name, setting, predicted, measured, prediction.seconds)
+
+
+def _run_as_rank(path: str) -> None:
+    """Run the job in the file `path` as one of its ranks."""
+    job = read_job(path)
+    setting = decode(job["setting"], Setting, "setting")
+    torch.manual_seed(0)
+    torch.set_num_threads(job["threads"])
+    world = init(setting.backend) if setting.ranks > 1 else None
+    if setting.device == "cuda":
+        torch.set_default_device("cuda" if world is None else world.device)
+    subject = subject_of(job["subject"], job["inputs"])
+    found = _measure(subject, setting, job["steps"])
+    every: list[Any] = [found]
+    if world is not None:
+        every = [None] * world.size
+        dist.all_gather_object(every, found)
+    if world is None or world.rank == 0:
+        write_job_result(job, every)
+    if world is not None:
+        shutdown()
+
+
+def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
+    """Return the peak of this rank and, on the CPU, the operators that reached it."""
+    with torch.autograd.profiler.profile(profile_memory=True):  # load what the first use of torch loads
+        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    gc.collect()
+    gc.disable()  # cycles would be collected at other times than in a prediction
+    if setting.device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        train(subject, setting, Comm(), Silent(), steps)
+        peak = torch.cuda.max_memory_allocated() - before
+        return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
+    with CpuAllocations() as allocated:
+        train(subject, setting, Comm(), Silent(), steps)
+    at_peak = allocated.at_peak()
+    return {
+        "peak_nbytes": allocated.nbytes,
+        "peak_operators": list(at_peak.operators) if at_peak else [],
+        "unreported_nbytes": allocated.unreported_nbytes,
+    }
+
+
+if __name__ == "__main__":
+    _run_as_rank(sys.argv[1])

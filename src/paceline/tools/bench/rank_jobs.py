@@ -1,4 +1,4 @@
-"""Jobs for ranks: starts a program on all ranks with JSON as its input, and returns what rank 0 wrote."""
+"""Ranks of a benchmark: started with a JSON job, or already started by a launcher (torchrun, ``paceline lab``, …)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["StartRanks", "read_job", "run_rank_job", "write_job_result"]
+from paceline.errors import UsageError
+from paceline.world import ProcessPlace
+
+__all__ = [
+    "StartRanks",
+    "check_launched_ranks",
+    "network_name",
+    "read_job",
+    "run_rank_job",
+    "under_launcher",
+    "write_job_result",
+]
 
 
 class StartRanks(Protocol):
@@ -55,3 +66,32 @@ def read_job(path: str) -> dict[str, Any]:
 def write_job_result(job: Mapping[str, Any], result: object) -> None:
     """Write the result of a job, on rank 0."""
     Path(job["out"]).write_text(json.dumps(result), encoding="utf-8")
+
+
+def under_launcher(place: ProcessPlace) -> bool:
+    """Return whether a launcher started this process as a rank."""
+    return place.source != "arguments"
+
+
+def network_name(network: str | None, place: ProcessPlace) -> str:
+    """Return the network between the ranks: as given by ``--network``, else loopback or "between hosts"."""
+    between_hosts = under_launcher(place) and (place.nodes or 1) > 1
+    return network or ("between hosts" if between_hosts else "loopback")
+
+
+def check_launched_ranks(option: str, ranks: set[int], place: ProcessPlace) -> None:
+    """Refuse numbers of ranks that differ from that of the launcher.
+
+    Args:
+        option: text of ``--ranks``, for the message.
+        ranks: its numbers.
+        place: of this process, which a launcher started.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if ranks != {place.size}:
+        raise UsageError(
+            f"--ranks {option}, but {place.source} started {place.size}",
+            remedy="leave --ranks out under a launcher",
+        )

@@ -7,7 +7,7 @@ bytes; the 44 million gradients of `44m` don't fit into any cache. Any size can 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from paceline.errors import UsageError, unknown
 
@@ -36,6 +36,7 @@ class GptSize:
     d_ff: int
     layers: int
     heads: int
+    _: KW_ONLY
     vocabulary: int = 10_000
     context: int = 256
 

@@ -8,7 +8,7 @@ batch does not depend on the number of ranks, and resuming a job takes its step 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +89,7 @@ class TrainingWindows:
     tokens: Tokens
     batch: int
     context: int
+    _: KW_ONLY
     rank: int = 0
     size: int = 1
     seed: int = 0
@@ -140,6 +141,7 @@ class HeldOutWindows:
     tokens: Tokens
     batch: int
     context: int
+    _: KW_ONLY
     rank: int = 0
     size: int = 1
     limit: int = 0

@@ -205,7 +205,7 @@ class _GPTLearner:
             self.params, lr=self._lr, betas=task.betas, weight_decay=task.weight_decay, fused=True
         )
         self._batches = TrainingWindows(
-            task.corpus.train, task.batch, task.size.context, worker, workers, task.seed
+            task.corpus.train, task.batch, task.size.context, rank=worker, size=workers, seed=task.seed
         )
 
     def gradient(self, number: int) -> float:

@@ -37,7 +37,9 @@ def test_accumulated_micro_batches_are_the_large_batch():
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(0, 3))
 def test_every_window_of_the_global_batch_is_on_one_rank(windows, batch, ranks, step):
     whole = TrainingWindows(TOKENS, batch=windows, context=8).at(step).inputs
-    dealt = [TrainingWindows(TOKENS, batch, 8, rank, ranks, windows=windows) for rank in range(ranks)]
+    dealt = [
+        TrainingWindows(TOKENS, batch, 8, rank=rank, size=ranks, windows=windows) for rank in range(ranks)
+    ]
     found = [each.at(step, micro) for micro in range(dealt[0].rounds) for each in dealt]
     assert torch.equal(whole, torch.cat([each.inputs[: each.samples] for each in found]))
     assert all(len(each.inputs) >= 1 for each in found)

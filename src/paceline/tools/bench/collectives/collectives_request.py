@@ -22,7 +22,7 @@ from paceline.tools.bench.collectives.collectives_cases import (
     list_cases,
 )
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
-from paceline.tools.bench.launched_ranks import check_launched_ranks, network_name, under_launcher
+from paceline.tools.bench.rank_jobs import check_launched_ranks, network_name, under_launcher
 from paceline.world import ProcessPlace
 from paceline.world.machine_facts import available_nbytes
 from paceline.world.mpi_world import INSTALL

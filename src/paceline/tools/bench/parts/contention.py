@@ -30,9 +30,7 @@ _NBYTES = 1 << 20
 _OUTLAST = 2.0  # time of the exchanges alone ÷ time of computing
 _MOST_CALLS = 4000
 _BUFFERS = 8
-_LEAST_COMPLETED = (
-    0.01  # of the exchanges that complete without computing; less is not distinguishable from none
-)
+_LEAST_COMPLETED = 0.01  # of the exchanges that complete without computing; less counts as none
 
 
 def measure_contention(
@@ -60,7 +58,9 @@ def measure_contention(
     queue = [buffers[call % _BUFFERS] for call in range(4 * _BUFFERS)]
     (each,) = slowest_rank([exchanger.time(op, queue) / len(queue)], exchanger.device)
     calls = max(_BUFFERS, min(_MOST_CALLS, math.ceil(_OUTLAST * (step.forward + step.buffered) / each)))
-    found = [_run_both(exchanger, op, buffers, calls, wrapped, each) for _ in range(rounds + 1)][1:]
+    found = [_run_both(exchanger, op, wrapped, buffers, calls=calls, each=each) for _ in range(rounds + 1)][
+        1:
+    ]
     launch, computing, completed = (median(column) for column in zip(*found, strict=True))
     return Contention(
         caller=exchanger.caller,
@@ -81,9 +81,10 @@ def measure_contention(
 def _run_both(
     exchanger: Exchanger,
     op: str,
-    buffers: Sequence[torch.Tensor],
-    calls: int,
     wrapped: WrappedModel,
+    buffers: Sequence[torch.Tensor],
+    *,
+    calls: int,
     each: float,
 ) -> tuple[float, float, float]:
     """Return seconds of a launch, and two ratios, during ÷ without: time of computing, and rate of exchanges."""

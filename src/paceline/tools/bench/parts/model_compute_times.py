@@ -102,7 +102,7 @@ def measure_model_step(workload: Workload, device: str, steps: int, source: Sour
             rows.append([backward, *(ready.get(name, backward) for name in names)])
             own[step] = torch.tensor(parts)
     times = _slowest_steps(own, torch.tensor(rows, dtype=torch.float64), device)
-    return _model_step(workload, plain, names, times, device, source)
+    return _model_step(workload, plain, names, times, device=device, source=source)
 
 
 def _plain_step(
@@ -161,6 +161,7 @@ def _model_step(
     model: torch.nn.Module,
     names: list[str],
     times: _ComputeTimes,
+    *,
     device: str,
     source: Source,
 ) -> ModelStep:

@@ -94,7 +94,7 @@ def collectives(
         compare(*results)
         return
     from paceline.tools.bench.collectives.collectives_request import make_request
-    from paceline.tools.bench.launched_ranks import under_launcher
+    from paceline.tools.bench.rank_jobs import under_launcher
     from paceline.tools.cli.bench.bench_collectives_files import plan_files
     from paceline.world import read_environment
 

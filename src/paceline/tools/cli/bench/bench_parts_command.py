@@ -12,7 +12,7 @@ import typer
 from paceline._core.format import format_bytes, format_seconds
 from paceline._core.json_codec import encode
 from paceline._core.units import MIB
-from paceline.tools.bench.launched_ranks import check_launched_ranks, network_name, under_launcher
+from paceline.tools.bench.rank_jobs import check_launched_ranks, network_name, under_launcher
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.cli.shared_options import ThreadsOption
 
