@@ -25,14 +25,14 @@ def paceline(monkeypatch, *arguments):
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """Keep the command from starting ranks; returns the settings that it would have measured with."""
-    asked = []
+    requested = []
 
     def measure(settings, start):
-        asked.append(settings)
+        requested.append(settings)
         return [row("no-sync"), row("ddp", 1.0, best_ddp=True), row("sharded", 1.0)]
 
     monkeypatch.setattr(measuring, "measure_steps", measure)
-    return asked
+    return requested
 
 
 def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):

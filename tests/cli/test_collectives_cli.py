@@ -30,10 +30,10 @@ class Measurement:
     """Stands in for the ranks: records the settings, adds rows, and can end early."""
 
     def __init__(self):
-        self.asked, self.wrong, self.end = [], None, None
+        self.requests, self.wrong, self.end = [], None, None
 
     def __call__(self, settings, cases, starters, journal):
-        self.asked.append((settings, cases))
+        self.requests.append((settings, cases))
         for number, case in enumerate(cases):
             if number == 1 and self.end is not None:
                 raise self.end
@@ -95,7 +95,7 @@ def test_invalid_options_are_refused_in_one_message(monkeypatch, capsys, measure
     shown = capsys.readouterr().err
     assert message in " ".join(shown.split())
     assert "Traceback" not in shown
-    assert measured.asked == []
+    assert measured.requests == []
 
 
 def test_missing_mpi_is_refused_with_how_to_install_it(monkeypatch, capsys, measured):
@@ -103,11 +103,11 @@ def test_missing_mpi_is_refused_with_how_to_install_it(monkeypatch, capsys, meas
     assert paceline(monkeypatch, "collectives", "--backends", "mpi4py") == 2
     assert "pip install 'paceline[mpi]'" in capsys.readouterr().err
     assert paceline(monkeypatch, "collectives") == 0
-    assert measured.asked[0][0].backends == ("gloo", "paceline")
+    assert measured.requests[0][0].backends == ("gloo", "paceline")
     monkeypatch.setattr(benchmarked_backends, "find_spec", lambda name: None)
     assert paceline(monkeypatch, "collectives", "--backends", "gloo,mpi4py") == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "mpi4py is not installed → pip install 'paceline[mpi]'" in told
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "mpi4py is not installed → pip install 'paceline[mpi]'" in errors
 
 
 @pytest.mark.parametrize("option", ["--json", "--csv", "--out"])
@@ -117,25 +117,25 @@ def test_a_file_that_can_not_be_written_is_refused_before_measuring(
     (tmp_path / "file").write_text("")
     assert paceline(monkeypatch, "collectives", option, tmp_path / "file" / "x") == 2
     assert "can't write" in capsys.readouterr().err
-    assert measured.asked == []
+    assert measured.requests == []
 
 
 def test_two_results_in_one_file_are_refused(monkeypatch, capsys, measured, tmp_path):
     both = tmp_path / "result"
     assert paceline(monkeypatch, "collectives", "--json", both, "--csv", both) == 2
-    assert measured.asked == []
+    assert measured.requests == []
 
 
 def test_charts_without_matplotlib_are_refused_before_measuring(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert paceline(monkeypatch, "collectives", "--out", tmp_path) == 2
     assert "pip install 'paceline[report]'" in capsys.readouterr().err
-    assert measured.asked == []
+    assert measured.requests == []
 
 
 def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monkeypatch, capsys, measured):
     assert paceline(monkeypatch, "collectives") == 0
-    ((settings, cases),) = measured.asked
+    ((settings, cases),) = measured.requests
     assert settings.backends[:2] == ("gloo", "paceline")
     assert (settings.ops, settings.ranks) == (("all-reduce",), (2, 4, 6))
     assert [case.nbytes for case in cases] == 3 * [10**6, 10**7, 10**8, 1_024_000_000]
@@ -146,10 +146,10 @@ def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monke
 def test_default_sizes_that_do_not_fit_are_left_out_and_named(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setattr(collectives_request, "available_nbytes", lambda: 7 * GIB)
     assert paceline(monkeypatch, "collectives", "--backends", "gloo", "--json", tmp_path / "r.json") == 0
-    told = capsys.readouterr().err
-    assert told.count("left out: ") == 1
-    assert "all-reduce of 1.02 GB with 6 ranks needs about" in told
-    ((_, cases),) = measured.asked
+    errors = capsys.readouterr().err
+    assert errors.count("left out: ") == 1
+    assert "all-reduce of 1.02 GB with 6 ranks needs about" in errors
+    ((_, cases),) = measured.requests
     assert {case.ranks for case in cases if case.nbytes > 10**9} == {2, 4}
     assert len(json.loads((tmp_path / "r.json").read_text())["settings"]["left_out"]) == 1
 
@@ -166,7 +166,7 @@ def test_options_become_settings(monkeypatch, measured):
         "--network": "my switch",
     }
     assert paceline(monkeypatch, "collectives", *(word for pair in options.items() for word in pair)) == 0
-    ((settings, _),) = measured.asked
+    ((settings, _),) = measured.requests
     assert (settings.backends, settings.ops) == (("paceline:arena", "gloo"), ("broadcast", "send-recv"))
     assert (settings.ranks, settings.sizes) == ((3,), (1000, 2000, 4000))
     assert (settings.dtype, settings.iterations, settings.rendezvous) == ("int64", 7, "tcp")

@@ -196,10 +196,10 @@ def test_a_killed_rank_is_named_and_finished_rows_are_kept_and_resumed(tmp_path)
         wait_for_rows(journal, process)
         ranks = ranks_below(process)
         ranks[1].kill()
-        shown, told = process.communicate(timeout=60)
-    assert process.returncode == 1, told
-    assert "[rank 1] was ended by SIGKILL" in told
-    assert "go on with the same command and --resume" in told
+        shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "[rank 1] was ended by SIGKILL" in errors
+    assert "run the same command with --resume" in errors
     assert gone([ranks[0].pid])
     partial = json.loads(file.read_text())
     kept = [row.to_json() for row in RowJournal(journal).rows()]
@@ -209,8 +209,8 @@ def test_a_killed_rank_is_named_and_finished_rows_are_kept_and_resumed(tmp_path)
     assert "busbw GB/s" in shown
 
     with start(*MANY, "--json", file, "--resume") as process:
-        _, told = process.communicate(timeout=120)
-    assert process.returncode == 0, told
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
     whole = json.loads(file.read_text())
     assert whole["rows"][: len(kept)] == kept
     assert len(whole["rows"]) == 120
@@ -224,10 +224,10 @@ def test_ctrl_c_keeps_finished_rows(tmp_path):
         wait_for_rows(tmp_path / "result.journal.jsonl", process)
         ranks = ranks_below(process)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
-    assert "Traceback" not in told
-    assert f"rows are kept in {tmp_path / 'result.journal.jsonl'}" in " ".join(told.split())
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert f"rows are kept in {tmp_path / 'result.journal.jsonl'}" in " ".join(errors.split())
     assert len(json.loads(file.read_text())["rows"]) > 0
     assert gone([rank.pid for rank in ranks.values()])
 
@@ -274,8 +274,8 @@ def test_a_killed_rank_of_mpi_leaves_finished_rows(tmp_path):
         wait_for_rows(journal, process)
         ranks = ranks_below(process, "PMI_RANK")
         ranks[1].kill()
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 1, told
-    assert "the 2 ranks under mpiexec ended with exit code" in told
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "the 2 ranks under mpiexec ended with exit code" in errors
     assert 0 < len(json.loads(file.read_text())["rows"]) < 60
     assert gone([rank.pid for rank in ranks.values()])

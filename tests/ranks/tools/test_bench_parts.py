@@ -87,7 +87,7 @@ def names_of_tiny():
     return [name for name, param in GPT(SIZE).named_parameters() if param.requires_grad]
 
 
-def test_every_way_is_predicted(measured):
+def test_every_strategy_is_predicted(measured):
     profile, backend = measured
     costs = pick_step_costs(profile, "tiny", ranks=2, backend=backend)
     for way in WAYS:
@@ -134,15 +134,15 @@ def test_the_command_measures_and_the_plan_predicts(tmp_path):
         "    batch = torch.ones(8, 64)\n"
         "    return net, lambda model: model(batch).square().mean(), 8\n"
     )
-    told = run(
+    output = run(
         "bench", "parts", "--workload", f"{own}:make", "--backend", "gloo", *short, "--profile", profile
     )
-    assert "net:make, 8 samples a rank" in told
+    assert "net:make, 8 samples a rank" in output
     assert Profile.load(profile).models[0].source.command.startswith("paceline bench parts --workload")
-    told = run(
+    output = run(
         "plan", "step", "--profile", profile, "--json", tmp_path / "plan.json", "--out", tmp_path / "out"
     )
-    assert "The shortest step" in told
+    assert "The shortest step" in output
     assert json.loads((tmp_path / "plan.json").read_text())["model"] == "net:make"
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg"}
 
@@ -183,7 +183,7 @@ def test_other_numbers_of_ranks_join_the_fit():
         ("{}:other", "has no function 'other'"),
     ],
 )
-def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
+def test_a_missing_workload_is_refused(tmp_path, text, said):
     from paceline.tools.bench.parts.workload import user_workload
 
     path = tmp_path / "net.py"
@@ -194,7 +194,7 @@ def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
         user_workload(f"{path}:make")
 
 
-def test_what_a_workload_returns_is_told_where_it_does_not_fit(tmp_path):
+def test_a_workload_that_returns_something_else_is_refused_with_its_types(tmp_path):
     from paceline.tools.bench.parts.workload import user_workload
 
     path = tmp_path / "net.py"

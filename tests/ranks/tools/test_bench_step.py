@@ -157,8 +157,12 @@ def count(rank, size, strategies):
         once()
         once()
         seen = count_traffic(once, size)
-        told = trainer.model.timings
-        counted[strategy] = (seen.calls, seen.nbytes), (told.calls, told.nbytes), measure_comm_seconds(once)
+        timings = trainer.model.timings
+        counted[strategy] = (
+            (seen.calls, seen.nbytes),
+            (timings.calls, timings.nbytes),
+            measure_comm_seconds(once),
+        )
     return counted
 
 
@@ -168,8 +172,8 @@ def test_traffic_observed_from_outside_is_that_of_the_engine(pool, ranks, backen
     strategies = {"naive": None, "bucketed": 1.0, "sharded": 1.0}
     for counted in pool(ranks, backend).run(count, strategies):
         assert list(counted) == list(strategies)
-        for seen, told, seconds in counted.values():
-            assert seen == pytest.approx(told)
+        for seen, timings, seconds in counted.values():
+            assert seen == pytest.approx(timings)
             assert seconds > 0
 
 

@@ -31,14 +31,14 @@ def run_all(fork, folder, names, *settings):
     return [child.hear(timeout=150) for child in children]
 
 
-def run_one(tell, name, *settings):
+def run_one(report, name, *settings):
     from paceline.tools.bench.starvation.starvation_worker import run_case
 
     (case,) = find_cases([name])
     found = run_case(case, StarvationSettings(*settings)).to_json()
     with pytest.raises(ChildProcessError):  # no process is left
         os.waitpid(-1, os.WNOHANG)
-    tell(found)
+    report(found)
 
 
 def run_cases(nursery, *names, balance=EXAMPLE_BALANCE, timeout=LONG_TIMEOUT, backend="gloo"):
@@ -114,7 +114,7 @@ def stuck(fork, folder):
     return fork(run_stuck).hear()
 
 
-def run_stuck(tell):
+def run_stuck(report):
     from paceline.tools.bench.starvation import starvation_worker
 
     def sleep_for_ever(case, settings, rank, folder, log):
@@ -127,7 +127,7 @@ def run_stuck(tell):
     ).to_json()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-    tell(outcome)
+    report(outcome)
 
 
 def test_a_rank_that_no_time_out_ends_is_killed_and_reported(nursery):

@@ -78,7 +78,7 @@ def test_nanogpt_folder_holds_out_its_val_bin(tmp_path, name):
     assert corpus.vocabulary == 99
 
 
-def test_fingerprint_tells_a_changed_byte_a_moved_split_and_a_type(tmp_path):
+def test_fingerprint_changes_with_a_byte_a_moved_split_and_a_type(tmp_path):
     tokens = np.zeros(1000, np.uint8)
     changed = tokens.copy()
     changed[500] = 1
@@ -130,7 +130,7 @@ def pipe(tmp_path):
         (pipe, "no such file or folder"),
     ],
 )
-def test_what_is_no_data_is_refused(tmp_path, make, message):
+def test_unreadable_data_is_refused(tmp_path, make, message):
     with pytest.raises(UsageError, match=message):
         corpora.load_corpus(make(tmp_path))
 

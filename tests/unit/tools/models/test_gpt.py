@@ -47,7 +47,7 @@ def test_order_matters_beyond_the_last_token(model):
     assert not torch.allclose(model(tokens())[:, -1], model(swapped)[:, -1])
 
 
-def test_rotation_tells_distance_only():
+def test_rotation_depends_on_distance_only():
     cos, sin = (table.double() for table in rotary_tables(8, 4))
     query, key = torch.randn(2, 1, 1, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
