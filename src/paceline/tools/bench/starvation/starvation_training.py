@@ -133,12 +133,12 @@ class StarvationTrainer(Protocol):
         ...
 
 
-class DdpTrainer:
-    """torch's DistributedDataParallel, as in its documentation."""
+class _TorchTrainer:
+    """Trains a model that torch has wrapped."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def step(self, batch: SampleBatch) -> None:
         """Train one step on `batch`."""
@@ -146,23 +146,23 @@ class DdpTrainer:
         mse_loss(self.model(batch.x), batch.y).backward()
         self._optimizer.step()
 
+
+class DdpTrainer(_TorchTrainer):
+    """torch's DistributedDataParallel, as in its documentation."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(DistributedDataParallel(model, gradient_as_bucket_view=True))
+
     def full_parameters(self) -> Tensor | None:
         """Return a copy of all parameters as a vector."""
         return parameters_to_vector(self.model.parameters()).detach().clone()
 
 
-class Fsdp2Trainer:
+class Fsdp2Trainer(_TorchTrainer):
     """torch's fully_shard, as in its documentation."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model: Any = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-
-    def step(self, batch: SampleBatch) -> None:
-        """Train one step on `batch`."""
-        self._optimizer.zero_grad()
-        mse_loss(self._model(batch.x), batch.y).backward()
-        self._optimizer.step()
+        super().__init__(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))))
 
     def full_parameters(self) -> Tensor | None:
         """Return None: gathering the parameters takes a collective."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline._core.format import format_seconds, format_size
+from paceline._core.format import format_percent, format_seconds, format_size
 from paceline.errors import UsageError
 from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.result_files import check_writable, require_matplotlib
@@ -159,9 +159,9 @@ def _algorithm_line(each: _FittedGroup) -> str:
         return f"{each.name}: {fit.form}, {how}"
     errors = sorted(fit.error_of_form.items(), key=lambda item: item[1])
     own = fit.error_of_form[str(fit.form)]
-    others = [f"{other} {100 * error:.0f} %" for other, error in errors if other != str(fit.form)][:2]
-    following = f", next: {'; '.join(others)}" if others else ""
-    return f"{each.name} looks like {fit.form}: {100 * own:.0f} % off from one number of ranks to another{following}"
+    others = [f"{other} {format_percent(error)}" for other, error in errors if other != str(fit.form)][:2]
+    then = f", next: {'; '.join(others)}" if others else ""
+    return f"{each.name} looks like {fit.form}: {format_percent(own)} off from one number of ranks to another{then}"
 
 
 def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
@@ -205,7 +205,7 @@ def _segment_cells(segment: FitSegment) -> list[str]:
 
 
 def _format_error(error: PredictionError | None) -> str:
-    return "" if error is None else f"{100 * error.median:.1f} % ({100 * error.maximum:.0f} %)"
+    return "" if error is None else f"{format_percent(error.median)} ({format_percent(error.maximum)})"
 
 
 def _plan_charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, Measured], Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline._core.format import format_bytes, format_seconds
+from paceline._core.format import format_bytes, format_percent, format_seconds
 from paceline._core.json_codec import encode
 from paceline._core.units import MIB
 from paceline.tools.bench.rank_jobs import check_launched_ranks, network_name, under_launcher
@@ -165,7 +165,7 @@ def _exchange_table(costs: Sequence[ExchangeCost], step: ModelStep) -> Table:
     for cost in costs:
         times = [format_seconds(cost.fit.seconds(size, step.ranks)) for size in sizes]
         error = cost.fit.sizes_error
-        share = "" if error is None else f"{100 * error.median:.1f} %"
+        share = "" if error is None else format_percent(error.median)
         manner = "queued" if cost.queued else "alone"
         rows.append([cost.fit.op, cost.caller, f"{cost.backend}, {cost.network}", manner, *times, share])
     return make_table(("exchange", "by", "on", "", *map(format_bytes, sizes), "error"), rows, left=4)
