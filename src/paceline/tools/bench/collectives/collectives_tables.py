@@ -46,9 +46,9 @@ def operation_table(rows: Sequence[CollectiveRow]) -> Table:
     """Return the rows of one operation by ranks and size; the fastest correct backend is bold, a wrong one red."""
     table = make_table(_COLUMNS, left=[2], title=f"{rows[0].op}, {rows[0].dtype}")
     for row in sorted(rows, key=lambda row: (row.ranks, row.nbytes)):  # stable: backends stay in their order
-        rivals = [other for other in rows if (other.ranks, other.nbytes) == (row.ranks, row.nbytes)]
-        right = [other.times.median_s for other in rivals if other.correct]
-        fastest = len(rivals) > 1 and row.correct and row.times.median_s == min(right)
+        same_case = [other for other in rows if (other.ranks, other.nbytes) == (row.ranks, row.nbytes)]
+        right = [other.times.median_s for other in same_case if other.correct]
+        fastest = len(same_case) > 1 and row.correct and row.times.median_s == min(right)
         table.add_row(*_cells(row), style="bold" if fastest else "" if row.correct else "red")
         if not row.correct:
             table.add_row("", "", "WRONG RESULT", style="red")
