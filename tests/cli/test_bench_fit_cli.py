@@ -1,4 +1,4 @@
-"""``paceline bench fit`` as a user meets it, on files like those that ``paceline bench collectives`` writes."""
+"""``paceline bench fit``: output, profile, charts and refused files, on results of ``paceline bench collectives``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corpora: where text comes from, what is held out, and what can't be read."""
+"""Corpora: sources, held-out parts, and refused data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes: the parameter count is that of the real module, and what can't be built is refused."""
+"""Sizes: parameter counts equal those of the module; invalid sizes are refused."""
 
 from __future__ import annotations
 

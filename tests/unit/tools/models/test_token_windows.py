@@ -1,4 +1,4 @@
-"""Batches: pure functions of the step; the same global batch for any number of ranks; held-out windows once each."""
+"""Token windows: batches are functions of the step, equal for any number of ranks; each held-out window counts once."""
 
 from __future__ import annotations
 
