@@ -10,29 +10,29 @@ import torch
 
 import paceline
 from paceline.tools.models import corpus as corpora
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
-from paceline.tools.models.token_windows import Batches, HeldOut
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
+from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows
 
 STEPS, BATCH = 300, 8
 
 
 def main(hub: str, key: str | None = None) -> None:
     """Train beside a star."""
-    size, corpus = size_of("tiny"), corpora.load(None)
+    size, corpus = gpt_size("tiny"), corpora.load_corpus(None)
     model = GPT(size)
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
-    batches = Batches(corpus.train, BATCH, size.context, seed=torch.seed() % 2**31)
-    held_out = HeldOut(corpus.held_out, 16, size.context, limit=64)
+    batches = TrainingWindows(corpus.train, BATCH, size.context, seed=torch.seed() % 2**31)
+    held_out = HeldOutWindows(corpus.held_out, 16, size.context, limit=64)
 
     def score() -> float:
-        losses = [loss(model(batch.inputs), batch.targets).item() for batch in held_out.rounds()]
+        losses = [token_loss(model(batch.inputs), batch.targets).item() for batch in held_out.rounds()]
         return sum(losses) / len(losses)
 
     with paceline.AsyncDataParallel(model, optim, hub, every=20, delay=5, score=score, key=key) as star:
         for step in range(STEPS):
             batch = batches.at(step)
-            value = loss(model(batch.inputs), batch.targets)
+            value = token_loss(model(batch.inputs), batch.targets)
             value.backward()
             optim.step()
             optim.zero_grad()

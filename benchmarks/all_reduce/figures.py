@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_harness.paired import Times
+from paceline.tools.bench.turn_statistics import InterleavedTimes
 
 __all__ = [
     "ARENA",
@@ -53,10 +53,10 @@ class Result:
     """A measurement: how many ranks, the times at each size, and MPICH's settings that were tried."""
 
     ranks: int
-    rows: list[Times]
+    rows: list[InterleavedTimes]
     tried: Tried
 
-    def at(self, nbytes: int) -> Times:
+    def at(self, nbytes: int) -> InterleavedTimes:
         """Return the times at a size that was measured."""
         return next(row for row in self.rows if row.nbytes == nbytes)
 
@@ -64,5 +64,5 @@ class Result:
     def load(cls, path: Path) -> Result:
         """Return the measurement that `measure.py` wrote."""
         record = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Times(**row) for row in record["rows"]]
+        rows = [InterleavedTimes(**row) for row in record["rows"]]
         return cls(record["settings"]["ranks"], rows, record["mpich_settings_tried"])

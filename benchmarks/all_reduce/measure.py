@@ -3,8 +3,8 @@
     python benchmarks/all_reduce/measure.py --ranks 2
 
 Starts the ranks itself and writes ``2-ranks.json`` beside this file. All contestants live in the same processes, which
-are ranks of MPI and of torch at once, and take turns ([Note: turns] in `bench_harness.paired`). It needs the extra
-``mpi``.
+are ranks of MPI and of torch at once, and take turns ([Note: turns] in `paceline.tools.bench.turn_statistics`). It
+needs the extra ``mpi``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import typer
 from figures import ARENA, BEST, COPY, MPICH, ORDINARY, contestants_at
 from rich.table import Table
 
-from bench_harness.paired import Times
 from bench_harness.program import run_program
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_count, format_seconds
 from paceline._core.units import parse_bytes
 from paceline.errors import UsageError
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.turn_statistics import InterleavedTimes
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable, result_head
@@ -91,7 +91,7 @@ def main(
         "rows": rows,
     }
     write_json(path, result)
-    show(ranks, [Times(**row) for row in rows])
+    show(ranks, [InterleavedTimes(**row) for row in rows])
     print(path)
 
 
@@ -121,7 +121,7 @@ def rounds_and_calls(nbytes: int, rounds: int | None, crowded: bool) -> tuple[in
 
 def try_settings(ranks: int, crowded: bool, env: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return MPICH's settings with what they achieve here, the best first."""
-    with TurnBar(f"MPICH's settings, {ranks} ranks", mpich.turns(crowded)) as tick:
+    with ProgressBar(f"MPICH's settings, {ranks} ranks", mpich.turns(crowded)) as tick:
         return mpich.tries(ranks, crowded, env, tick)
 
 
@@ -136,7 +136,7 @@ def run(
         job.write_text(json.dumps(described | {"rendezvous": f"{folder}/rendezvous"}), encoding="utf-8")
         command = mpich.command(ranks, [str(HERE / "ranks.py"), str(job)])
         with (
-            TurnBar(f"all-reduce, {ranks} ranks", turns) as tick,
+            ProgressBar(f"all-reduce, {ranks} ranks", turns) as tick,
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process,
         ):
             assert process.stdout is not None
@@ -153,7 +153,7 @@ def run(
         return json.loads(found.read_text(encoding="utf-8"))
 
 
-def show(ranks: int, rows: list[Times]) -> None:
+def show(ranks: int, rows: list[InterleavedTimes]) -> None:
     """Print times, and by what factor the arena beats the others."""
     table = Table(title=f"all-reduce, {ranks} ranks", title_justify="left", box=None, pad_edge=False)
     ratios = [(BEST, ARENA), (BEST, ORDINARY), (MPICH, ARENA), (ARENA, COPY)]

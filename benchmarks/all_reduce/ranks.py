@@ -23,9 +23,8 @@ import torch.distributed as dist
 from figures import ARENA, BEST, COPY, COPY_ALONE, GLOO, HALVES, MPICH, ORDINARY, PASS, contestants_at
 from mpi4py import MPI
 
-from bench_harness.paired import Times
 from paceline.tools.bench.collectives import exact_buffers
-from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.bench.turn_statistics import InterleavedTimes, turn_order
 
 
 class Ranks:
@@ -95,14 +94,14 @@ def contestants(ranks: Ranks, numel: int) -> dict[str, Contestant]:
 def check(ranks: Ranks, name: str, contestant: Contestant) -> None:
     """Run it once on numbers that differ between places and ranks, and look at every place of what comes out."""
     copies = contestant.source is not None
-    exact_buffers.write(contestant.source if copies else contestant.buffer, ranks.rank)
+    exact_buffers.write_pattern(contestant.source if copies else contestant.buffer, ranks.rank)
     time_calls(ranks, contestant, 1)
     if contestant.alone and ranks.rank:
         return
     right = (
-        exact_buffers.is_written(contestant.buffer, ranks.rank)
+        exact_buffers.holds_pattern(contestant.buffer, ranks.rank)
         if copies
-        else exact_buffers.is_sum(contestant.buffer, ranks.size)
+        else exact_buffers.holds_sum(contestant.buffer, ranks.size)
     )
     if not right:
         raise RuntimeError(f"{name} is wrong at {contestant.buffer.nbytes} bytes")
@@ -152,7 +151,7 @@ def measure(ranks: Ranks, nbytes: int, rounds: int, calls: int) -> dict[str, Any
             _tick(ranks)
     gc.enable()
     ranks.mpi.Allreduce(MPI.IN_PLACE, seconds, op=MPI.MAX)
-    times = Times.of(nbytes, dict(zip(names, seconds.tolist(), strict=True)))
+    times = InterleavedTimes.of(nbytes, dict(zip(names, seconds.tolist(), strict=True)))
     return times.with_best(BEST, [GLOO, HALVES]).to_json()
 
 

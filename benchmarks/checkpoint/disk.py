@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import paceline
-from bench_harness.paired import ratio_of
 from paceline._core.files import write_json
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
+from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def seconds(call: Callable[[], object]) -> float:
 def training(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimizer that has taken a step."""
     torch.manual_seed(0)
-    net = GPT(size_of(size))
+    net = GPT(gpt_size(size))
     optim = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     for param in net.parameters():
         param.grad = torch.randn_like(param)

@@ -21,13 +21,13 @@ import torch
 import typer
 from plain import plain_of
 
-from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.parallel.compression import blockwise
 from paceline.parallel.compression.codecs import Codec, HalfCodec, IntCodec, RawCodec
 from paceline.parallel.compression.topk import TopKCodec
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -65,7 +65,7 @@ def main(
     torch.manual_seed(0)
     values = torch.randn(numel)
     rows = []
-    with TurnBar("codecs", (len(codecs()) * 3 + 1) * (rounds + 1)) as tick:
+    with ProgressBar("codecs", (len(codecs()) * 3 + 1) * (rounds + 1)) as tick:
         for name, codec in codecs().items():
             weight = {"name": name, "ratio": values.nbytes / codec.nbytes(numel)}
             rows += [

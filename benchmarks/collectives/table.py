@@ -18,7 +18,11 @@ from paceline._core.format import format_size
 from paceline.cost_model.algorithm_terms import MESSAGES, AlgorithmTerms
 from paceline.cost_model.fit_measurements import MeasuredPoint, held_out_ranks, held_out_sizes
 from paceline.cost_model.prediction_error import PredictionError
-from paceline.tools.bench.collectives.collectives_rows import Result, Row, read_result
+from paceline.tools.bench.collectives.collectives_rows import (
+    CollectiveRow,
+    CollectivesResult,
+    read_collectives,
+)
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "collectives.md"
@@ -127,20 +131,20 @@ def _errors(points: Sequence[MeasuredPoint], forms: Sequence[AlgorithmTerms] | N
     return ["" if one is None else f"{one.median:.1%}" for one in (*usual, *plain)]
 
 
-def _result(name: str) -> Result:
+def _result(name: str) -> CollectivesResult:
     found = HERE / name / "collectives.json"
-    return read_result(found if found.exists() else HERE / f"{name}.json")
+    return read_collectives(found if found.exists() else HERE / f"{name}.json")
 
 
-def _backends(rows: Iterable[Row]) -> list[str]:
+def _backends(rows: Iterable[CollectiveRow]) -> list[str]:
     return list(dict.fromkeys(row.backend for row in rows))
 
 
-def _ranks(rows: Iterable[Row]) -> list[int]:
+def _ranks(rows: Iterable[CollectiveRow]) -> list[int]:
     return sorted({row.ranks for row in rows})
 
 
-def _sizes(rows: Iterable[Row]) -> list[int]:
+def _sizes(rows: Iterable[CollectiveRow]) -> list[int]:
     return sorted({row.nbytes for row in rows})
 
 

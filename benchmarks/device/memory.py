@@ -18,7 +18,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.memory_benchmark import check
+from paceline.tools.bench.memory_benchmark import check_prediction
 from paceline.tools.plan.memory.training_subject import Setting, subject_of
 from paceline.tools.result_files import check_writable, result_head
 
@@ -53,7 +53,7 @@ def main(
     os.chdir(HERE)  # where the ranks find `models`
     rows = []
     for name, options in SETTINGS:
-        checked = check(subject_of(name), Setting(**PLACES, **options), run_ranks)
+        checked = check_prediction(subject_of(name), Setting(**PLACES, **options), run_ranks)
         rows.append(checked.facts())
         print(f"{name}, {checked.setting.name}: {100 * checked.error:+.2f} %", flush=True)
     write_json(out, result_head("device-memory", ["paceline", "torch"]) | {"rows": rows})

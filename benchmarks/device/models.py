@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # width and blocks; arXiv 1512.03385, table 1
 CLASSES = 1000
@@ -82,14 +82,14 @@ def images(batch_size: int, side: int) -> Workload:
 
 def tokens(batch_size: int, context: int, size: str = "small") -> Workload:
     """Return a GPT with GPT-2's vocabulary, its head tied: 124 M parameters where the size is ``small``."""
-    shapes = size_of(size, vocabulary=50_257, context=context)
+    shapes = gpt_size(size, vocabulary=50_257, context=context)
 
     def draw() -> tuple[Tensor, Tensor]:
         drawn = torch.randint(shapes.vocabulary, (batch_size, context + 1))
         return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
     name = f"GPT, {shapes.parameters(tie=True) / 1e6:.0f} M"
-    return Workload(name, batch_size, lambda: GPT(shapes, tie=True), draw, loss)
+    return Workload(name, batch_size, lambda: GPT(shapes, tie=True), draw, token_loss)
 
 
 def picture_step(batch: int) -> tuple[nn.Module, tuple[Tensor], Callable[[Tensor], Tensor]]:

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.turn_statistics import ratio_of, turn_order
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -61,7 +60,7 @@ def main(
     workloads = [images(2, 64), tokens(1, 64, "tiny")] if small else [images(images_at_once, 224)]
     if not small:
         workloads.append(tokens(texts_at_once, 1024))
-    with TurnBar("overhead", (rounds + 1) * len(workloads)) as tick:
+    with ProgressBar("overhead", (rounds + 1) * len(workloads)) as tick:
         rows = [take_turns(each, world.device, rounds, tick) for each in workloads]
     result = result_head("device-overhead", ["paceline", "torch"])
     result |= {"settings": {"rounds": rounds, "steps": STEPS, "autocast": "bf16"}, "bar": BAR, "rows": rows}

@@ -25,16 +25,16 @@ import torch.distributed as dist
 import typer
 
 import paceline
-from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.health.replica_check import digest_of
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.parallel.engine.finite_check import peak_of
-from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.step.step_contestants import random_batch
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.step.strategy_trainers import random_batch
+from paceline.tools.bench.turn_statistics import ratio_of
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -72,7 +72,7 @@ def measure(rounds: int, told: Path) -> None:
     """Time all strategies as a rank; rank 0 writes."""
     torch.set_num_threads(1)
     world = paceline.init(device="cpu")
-    with TurnBar("drift", (rounds + 1) * len(STRATEGIES), shown=world.rank == 0) as tick:
+    with ProgressBar("drift", (rounds + 1) * len(STRATEGIES), shown=world.rank == 0) as tick:
         rows = [take_turns(strategy, rounds, world.rank, tick) for strategy in STRATEGIES]
     if world.rank == 0:
         told.write_text(json.dumps(rows), encoding="utf-8")
@@ -82,7 +82,7 @@ def measure(rounds: int, told: Path) -> None:
 def take_turns(strategy: str, rounds: int, rank: int, tick: Callable[[], object]) -> dict[str, Any]:
     """Return the seconds of a step of every turn, and the ratios to a step with neither."""
     torch.manual_seed(0)
-    size = size_of(SIZE)
+    size = gpt_size(SIZE)
     model = paceline.DataParallel(GPT(size), sync=strategy)
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     batch = random_batch(size, BATCH, CONTEXT, seed=rank, device="cpu")
@@ -119,7 +119,7 @@ def turn(model: paceline.DataParallel, optim: paceline.ShardedOptimizer, batch: 
     dist.barrier()
     started = time.perf_counter()
     for _ in range(STEPS):
-        model.backward(loss(model(batch.inputs), batch.targets), samples=BATCH)
+        model.backward(token_loss(model(batch.inputs), batch.targets), samples=BATCH)
         model.clip_grad_norm_(1.0)
         optim.step()
         optim.zero_grad()

@@ -21,14 +21,14 @@ import typer
 from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.models.gpt_sizes import SIZES, Size
+from paceline.tools.models.gpt_sizes import SIZES, GptSize
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.step_breakdown import mean_parts
 from paceline.tools.report.run.trace_reader import read_steps
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
-SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+SIZE = GptSize("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
 CASES = [
     (2, "1Gbit/s", "paceline", "bucketed", 5.0),
     (2, "1Gbit/s", "paceline", "flat", None),

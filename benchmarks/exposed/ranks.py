@@ -17,11 +17,11 @@ import torch.distributed as dist
 from paceline._core.step_state import step_state
 from paceline.parallel.data_parallel import DataParallel
 from paceline.profiling.rank_timeline import RankTimeline
-from paceline.tools.bench.step.step_contestants import Contestant, build, random_batch, step
-from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
-from paceline.tools.bench.step.step_worker import tick
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
+from paceline.tools.bench.step.step_worker import print_tick
+from paceline.tools.bench.step.strategy_trainers import StrategyTrainer, build_trainer, random_batch, run_step
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import TokenBatch
 from paceline.world import init, shutdown
 from paceline.world.object_collectives import sum_over_ranks
 
@@ -42,13 +42,15 @@ def main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     world = init(job["backend"])
-    size = Size(**job["size"])
-    entry = Entry(job["strategy"], job["bucket_mib"])
-    bare, synced, recorded = (build(each, size, world.device, 0) for each in (Entry(NO_SYNC), entry, entry))
+    size = GptSize(**job["size"])
+    entry = StrategyVariant(job["strategy"], job["bucket_mib"])
+    bare, synced, recorded = (
+        build_trainer(each, size, world.device, 0) for each in (StrategyVariant(NO_SYNC), entry, entry)
+    )
     batch = random_batch(size, job["batch"], size.context, world.rank, world.device)
     for contestant in (bare, synced, recorded):
         for _ in range(_WARM_UP):
-            step(contestant, batch)
+            run_step(contestant, batch)
     times = Times()
     assert isinstance(recorded.model, DataParallel), "the contestant is one of Paceline's"
     with RankTimeline(job["timelines"], recorded.model):
@@ -60,7 +62,7 @@ def main(job_file: str) -> None:
                 step_state.recorder = told
                 seconds.append(_turn(contestant, batch))
             turns.reverse()
-            tick()
+            print_tick()
         step_state.recorder = recorder
     mean = sum_over_ranks(torch.tensor(list(vars(times).values()), dtype=torch.float64)) / world.size
     if world.rank == 0:
@@ -69,11 +71,11 @@ def main(job_file: str) -> None:
     shutdown()
 
 
-def _turn(contestant: Contestant, batch: Batch) -> float:
+def _turn(contestant: StrategyTrainer, batch: TokenBatch) -> float:
     """Return the seconds of one step that all ranks begin together."""
     dist.barrier()
     started = time.perf_counter()
-    step(contestant, batch)
+    run_step(contestant, batch)
     if step_state.recorder is not None:
         step_state.recorder.flush()  # writing the line is part of what recording costs
     return time.perf_counter() - started

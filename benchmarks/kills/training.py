@@ -21,8 +21,8 @@ import paceline
 from paceline.errors import PeerFailed
 from paceline.testing import fault_injection
 from paceline.tools.models import corpus as corpora
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 
 SAMPLES, CONTEXT, GLOBAL_BATCH, EPOCHS, EVERY = 240, 64, 12, 4, 3
 STALL, LOST = 5.0, 3.0
@@ -46,10 +46,10 @@ class Windows(torch.utils.data.Dataset):
 def main(folder: Path) -> None:
     """Train to the end from wherever the newest checkpoint is."""
     world = paceline.init("paceline")
-    corpus = corpora.load(None)
+    corpus = corpora.load_corpus(None)
     torch.manual_seed(0)
     model = paceline.DataParallel(
-        GPT(size_of("mini", vocabulary=corpus.vocabulary, context=CONTEXT)), sync="sharded"
+        GPT(gpt_size("mini", vocabulary=corpus.vocabulary, context=CONTEXT)), sync="sharded"
     )
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
     loader = paceline.Loader(Windows(corpus.train), GLOBAL_BATCH // world.size)
@@ -63,7 +63,7 @@ def main(folder: Path) -> None:
         with paceline.Watchdog(stall=STALL, lost=LOST):
             for batch in keep.resume(loader, epochs=EPOCHS):
                 numbers, windows = batch
-                mean = loss(model(windows[:, :-1]), windows[:, 1:])
+                mean = token_loss(model(windows[:, :-1]), windows[:, 1:])
                 model.backward(mean, samples=batch.samples)
                 optim.step()
                 optim.zero_grad()

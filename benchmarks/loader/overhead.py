@@ -25,10 +25,10 @@ import typer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline
-from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -73,7 +73,7 @@ def beside_torch(workers: int, rounds: int | None) -> dict[str, Any]:
     """Return the seconds of every epoch of both loaders, by process, and their ratio over all of them."""
     samples, processes, turns = PLANS[workers]
     seconds = []
-    with TurnBar(f"{workers} workers", processes) as tick:
+    with ProgressBar(f"{workers} workers", processes) as tick:
         for _ in range(processes):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 seconds.append(pool.submit(take_turns, samples, workers, rounds or turns).result())

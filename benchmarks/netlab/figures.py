@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_harness.paired import Times
+from paceline.tools.bench.turn_statistics import InterleavedTimes
 
 __all__ = ["ARENA", "BEST", "GLOO", "HALVES", "ORDINARY", "Result", "Row", "contestants_at"]
 
@@ -37,7 +37,7 @@ class Row:
             contestant: medians over rounds.
     """
 
-    times: Times
+    times: InterleavedTimes
     passed: dict[str, tuple[float, ...]]
 
     def buffers(self, name: str) -> float:
@@ -53,7 +53,7 @@ class Row:
         """Return the row that `to_json` wrote."""
         record = dict(record)
         passed = record.pop("passed")
-        return cls(Times(**record), passed)
+        return cls(InterleavedTimes(**record), passed)
 
 
 @dataclass(frozen=True)

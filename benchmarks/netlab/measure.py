@@ -3,7 +3,7 @@
     python benchmarks/netlab/measure.py
 
 Plays the hosts with `paceline.testing.netlab` (as root, on Linux) and writes ``2x2-1Gbit.json`` beside this file.
-Both backends live in the same processes and take turns ([Note: turns] in `bench_harness.paired`).
+Both backends live in the same processes and take turns ([Note: turns] in `paceline.tools.bench.turn_statistics`).
 """
 
 from __future__ import annotations

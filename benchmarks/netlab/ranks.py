@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 from figures import ARENA, BEST, GLOO, HALVES, ORDINARY, Row, contestants_at
 
-from bench_harness.paired import Times
 from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
 from paceline.tools.bench.collectives import exact_buffers
-from paceline.tools.bench.step.step_worker import tick
-from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.bench.step.step_worker import print_tick
+from paceline.tools.bench.turn_statistics import InterleavedTimes, turn_order
 
 Contestant = tuple[Callable[[], object], Callable[[], object], torch.Tensor]
 """How to all-reduce; the barrier of the same library, at which an iteration begins; what is reduced."""
@@ -78,11 +77,11 @@ def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> di
     """Return the times of all contestants at one size, and the bytes of the host that sent or received most."""
     everybody = contestants(gloo, nbytes)
     for name, (run, _, buffer) in everybody.items():
-        exact_buffers.write(buffer, dist.get_rank())
+        exact_buffers.write_pattern(buffer, dist.get_rank())
         run()
-        if not exact_buffers.is_sum(buffer, dist.get_world_size()):
+        if not exact_buffers.holds_sum(buffer, dist.get_world_size()):
             raise RuntimeError(f"{name} is wrong at {nbytes} bytes")
-        tick()
+        print_tick()
     names = list(everybody)
     seconds = torch.zeros(len(names), rounds, calls, dtype=torch.float64)
     passed = torch.zeros(len(names), rounds, 2, dtype=torch.float64)
@@ -93,11 +92,13 @@ def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> di
             times, traffic = turn(names[index], everybody[names[index]], calls)
             seconds[index, number] = torch.tensor(times)
             passed[index, number] = torch.tensor([traffic.sent / calls, traffic.received / calls])
-            tick()
+            print_tick()
     gc.enable()
     for table in (seconds, passed):
         dist.all_reduce(table, op=dist.ReduceOp.MAX, group=gloo)
-    times = Times.of(nbytes, dict(zip(names, seconds.tolist(), strict=True))).with_best(BEST, [GLOO, HALVES])
+    times = InterleavedTimes.of(nbytes, dict(zip(names, seconds.tolist(), strict=True))).with_best(
+        BEST, [GLOO, HALVES]
+    )
     counted = {
         name: tuple(median(way) for way in zip(*turns, strict=True))
         for name, turns in zip(names, passed.tolist(), strict=True)

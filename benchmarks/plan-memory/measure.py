@@ -21,7 +21,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.memory_benchmark import check
+from paceline.tools.bench.memory_benchmark import check_prediction
 from paceline.tools.plan.memory.memory_fit import MARGIN
 from paceline.tools.plan.memory.memory_prediction import predict
 from paceline.tools.plan.memory.training_subject import Setting, subject_of
@@ -78,7 +78,7 @@ def main(
     os.chdir(HERE)  # where the models are imported from, by ranks too
     checks = []
     for name, setting in chosen:
-        checked = check(subject_of(name), setting, run_ranks)
+        checked = check_prediction(subject_of(name), setting, run_ranks)
         checks.append(checked.facts())
         typer.echo(f"{name:18} {setting.name:48} {100 * checked.error:+8.3f} %")
     result = result_head("plan-memory-accuracy", ("paceline", "torch", "transformers")) | {

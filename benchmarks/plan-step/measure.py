@@ -19,29 +19,28 @@ import typer
 
 from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
-from paceline.cost_model.profile_entries import Source
 from paceline.errors import UsageError
 from paceline.tools.bench.parts.parts_settings import PartsSettings
-from paceline.tools.bench.step.step_strategies import NO_SYNC, Entry
-from paceline.tools.bench.turn_order import round_of, split
-from paceline.tools.cli.bench.profile_file import load_or_new, now
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.result_files import check_writable, machine_record, result_head, versions
+from paceline.tools.bench.step.step_strategies import NO_SYNC, StrategyVariant
+from paceline.tools.bench.turn_statistics import round_times, step_breakdown
+from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
-SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+SIZE = GptSize("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
 BATCH = 2
 CONTESTANTS = [
-    Entry(NO_SYNC),
-    Entry("naive"),
-    Entry("flat"),
-    Entry("overlap"),
-    *(Entry("bucketed", size) for size in (1.0, 5.0, 25.0, 100.0)),
-    *(Entry("sharded", size) for size in (1.0, 5.0, 25.0)),
-    Entry("full-shard"),
-    Entry("ddp"),
-    Entry("ddp", 1.0),
-    Entry("ddp", 5.0),
+    StrategyVariant(NO_SYNC),
+    StrategyVariant("naive"),
+    StrategyVariant("flat"),
+    StrategyVariant("overlap"),
+    *(StrategyVariant("bucketed", size) for size in (1.0, 5.0, 25.0, 100.0)),
+    *(StrategyVariant("sharded", size) for size in (1.0, 5.0, 25.0)),
+    StrategyVariant("full-shard"),
+    StrategyVariant("ddp"),
+    StrategyVariant("ddp", 1.0),
+    StrategyVariant("ddp", 5.0),
 ]
 ONE_HOST = "one host"
 
@@ -78,7 +77,7 @@ def main(
         place = _place(number, rate, over)
         path, profile = out / f"steps-{place}.json", out / f"profile-{place}.json"
         check_writable(path, make_folder=True)
-        load_or_new(profile)
+        load_or_new_profile(profile)
         found = run(number, None if rate == ONE_HOST else rate, parts, profile, rounds, steps)
         settings = {
             "hosts": 1 if rate == ONE_HOST else number,
@@ -104,11 +103,9 @@ def run(
 ) -> list[list[list[list[list[float]]]]]:
     """Start the ranks, on hosts if there is a rate, and return the seconds that rank 0 wrote."""
     turns = 1 + (1 + rounds) * len(CONTESTANTS)
-    source = Source(
-        result_head("plan-step")["command"], now(), machine_record(), versions(["paceline", "torch"])
-    )
+    source = measurement_source(result_head("plan-step")["command"])
     job = {
-        "parts": parts.to_json(),
+        "parts": asdict(parts),
         "size": asdict(SIZE),
         "profile": str(profile.absolute()),
         "source": vars(source),
@@ -122,11 +119,12 @@ def run(
 def rows_of(seconds: Sequence[Any], ranks: int) -> list[dict[str, Any]]:
     """Return the rows of a result from ``[entry][round][step][rank]`` of (forward, backward, optimizer, waited)."""
     rounds_of = {
-        entry: [round_of(turn) for turn in turns] for entry, turns in zip(CONTESTANTS, seconds, strict=True)
+        entry: [round_times(turn) for turn in turns]
+        for entry, turns in zip(CONTESTANTS, seconds, strict=True)
     }
     rows = []
     for entry, rounds in rounds_of.items():
-        parts = split(rounds, rounds_of[Entry(NO_SYNC)])
+        parts = step_breakdown(rounds, rounds_of[StrategyVariant(NO_SYNC)])
         rows.append(
             {
                 "model": SIZE.name,

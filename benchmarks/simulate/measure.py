@@ -23,7 +23,7 @@ from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import numbers_of
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.cluster.cluster_network import Network
 from paceline.tools.simulate.cluster.cluster_simulation import DAY, ClusterPlan, simulate
@@ -64,7 +64,7 @@ def main(
     result = result_head("simulate-validation", ("paceline", "torch", "numpy")) | {
         "settings": settings,
         "measured": found,
-        "rows": rows(found, counts, 4.0 * size_of(model).parameters()),
+        "rows": rows(found, counts, 4.0 * gpt_size(model).parameters()),
         "clock": clock(),
     }
     write_json(path, result)

@@ -24,14 +24,14 @@ from strategies import ALONE, STRATEGIES
 import paceline
 from paceline.cost_model.profile_entries import Source
 from paceline.parallel.comm import Comm
-from paceline.tools.bench.parts.compute_times_of_model import Wrapped, measure_model
 from paceline.tools.bench.parts.contention import measure_contention
 from paceline.tools.bench.parts.exchange_times import Exchanger
-from paceline.tools.bench.parts.workload import reference
-from paceline.tools.bench.step.step_worker import tick
-from paceline.tools.bench.turn_order import turn_order
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.bench.parts.model_compute_times import WrappedModel, measure_model_step
+from paceline.tools.bench.parts.workload import reference_workload
+from paceline.tools.bench.step.step_worker import print_tick
+from paceline.tools.bench.turn_statistics import turn_order
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 
 Step = Callable[[], object]
 
@@ -49,14 +49,14 @@ def all_reduces(sizes: list[int], calls: int) -> dict[int, float]:
                 seconds[call] = time.perf_counter() - started
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         found[nbytes] = median(seconds.tolist())
-        tick()
+        print_tick()
     return found
 
 
 def contestant(name: str, job: dict[str, Any]) -> Step:
     """Return one training step of a strategy, warm; each has a model of its own."""
     torch.manual_seed(0)
-    size = size_of(job["model"])
+    size = gpt_size(job["model"])
     net = GPT(size)
     tokens = torch.randint(
         size.vocabulary, (job["batch"], size.context + 1), generator=torch.Generator().manual_seed(1)
@@ -67,7 +67,7 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        loss(model(inputs), targets).backward()
+        token_loss(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -78,12 +78,14 @@ def contestant(name: str, job: dict[str, Any]) -> Step:
 
 def host(job: dict[str, Any]) -> dict[str, float]:
     """Return what the computing of a step and exchanges do to each other, and the share of it that is backward."""
-    size = size_of(job["model"])
-    workload = reference(size, job["batch"], size.context, "cpu")
+    size = gpt_size(job["model"])
+    workload = reference_workload(size, job["batch"], size.context, "cpu")
     source = Source("benchmarks/simulate/measure.py", "")
-    step = measure_model(workload, "cpu", job["steps"] * job["rounds"], source)
-    exchanger, wrapped = Exchanger("paceline", "gloo", Comm(), "cpu"), Wrapped(workload, "cpu")
-    beside = measure_contention(exchanger, "all-reduce", wrapped, step, "lab", job["rounds"], source)
+    step = measure_model_step(workload, "cpu", job["steps"] * job["rounds"], source)
+    exchanger, wrapped = Exchanger("paceline", "gloo", Comm(), "cpu"), WrappedModel(workload, "cpu")
+    beside = measure_contention(
+        exchanger, "all-reduce", wrapped, step, network="lab", rounds=job["rounds"], source=source
+    )
     whole = step.forward + step.backward + step.optimizer
     return {
         "backward": step.backward / whole,
@@ -105,7 +107,7 @@ def strategies(job: dict[str, Any]) -> dict[str, Any]:
     """Return by strategy, for each round, the slowest rank's seconds a step, and what hosts are like."""
     names = [ALONE, *job["strategies"]]
     steps = {name: contestant(name, job) for name in names}
-    tick()
+    print_tick()
     rounds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
     gc.disable()
@@ -114,10 +116,10 @@ def strategies(job: dict[str, Any]) -> dict[str, Any]:
             slowest = torch.tensor(turn(steps[names[index]], job["steps"]), dtype=torch.float64)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
             rounds[names[index]].append(float(slowest))
-            tick()
+            print_tick()
     gc.enable()
     measured = host(job)
-    tick()
+    print_tick()
     return {"rounds": rounds, "host": measured}
 
 

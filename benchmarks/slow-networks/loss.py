@@ -24,9 +24,9 @@ from ways import DDP, OURS, Way
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def main(
     path = json_file or HERE / f"loss-{hosts}x{rate.removesuffix('/s')}.json"
     check_writable(path, make_folder=True)
     turns = seeds * (DDP.steps // EVERY + OURS.steps // EVERY)
-    with TurnBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
+    with ProgressBar(f"time to loss, {hosts} hosts, {rate}", turns) as tick:
         with closing(Stage(hosts, None, tick)) as here:
             ddp = [here.run(DDP, seed=seed) for seed in range(seeds)]
         with closing(Stage(hosts, rate, tick)) as lab:
@@ -96,7 +96,7 @@ def main(
             "size": SIZE,
             "batch": BATCH,
             "threads": 1,
-            "parameters": size_of(SIZE).parameters(),
+            "parameters": gpt_size(SIZE).parameters(),
         },
         "ddp": {
             "way": asdict(DDP),

@@ -30,9 +30,9 @@ from paceline.parallel.local_sgd.outer_loop import OuterLoop
 from paceline.testing.netlab.lab_network import read_traffic
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt import loss as loss_of
-from paceline.tools.models.gpt_sizes import size_of
-from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
+from paceline.tools.models.gpt import token_loss as loss_of
+from paceline.tools.models.gpt_sizes import gpt_size
+from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 from paceline.tools.train.training_job import cosine
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -50,10 +50,10 @@ class Training:
 
     def __init__(self, way: Way, seed: int, batch: int, size: str) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        corpus, shape = corpora.load(None), size_of(size)
+        corpus, shape = corpora.load_corpus(None), gpt_size(size)
         self.way = way
-        self.batches = Batches(corpus.train, batch, shape.context, rank, ranks, seed)
-        self.held_out = HeldOut(corpus.held_out, 16, shape.context, limit=HELD_OUT)
+        self.batches = TrainingWindows(corpus.train, batch, shape.context, rank=rank, size=ranks, seed=seed)
+        self.held_out = HeldOutWindows(corpus.held_out, 16, shape.context, limit=HELD_OUT)
         torch.manual_seed(seed)
         self.net = GPT(shape)
         self.model, clip = self._wrap()
@@ -125,7 +125,7 @@ class Training:
         """Return the held-out loss with these parameters, in nats per token."""
         for name, param in self.net.named_parameters():
             param.copy_(parameters[name])
-        total, count = summed_loss(self.net, self.held_out)
+        total, count = summed_token_loss(self.net, self.held_out)
         return total / count
 
 

@@ -18,9 +18,9 @@ import torch
 import paceline
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt import loss as loss_of
-from paceline.tools.models.gpt_sizes import size_of
-from paceline.tools.models.token_windows import Batches
+from paceline.tools.models.gpt import token_loss as loss_of
+from paceline.tools.models.gpt_sizes import gpt_size
+from paceline.tools.models.token_windows import TrainingWindows
 
 BATCH, SEED = 2, 0
 STALL, LOST = 60.0, 10.0
@@ -31,14 +31,14 @@ def main(folder: Path, steps: int, every: int) -> None:
     """Train to the end from wherever the newest checkpoint is."""
     world = paceline.init("gloo")
     torch.set_num_threads(1)
-    corpus, size = corpora.load(None), size_of("tiny")
+    corpus, size = corpora.load_corpus(None), gpt_size("tiny")
     torch.manual_seed(SEED)
     model = paceline.DataParallel(GPT(size), sync="bucketed")
     optim = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     outer = paceline.DiLoCo(model, optim, every=every)
     keep = paceline.Checkpoint(folder / "checkpoint", model, optim, outer=outer)
     keep.load()
-    batches = Batches(corpus.train, BATCH, size.context, world.rank, world.size, SEED)
+    batches = TrainingWindows(corpus.train, BATCH, size.context, rank=world.rank, size=world.size, seed=SEED)
     host, notes = os.uname().nodename, folder / f"steps-{os.uname().nodename}.jsonl"
     with paceline.Watchdog(stall=STALL, lost=LOST), outer:
         while keep.step < steps:

@@ -26,8 +26,8 @@ from torch import Tensor
 from workload import EVERY, batch_of, digest_of, model_and_optimizer
 
 from paceline.testing.netlab.lab_network import read_traffic
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.token_windows import TokenBatch
 
 __all__ = ["OUTER_LR", "OUTER_MOMENTUM", "Peer", "Place", "play", "ring_nbytes"]
 
@@ -104,7 +104,7 @@ def _nudge(model: torch.nn.Module, rank: int) -> None:
 class _Turn:
     """What one rank measures."""
 
-    def __init__(self, place: Place, model: GPT, peer: Peer, batch: Batch) -> None:
+    def __init__(self, place: Place, model: GPT, peer: Peer, batch: TokenBatch) -> None:
         self._place, self._model, self._peer, self._batch = place, model, peer, batch
         self.passed: list[tuple[int, int]] = []
 
@@ -118,7 +118,7 @@ class _Turn:
         started = time.perf_counter()
         for _ in range(EVERY):
             if compute:
-                loss(self._model(self._batch.inputs), self._batch.targets).backward()
+                token_loss(self._model(self._batch.inputs), self._batch.targets).backward()
             self._peer.finish()
         seconds = time.perf_counter() - started
         dist.barrier()
@@ -132,13 +132,13 @@ def _counts() -> tuple[int, int]:
     return traffic.sent, traffic.received
 
 
-def _alone(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> float:
+def _alone(model: GPT, optimizer: torch.optim.Optimizer, batch: TokenBatch) -> float:
     """Return the seconds of a step that nobody synchronises, beside the other ranks' steps."""
     seconds = []
     for _ in range(1 + _ALONE_STEPS):
         dist.barrier()
         started = time.perf_counter()
-        loss(model(batch.inputs), batch.targets).backward()
+        token_loss(model(batch.inputs), batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)

@@ -37,8 +37,8 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import HostFailed, UsageError, unknown
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.turn_statistics import turn_order
 from paceline.tools.console_table import print_wide
 from paceline.tools.result_files import check_writable, result_head
 
@@ -161,7 +161,7 @@ def run(chosen: dict[str, Contestant], peers: Path, asked: dict[str, Any]) -> di
     port = 20_000  # below those that the kernel gives away by itself
     with (
         Lab(hosts, rate) as lab,
-        TurnBar(f"outer steps, {hosts} hosts, {rate}", asked["turns"] * len(names)) as tick,
+        ProgressBar(f"outer steps, {hosts} hosts, {rate}", asked["turns"] * len(names)) as tick,
     ):
         for number in range(asked["turns"]):
             for index in turn_order(len(names), number):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.models.token_windows import TokenBatch
 
 __all__ = ["Contestant", "Stage", "ring_nbytes"]
 
@@ -25,7 +25,7 @@ class Stage:
 
     rank: int
     ranks: int
-    batch: Batch
+    batch: TokenBatch
     gloo: dist.ProcessGroup
 
 

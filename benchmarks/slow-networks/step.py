@@ -4,7 +4,7 @@
 
 Plays the hosts with `paceline.testing.netlab` (as root, on Linux), one rank on each, and writes
 ``step-4x200Mbit.json`` beside this file. All contestants live in the same processes and take turns ([Note: turns] in
-`bench_harness.paired`).
+`paceline.tools.bench.turn_statistics`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from contestants import CONTESTANTS, Contestant, Stage
 from workload import batch_of, digest_of
 
 from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
-from paceline.tools.bench.step.step_worker import tick
-from paceline.tools.bench.turn_order import turn_order
+from paceline.tools.bench.step.step_worker import print_tick
+from paceline.tools.bench.turn_statistics import turn_order
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def measure(everybody: dict[str, Contestant], job: Job) -> dict[str, dict[str, A
             contestant = everybody[names[index]]
             seconds[index, number], traffic = turn(contestant, steps_of(contestant, job.steps))
             passed[index, number, dist.get_rank()] = torch.tensor([traffic.sent, traffic.received])
-            tick()
+            print_tick()
     gc.enable()
     for table in (seconds, passed):
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
@@ -100,7 +100,7 @@ def build(stage: Stage, job: Job) -> dict[str, Contestant]:
     for name in job.names:
         everybody[name] = CONTESTANTS[name](stage)
         turn(everybody[name], steps_of(everybody[name], 2))
-        tick()
+        print_tick()
     return everybody
 
 

@@ -21,9 +21,9 @@ from ways import TRADEOFF
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import unknown
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def main(
     ways = [way for way in TRADEOFF if not only or way.name in only]
     rows = []
     turns = sum(way.steps // EVERY for way in ways)
-    with TurnBar("loss against bytes", turns) as tick, closing(Stage(RANKS, None, tick)) as here:
+    with ProgressBar("loss against bytes", turns) as tick, closing(Stage(RANKS, None, tick)) as here:
         for way in ways:
             curve = here.run(way, seed=seed, every=EVERY)
             rows.append({"way": asdict(way), "curve": curve})
@@ -58,7 +58,7 @@ def main(
             "batch": BATCH,
             "threads": 1,
             "seed": seed,
-            "parameters": size_of(SIZE).parameters(),
+            "parameters": gpt_size(SIZE).parameters(),
         },
         "rows": rows,
     }

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import TokenBatch
 
 __all__ = ["BATCH", "EVERY", "SIZE", "batch_of", "digest_of", "model_and_optimizer", "trainer"]
 
-SIZE = Size("20m", 512, 2048, 6, 8, vocabulary=1000, context=128)
+SIZE = GptSize("20m", 512, 2048, 6, 8, vocabulary=1000, context=128)
 BATCH = 2
 """Windows of a rank's batch."""
 
@@ -34,18 +34,20 @@ def model_and_optimizer() -> tuple[GPT, torch.optim.AdamW]:
     return model, torch.optim.AdamW(model.parameters(), **_ADAMW)
 
 
-def batch_of(rank: int) -> Batch:
+def batch_of(rank: int) -> TokenBatch:
     """Return the batch of a rank."""
     drawn = torch.Generator().manual_seed(rank)
     tokens = torch.randint(SIZE.vocabulary, (BATCH, SIZE.context + 1), generator=drawn)
-    return Batch(tokens[:, :-1], tokens[:, 1:], BATCH)
+    return TokenBatch(tokens[:, :-1], tokens[:, 1:], BATCH)
 
 
-def trainer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Callable[[], None]:
+def trainer(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: TokenBatch
+) -> Callable[[], None]:
     """Return one ordinary training step; whoever synchronises has hooked into the model or the optimizer."""
 
     def step() -> None:
-        loss(model(batch.inputs), batch.targets).backward()
+        token_loss(model(batch.inputs), batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()
 

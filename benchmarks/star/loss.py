@@ -25,9 +25,9 @@ from training import BATCH, SIZE, SPEEDS, Training
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -159,7 +159,7 @@ def main(
             "fastest_step": fastest,
             "size": SIZE,
             "batch": BATCH,
-            "parameters": size_of(SIZE).parameters(),
+            "parameters": gpt_size(SIZE).parameters(),
             "star": asdict(settings),
         }
     }
@@ -167,7 +167,7 @@ def main(
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Lab(len(SPEEDS), rate) as lab,
-        TurnBar("time to loss, four speeds", turns) as tick,
+        ProgressBar("time to loss, four speeds", turns) as tick,
     ):
         stage = Stage(lab, Path(folder), fastest)
         ddp: list[float] = []

@@ -26,7 +26,7 @@ from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.result_files import check_writable, result_head
 
@@ -90,7 +90,7 @@ def main(
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Lab(len(SPEEDS), rate) as lab,
-        TurnBar("the same time, by library", len(chosen)) as tick,
+        ProgressBar("the same time, by library", len(chosen)) as tick,
     ):
         for number, (name, one) in enumerate(chosen.items()):
             place = Path(folder, str(number))

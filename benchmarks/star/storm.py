@@ -22,7 +22,7 @@ from bench_harness.storm.plan import drawn
 from bench_harness.storm.run import Storm, count
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.result_files import check_writable, result_head
 
@@ -45,7 +45,7 @@ def main(
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Lab(workers + 1, rate) as lab,
-        TurnBar("storm", int(seconds)) as tick,
+        ProgressBar("storm", int(seconds)) as tick,
     ):
         ticked = 0
 

@@ -20,7 +20,7 @@ from training import SPEEDS
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
 from paceline.tools.result_files import check_writable, result_head
 
@@ -41,7 +41,7 @@ def main(
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
         Lab(len(SPEEDS), rate) as lab,
-        TurnBar("throughput", 2 * turns) as tick,
+        ProgressBar("throughput", 2 * turns) as tick,
     ):
         stage = Stage(lab, Path(folder), fastest)
         for _ in range(turns):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt import loss as loss_of
-from paceline.tools.models.gpt_sizes import size_of
-from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
+from paceline.tools.models.gpt import token_loss as loss_of
+from paceline.tools.models.gpt_sizes import gpt_size
+from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 
 __all__ = ["BATCH", "SIZE", "SPEEDS", "Training", "seconds_of"]
 
@@ -40,9 +40,11 @@ class Training:
 
     def __init__(self, rank: int, seed: int, lr: float, step_seconds: float) -> None:
         torch.set_num_threads(1)
-        corpus, shape = corpora.load(None), size_of(SIZE)
-        self.batches = Batches(corpus.train, BATCH, shape.context, rank, len(SPEEDS), seed)
-        self.held_out = HeldOut(corpus.held_out, 16, shape.context, limit=_HELD_OUT)
+        corpus, shape = corpora.load_corpus(None), gpt_size(SIZE)
+        self.batches = TrainingWindows(
+            corpus.train, BATCH, shape.context, rank=rank, size=len(SPEEDS), seed=seed
+        )
+        self.held_out = HeldOutWindows(corpus.held_out, 16, shape.context, limit=_HELD_OUT)
         torch.manual_seed(seed)
         self.net = GPT(shape)
         self.model: nn.Module = self.net
@@ -68,7 +70,7 @@ class Training:
         """Return the held-out loss with these parameters, in nats per token."""
         for name, param in self.net.named_parameters():
             param.copy_(parameters[name])
-        total, count = summed_loss(self.net, self.held_out)
+        total, count = summed_token_loss(self.net, self.held_out)
         return total / count
 
 

@@ -25,9 +25,9 @@ from paceline.async_dp.hub.outer_merge import HubOptimizer
 from paceline.async_dp.hub.population import PopulationRules
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.shared_options import JsonResultOption
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
 from paceline.tools.simulate.learning_tasks import GPTTask
@@ -35,7 +35,7 @@ from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
 from paceline.tools.train.training_job import cosine
 
 HERE = Path(__file__).parent
-SIZE = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
+SIZE = GptSize("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
 WORKERS, STEPS, BATCH, WARMUP = 4, 600, 8, 30
 HELD_OUT = 256
 
@@ -172,7 +172,7 @@ def main(
     torch.set_num_threads(1)
     ways = [way for way in WAYS if only in way.name]
     rows = []
-    with TurnBar("ways in virtual time", len(ways) * seeds) as tick:
+    with ProgressBar("ways in virtual time", len(ways) * seeds) as tick:
         for way in ways:
             runs = []
             for seed in range(seeds):

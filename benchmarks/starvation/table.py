@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_harness.markdown import fill, table
-from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, title
+from paceline.tools.bench.starvation.starvation_table import STARVATION_COLUMNS, row_cells, table_title
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs" / "data.md"
@@ -22,8 +22,8 @@ def read(name: str) -> dict[str, Any]:
 def starvation(name: str) -> str:
     """Return the table of what happened to ranks."""
     found = read(name)
-    return f"{title(found['settings'])}\n\n" + table(
-        COLUMNS, [cells(each) for each in found["scenes"]], words=4
+    return f"{table_title(found['settings'])}\n\n" + table(
+        STARVATION_COLUMNS, [row_cells(each) for each in found["scenes"]], words=4
     )
 
 

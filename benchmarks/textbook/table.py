@@ -12,7 +12,7 @@ from statistics import median
 import typer
 
 from bench_harness.markdown import fill, table
-from paceline.tools.bench.schedule_benchmark import Case
+from paceline.tools.bench.schedule_benchmark import ScheduleCase
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "collectives.md"
@@ -33,7 +33,7 @@ def main() -> None:
     rows = []
     for op in ("broadcast", "reduce", "all-reduce"):
         for row in json.loads((HERE / f"{op}.json").read_text(encoding="utf-8"))["rows"]:
-            case = Case(**{name: row[name] for name in Case.__dataclass_fields__})
+            case = ScheduleCase(**{name: row[name] for name in ScheduleCase.__dataclass_fields__})
             priced, measured = row["priced_s"], median(row["seconds"])
             spread = f"{min(row['seconds']):.2f} to {max(row['seconds']):.2f}"
             rows.append(

@@ -20,26 +20,26 @@ import typer
 from bench_harness.program import run_job, run_program
 from paceline._core.files import write_json
 from paceline.errors import UsageError, unknown
-from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, Entry
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.bench.step.step_strategies import AUTO, NO_SYNC, StrategyVariant
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
-SIZE = Size("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
+SIZE = GptSize("11m", 384, 1536, 6, 6, vocabulary=1000, context=128)
 SETTINGS = {
     "4x1Gbit": (4, "1Gbit/s"),
     "4x200Mbit": (4, "200Mbit/s"),
     "one-host": (2, None),
 }
 CONTESTANTS = [
-    Entry(AUTO),
-    Entry(NO_SYNC),
-    Entry("naive"),
-    Entry("flat"),
-    Entry("overlap"),
-    *(Entry("bucketed", size) for size in (1.0, 5.0, 25.0, float("inf"))),
-    *(Entry("sharded", size) for size in (1.0, 5.0, 25.0, float("inf"))),
-    Entry("ddp"),
+    StrategyVariant(AUTO),
+    StrategyVariant(NO_SYNC),
+    StrategyVariant("naive"),
+    StrategyVariant("flat"),
+    StrategyVariant("overlap"),
+    *(StrategyVariant("bucketed", size) for size in (1.0, 5.0, 25.0, float("inf"))),
+    *(StrategyVariant("sharded", size) for size in (1.0, 5.0, 25.0, float("inf"))),
+    StrategyVariant("ddp"),
 ]
 """The sweep: every strategy but full-shard, at sizes from many small buckets to one; and torch DDP's default."""
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from paceline.parallel.data_parallel import DataParallel
-from paceline.tools.bench.step.step_contestants import build, random_batch, settle, step
-from paceline.tools.bench.step.step_strategies import AUTO, Entry
-from paceline.tools.bench.step.step_worker import of_all_ranks, take_turns, tick
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.bench.step.step_strategies import AUTO, StrategyVariant
+from paceline.tools.bench.step.step_worker import gather_step_seconds, print_tick, time_interleaved
+from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step, run_until_tuned
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.world import init, shutdown
 
 _WARM_UP = 2  # the first step builds the buckets, those of torch's DDP the second
@@ -31,17 +31,20 @@ def main(job_file: str) -> None:
     world = init()
     torchs = dist.new_group(backend="gloo")
     assert isinstance(torchs, dist.ProcessGroup), "every rank belongs to it"
-    size = Size(**job["size"])
-    contestants = [build(Entry.from_json(record), size, world.device, 0, torchs) for record in job["entries"]]
+    size = GptSize(**job["size"])
+    contestants = [
+        build_trainer(StrategyVariant.from_json(record), size, world.device, 0, torchs)
+        for record in job["entries"]
+    ]
     batch = random_batch(size, job["batch"], size.context, world.rank, world.device)
-    auto = next(each for each in contestants if each.entry.strategy == AUTO)
-    searched = settle(auto, batch)
+    auto = next(each for each in contestants if each.variant.strategy == AUTO)
+    searched = run_until_tuned(auto, batch)
     for contestant in contestants:
         for _ in range(_WARM_UP):
-            step(contestant, batch)
-    tick()
-    mine = take_turns(contestants, [batch], job["rounds"], job["steps"], tick)
-    seconds = of_all_ranks(mine, world)
+            run_step(contestant, batch)
+    print_tick()
+    mine = time_interleaved(contestants, [batch], job["rounds"], job["steps"], print_tick)
+    seconds = gather_step_seconds(mine, world)
     if world.rank == 0:
         assert isinstance(auto.model, DataParallel), "it is ours"
         tuning = auto.model.tuning

@@ -21,7 +21,7 @@ import typer
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline.testing.netlab import Lab, LabJob
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -67,10 +67,8 @@ def main(
         jobs = []
         for host in range(HOSTS):
             arguments = [folder, *map(str, (host, HOSTS, RANKS))]
-            jobs.append(
-                lab.start([sys.executable, "-m", "paceline.tools.bench.fire_drill", *arguments], on=host)
-            )
-        with TurnBar("faults", len(cases)) as tick:
+            jobs.append(lab.start([sys.executable, "-m", "bench_harness.fire_drill", *arguments], on=host))
+        with ProgressBar("faults", len(cases)) as tick:
             for number, (name, backend) in enumerate(cases):
                 rows.setdefault((name, backend), []).append(one(lab, Path(folder), number, name, jobs))
                 tick()

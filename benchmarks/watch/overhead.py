@@ -18,12 +18,12 @@ from typing import Annotated, Any
 import typer
 from steps import BATCH, CONTEXT, STEPS
 
-from bench_harness.paired import ratio_of
 from bench_harness.program import run_program
 from paceline._core.files import write_json
 from paceline._core.step_state import StepState
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.turn_statistics import ratio_of
 from paceline.tools.result_files import check_writable, result_head
 
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def main(
     """Time steps with and without a Watch."""
     check_writable(out, make_folder=True)
     found: list[dict[str, Any]] = []
-    with TurnBar("overhead", pairs) as tick:
+    with ProgressBar("overhead", pairs) as tick:
         for _ in range(pairs):
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "seconds.json")

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.world.object_collectives import barrier
 
 STEPS, BATCH, CONTEXT = 8, 4, 128
@@ -24,12 +24,12 @@ def main(rounds: int, out: Path) -> None:
     """Time `rounds` blocks of each kind (A B B A), and what the watcher's thread uses of a core."""
     world = paceline.init(device="cpu")
     torch.manual_seed(0)
-    model = paceline.DataParallel(GPT(size_of("mini", vocabulary=256, context=CONTEXT)), sync="sharded")
+    model = paceline.DataParallel(GPT(gpt_size("mini", vocabulary=256, context=CONTEXT)), sync="sharded")
     optim = paceline.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     tokens = torch.randint(256, (BATCH, CONTEXT + 1))
 
     def step() -> None:
-        model.backward(loss(model(tokens[:, :-1]), tokens[:, 1:]), samples=BATCH)
+        model.backward(token_loss(model(tokens[:, :-1]), tokens[:, 1:]), samples=BATCH)
         optim.step()
         optim.zero_grad()
 

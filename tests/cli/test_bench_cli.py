@@ -1,4 +1,4 @@
-"""``paceline bench step`` as a user meets it: what is refused, before anything is started, and the exit code."""
+"""``paceline bench step``: refused options, files, output and exit code; no rank is started."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.tools.bench.step import step_benchmark as measuring
-from paceline.tools.bench.step.step_rows import Row
-from paceline.tools.bench.step.step_strategies import Entry
-from paceline.tools.bench.turn_order import Split
+from paceline.tools.bench.step.step_rows import StepRow
+from paceline.tools.bench.step.step_strategies import StrategyVariant
+from paceline.tools.bench.turn_statistics import StepBreakdown
 from paceline.tools.cli import app as module
 
 
@@ -25,26 +25,26 @@ def paceline(monkeypatch, *arguments):
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """Keep the command from starting ranks; returns the settings that it would have measured with."""
-    asked = []
+    requested = []
 
     def measure(settings, start):
-        asked.append(settings)
+        requested.append(settings)
         return [row("no-sync"), row("ddp", 1.0, best_ddp=True), row("sharded", 1.0)]
 
     monkeypatch.setattr(measuring, "measure_steps", measure)
-    return asked
+    return requested
 
 
 def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
-    return Row(
+    return StepRow(
         model="tiny",
-        entry=Entry(strategy, bucket_mib),
+        variant=StrategyVariant(strategy, bucket_mib),
         ranks=2,
         step_ms=10.0,
         ratio_to_ddp=1.0,
         peer=None,
         ratio_to_peer=None,
-        split_ms=Split(2.0, 4.0, 3.0, 1.0),
+        breakdown_ms=StepBreakdown(2.0, 4.0, 3.0, 1.0),
         calls=1,
         ms_per_call=3.0,
         mib=3.25,
@@ -59,23 +59,23 @@ def row(strategy, bucket_mib=None, *, drift=0.0, best_ddp=False):
     ("arguments", "message"),
     [
         (["--size", "tini"], "did you mean 'tiny'"),
-        (["--strategies", ""], "--strategies '' names none"),
+        (["--strategies", ""], "--strategies '' is empty"),
         (["--seed", "-5"], "give 0 or more"),
-        (["--size", ","], "--size ',' names none"),
+        (["--size", ","], "--size ',' is empty"),
         (["--strategies", "bukketed"], "did you mean 'bucketed'"),
-        (["--bucket-mib", "0"], "'0' is no bucket size"),
-        (["--bucket-mib", "-5"], "'-5' is no bucket size"),
-        (["--bucket-mib", "big"], "'big' is no bucket size"),
-        (["--bucket-mib", ","], "--bucket-mib ',' names none"),
+        (["--bucket-mib", "0"], "bucket sizes of 0 MiB"),
+        (["--bucket-mib", "-5"], "bucket sizes of -5 MiB"),
+        (["--bucket-mib", "big"], "--bucket-mib 'big': 'big' is no number"),
+        (["--bucket-mib", ","], "--bucket-mib ',' is empty"),
         (["--backend", "globo"], "did you mean 'gloo'"),
         (["--backend", "mpi4py"], "unknown backend 'mpi4py'"),
-        (["--ranks", "1"], "nobody to synchronise with"),
+        (["--ranks", "1"], "no peer to synchronise with"),
         (["--steps", "0"], "--steps 0"),
         (["--context", "1000"], "at most 128 tokens"),
         (["--rounds", "many"], "--rounds"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):
+def test_invalid_options_are_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):
     assert paceline(monkeypatch, "bench", "step", *arguments) == 2
     shown = capsys.readouterr().err
     assert message in " ".join(shown.split())
@@ -100,7 +100,7 @@ def test_an_unknown_backend_is_refused_before_a_profile_is_touched(monkeypatch, 
 
 
 @pytest.mark.parametrize("option", ["--json", "--csv", "--out"])
-def test_a_file_that_cannot_be_written_is_known_before_measuring(
+def test_a_file_that_can_not_be_written_is_refused_before_measuring(
     monkeypatch, capsys, measured, tmp_path, option
 ):
     (tmp_path / "file").write_text("")
@@ -121,7 +121,7 @@ def test_two_results_in_one_file_are_refused(monkeypatch, capsys, measured, tmp_
     assert measured == []
 
 
-def test_charts_without_matplotlib_are_known_before_measuring(monkeypatch, capsys, measured, tmp_path):
+def test_charts_without_matplotlib_are_refused_before_measuring(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert paceline(monkeypatch, "bench", "step", "--out", tmp_path) == 2
     assert "pip install 'paceline[report]'" in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_a_wrong_strategy_is_shown_and_fails_the_command(monkeypatch, capsys, tm
     assert (tmp_path / "step.json").exists()  # the numbers are kept: they say what is wrong
 
 
-def test_bench_alone_shows_what_there_is(monkeypatch, capsys):
+def test_bench_alone_lists_its_commands(monkeypatch, capsys):
     assert paceline(monkeypatch, "bench") == 2
     shown = capsys.readouterr()
     assert "step" in shown.out + shown.err

@@ -1,4 +1,4 @@
-"""``paceline bench fit`` as a user meets it, on files like those that ``paceline bench collectives`` writes."""
+"""``paceline bench fit``: output, profile, charts and refused files, on results of ``paceline bench collectives``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_networks_stand_side_by_side_in_one_profile(monkeypatch, tmp_path):
     assert [cost.network for cost in Profile.load(profile).collectives] == ["loopback", "lab star 1 Gbit/s"]
 
 
-def test_files_of_one_network_are_joined_and_others_are_fitted_apart(monkeypatch, capsys, tmp_path):
+def test_files_of_one_network_are_joined_and_others_are_fitted_separately(monkeypatch, capsys, tmp_path):
     files = [write(tmp_path / f"{p}.json", rows(ranks=(p,)), command=f"with {p}") for p in (2, 3, 4)]
     files.append(write(tmp_path / "lab.json", rows(ranks=(2,)), settings={"network": "lab star 1 Gbit/s"}))
     assert paceline(monkeypatch, "bench", "fit", *files, "--out", tmp_path / "out") == 0
@@ -100,7 +100,7 @@ def test_charts_and_the_profile_go_to_one_folder(monkeypatch, capsys, tmp_path):
     assert (tmp_path / "out" / "fit-all-reduce-gloo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_schedule_of_ours_is_fitted_as_what_it_is(monkeypatch, capsys, tmp_path):
+def test_a_schedule_is_fitted_with_its_own_algorithm(monkeypatch, capsys, tmp_path):
     result = write(tmp_path / "x.json", rows("schedule:doubling", algorithm="doubling", ranks=(4,)))
     profile = tmp_path / "profile.json"
     assert paceline(monkeypatch, "bench", "fit", result, "--profile", profile) == 0
@@ -109,7 +109,7 @@ def test_a_schedule_of_ours_is_fitted_as_what_it_is(monkeypatch, capsys, tmp_pat
     assert cost.fit.segments[0].line.alpha == pytest.approx(2e-5, rel=0.05)
 
 
-def test_what_is_wrong_or_too_little_is_left_out_and_told(monkeypatch, capsys, tmp_path):
+def test_wrong_and_too_few_rows_are_left_out_and_reported(monkeypatch, capsys, tmp_path):
     bad = [row("gloo", "all-reduce", "ring", 4, 2**20 + 8, median_s=100.0, correct=False)]
     few = rows(op="all-gather", sizes=[8, 1024])
     alone = [row("gloo", "all-reduce", "ring", 2, 2**20, median_s=1e-9) | {"ranks": 1}]
@@ -130,7 +130,7 @@ def test_one_number_of_ranks_is_fitted_with_the_usual_algorithm(monkeypatch, cap
     assert paceline(monkeypatch, "bench", "fit", result) == 0
     shown = capsys.readouterr().out
     assert "ring (assumed)" in shown
-    assert "measure two numbers of ranks or more to tell" in shown
+    assert "measure two numbers of ranks or more to identify it" in shown
 
 
 @pytest.mark.parametrize(
@@ -168,13 +168,13 @@ def test_a_file_that_is_no_measurement_is_refused_and_the_field_is_named(
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "no"])
-def test_what_is_no_json_object_is_refused(monkeypatch, capsys, tmp_path, text):
+def test_other_json_is_refused(monkeypatch, capsys, tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     assert paceline(monkeypatch, "bench", "fit", tmp_path / "x.json") == 2
     assert "x.json" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_said(monkeypatch, capsys, tmp_path):
+def test_a_missing_file_is_reported(monkeypatch, capsys, tmp_path):
     assert paceline(monkeypatch, "bench", "fit", tmp_path / "absent.json") == 2
     assert "No such file" in capsys.readouterr().err
 

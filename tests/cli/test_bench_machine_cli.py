@@ -1,4 +1,4 @@
-"""``paceline bench machine`` as a user meets it."""
+"""``paceline bench machine``: output, files, refused options."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_a_second_run_takes_the_place_of_the_first_and_leaves_the_rest(monkeypat
     [
         (["--device", "gpu"], "unknown device 'gpu'"),
         (["--bytes", "many"], "'many' is no size"),
-        (["--sizes", "8,x"], "give whole numbers"),
-        (["--sizes", ","], "--sizes ',' names none"),
+        (["--sizes", "8,x"], "--sizes '8,x': 'x' is no whole number"),
+        (["--sizes", ","], "--sizes ',' is empty"),
         (["--dtypes", "float31"], "did you mean 'float32'"),
         (["--repetitions", "0"], "give a repetition"),
         (["--bytes", "1000TB"], "are free on the cpu"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, tmp_path, arguments, message):
+def test_invalid_options_are_refused_in_one_message(monkeypatch, capsys, tmp_path, arguments, message):
     out = tmp_path / "m.json"
     assert paceline(monkeypatch, "bench", "machine", *arguments, "--json", out) == 2
     shown = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, tmp_
     assert not out.exists()
 
 
-def test_a_file_that_is_no_profile_is_known_before_measuring(monkeypatch, capsys, tmp_path):
+def test_a_file_that_is_no_profile_is_refused_before_measuring(monkeypatch, capsys, tmp_path):
     other = tmp_path / "other.json"
     other.write_text('{"kind": "bench-step"}')
     assert paceline(monkeypatch, "bench", "machine", *SMALL, "--profile", other) == 2

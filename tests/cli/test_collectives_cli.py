@@ -10,9 +10,8 @@ import pytest
 import paceline.tools.bench.collectives.collectives_benchmark as measuring
 from paceline.errors import RankFailed
 from paceline.tools.bench.collectives import benchmarked_backends, collectives_request
-from paceline.tools.bench.collectives.collectives_benchmark import keys_of
-from paceline.tools.bench.collectives.collectives_rows import Row, Summary
-from paceline.tools.bench.collectives.measurement_journal import Journal
+from paceline.tools.bench.collectives.collectives_benchmark import RowJournal, row_keys
+from paceline.tools.bench.collectives.collectives_rows import CollectiveRow, TimeSummary
 from paceline.tools.cli import app as module
 from paceline.tools.cli.bench import bench_collectives_command
 
@@ -28,26 +27,43 @@ def paceline(monkeypatch, *arguments):
 
 
 class Measurement:
-    """Plays the ranks: notes what was asked, gives rows, and ends early if told to."""
+    """Stands in for the ranks: records the settings, adds rows, and can end early."""
 
     def __init__(self):
-        self.asked, self.wrong, self.end = [], None, None
+        self.requests, self.wrong, self.end = [], None, None
 
     def __call__(self, settings, cases, starters, journal):
-        self.asked.append((settings, cases))
+        self.requests.append((settings, cases))
         for number, case in enumerate(cases):
             if number == 1 and self.end is not None:
                 raise self.end
-            for backend, op, ranks, nbytes, dtype in keys_of(case, settings.dtype):
-                times = Summary(5, 0.001, 0.002, 0.001, 0.003, 1, 0.6)
-                journal.append([Row(backend, op, ranks, nbytes, dtype, times, backend != self.wrong)])
+            for backend, op, ranks, nbytes, dtype in row_keys(case, settings.dtype):
+                times = TimeSummary(
+                    iterations=5,
+                    median_s=0.001,
+                    p95_s=0.002,
+                    min_s=0.001,
+                    max_s=0.003,
+                    slowest_rank=1,
+                    slowest_share=0.6,
+                )
+                row = CollectiveRow(
+                    backend=backend,
+                    op=op,
+                    ranks=ranks,
+                    nbytes=nbytes,
+                    dtype=dtype,
+                    times=times,
+                    correct=backend != self.wrong,
+                )
+                journal.append([row])
 
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """Keep the command from starting ranks, on a machine with 64 GiB free."""
     played = Measurement()
-    monkeypatch.setattr(measuring, "measure", played)
+    monkeypatch.setattr(measuring, "measure_collectives", played)
     monkeypatch.setattr(collectives_request, "available_nbytes", lambda: 64 * GIB)
     return played
 
@@ -57,12 +73,12 @@ def measured(monkeypatch):
     [
         (["--backends", "glooo"], "did you mean 'gloo'"),
         (["--backends", "schedule:rnig"], "did you mean 'schedule:ring'"),
-        (["--backends", ","], "--backends ',' names none"),
+        (["--backends", ","], "--backends ',' is empty"),
         (["--backends", "nccl"], "torch can use none here"),
         (["--ops", "allreduce"], "did you mean 'all-reduce'"),
-        (["--ranks", "0"], "--ranks 0: one rank has nobody to talk to → give 2 or more"),
+        (["--ranks", "0"], "--ranks 0: one rank has no peer → give 2 or more"),
         (["--ranks", "1"], "give 2 or more"),
-        (["--ranks", "two"], "is no number of ranks"),
+        (["--ranks", "two"], "is no whole number"),
         (["--sizes", "1TB"], "would fit → give --sizes up to"),
         (["--sizes", "big"], "'big' is no size"),
         (["--sizes", "1MB:2MB"], "is no sweep"),
@@ -71,55 +87,55 @@ def measured(monkeypatch):
         (["--seconds", "-1"], "--seconds -1"),
         (["--warmup", "0"], "--warmup 0"),
         (["--rendezvous", "fiel"], "did you mean 'file'"),
-        (["--resume"], "--resume: nothing tells of what"),
+        (["--resume"], "--resume: no measurement is named"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):
+def test_invalid_options_are_refused_in_one_message(monkeypatch, capsys, measured, arguments, message):
     assert paceline(monkeypatch, "collectives", *arguments) == 2
     shown = capsys.readouterr().err
     assert message in " ".join(shown.split())
     assert "Traceback" not in shown
-    assert measured.asked == []
+    assert measured.requests == []
 
 
-def test_mpi_that_is_not_there_is_refused_with_how_to_install_it(monkeypatch, capsys, measured):
+def test_missing_mpi_is_refused_with_how_to_install_it(monkeypatch, capsys, measured):
     monkeypatch.setattr(bench_collectives_command, "find_mpiexec", lambda: None)
     assert paceline(monkeypatch, "collectives", "--backends", "mpi4py") == 2
     assert "pip install 'paceline[mpi]'" in capsys.readouterr().err
     assert paceline(monkeypatch, "collectives") == 0
-    assert measured.asked[0][0].backends == ("gloo", "paceline")
+    assert measured.requests[0][0].backends == ("gloo", "paceline")
     monkeypatch.setattr(benchmarked_backends, "find_spec", lambda name: None)
     assert paceline(monkeypatch, "collectives", "--backends", "gloo,mpi4py") == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "mpi4py is not installed → pip install 'paceline[mpi]'" in told
+    errors = " ".join(capsys.readouterr().err.split())
+    assert "mpi4py is not installed → pip install 'paceline[mpi]'" in errors
 
 
 @pytest.mark.parametrize("option", ["--json", "--csv", "--out"])
-def test_a_file_that_cannot_be_written_is_known_before_measuring(
+def test_a_file_that_can_not_be_written_is_refused_before_measuring(
     monkeypatch, capsys, measured, tmp_path, option
 ):
     (tmp_path / "file").write_text("")
     assert paceline(monkeypatch, "collectives", option, tmp_path / "file" / "x") == 2
     assert "can't write" in capsys.readouterr().err
-    assert measured.asked == []
+    assert measured.requests == []
 
 
 def test_two_results_in_one_file_are_refused(monkeypatch, capsys, measured, tmp_path):
     both = tmp_path / "result"
     assert paceline(monkeypatch, "collectives", "--json", both, "--csv", both) == 2
-    assert measured.asked == []
+    assert measured.requests == []
 
 
-def test_charts_without_matplotlib_are_known_before_measuring(monkeypatch, capsys, measured, tmp_path):
+def test_charts_without_matplotlib_are_refused_before_measuring(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert paceline(monkeypatch, "collectives", "--out", tmp_path) == 2
     assert "pip install 'paceline[report]'" in capsys.readouterr().err
-    assert measured.asked == []
+    assert measured.requests == []
 
 
 def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monkeypatch, capsys, measured):
     assert paceline(monkeypatch, "collectives") == 0
-    ((settings, cases),) = measured.asked
+    ((settings, cases),) = measured.requests
     assert settings.backends[:2] == ("gloo", "paceline")
     assert (settings.ops, settings.ranks) == (("all-reduce",), (2, 4, 6))
     assert [case.nbytes for case in cases] == 3 * [10**6, 10**7, 10**8, 1_024_000_000]
@@ -127,15 +143,13 @@ def test_by_default_gloo_and_paceline_reduce_four_sizes_on_2_4_and_6_ranks(monke
     assert "left out" not in capsys.readouterr().err
 
 
-def test_of_the_default_sizes_those_that_do_not_fit_are_left_out_and_named(
-    monkeypatch, capsys, measured, tmp_path
-):
+def test_default_sizes_that_do_not_fit_are_left_out_and_named(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setattr(collectives_request, "available_nbytes", lambda: 7 * GIB)
     assert paceline(monkeypatch, "collectives", "--backends", "gloo", "--json", tmp_path / "r.json") == 0
-    told = capsys.readouterr().err
-    assert told.count("left out: ") == 1
-    assert "all-reduce of 1.02 GB with 6 ranks needs about" in told
-    ((_, cases),) = measured.asked
+    errors = capsys.readouterr().err
+    assert errors.count("left out: ") == 1
+    assert "all-reduce of 1.02 GB with 6 ranks needs about" in errors
+    ((_, cases),) = measured.requests
     assert {case.ranks for case in cases if case.nbytes > 10**9} == {2, 4}
     assert len(json.loads((tmp_path / "r.json").read_text())["settings"]["left_out"]) == 1
 
@@ -152,7 +166,7 @@ def test_options_become_settings(monkeypatch, measured):
         "--network": "my switch",
     }
     assert paceline(monkeypatch, "collectives", *(word for pair in options.items() for word in pair)) == 0
-    ((settings, _),) = measured.asked
+    ((settings, _),) = measured.requests
     assert (settings.backends, settings.ops) == (("paceline:arena", "gloo"), ("broadcast", "send-recv"))
     assert (settings.ranks, settings.sizes) == ((3,), (1000, 2000, 4000))
     assert (settings.dtype, settings.iterations, settings.rendezvous) == ("int64", 7, "tcp")
@@ -204,7 +218,7 @@ def test_a_wrong_result_is_shown_and_fails_the_command(monkeypatch, capsys, meas
     ("end", "code"),
     [(RankFailed("was ended by SIGKILL", rank=1), 1), (KeyboardInterrupt(), 130), (SystemExit(143), 143)],
 )
-def test_what_was_finished_is_kept_shown_and_resumed(monkeypatch, capsys, measured, tmp_path, end, code):
+def test_finished_rows_are_kept_shown_and_resumed(monkeypatch, capsys, measured, tmp_path, end, code):
     measured.end = end
     file, journal = tmp_path / "r.json", tmp_path / "r.journal.jsonl"
     assert paceline(monkeypatch, *SMALL, "--json", file) == code
@@ -213,7 +227,7 @@ def test_what_was_finished_is_kept_shown_and_resumed(monkeypatch, capsys, measur
     assert f"2 rows are kept in {journal}" in " ".join(shown.err.split())
     record = json.loads(file.read_text())
     assert (len(record["rows"]), record["settings"]["complete"]) == (2, False)
-    assert len(Journal(journal).rows()) == 2
+    assert len(RowJournal(journal).rows()) == 2
 
     measured.end = None
     assert paceline(monkeypatch, *SMALL, "--json", file) == 2
@@ -231,7 +245,7 @@ def test_a_measurement_that_ends_before_its_first_row_leaves_nothing(monkeypatch
     def end(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measuring, "measure", end)
+    monkeypatch.setattr(measuring, "measure_collectives", end)
     assert paceline(monkeypatch, *SMALL, "--json", tmp_path / "r.json") == 130
     assert "nothing was written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -250,14 +264,14 @@ def test_two_results_are_compared(monkeypatch, capsys, tmp_path, form):
     assert "all-reduce gloo 2 1 kB 1 ms 1 ms 1.00" in shown
 
 
-def test_what_is_no_result_is_not_compared(monkeypatch, capsys, tmp_path):
+def test_other_files_are_refused_for_comparison(monkeypatch, capsys, tmp_path):
     (tmp_path / "a.json").write_text("{}")
     assert paceline(monkeypatch, "compare", tmp_path / "a.json", tmp_path / "a.json") == 2
     assert "is no result" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("ranks", "message"), [("2", "leave --ranks out"), (None, "nobody to talk to")])
-def test_under_a_launcher_its_ranks_are_those_that_are_measured(monkeypatch, capsys, ranks, message):
+@pytest.mark.parametrize(("ranks", "message"), [("2", "leave --ranks out"), (None, "one rank has no peer")])
+def test_under_a_launcher_its_ranks_are_measured(monkeypatch, capsys, ranks, message):
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",

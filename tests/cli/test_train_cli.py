@@ -19,7 +19,7 @@ import torch
 from safetensors.numpy import load_file
 
 from paceline.tools.cli.app import main
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.models.gpt_sizes import gpt_size
 from paceline.tools.report.run.run_records import read_run
 from paceline.tools.report.run.trace_reader import read_steps
 
@@ -81,7 +81,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert losses(out)[6] < losses(out)[1]
     record = read_run(out)
     assert record.facts["command"].startswith("paceline train --data")
-    assert record.facts["parameters"] == size_of("tiny").parameters()
+    assert record.facts["parameters"] == gpt_size("tiny").parameters()
     assert record.facts["world"]["size"] == 2
     assert sorted(record.spans_of_rank) == [0, 1]
     steps = read_steps(record.spans_of_rank[1]).steps
@@ -93,7 +93,7 @@ def test_train_refuse_resume_overwrite(tmp_path, text, here):
     assert "<html" in (out / "report.html").read_text()
     assert not record.notes
     weights = load_file(out / "checkpoint" / "step-00000006" / "model.safetensors")
-    assert sum(tensor.size for tensor in weights.values()) == size_of("tiny").parameters()
+    assert sum(tensor.size for tensor in weights.values()) == gpt_size("tiny").parameters()
 
     refused = here("--data", text, "--out", out, "--steps", 6, *SMALL)
     assert refused.returncode == 2
@@ -156,7 +156,7 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     assert "a rank; float32 gradients every step would have been" in told.stdout
     facts = json.loads((out / "run.json").read_text())
     assert facts["synchronised"] == "averaged every 4 steps, int4"
-    assert facts["sent"]["would_be_nbytes"] == 6 * 4 * size_of("tiny").parameters()
+    assert facts["sent"]["would_be_nbytes"] == 6 * 4 * gpt_size("tiny").parameters()
     assert 0 < facts["sent"]["sent_nbytes"] < facts["sent"]["would_be_nbytes"] / 8
     assert "What was sent" in (out / "report.html").read_text()
     small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]

@@ -29,7 +29,7 @@ def test_a_folder_is_made_only_where_that_is_asked(tmp_path):
 def test_what_is_no_ordinary_file_is_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path, why in ((pipe, "it is no ordinary file"), (tmp_path, "it is a folder")):
+    for path, why in ((pipe, "it is not a regular file"), (tmp_path, "it is a folder")):
         with pytest.raises(UsageError, match=f"--json .*: {why}"):
             check_writable(path, "--json")
     assert pipe.is_fifo()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.memory_benchmark import check
+from paceline.tools.bench.memory_benchmark import check_prediction
 from paceline.tools.plan.memory.training_subject import Setting, subject_of
 
 BAR = 0.05
@@ -15,5 +15,5 @@ BAR = 0.05
 @pytest.mark.parametrize("strategy", ["alone", "bucketed"])
 def test_a_predicted_peak_is_the_measured_one(strategy, autocast):
     setting = Setting(strategy, batch=8, context=128, autocast=autocast, backend="nccl", device="cuda")
-    checked = check(subject_of("small"), setting, run_ranks)
+    checked = check_prediction(subject_of("small"), setting, run_ranks)
     assert abs(checked.error) <= BAR, checked.facts()

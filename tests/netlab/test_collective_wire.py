@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from wire import Wire
 
 from paceline.collectives.topology import star
-from paceline.tools.bench.schedule_benchmark import Case
+from paceline.tools.bench.schedule_benchmark import ScheduleCase
 
 HEADERS = 1.08  # Ethernet, IP, TCP, and acknowledgements of what goes the other way
 START = 300_000  # bytes: the ranks meet and tell each other times
 NBYTES, TIMES = 600_000, 2
 CASES = [
-    Case("broadcast", "one-by-one", 3),
-    Case("broadcast", "chain", 3, segments=4),
-    Case("reduce", "tree", 3, root=1),
-    Case("all-reduce", "ring", 3),
+    ScheduleCase("broadcast", "one-by-one", 3),
+    ScheduleCase("broadcast", "chain", 3, segments=4),
+    ScheduleCase("reduce", "tree", 3, root=1),
+    ScheduleCase("all-reduce", "ring", 3),
 ]
 
 
@@ -25,7 +26,7 @@ CASES = [
 def test_links_carry_what_is_priced(wire: Wire, tmp_path, stream):
     lab, job, out = wire.lab, tmp_path / "job.json", tmp_path / "found.json"
     description = {
-        "cases": [case.to_json() for case in CASES],
+        "cases": [asdict(case) for case in CASES],
         "nbytes": NBYTES,
         "iterations": TIMES,
         "backend": "gloo",

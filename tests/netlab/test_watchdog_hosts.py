@@ -49,7 +49,7 @@ class Course:
             line = [
                 sys.executable,
                 "-m",
-                "paceline.tools.bench.fire_drill",
+                "bench_harness.fire_drill",
                 str(folder),
                 *map(str, (host, HOSTS, RANKS)),
             ]

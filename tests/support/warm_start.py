@@ -39,7 +39,7 @@ def import_what_ranks_need() -> None:
 
     import paceline.backends.group_factory
     import paceline.data.loader
-    import paceline.tools.bench.step.step_contestants
+    import paceline.tools.bench.step.strategy_trainers
     import paceline.tools.train.training_job  # noqa: F401
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ import typer
 from paceline.errors import PacelineError
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.testing.netlab import Lab
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 
 __all__ = ["run_job", "run_program"]
 
@@ -49,7 +49,7 @@ def run_job(
     Args:
         ranks_file: the program of a rank. Its argument is a file with `job` as JSON and, as ``"out"``, the path to
             which rank 0 writes JSON. Rank 0 prints ``tick`` after each turn
-            (`paceline.tools.bench.step.step_worker.tick`).
+            (`paceline.tools.bench.step.step_worker.print_tick`).
         job: what is to be done.
         hosts: of the lab. rate: of their links, such as ``"1Gbit/s"``; None: so many ranks on this host.
         turns: ticks in all. title: what is shown while they come, before the network.
@@ -66,6 +66,6 @@ def run_job(
             run_ranks(program, hosts, env={"OMP_NUM_THREADS": "1"})
         else:
             shown = f"{title}{', ' if title else ''}{hosts} hosts, {rate}"
-            with Lab(hosts, rate) as lab, TurnBar(shown, turns) as tick:
+            with Lab(hosts, rate) as lab, ProgressBar(shown, turns) as tick:
                 lab.start_torchrun(program, ranks_per_host=ranks_per_host).follow(tick, turns)
         return json.loads(found.read_text(encoding="utf-8"))

@@ -133,7 +133,11 @@ def check_result(
     record: object, where: str, kind: str, schema: int, *, what: str, remedy: str
 ) -> dict[str, Any]:
     """Return `record` if its ``"kind"`` and ``"schema"`` are right; arguments and errors as in `read_result`."""
-    head = decode(record, _Head, where)
+    try:
+        head = decode(record, _Head, where)
+    except UsageError as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"{where} is no {what}: {reason}", remedy=remedy) from error
     if head.kind != kind:
         raise UsageError(f"{where} is no {what}: its kind is {head.kind!r}", remedy=remedy)
     if head.schema > schema:

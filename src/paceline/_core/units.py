@@ -129,7 +129,13 @@ def parse_share(text: str | float) -> float:
 
 
 def parse_list(
-    option: str, text: str, kind: Callable[[str], T], *, example: str, separator: str = ","
+    option: str,
+    text: str,
+    kind: Callable[[str], T],
+    *,
+    example: str,
+    separator: str = ",",
+    unique: bool = False,
 ) -> tuple[T, ...]:
     """Return the values that an option's text lists, in its order.
 
@@ -139,6 +145,7 @@ def parse_list(
         kind: parses one value: ``int``, ``float``, ``str``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
         separator: between two values.
+        unique: drop repetitions.
 
     Raises:
         UsageError: there is no value, or one is not valid.
@@ -147,18 +154,29 @@ def parse_list(
         >>> parse_list("--block", "2,10", int, example="2,10,100")
         (2, 10)
     """
-    parts = [part.strip() for part in text.split(separator) if part.strip()]
-    try:
-        values = tuple(kind(part) for part in parts)
-    except ValueError as error:
-        raise UsageError(f"{option} {text!r}: {error}", remedy=f"for example: {option} {example}") from error
+    remedy, values = f"for example: {option} {example}", list[T]()
+    for part in filter(None, (part.strip() for part in text.split(separator))):
+        try:
+            values.append(_value(kind, part))
+        except ValueError as error:
+            reason = str(error).partition("\n")[0]
+            raise UsageError(
+                f"{option} {text!r}: {reason}", remedy=getattr(error, "remedy", "") or remedy
+            ) from error
     if not values:
-        raise UsageError(f"{option} {text!r} is empty", remedy=f"for example: {option} {example}")
-    return values
+        raise UsageError(f"{option} {text!r} is empty", remedy=remedy)
+    return tuple(dict.fromkeys(values)) if unique else tuple(values)
 
 
 def parse_sweep(
-    option: str, text: str, kind: Callable[[str], float], *, example: str, least: float = 1, most: int = 200
+    option: str,
+    text: str,
+    kind: Callable[[str], float],
+    *,
+    example: str,
+    least: float = 1,
+    most: int = 200,
+    strict: bool = False,
 ) -> tuple[float, ...]:
     """Return the numbers that an option's text lists or sweeps, each once, in ascending order.
 
@@ -169,7 +187,8 @@ def parse_sweep(
         kind: parses a number: ``int``, ``float``, or a parser such as `parse_bytes`.
         example: a valid text, for errors.
         least: the smallest valid number.
-        most: the largest valid number of numbers.
+        most: the largest valid count of numbers.
+        strict: a sweep must name its step, and excludes ``LAST`` if its steps miss it.
 
     Raises:
         UsageError: a number is not valid or below `least`, a sweep makes no progress, or there are too many numbers.
@@ -180,9 +199,10 @@ def parse_sweep(
         >>> parse_sweep("--nodes", "1:10", int, example="1:10000")
         (1, 2, 4, 8, 10)
     """
+    too_many = UsageError(f"more than {most} numbers", remedy="take larger steps")
 
     def number(part: str) -> float:
-        value = kind(part)
+        value = _value(kind, part)
         if not value >= least:
             raise ValueError(f"{part} is below {least:g}")
         return value
@@ -191,20 +211,36 @@ def parse_sweep(
         first, *bounds = part.split(":")
         if not bounds:
             return (number(first),)
-        low, last = number(first), number(bounds[0])
-        step = bounds[1] if len(bounds) == 2 else "x2"
+        step = bounds[1] if len(bounds) == 2 else "" if strict else "x2"
         if len(bounds) > 2 or step[:1] not in ("x", "+"):
             raise ValueError(f"{part} is no sweep: write FIRST:LAST:x2 or FIRST:LAST:+STEP")
-        by = float(step[1:]) if step[0] == "x" else kind(step[1:])
+        low, last = number(first), number(bounds[0])
+        by = _value(float if step[0] == "x" else kind, step[1:])
         if last < low or not (1 < by < math.inf if step[0] == "x" else by > 0):
             raise ValueError(f"{part} makes no progress")
         values = [low]
-        while len(values) <= most and values[-1] < last:
-            following = values[-1] * by if step[0] == "x" else values[-1] + by
-            values.append(min(last, type(low)(following)))
+        while values[-1] < last:
+            following = low * by ** len(values) if step[0] == "x" else low + by * len(values)
+            if following > last * (1 + 1e-9):
+                values += [] if strict else [last]
+                break
+            values.append(round(following) if isinstance(low, int) else following)
+            if len(values) > most:
+                raise too_many
         return tuple(values)
 
     found = sorted({value for part in parse_list(option, text, sweep, example=example) for value in part})
     if len(found) > most:
-        raise UsageError(f"{option} {text!r}: more than {most} numbers", remedy="take larger steps")
+        raise UsageError(f"{option} {text!r}: {too_many}")
     return tuple(found)
+
+
+def _value(kind: Callable[[str], T], part: str) -> T:
+    """Return `kind` of `part`, with an error that needs no Python to be understood."""
+    noun = "whole number" if kind is int else "number" if kind is float else ""
+    try:
+        return kind(part)
+    except ValueError as error:
+        if not noun:
+            raise
+        raise ValueError(f"{part!r} is no {noun}") from error

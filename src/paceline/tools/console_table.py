@@ -1,8 +1,8 @@
-"""Tables for the terminal, printed whole however narrow it is."""
+"""Tables for the terminal, never truncated to its width."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,28 +12,33 @@ __all__ = ["make_table", "print_wide"]
 
 
 def make_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, title: str | None = None
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    left: int | Collection[int] = 1,
+    title: str | None = None,
 ) -> Table:
-    """Return a table without a frame: the first `left` columns are flush left, the others flush right.
+    """Return a table without a frame.
 
     Args:
-        columns: their heads.
-        rows: a text for each column.
-        left: how many columns hold names rather than numbers.
-        title: above the table, bold, flush left.
+        columns: their headings.
+        rows: one text per column; rows with a style can be added with ``add_row``.
+        left: left-aligned columns, as their indices or as the number of leading ones; the others are right-aligned.
+        title: bold, left-aligned, above the table.
     """
     from rich.table import Table
 
+    aligned_left = range(left) if isinstance(left, int) else left
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < left else "right", no_wrap=True)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index in aligned_left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     return table
 
 
 def print_wide(table: Table) -> None:
-    """Print a table, as wide as it needs to be, and an empty line."""
+    """Print a table at its full width, followed by an empty line."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""Result files: the head that all of them begin with, and paths checked before anything is measured."""
+"""Result files of the tools: the head that all share, and paths checked before anything is measured."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = [
     "check_writable",
     "checked_files",
     "machine_record",
+    "paceline_command",
     "require_matplotlib",
     "result_head",
     "versions",
 ]
 
 W = TypeVar("W", bound=Callable[..., Any])
-
 
 _REMEDY = "name a file in a folder that you may write to"
 
@@ -34,46 +34,60 @@ def check_writable(path: Path, option: str = "", *, make_folder: bool = False) -
 
     Args:
         path: the file.
-        option: the one that named it, for the message.
-        make_folder: make its folder rather than refuse one that is absent.
+        option: the command-line option that named it, for the message.
+        make_folder: create a missing folder instead of refusing it.
 
     Raises:
-        UsageError: `path` is no ordinary file or may not be written, or its folder is absent or can't be made.
+        UsageError: `path` is not a regular file or not writable, or its folder is missing or can't be created.
     """
-    folder, told = path.absolute().parent, f"{option} {path}".lstrip()
+    folder, named = path.absolute().parent, f"{option} {path}".lstrip()
     try:
         if make_folder:
             folder.mkdir(parents=True, exist_ok=True)
         if not folder.is_dir():
-            raise UsageError(f"can't write {told}: no such folder", remedy=f"make {folder} first")
+            raise UsageError(f"can't write {named}: no such folder", remedy=f"make {folder} first")
         if path.is_dir():
-            raise UsageError(f"can't write {told}: it is a folder", remedy=_REMEDY)
+            raise UsageError(f"can't write {named}: it is a folder", remedy=_REMEDY)
         if path.exists() and not path.is_file():  # a device or a pipe would be replaced, not written to
-            raise UsageError(f"can't write {told}: it is no ordinary file", remedy=_REMEDY)
-        # It is written beside its place and put there once it is whole, so its folder counts too.
+            raise UsageError(f"can't write {named}: it is not a regular file", remedy=_REMEDY)
+        # Files are written under a temporary name in the same folder, then renamed: the folder counts too.
         if not all(os.access(each, os.W_OK) for each in (folder, path) if each.exists()):
-            raise UsageError(f"can't write {told}: no permission", remedy=_REMEDY)
+            raise UsageError(f"can't write {named}: no permission", remedy=_REMEDY)
     except OSError as error:
-        raise UsageError(f"can't write {told}: {error.strerror}", remedy=_REMEDY) from error
+        raise UsageError(f"can't write {named}: {error.strerror}", remedy=_REMEDY) from error
 
 
 def checked_files(
-    json_file: Path | None, write_json: W, out: Path | None, writer_of_name: Mapping[str, W]
+    json_file: Path | None,
+    write_json: W,
+    out: Path | None,
+    writer_of_name: Mapping[str, W],
+    *,
+    csv_file: Path | None = None,
+    write_csv: W | None = None,
+    make_folders: bool = False,
 ) -> dict[Path, W]:
-    """Return what writes which files, once it is clear that they can be written.
+    """Return the writer of each output file, after checking that all of them can be written.
 
     Args:
-        json_file: the file of ``--json``; None: not asked for. write_json: writes it.
-        out: the folder of ``--out``, made where it is absent; None: not asked for.
-        writer_of_name: what writes the files in it, charts among them.
+        json_file: the file of ``--json``; None if the option was not given.
+        write_json: its writer.
+        out: the folder of ``--out``, created if it is missing; None if the option was not given.
+        writer_of_name: writers of the files in that folder, which include charts.
+        csv_file: the file of ``--csv``; None if the option was not given.
+        write_csv: its writer.
+        make_folders: create missing folders of `json_file` and `csv_file` too.
 
     Raises:
-        UsageError: a file can't be written, or charts can't be drawn.
+        UsageError: a file can't be written or is named twice, or charts can't be drawn.
     """
     writer_of: dict[Path, W] = {}
-    if json_file is not None:
-        check_writable(json_file, "--json")
-        writer_of[json_file] = write_json
+    if json_file is not None and json_file == csv_file:
+        raise UsageError(f"--json and --csv both name {json_file}", remedy="name two files")
+    for option, path, writer in (("--json", json_file, write_json), ("--csv", csv_file, write_csv)):
+        if path is not None and writer is not None:
+            check_writable(path, option, make_folder=make_folders)
+            writer_of[path] = writer
     if out is not None:
         require_matplotlib()
         in_folder = {out / name: writer for name, writer in writer_of_name.items()}
@@ -84,7 +98,7 @@ def checked_files(
 
 
 def require_matplotlib() -> Any:
-    """Return matplotlib, which charts are drawn with.
+    """Return matplotlib, which draws the charts.
 
     Raises:
         UsageError: it is not installed.
@@ -99,24 +113,39 @@ def require_matplotlib() -> Any:
 
 
 def result_head(
-    kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int = 1
+    kind: str,
+    packages: Iterable[str] = ("paceline", "torch"),
+    schema: int = 1,
+    *,
+    command: str | None = None,
+    machine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a program's result begins with: what it is, the command that makes it, the machine, versions.
+    """Return the head of a result: kind, schema, the command that reproduces it, machine, versions.
 
     Args:
-        kind: of the measurement. packages: whose versions bear on it. schema: of what follows.
+        kind: of the measurement.
+        packages: whose versions bear on the result; if empty, the head has no versions.
+        schema: version of the format.
+        command: the command line; by default that of this process, as a program run by ``python``.
+        machine: where it was measured; by default this machine.
     """
-    return {
+    head = {
         "kind": kind,
         "schema": schema,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(packages),
+        "command": shlex.join(["python", *sys.argv]) if command is None else command,
+        "machine": machine_record() if machine is None else dict(machine),
     }
+    found = versions(packages)
+    return head | {"versions": found} if found else head
+
+
+def paceline_command() -> str:
+    """Return the ``paceline`` command line that started this process, for results."""
+    return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def machine_record() -> dict[str, Any]:
-    """Return the facts of this machine that bear on times; nothing that names the machine."""
+    """Return the facts of this machine that bear on times, without its name."""
     here = read_machine_facts()
     return {
         "cpu": here.cpu,
@@ -130,7 +159,7 @@ def machine_record() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each package, empty where it is absent."""
+    """Return the installed version of each package, empty for one that is not installed."""
     found = {}
     for name in packages:
         try:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import paceline
-from paceline.tools.models.gpt import GPT, loss
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt import GPT, token_loss
+from paceline.tools.models.gpt_sizes import GptSize
 
-SMALL = Size("bits", d_model=96, d_ff=384, layers=2, heads=4, vocabulary=256, context=32)
+SMALL = GptSize("bits", d_model=96, d_ff=384, layers=2, heads=4, vocabulary=256, context=32)
 PLANS = {
     "0.1 MiB": paceline.Sync(0.1),
     "1 MiB": paceline.Sync(1),
@@ -34,7 +34,7 @@ def train(rank, size, plans, dtype, weighted):
         for _ in range(6):
             windows = 2 + rank if weighted else 2
             tokens = torch.randint(256, (windows, 33), generator=drawn)
-            value = loss(model(tokens[:, :-1]), tokens[:, 1:])
+            value = token_loss(model(tokens[:, :-1]), tokens[:, 1:])
             if weighted:
                 model.backward(value, samples=windows)
             else:

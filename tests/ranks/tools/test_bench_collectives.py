@@ -1,4 +1,4 @@
-"""`paceline bench collectives` with real ranks: every operation right, wrong ones caught, nothing finished lost."""
+"""`paceline bench collectives` with real ranks: results checked, finished rows kept."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from mpi_worlds import MPIEXEC, REASON, gone, mpi_world
+from paceline._core.json_codec import encode
 from paceline.collectives.algorithms import ALGORITHMS
-from paceline.tools.bench.collectives.benchmark_cases import cases_of
 from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
+from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
+from paceline.tools.bench.collectives.collectives_cases import list_cases
 from paceline.tools.bench.collectives.collectives_settings import DTYPES, CollectiveSettings
-from paceline.tools.bench.collectives.measurement_journal import Journal
 
 ALL = ("gloo", "paceline", "paceline:arena")
 COMMAND = [sys.executable, "-m", "paceline", "bench", "collectives"]
@@ -37,28 +38,27 @@ def settings_of(ranks, **changes):
 
 
 def measure(rank, size, settings, file, break_it=None):
-    """Measure as a rank of the present world; `break_it` is given each contestant's call and returns another one."""
+    """Measure as a rank of the present world; `break_it` replaces the calls of the paceline backend."""
     import paceline
-    from paceline.tools.bench.collectives import case_timing
-    from paceline.tools.bench.collectives.collectives_worker import measure_cases
+    from paceline.tools.bench.collectives import collectives_worker
 
-    whole = case_timing.call_of
+    make_call = collectives_worker.make_call
 
-    def broken(carrier, buffers):
-        run = whole(carrier, buffers)
-        return run if break_it is None or carrier.name != "paceline" else break_it(buffers, run)
+    def broken(backend, buffers):
+        run = make_call(backend, buffers)
+        return run if break_it is None or backend.name != "paceline" else break_it(buffers, run)
 
-    case_timing.call_of = broken
+    collectives_worker.make_call = broken
     try:
-        journal = Journal(Path(file)) if rank == 0 else None
-        measure_cases(settings, cases_of(settings), paceline.init(), journal)
+        journal = RowJournal(Path(file)) if rank == 0 else None
+        collectives_worker.measure_cases(settings, list_cases(settings), paceline.init(), journal)
     finally:
-        case_timing.call_of = whole
+        collectives_worker.make_call = make_call
 
 
 def rows_of(pool, ranks, tmp_path, break_it=None, **changes):
-    settings, journal = settings_of(ranks, **changes), Journal(tmp_path / "journal")
-    journal.begin(settings.to_json(), {})
+    settings, journal = settings_of(ranks, **changes), RowJournal(tmp_path / "journal")
+    journal.begin(encode(settings), {})
     pool(ranks).run(measure, settings, str(journal.path), break_it)
     return journal.rows()
 
@@ -102,7 +102,7 @@ def spoil_one_place_of_the_last_rank(buffers, run):
     def spoiled():
         run()
         if buffers.rank == buffers.ranks - 1:
-            buffers.taken[-1] += 1
+            buffers.output[-1] += 1
 
     return spoiled
 
@@ -117,13 +117,13 @@ class GoesWrongLater:
         self.run()
         self.calls += 1
         if self.calls > 3:
-            self.buffers.taken[0] += 1
+            self.buffers.output[0] += 1
 
 
 def swap_neighbours(buffers, run):
     def swapped():
         run()
-        buffers.taken[:2] = buffers.taken[:2].flip(0)
+        buffers.output[:2] = buffers.output[:2].flip(0)
 
     return swapped
 
@@ -131,12 +131,12 @@ def swap_neighbours(buffers, run):
 @pytest.mark.parametrize(
     "break_it", [forget, spoil_one_place_of_the_last_rank, GoesWrongLater, swap_neighbours]
 )
-def test_a_backend_that_is_wrong_is_caught_whatever_it_does(pool, tmp_path, break_it):
+def test_a_backend_with_wrong_results_is_detected(pool, tmp_path, break_it):
     rows = rows_of(pool, 2, tmp_path, break_it, backends=("gloo", "paceline"), sizes=(4000,))
     assert {(row.backend, row.correct) for row in rows} == {("gloo", True), ("paceline", False)}
 
 
-def dawdle_on_rank_1(buffers, run):
+def slow_down_rank_1(buffers, run):
     def slow():
         run()
         if buffers.rank == 1:
@@ -146,7 +146,7 @@ def dawdle_on_rank_1(buffers, run):
 
 
 def test_the_slowest_rank_is_named_and_counts(pool, tmp_path):
-    rows = rows_of(pool, 2, tmp_path, dawdle_on_rank_1, backends=("gloo", "paceline"), ops=("all-reduce",))
+    rows = rows_of(pool, 2, tmp_path, slow_down_rank_1, backends=("gloo", "paceline"), ops=("all-reduce",))
     for row in rows:
         if row.backend == "paceline":
             assert (row.times.slowest_rank, row.times.slowest_share) == (1, 1.0)
@@ -164,7 +164,7 @@ def start(*arguments):
 
 
 def ranks_below(process, variable="RANK"):
-    """Return the ranks of a command by number, which a variable tells, as far as they have started."""
+    """Return the started ranks of a command by number, read from a variable of their environment."""
     found = {}
     for child in psutil.Process(process.pid).children(recursive=True):
         try:
@@ -190,27 +190,27 @@ def wait_for_rows(journal, process):
 MANY = ["--ranks", "2", "--backends", "gloo,paceline", "--sizes", "1kB:60kB:+1kB", "--iterations", "4"]
 
 
-def test_a_rank_that_is_killed_is_named_and_what_was_finished_is_kept_and_resumed(tmp_path):
+def test_a_killed_rank_is_named_and_finished_rows_are_kept_and_resumed(tmp_path):
     file, journal = tmp_path / "result.json", tmp_path / "result.journal.jsonl"
     with start(*MANY, "--json", file) as process:
         wait_for_rows(journal, process)
         ranks = ranks_below(process)
         ranks[1].kill()
-        shown, told = process.communicate(timeout=60)
-    assert process.returncode == 1, told
-    assert "[rank 1] was ended by SIGKILL" in told
-    assert "go on with the same command and --resume" in told
+        shown, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "[rank 1] was ended by SIGKILL" in errors
+    assert "run the same command with --resume" in errors
     assert gone([ranks[0].pid])
     partial = json.loads(file.read_text())
-    kept = [row.to_json() for row in Journal(journal).rows()]
+    kept = [row.to_json() for row in RowJournal(journal).rows()]
     assert 0 < len(kept) < 120
     assert partial["rows"] == kept
     assert partial["settings"]["complete"] is False
     assert "busbw GB/s" in shown
 
     with start(*MANY, "--json", file, "--resume") as process:
-        _, told = process.communicate(timeout=120)
-    assert process.returncode == 0, told
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
     whole = json.loads(file.read_text())
     assert whole["rows"][: len(kept)] == kept
     assert len(whole["rows"]) == 120
@@ -218,16 +218,16 @@ def test_a_rank_that_is_killed_is_named_and_what_was_finished_is_kept_and_resume
     assert not journal.exists()
 
 
-def test_ctrl_c_keeps_what_was_finished(tmp_path):
+def test_ctrl_c_keeps_finished_rows(tmp_path):
     file = tmp_path / "result.json"
     with start(*MANY, "--json", file) as process:
         wait_for_rows(tmp_path / "result.journal.jsonl", process)
         ranks = ranks_below(process)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
-    assert "Traceback" not in told
-    assert f"rows are kept in {tmp_path / 'result.journal.jsonl'}" in " ".join(told.split())
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert f"rows are kept in {tmp_path / 'result.journal.jsonl'}" in " ".join(errors.split())
     assert len(json.loads(file.read_text())["rows"]) > 0
     assert gone([rank.pid for rank in ranks.values()])
 
@@ -268,14 +268,14 @@ def test_every_operation_is_right_over_mpi_under_mpiexec(tmp_path):
 
 
 @pytest.mark.skipif(MPIEXEC is None, reason=REASON)
-def test_a_rank_of_mpi_that_is_killed_leaves_what_was_finished(tmp_path):
+def test_a_killed_rank_of_mpi_leaves_finished_rows(tmp_path):
     file, journal = tmp_path / "r.json", tmp_path / "r.journal.jsonl"
     with start(*MANY, "--backends", "mpi4py", "--json", file) as process:
         wait_for_rows(journal, process)
         ranks = ranks_below(process, "PMI_RANK")
         ranks[1].kill()
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == 1, told
-    assert "the 2 ranks under mpiexec ended with exit code" in told
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "the 2 ranks under mpiexec ended with exit code" in errors
     assert 0 < len(json.loads(file.read_text())["rows"]) < 60
     assert gone([rank.pid for rank in ranks.values()])

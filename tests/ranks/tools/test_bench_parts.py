@@ -18,10 +18,10 @@ from paceline.cost_model.step_costs import pick_step_costs
 from paceline.cost_model.step_strategy import StepStrategy, usual_strategies
 from paceline.cost_model.step_time import predict_step
 from paceline.errors import UsageError
-from paceline.tools.bench.parts.exchange_times import OPS, priced, sizes_up_to
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.bench.parts.exchange_times import EXCHANGE_OPS, fit_exchange_cost, sizes_up_to
+from paceline.tools.models.gpt_sizes import gpt_size
 
-SIZE = size_of("tiny")
+SIZE = gpt_size("tiny")
 SOURCE = Source("test", "2026-01-02T03:04:05+00:00")
 WAYS = usual_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
 
@@ -29,31 +29,31 @@ WAYS = usual_strategies([0.25, 1.0, math.inf], compressions=["bf16"])
 def measure(rank, size, backend):
     """Return the entries of a short measurement, as JSON."""
     import paceline
-    from paceline.tools.bench.parts.parts_benchmark import measure_parts
     from paceline.tools.bench.parts.parts_settings import PartsSettings
-    from paceline.tools.bench.parts.workload import reference
+    from paceline.tools.bench.parts.parts_worker import measure_parts
+    from paceline.tools.bench.parts.workload import reference_workload
 
     settings = PartsSettings(
         ranks=size, size="tiny", batch_size=1, context=8, backend=backend, steps=3, rounds=1, seconds=0.02
     )
     world = paceline.init()
-    workload = reference(SIZE, 1, 8, world.device)
+    workload = reference_workload(SIZE, 1, 8, world.device)
     return measure_parts(world, settings, workload, Profile(), SOURCE).to_json()
 
 
 def engines(rank, size, ways):
     """Return, by way, the engine's buckets as names of parameters, and the calls of a step."""
-    from paceline.tools.bench.step.step_contestants import build, random_batch, step
-    from paceline.tools.bench.step.step_strategies import Entry
+    from paceline.tools.bench.step.step_strategies import StrategyVariant
+    from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step
 
     batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
     found = []
     for strategy, bucket_mib in ways:
-        contestant = build(Entry(strategy, bucket_mib), SIZE, "cpu", seed=0)
-        step(contestant, batch)
-        step(contestant, batch)
-        plan = [names for _, names in contestant.model.bucket_plan() if names]
-        found.append((plan, contestant.model.timings.calls))
+        trainer = build_trainer(StrategyVariant(strategy, bucket_mib), SIZE, "cpu", seed=0)
+        run_step(trainer, batch)
+        run_step(trainer, batch)
+        plan = [names for _, names in trainer.model.bucket_plan() if names]
+        found.append((plan, trainer.model.timings.calls))
     return found
 
 
@@ -75,9 +75,9 @@ def test_the_profile_has_all_parts(measured):
     ours = {
         (each.backend, each.fit.op, each.queued) for each in profile.exchanges if each.caller == "paceline"
     }
-    assert ours == {(backend, op, queued) for op in OPS for queued in (False, True)}
+    assert ours == {(backend, op, queued) for op in EXCHANGE_OPS for queued in (False, True)}
     assert {each.backend for each in profile.exchanges if each.caller == "torch"} == {"gloo"}
-    assert len(profile.contentions) == len(OPS) + 1
+    assert len(profile.contentions) == len(EXCHANGE_OPS) + 1
     assert all(each.launch_seconds > 0 for each in profile.contentions)
 
 
@@ -87,7 +87,7 @@ def names_of_tiny():
     return [name for name, param in GPT(SIZE).named_parameters() if param.requires_grad]
 
 
-def test_every_way_is_predicted(measured):
+def test_every_strategy_is_predicted(measured):
     profile, backend = measured
     costs = pick_step_costs(profile, "tiny", ranks=2, backend=backend)
     for way in WAYS:
@@ -134,15 +134,15 @@ def test_the_command_measures_and_the_plan_predicts(tmp_path):
         "    batch = torch.ones(8, 64)\n"
         "    return net, lambda model: model(batch).square().mean(), 8\n"
     )
-    told = run(
+    output = run(
         "bench", "parts", "--workload", f"{own}:make", "--backend", "gloo", *short, "--profile", profile
     )
-    assert "net:make, 8 samples a rank" in told
+    assert "net:make, 8 samples a rank" in output
     assert Profile.load(profile).models[0].source.command.startswith("paceline bench parts --workload")
-    told = run(
+    output = run(
         "plan", "step", "--profile", profile, "--json", tmp_path / "plan.json", "--out", tmp_path / "out"
     )
-    assert "The shortest step" in told
+    assert "The shortest step" in output
     assert json.loads((tmp_path / "plan.json").read_text())["model"] == "net:make"
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".png", ".svg"}
 
@@ -160,13 +160,18 @@ def test_other_numbers_of_ranks_join_the_fit():
     def points(ranks):
         return [MeasuredPoint(1024 * 4**at, ranks, 1e-4 * ranks + 1e-9 * 4**at) for at in range(6)]
 
-    two = priced(("paceline", "all-reduce", False), "gloo", "lab", points(2), [], SOURCE)
-    both = priced(("paceline", "all-reduce", False), "gloo", "lab", points(4), [two], SOURCE)
+    def fit(network, points, earlier):
+        key = ("paceline", "all-reduce", False)
+        options = {"backend": "gloo", "network": network, "source": SOURCE}
+        return fit_exchange_cost(key, points, earlier=earlier, **options)
+
+    two = fit("lab", points(2), [])
+    both = fit("lab", points(4), [two])
     assert both.fit.ranks == (2, 4)
     assert len(both.points) == 12
-    again = priced(("paceline", "all-reduce", False), "gloo", "lab", points(4), [both], SOURCE)
+    again = fit("lab", points(4), [both])
     assert len(again.points) == 12
-    elsewhere = priced(("paceline", "all-reduce", False), "gloo", "wifi", points(4), [two], SOURCE)
+    elsewhere = fit("wifi", points(4), [two])
     assert elsewhere.fit.ranks == (4,)
 
 
@@ -178,28 +183,28 @@ def test_other_numbers_of_ranks_join_the_fit():
         ("{}:other", "has no function 'other'"),
     ],
 )
-def test_a_workload_that_is_not_there_is_refused(tmp_path, text, said):
-    from paceline.tools.bench.parts.workload import user_defined
+def test_a_missing_workload_is_refused(tmp_path, text, said):
+    from paceline.tools.bench.parts.workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text("def make():\n    return 3\n")
     with pytest.raises(UsageError, match=said):
-        user_defined(text.format(path))
+        user_workload(text.format(path))
     with pytest.raises(UsageError, match="returned int"):
-        user_defined(f"{path}:make")
+        user_workload(f"{path}:make")
 
 
-def test_what_a_workload_returns_is_told_where_it_does_not_fit(tmp_path):
-    from paceline.tools.bench.parts.workload import user_defined
+def test_a_workload_that_returns_something_else_is_refused_with_its_types(tmp_path):
+    from paceline.tools.bench.parts.workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text("import torch\ndef make():\n    return torch.nn.Linear(1, 1), torch.sum, 'eight'\n")
     with pytest.raises(UsageError, match=r"returned \(Linear, builtin_function_or_method, str\)"):
-        user_defined(f"{path}:make")
+        user_workload(f"{path}:make")
 
 
 def test_a_workload_may_have_dataclasses_of_its_own(tmp_path):
-    from paceline.tools.bench.parts.workload import user_defined
+    from paceline.tools.bench.parts.workload import user_workload
 
     path = tmp_path / "net.py"
     path.write_text(
@@ -212,6 +217,6 @@ def test_a_workload_may_have_dataclasses_of_its_own(tmp_path):
         "def make():\n"
         "    return torch.nn.Linear(Sizes().width, 1), lambda model: model(torch.ones(2, 3)).sum(), 2\n"
     )
-    workload = user_defined(f"{path}:make")
+    workload = user_workload(f"{path}:make")
     assert (workload.name, workload.batch) == ("net:make", 2)
     assert workload.loss_of(workload.build()).shape == ()

@@ -12,36 +12,46 @@ from dataclasses import replace
 import pytest
 
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.step.step_benchmark import StepSettings, run_job
-from paceline.tools.bench.step.step_rows import make_rows
-from paceline.tools.bench.step.step_strategies import AUTO, DDP, DDP_PACELINE, OURS, TITLES, Entry, entries
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.bench.step.step_benchmark import StepSettings, run_step_job
+from paceline.tools.bench.step.step_rows import make_step_rows
+from paceline.tools.bench.step.step_strategies import (
+    AUTO,
+    DDP_PACELINE,
+    DDP_STRATEGIES,
+    PACELINE_STRATEGIES,
+    STRATEGY_TITLES,
+    StrategyVariant,
+    strategy_variants,
+)
+from paceline.tools.models.gpt_sizes import gpt_size
 
-SIZE = size_of("tiny")
+SIZE = gpt_size("tiny")
 MIB = 2**20
 ROUNDS, STEPS = 2, 3
-PEER_OF = entries([*OURS, AUTO, *DDP, DDP_PACELINE], [1.0, math.inf], 4 * SIZE.parameters())
+PEER_OF = strategy_variants(
+    [*PACELINE_STRATEGIES, AUTO, *DDP_STRATEGIES, DDP_PACELINE], [1.0, math.inf], 4 * SIZE.parameters()
+)
 
 
-def measure(rank, size, everyone, broken=None, doubled=()):
-    """Time the contestants; `broken` names a strategy that shall forget to synchronise, `doubled` some to divide."""
+def measure(rank, size, variants, broken=None, doubled=()):
+    """Time the variants; the strategy `broken` does not synchronise, those in `doubled` have doubled gradients."""
     import paceline
     from paceline.tools.bench.step import step_worker
 
-    def build(entry, *args):
-        if entry.strategy == broken:
-            return replace(whole(Entry("no-sync"), *args), entry=entry)
-        made = whole(entry, *args)
-        if entry.strategy in doubled:
+    def build(variant, *args):
+        if variant.strategy == broken:
+            return replace(build_trainer(StrategyVariant("no-sync"), *args), variant=variant)
+        made = build_trainer(variant, *args)
+        if variant.strategy in doubled:
             return replace(made, backward=lambda loss: made.backward(2 * loss))
         return made
 
-    whole, step_worker.build = step_worker.build, build
+    build_trainer, step_worker.build_trainer = step_worker.build_trainer, build
     try:
         settings = StepSettings(ranks=size, steps=STEPS, rounds=ROUNDS, batch_size=1, context=8)
-        return step_worker.time_contestants(paceline.init(), settings, SIZE, everyone)
+        return step_worker.time_strategies(paceline.init(), settings, SIZE, variants)
     finally:
-        step_worker.build = whole
+        step_worker.build_trainer = build_trainer
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +63,10 @@ def found(pool):
 
 @pytest.fixture(scope="module")
 def rows(found):
-    return make_rows("tiny", 2, PEER_OF, found, [None] * len(PEER_OF))
+    return make_step_rows("tiny", 2, PEER_OF, found, [None] * len(PEER_OF))
 
 
-def test_every_contestant_ran_every_step_on_every_rank(found):
+def test_every_variant_ran_every_step_on_every_rank(found):
     assert len(found["seconds"]) == len(PEER_OF)
     for turns in found["seconds"]:
         assert len(turns) == ROUNDS
@@ -74,37 +84,37 @@ def test_rows_are_finite_positive_and_their_parts_add_up(rows):
         assert math.isfinite(row.step_ms)
         assert row.step_ms > 0
         assert row.ratio_to_ddp > 0
-        assert min(vars(row.split_ms).values()) >= 0
-        assert sum(vars(row.split_ms).values()) == pytest.approx(row.step_ms, rel=1e-9)
+        assert min(vars(row.breakdown_ms).values()) >= 0
+        assert sum(vars(row.breakdown_ms).values()) == pytest.approx(row.step_ms, rel=1e-9)
     assert sum(row.best_ddp for row in rows) == 1
 
 
 def test_all_strategies_agree_with_torch_ddp_and_no_synchronisation_does_not(rows):
-    assert {row.entry.strategy: row.drift for row in rows if row.exact is False} == {}
-    assert {row.entry.strategy for row in rows if row.exact} == set(TITLES) - {"no-sync"}
-    (bare,) = (row for row in rows if not row.entry.synchronises)
+    assert {row.variant.strategy: row.drift for row in rows if row.exact is False} == {}
+    assert {row.variant.strategy for row in rows if row.exact} == set(STRATEGY_TITLES) - {"no-sync"}
+    (bare,) = (row for row in rows if not row.variant.synchronises)
     assert bare.drift > 1e-3
     assert bare.exact is None
 
 
-def test_a_strategy_that_forgets_to_synchronise_is_found_out(pool):
-    peer_of = entries(["naive"], [math.inf], 4 * SIZE.parameters())
+def test_a_strategy_that_does_not_synchronise_is_detected(pool):
+    peer_of = strategy_variants(["naive"], [math.inf], 4 * SIZE.parameters())
     zero, _ = pool(2).run(measure, list(peer_of), "naive", timeout=120)
-    made = make_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
-    assert [row.entry.strategy for row in made if row.exact is False] == ["naive"]
+    made = make_step_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
+    assert [row.variant.strategy for row in made if row.exact is False] == ["naive"]
 
 
-def test_gradients_that_are_wrong_by_a_factor_are_found_out(pool):
-    peer_of = entries(["naive", "sharded"], [math.inf], 4 * SIZE.parameters())
+def test_gradients_that_are_wrong_by_a_factor_are_detected(pool):
+    peer_of = strategy_variants(["naive", "sharded"], [math.inf], 4 * SIZE.parameters())
     zero, _ = pool(2).run(measure, list(peer_of), None, ("naive", "sharded"), timeout=120)
-    made = make_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
-    assert [row.entry.strategy for row in made if row.exact is False] == ["naive", "sharded"]
+    made = make_step_rows("tiny", 2, peer_of, zero, [None] * len(peer_of))
+    assert [row.variant.strategy for row in made if row.exact is False] == ["naive", "sharded"]
 
 
-def test_traffic_is_what_each_strategy_must_send(rows):
+def test_traffic_is_that_of_each_strategy(rows):
     model_mib = 4 * SIZE.parameters() / MIB
     tensors = 27
-    row_of = {row.entry: row for row in rows}
+    row_of = {row.variant: row for row in rows}
     whole = {
         "naive": (tensors, model_mib),
         "flat": (1, model_mib),
@@ -113,49 +123,57 @@ def test_traffic_is_what_each_strategy_must_send(rows):
         "fully-shard": None,
     }
     for name, expected in whole.items():
-        row = row_of[Entry(name)]
+        row = row_of[StrategyVariant(name)]
         if expected is None:
             assert row.mib > 2 * model_mib  # gathered in forward and in backward, then reduced
         else:
             assert (row.calls, row.mib) == (expected[0], pytest.approx(expected[1], rel=1e-3))
         assert row.ms_per_call > 0
-    assert row_of[Entry("bucketed", math.inf)].calls == row_of[Entry("ddp", math.inf)].calls == 1
-    assert row_of[Entry("ddp", 0)].calls == tensors
-    assert row_of[Entry(DDP_PACELINE, math.inf)].mib == row_of[Entry("ddp", math.inf)].mib
-    assert row_of[Entry("ddp-zero", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
-    assert row_of[Entry("sharded", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
-    assert row_of[Entry("no-sync")].calls == row_of[Entry("no-sync")].mib == 0
+    assert (
+        row_of[StrategyVariant("bucketed", math.inf)].calls
+        == row_of[StrategyVariant("ddp", math.inf)].calls
+        == 1
+    )
+    assert row_of[StrategyVariant("ddp", 0)].calls == tensors
+    assert row_of[StrategyVariant(DDP_PACELINE, math.inf)].mib == row_of[StrategyVariant("ddp", math.inf)].mib
+    assert row_of[StrategyVariant("ddp-zero", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
+    assert row_of[StrategyVariant("sharded", math.inf)].mib == pytest.approx(2 * model_mib, rel=1e-3)
+    assert row_of[StrategyVariant("no-sync")].calls == row_of[StrategyVariant("no-sync")].mib == 0
 
 
 def count(rank, size, strategies):
-    """Return, by strategy, what is seen from outside, what the engine says, and the seconds under way."""
-    from paceline.tools.bench.step.comm_traffic import count_traffic, seconds_under_way
-    from paceline.tools.bench.step.step_contestants import build, random_batch, step
+    """Return, by strategy, the observed traffic, the engine's own counts, and the seconds of communication."""
+    from paceline.tools.bench.step.comm_traffic import count_traffic, measure_comm_seconds
+    from paceline.tools.bench.step.strategy_trainers import build_trainer, random_batch, run_step
 
     batch = random_batch(SIZE, 1, 8, seed=rank, device="cpu")
     counted = {}
     for strategy, bucket_mib in strategies.items():
-        contestant = build(Entry(strategy, bucket_mib), SIZE, "cpu", seed=0)
+        trainer = build_trainer(StrategyVariant(strategy, bucket_mib), SIZE, "cpu", seed=0)
 
-        def once(contestant=contestant):
-            step(contestant, batch)
+        def once(trainer=trainer):
+            run_step(trainer, batch)
 
         once()
         once()
         seen = count_traffic(once, size)
-        told = contestant.model.timings
-        counted[strategy] = (seen.calls, seen.nbytes), (told.calls, told.nbytes), seconds_under_way(once)
+        timings = trainer.model.timings
+        counted[strategy] = (
+            (seen.calls, seen.nbytes),
+            (timings.calls, timings.nbytes),
+            measure_comm_seconds(once),
+        )
     return counted
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_seen_from_outside_is_what_the_engine_says(pool, ranks, backend):
+def test_traffic_observed_from_outside_is_that_of_the_engine(pool, ranks, backend):
     strategies = {"naive": None, "bucketed": 1.0, "sharded": 1.0}
     for counted in pool(ranks, backend).run(count, strategies):
         assert list(counted) == list(strategies)
-        for seen, told, seconds in counted.values():
-            assert seen == pytest.approx(told)
+        for seen, timings, seconds in counted.values():
+            assert seen == pytest.approx(timings)
             assert seconds > 0
 
 
@@ -187,6 +205,6 @@ def test_the_command_writes_every_file(tmp_path):
 
 def test_peak_memory_is_that_of_a_training():
     settings = StepSettings(batch_size=1, context=8)
-    found = run_job(settings, run_ranks, "memory", "tiny", [Entry("ddp", math.inf)])
+    found = run_step_job(settings, run_ranks, "memory", "tiny", [StrategyVariant("ddp", math.inf)])
     # parameters, gradients and two moments at least; activations are small here, the rest is torch's own
     assert 4 * 4 * SIZE.parameters() < found["peak_nbytes"] < 16 * 4 * SIZE.parameters()

@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.bench.memory_benchmark import check, measure
+from paceline.tools.bench.memory_benchmark import check_prediction, measure_memory
 from paceline.tools.plan.memory.training_subject import Setting, subject_of
 
 
@@ -26,8 +26,8 @@ def start(argv, ranks, *, env):
     ],
     ids=lambda setting: setting.name,
 )
-def test_a_prediction_is_what_ranks_take(setting):
-    found = check(subject_of("tiny"), setting, start)
+def test_a_prediction_equals_the_peak_of_real_ranks(setting):
+    found = check_prediction(subject_of("tiny"), setting, start)
     assert abs(found.error) < 0.10
     assert (
         found.measured.nbytes <= found.predicted_nbytes / 0.8
@@ -36,17 +36,17 @@ def test_a_prediction_is_what_ranks_take(setting):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("autocast", ["off", "bf16"])
-def test_a_prediction_is_what_a_gpu_gives_out(autocast):
+def test_a_prediction_equals_the_allocation_of_a_gpu(autocast):
     setting = Setting("alone", 1, 8, 128, autocast=autocast, device="cuda", backend="nccl")
-    assert abs(check(subject_of("mini"), setting, start).error) < 0.10
+    assert abs(check_prediction(subject_of("mini"), setting, start).error) < 0.10
 
 
-def test_more_gpus_than_there_are_can_not_be_measured():
+def test_more_gpus_than_available_are_refused():
     setting = Setting("bucketed", 1 + torch.cuda.device_count(), 1, 32, device="cuda", backend="nccl")
     with pytest.raises(UsageError, match="can't run here"):
-        measure("tiny", setting, start)
+        measure_memory("tiny", setting, start)
 
 
-def test_what_this_machine_has_no_memory_for_is_refused_before_it_is_run():
+def test_a_training_that_exceeds_memory_is_refused_before_it_runs():
     with pytest.raises(UsageError, match="are available"):
-        check(subject_of("xl"), Setting("bucketed", 64, 8, 256), start)
+        check_prediction(subject_of("xl"), Setting("bucketed", 64, 8, 256), start)

@@ -1,4 +1,4 @@
-"""Starvation with real ranks: what torch does is what is told of it, Paceline is exact, and nobody is left."""
+"""Starvation with real ranks: documented outcomes of torch, exact results of Paceline, no process left."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ import pytest
 import paceline
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
-from paceline.tools.bench.starvation.scene_setup import EXAMPLE, Setup
-from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
+from paceline.tools.bench.starvation.starvation_cases import STARVATION_CASES, find_cases
+from paceline.tools.bench.starvation.starvation_settings import EXAMPLE_BALANCE, StarvationSettings
 from paceline.tools.plan.balance_report import Balance
 
 SOURCE = str(Path(paceline.__file__).parents[1])
 SHARES = Balance(dispatch_blocks(300, 4, shares=[0.25, 0.25, 0.10, 0.40]), 20)
-PATIENT, HASTY = 60.0, 4.0  # seconds of the group's time-out: never to be reached, and to be waited for
+LONG_TIMEOUT, SHORT_TIMEOUT = 60.0, 4.0  # seconds: never reached, and waited for
 
 
-def played(fork, folder, names, *settings):
-    import paceline.tools.bench.starvation.scene_program  # noqa: F401 — in the warm process, so that each child need not
+def run_all(fork, folder, names, *settings):
+    import paceline.tools.bench.starvation.starvation_worker  # noqa: F401 — in the warm process, so that each child need not
 
-    children = [fork(play_one, name, *settings) for name in names]  # who waits, waits beside others
+    children = [fork(run_one, name, *settings) for name in names]  # waiting overlaps
     return [child.hear(timeout=150) for child in children]
 
 
-def play_one(tell, name, *settings):
-    from paceline.tools.bench.starvation.scene_program import show
+def run_one(report, name, *settings):
+    from paceline.tools.bench.starvation.starvation_worker import run_case
 
-    (scene,) = scenes_named([name])
-    found = show(scene, Setup(*settings)).to_json()
-    with pytest.raises(ChildProcessError):  # nobody is left
+    (case,) = find_cases([name])
+    found = run_case(case, StarvationSettings(*settings)).to_json()
+    with pytest.raises(ChildProcessError):  # no process is left
         os.waitpid(-1, os.WNOHANG)
-    tell(found)
+    report(found)
 
 
-def play(nursery, *names, balance=EXAMPLE, timeout=PATIENT, backend="gloo"):
-    return nursery.play(played, names, balance, timeout, backend, timeout=200)
+def run_cases(nursery, *names, balance=EXAMPLE_BALANCE, timeout=LONG_TIMEOUT, backend="gloo"):
+    return nursery.play(run_all, names, balance, timeout, backend, timeout=200)
 
 
-def kinds(told):
-    return [(one["kind"], one["error"]) for one in told["ranks"]]
+def kinds(outcome):
+    return [(one["kind"], one["error"]) for one in outcome["ranks"]]
 
 
-def test_who_waits_for_a_rank_that_is_gone_gets_an_error(nursery):
-    (told,) = play(nursery, "exits")
-    assert kinds(told) == [("error", "RuntimeError"), ("finished", "")]
-    assert "onnection" in told["ranks"][0]["message"]  # closed, or reset, by peer
-    assert [one["steps"] for one in told["ranks"]] == [8, 8]
-    assert told["samples_lost"] == 88
+def test_waiting_for_a_rank_that_has_ended_is_an_error(nursery):
+    (outcome,) = run_cases(nursery, "exits")
+    assert kinds(outcome) == [("error", "RuntimeError"), ("finished", "")]
+    assert "onnection" in outcome["ranks"][0]["message"]  # closed, or reset, by peer
+    assert [one["steps"] for one in outcome["ranks"]] == [8, 8]
+    assert outcome["samples_lost"] == 88
 
 
-def test_the_paceline_backend_names_who_is_gone_and_who_called_what(nursery):
-    gone, other = play(nursery, "exits", "metric", backend="paceline")
+def test_the_paceline_backend_names_the_lost_rank_and_the_calls(nursery):
+    gone, other = run_cases(nursery, "exits", "metric", backend="paceline")
     assert [one["kind"] for one in gone["ranks"]] == ["error", "finished"]
     assert "PeerLost" in gone["ranks"][0]["message"]
     assert "rank 1" in gone["ranks"][0]["message"]
@@ -68,10 +68,10 @@ def test_the_paceline_backend_names_who_is_gone_and_who_called_what(nursery):
         assert f"rank {1 - one['rank']} calls all_reduce({theirs}" in one["message"]
 
 
-def test_who_waits_for_a_rank_that_does_something_else_hangs(nursery):
-    found = play(nursery, "idles", "barrier", "fsdp2", timeout=HASTY)
+def test_waiting_for_a_rank_that_does_something_else_hangs(nursery):
+    found = run_cases(nursery, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
     waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
-    assert {told["scene"]: kinds(told) for told in found} == {
+    assert {outcome["scene"]: kinds(outcome) for outcome in found} == {
         "idles": [waits, goes_on],
         "barrier": [waits, waits],
         "fsdp2": [waits, goes_on],
@@ -79,21 +79,21 @@ def test_who_waits_for_a_rank_that_does_something_else_hangs(nursery):
 
 
 def test_collectives_of_other_sizes_end_a_process_without_an_exception(nursery):
-    for told in play(nursery, "metric", "larger"):
-        receiver = {"metric": 1, "larger": 0}[told["scene"]]  # who has less room than it is sent
-        assert told["ranks"][receiver]["error"] == "SIGABRT", told
-        assert "gloo::EnforceNotMet" in told["ranks"][receiver]["message"]
-        assert kinds(told)[1 - receiver] == ("error", "RuntimeError")
+    for outcome in run_cases(nursery, "metric", "larger"):
+        receiver = {"metric": 1, "larger": 0}[outcome["scene"]]  # its buffer is smaller than the message
+        assert outcome["ranks"][receiver]["error"] == "SIGABRT", outcome
+        assert "gloo::EnforceNotMet" in outcome["ranks"][receiver]["message"]
+        assert kinds(outcome)[1 - receiver] == ("error", "RuntimeError")
 
 
-@pytest.mark.parametrize("balance", [EXAMPLE, SHARES], ids=["2 ranks", "4 ranks"])
-def test_who_finishes_and_how_wrong(nursery, balance):
+@pytest.mark.parametrize("balance", [EXAMPLE_BALANCE, SHARES], ids=["2 ranks", "4 ranks"])
+def test_finished_cases_have_these_errors(nursery, balance):
     names = ["next-epoch", "join", "join-active", "truncated", "bucketed", "sharded", "full-shard"]
-    found = {told["scene"]: told for told in play(nursery, *names, balance=balance)}
-    for told in found.values():
-        assert told["finished"], told
-        assert told["replicas_apart"] <= 1e-12  # nobody can see it
-        assert told["gradient_error_with_equal_batches"] <= 1e-12
+    found = {outcome["scene"]: outcome for outcome in run_cases(nursery, *names, balance=balance)}
+    for outcome in found.values():
+        assert outcome["finished"], outcome
+        assert outcome["replicas_apart"] <= 1e-12  # it goes unnoticed
+        assert outcome["gradient_error_with_equal_batches"] <= 1e-12
     for name in ("next-epoch", "join"):
         assert found[name]["gradient_error_with_a_dry_rank"] > 0.01
         assert found[name]["parameter_error"] > 0.01
@@ -101,34 +101,36 @@ def test_who_finishes_and_how_wrong(nursery, balance):
     lost = balance.outcome("truncate").dropped
     assert found["truncated"]["samples_lost"] == lost > 0
     for name in ("bucketed", "sharded", "full-shard"):
-        told = found[name]
-        assert told["gradient_error"] <= 1e-12, told
-        assert told["parameter_error"] <= 1e-12
-        assert told["samples_lost"] == 0
-        assert [one["samples"] for one in told["ranks"]] == list(balance.dealing.counts)
+        outcome = found[name]
+        assert outcome["gradient_error"] <= 1e-12, outcome
+        assert outcome["parameter_error"] <= 1e-12
+        assert outcome["samples_lost"] == 0
+        assert [one["samples"] for one in outcome["ranks"]] == list(balance.dealing.counts)
 
 
 def stuck(fork, folder):
-    import paceline.tools.bench.starvation.scene_program  # noqa: F401
+    import paceline.tools.bench.starvation.starvation_worker  # noqa: F401
 
-    return fork(play_stuck).hear()
+    return fork(run_stuck).hear()
 
 
-def play_stuck(tell):
-    from paceline.tools.bench.starvation import scene_program
+def run_stuck(report):
+    from paceline.tools.bench.starvation import starvation_worker
 
-    def sleep_for_ever(scene, setup, rank, folder, notes):
-        notes.write("began", step=0)
+    def sleep_for_ever(case, settings, rank, folder, log):
+        log.write("started", step=0)
         time.sleep(1000)
 
-    scene_program.play, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
-    told = scene_program.show(SCENES[0], Setup(EXAMPLE, 1.0)).to_json()
+    starvation_worker.train_as_rank, starvation_worker._GRACE_SECONDS = sleep_for_ever, 0.5
+    outcome = starvation_worker.run_case(
+        STARVATION_CASES[0], StarvationSettings(EXAMPLE_BALANCE, 1.0)
+    ).to_json()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-    tell(told)
+    report(outcome)
 
 
-def test_a_rank_that_no_time_out_ends_is_killed_and_told(nursery):
+def test_a_rank_that_no_time_out_ends_is_killed_and_reported(nursery):
     assert kinds(nursery.play(stuck)) == [("hung", "")] * 2
 
 
@@ -157,22 +159,22 @@ def start(tmp_path, monkeypatch):
         process.communicate()
 
 
-def test_what_is_shown_and_written(start, tmp_path):
+def test_the_command_prints_and_writes_outcomes(start, tmp_path):
     out, err = start(["exits", "sharded"], tmp_path / "new" / "result.json").communicate(timeout=120)
     assert "1/2 torch DDP, its process ends → the others: RuntimeError" in err
     assert "Paceline, sharded" in out
     written = json.loads((tmp_path / "new" / "result.json").read_text())
     assert (written["kind"], written["schema"]) == ("starvation", 1)
     assert written["settings"]["batches_of_rank"] == [10, 8]
-    assert [told["scene"] for told in written["scenes"]] == ["exits", "sharded"]
-    assert [told["finished"] for told in written["scenes"]] == [False, True]
+    assert [outcome["scene"] for outcome in written["scenes"]] == ["exits", "sharded"]
+    assert [outcome["finished"] for outcome in written["scenes"]] == [False, True]
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_nothing_outlives_the_command(start):
     process = start(["idles"])
     everyone, deadline = [], time.monotonic() + 100
-    while len(everyone) < 3:  # the program that plays the scene, and two ranks
+    while len(everyone) < 3:  # the worker, and two ranks
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         everyone = psutil.Process(process.pid).children(recursive=True)
@@ -182,15 +184,15 @@ def test_nothing_outlives_the_command(start):
     assert not alive
 
 
-def test_nothing_is_started_for_nothing(tmp_path, monkeypatch):
+def test_invalid_requests_are_refused_before_anything_starts(tmp_path, monkeypatch):
     from paceline.tools.cli.plan.dispatch_command import starve
 
     monkeypatch.setattr(
         "paceline.launch.process.local_ranks.run_ranks", lambda *_, **__: pytest.fail("started")
     )
-    with pytest.raises(UsageError, match="nobody starves"):
+    with pytest.raises(UsageError, match="none starves"):
         starve(Balance(dispatch_blocks(1000, 2), 64))
-    with pytest.raises(UsageError, match="unknown scene 'exit'"):
+    with pytest.raises(UsageError, match="unknown case 'exit'"):
         starve(scenes=["exit"])
     with pytest.raises(UsageError, match="it is a folder"):
         starve(json_file=tmp_path)

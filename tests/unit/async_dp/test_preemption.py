@@ -5,7 +5,7 @@ import math
 from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.hub.population import PopulationRules
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.simulate.async_simulation import AsyncPlan, AsyncResult, Machine, simulate
 from paceline.tools.simulate.learning_tasks import GPTTask
 
@@ -14,7 +14,7 @@ ROUND = 10  # steps from one score to the next
 
 def trained(rules: PopulationRules) -> AsyncResult:
     """Four workers from different parameters, the last with a learning rate that ruins it."""
-    task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=4, lr=1e-2, held_out=32)
+    task = GPTTask(GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=4, lr=1e-2, held_out=32)
     machines = [Machine(step_seconds=1.0, lr=lr) for lr in (None, None, None, 1.0)]
     plan = AsyncPlan(
         machines,

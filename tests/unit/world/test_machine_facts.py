@@ -14,7 +14,7 @@ import pytest
 
 from paceline._core.cpu_cores import cpu_quota
 from paceline._core.network_interfaces import Interface, is_loopback, list_interfaces
-from paceline.tools.diagnostics.machine_findings import findings
+from paceline.tools.diagnostics.machine_findings import diagnose_machine
 from paceline.world.machine_facts import (
     CompilerFacts,
     GpuFacts,
@@ -64,13 +64,15 @@ MEASURED = LoopbackTiming(2, True, True, 60e-6, 25 * 2**20, 0.003, 0.02)
 
 
 def found(facts, subject, loopback=MEASURED):
-    [finding] = [finding for finding in findings(facts, loopback) if finding.subject == subject]
+    [finding] = [finding for finding in diagnose_machine(facts, loopback) if finding.subject == subject]
     return finding
 
 
 def test_a_good_machine_has_nothing_to_mend():
-    assert {finding.status for finding in findings(GOOD, MEASURED)} == {"ok", "note"}
-    assert [finding.subject for finding in findings(GOOD, MEASURED) if finding.status == "note"] == ["GPUs"]
+    assert {finding.status for finding in diagnose_machine(GOOD, MEASURED)} == {"ok", "note"}
+    assert [finding.subject for finding in diagnose_machine(GOOD, MEASURED) if finding.status == "note"] == [
+        "GPUs"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,5 +231,5 @@ def test_mpiexec_is_found_on_the_path(tmp_path, monkeypatch):
 
 
 def test_importing_the_facts_imports_no_torch():
-    code = "import sys, paceline.tools.diagnostics; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.tools.diagnostics.machine_findings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

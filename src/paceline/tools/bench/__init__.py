@@ -1,1 +1,1 @@
-"""Measurements: contestants take turns in the same processes, and every number says how it was obtained."""
+"""Benchmarks: interleaved measurements in the same processes; results record how every number was obtained."""

@@ -1,10 +1,10 @@
-"""What a machine does without a network: memory bandwidth and matrix rate.
+"""Rates of a machine without a network: memory bandwidth and matrix multiplication.
 
-Each rate is the median of several repetitions, with the slowest and the fastest of them. Bytes are counted as STREAM
-does (J. McCalpin, 1995): what the program reads and writes, 2·n for a copy and 3·n for a += b. A matrix product of
-n × n has 2·n³ operations; several n are tried and the one with the best median stands for the machine, as no single
-shape is best everywhere (the maximum achievable matmul FLOPS of stas00/ml-engineering). On the CPU all usable
-cores work, and one alone; the number of threads is set back afterwards.
+Each rate is the median of several repetitions, kept with the slowest and the fastest of them. Bytes are counted as in
+STREAM (J. McCalpin, 1995), read plus written: 2·n for a copy, 3·n for a += b. An n × n matrix product has 2·n³
+operations; several n are tried and the best median is the machine's rate, as no single shape is best everywhere (the
+maximum achievable matmul FLOPS of stas00/ml-engineering). The CPU is measured with all usable cores and with one; the
+number of threads is restored afterwards.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from statistics import median
-from typing import Any
 
 import psutil
 import torch
@@ -25,9 +24,9 @@ from paceline._core.units import MIB
 from paceline.cost_model.profile_entries import Rate, Source
 from paceline.errors import UsageError, unknown
 
-__all__ = ["Job", "MachineSettings", "Timing", "jobs", "measure", "repeat"]
+__all__ = ["MachineSettings", "RateJob", "RepeatedTiming", "measure_machine_rate", "rate_jobs", "repeat"]
 
-_LEAST_SECONDS = 0.005
+_LEAST_SECONDS = 0.005  # of a repetition
 _PASSES = {"copy": 2, "add": 3}
 
 
@@ -36,21 +35,22 @@ class MachineSettings:
     """Settings of a measurement of one machine.
 
     Attributes:
-        device: ``"cpu"`` or ``"cuda"``; ``"auto"``: both where there is a GPU.
+        device: ``"cpu"`` or ``"cuda"``; ``"auto"``: both if there is a GPU.
         nbytes: of each tensor for the memory bandwidth; more than the caches hold.
         sizes: n of the n × n matrices, in ascending order.
         dtypes: of the matrices.
-        repetitions: at most so many of each.
-        seconds: a rate takes about so long at most; three repetitions are always made.
+        repetitions: at most, of each rate.
+        seconds: about the longest time for a rate; three repetitions are always made.
 
     Raises:
-        UsageError: a value is out of range, or there is no such device or type.
+        UsageError: a value is out of range, or the device or type is unknown or unusable.
     """
 
     device: str = "auto"
     nbytes: int = 256 * MIB
     sizes: tuple[int, ...] = (512, 1024, 2048, 4096)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    _: KW_ONLY
     repetitions: int = 15
     seconds: float = 3.0
 
@@ -70,14 +70,10 @@ class MachineSettings:
                 remedy="give a repetition, a size and a type or more, 1 MiB or more, and some time",
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one piece of work: median of the repetitions, the fastest and the slowest."""
+class RepeatedTiming:
+    """Seconds of one piece of work: median, fastest and slowest of the repetitions."""
 
     median: float
     fastest: float
@@ -85,7 +81,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Job:
+class RateJob:
     """One rate to measure; see `paceline.cost_model.profile_entries.Rate` for `kind`. `threads` is 0 on a GPU."""
 
     kind: str
@@ -94,28 +90,27 @@ class Job:
     threads: int
 
 
-def jobs(settings: MachineSettings) -> list[Job]:
-    """Return the rates that are measured, in order.
+def rate_jobs(settings: MachineSettings) -> list[RateJob]:
+    """Return the rates to measure, in order.
 
     Raises:
-        UsageError: the tensors don't fit into memory.
+        UsageError: the tensors do not fit into memory.
     """
     every = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    made = []
+    jobs = []
     for device in every if settings.device == "auto" else (settings.device,):
         _check_memory(settings, device)
         cores = max(1, int(usable_cores()))
         for threads in (0,) if device == "cuda" else sorted({cores, 1}, reverse=True):
-            made += [Job(kind, device, "float32", threads) for kind in _PASSES]
-            made += [Job("matmul", device, dtype, threads) for dtype in settings.dtypes]
-    return made
+            jobs += [RateJob(kind, device, "float32", threads) for kind in _PASSES]
+            jobs += [RateJob("matmul", device, dtype, threads) for dtype in settings.dtypes]
+    return jobs
 
 
-def measure(job: Job, settings: MachineSettings, source: Source) -> Rate:
-    """Measure one rate; `source` says what asked for it."""
-    wait = torch.cuda.synchronize if job.device == "cuda" else _nothing
+def measure_machine_rate(job: RateJob, settings: MachineSettings, source: Source) -> Rate:
+    """Measure one rate; `source` records how the measurement was started."""
     with _threads(job.threads):
-        value, low, high, shape = (_product if job.kind == "matmul" else _bandwidth)(job, settings, wait)
+        value, low, high, shape = (_matmul if job.kind == "matmul" else _bandwidth)(job, settings)
     device = torch.cuda.get_device_name() if job.device == "cuda" else "cpu"
     return Rate(job.kind, device, job.dtype, job.threads, value, low, high, shape, source)
 
@@ -125,30 +120,26 @@ def repeat(
     *,
     repetitions: int = 15,
     seconds: float = 3.0,
-    calls: int | None = None,
-    wait: Callable[[], object] | None = None,
-) -> Timing:
-    """Return how long `work` takes, after it has run twice.
+    wait: Callable[[], object] = lambda: None,
+) -> RepeatedTiming:
+    """Return the time of `work`, after two warm-up runs.
 
-    Work of less than a few milliseconds runs several times within a repetition, so that the clock and the wait
-    for the device don't count.
+    Work of less than a few milliseconds runs several times per repetition, so that the clock and the wait for the
+    device are negligible.
 
     Args:
-        work: what is timed.
-        repetitions: at most so many, 1 or more.
-        seconds: about so long at most; three repetitions are made if `repetitions` allows.
-        calls: run `work` so often in each repetition, and make exactly `repetitions`, however long it takes: for a
-            collective, which all ranks must call equally often. Left out, the first run decides.
+        work: the timed function.
+        repetitions: the most, 1 or more.
+        seconds: about the longest time; three repetitions are made if `repetitions` allows.
         wait: waits for the device.
     """
-    wait = wait or _nothing
     work()
     once = _timed(work, 1, wait)
-    each = calls or max(1, min(100_000, round(_LEAST_SECONDS / max(once, 1e-9))))
-    fitting = repetitions if calls else int(seconds / max(once * each, 1e-9))
+    calls = max(1, min(100_000, round(_LEAST_SECONDS / max(once, 1e-9))))
+    fitting = int(seconds / max(once * calls, 1e-9))
     count = max(min(3, repetitions), min(repetitions, fitting))
-    times = [_timed(work, each, wait) / each for _ in range(count)]
-    return Timing(median(times), min(times), max(times))
+    times = [_timed(work, calls, wait) / calls for _ in range(count)]
+    return RepeatedTiming(median(times), min(times), max(times))
 
 
 def _timed(work: Callable[[], object], calls: int, wait: Callable[[], object]) -> float:
@@ -160,37 +151,39 @@ def _timed(work: Callable[[], object], calls: int, wait: Callable[[], object]) -
     return time.perf_counter() - start
 
 
-def _bandwidth(
-    job: Job, settings: MachineSettings, wait: Callable[[], object]
-) -> tuple[float, float, float, str]:
+def _repeat_on_device(
+    job: RateJob, settings: MachineSettings, work: Callable[[], object], share: float = 1.0
+) -> RepeatedTiming:
+    options = {"wait": torch.cuda.synchronize} if job.device == "cuda" else {}
+    return repeat(work, repetitions=settings.repetitions, seconds=settings.seconds * share, **options)
+
+
+def _bandwidth(job: RateJob, settings: MachineSettings) -> tuple[float, float, float, str]:
     """Return median, least and most bytes per second, and the size of a tensor."""
     count = settings.nbytes // 4
     own, other = torch.ones(count, device=job.device), torch.zeros(count, device=job.device)
     work = (lambda: own.copy_(other)) if job.kind == "copy" else (lambda: own.add_(other))
-    timing = repeat(work, repetitions=settings.repetitions, seconds=settings.seconds, wait=wait)
+    timing = _repeat_on_device(job, settings, work)
     moved = _PASSES[job.kind] * 4 * count
     return moved / timing.median, moved / timing.slowest, moved / timing.fastest, format_bytes(4 * count)
 
 
-def _product(
-    job: Job, settings: MachineSettings, wait: Callable[[], object]
-) -> tuple[float, float, float, str]:
-    """Return median, least and most FLOP/s of the best shape, and its n; ends where the next would take too long."""
+def _matmul(job: RateJob, settings: MachineSettings) -> tuple[float, float, float, str]:
+    """Return median, least and most FLOP/s of the best n, and n; stops before an n that would take too long."""
     best = (0.0, 0.0, 0.0, "")
     for size in settings.sizes:
         own, other = (
             torch.rand(size, size, device=job.device).to(getattr(torch, job.dtype)) for _ in range(2)
         )
-        into = torch.empty_like(own)
-        timing = repeat(
-            lambda own=own, other=other, into=into: torch.mm(own, other, out=into),
-            repetitions=settings.repetitions,
-            seconds=settings.seconds / len(settings.sizes),
-            wait=wait,
+        out = torch.empty_like(own)
+        timing = _repeat_on_device(
+            job,
+            settings,
+            lambda own=own, other=other, out=out: torch.mm(own, other, out=out),
+            share=1 / len(settings.sizes),
         )
         flops = 2 * size**3
-        found = (flops / timing.median, flops / timing.slowest, flops / timing.fastest, str(size))
-        best = max(best, found)
+        best = max(best, (flops / timing.median, flops / timing.slowest, flops / timing.fastest, str(size)))
         if timing.median * 8 * 3 > settings.seconds:
             break
     return best
@@ -209,14 +202,10 @@ def _check_memory(settings: MachineSettings, device: str) -> None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Let torch work with so many threads in the block; 0: as it is."""
+    """Set torch's number of threads in the block; 0 leaves it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _nothing() -> None:
-    return None

@@ -1,49 +1,46 @@
-"""The memory of a training step, predicted without running it and measured by running it, from one description.
+"""Memory of a training step: a prediction checked against a measurement with real ranks of the same steps.
 
-setting.py    strategy, ranks, optimizer, precision: plain values
-subject.py    what is trained: a reference size, or whatever the user's code builds
-training.py   the loop that both ways run
-predict.py    runs it on tensors without memory, among ranks that are not there
-measure.py    has real ranks run it
-worker.py     what each of them runs
-allocated.py  what torch's allocator says of a block of code
-
-Has real ranks train a subject and say what torch's allocator gave out: what a prediction is held against.
-
-A prediction beside a measurement of the same steps.
+Both run the loop of `paceline.tools.plan.memory.traced_training` from one description. The prediction runs it on
+tensors without storage among ranks that do not exist, the measurement in real ranks, where torch's allocator is
+observed. Their program is ``python -m paceline.tools.bench.memory_benchmark job.json``.
 """
 
 from __future__ import annotations
 
-import json
-import tempfile
+import gc
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from paceline._core.format import format_bytes
+from paceline._core.json_codec import decode, encode
 from paceline.errors import UsageError
-from paceline.tools.bench.step.step_benchmark import StartRanks
+from paceline.parallel.comm import Comm
+from paceline.tools.bench.peak_memory import CpuAllocations
+from paceline.tools.bench.rank_jobs import StartRanks, read_job, run_rank_job, write_job_result
 from paceline.tools.plan.memory.caching_allocator import replay
 from paceline.tools.plan.memory.memory_prediction import predict
-from paceline.tools.plan.memory.traced_training import STEPS
-from paceline.tools.plan.memory.training_subject import ALONE, Setting, Subject
+from paceline.tools.plan.memory.traced_training import STEPS, Silent, train
+from paceline.tools.plan.memory.training_subject import ALONE, Setting, Subject, subject_of
+from paceline.world import init, shutdown
 
-__all__ = ["Check", "Measured", "check", "measure"]
+__all__ = ["MeasuredMemory", "MemoryCheck", "check_prediction", "measure_memory"]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a training took.
+class MeasuredMemory:
+    """Memory that a training took.
 
     Attributes:
         peak_nbytes: of each rank.
-        peak_operators: in which rank 0 reached it, outermost first.
-        unreported_nbytes: of each rank, blocks whose end nobody reported; see `allocated`.
+        peak_operators: operators in which rank 0 reached its peak, outermost first.
+        unreported_nbytes: of each rank, blocks whose free was not recorded; see
+            [Note: reported allocations] in `paceline.tools.bench.peak_memory`.
     """
 
     peak_nbytes: tuple[int, ...]
@@ -55,12 +52,8 @@ class Measured:
         """The largest rank's peak."""
         return max(self.peak_nbytes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it for JSON."""
-        return {key: list(value) for key, value in asdict(self).items()}
 
-
-def measure(
+def measure_memory(
     subject: str,
     setting: Setting,
     start: StartRanks,
@@ -68,19 +61,19 @@ def measure(
     inputs: Sequence[str] = (),
     steps: int = STEPS,
     threads: int = 1,
-) -> Measured:
-    """Run the steps that a prediction is about and return what they took.
+) -> MeasuredMemory:
+    """Run the steps that a prediction is about and return the memory they took.
 
     Args:
-        subject: as `subject_of` takes it.
-        setting: how it is trained; `ranks` processes are started here.
+        subject: as for `subject_of`.
+        setting: of the training; `ranks` processes are started on this machine.
         start: starts ranks, such as `paceline.launch.process.local_ranks.run_ranks`.
-        inputs: as `subject_of` takes them.
+        inputs: as for `subject_of`.
         steps: optimizer steps.
         threads: of each rank.
 
     Raises:
-        UsageError: the devices are not there.
+        UsageError: the devices are missing.
         RankFailed: a rank ended with an error.
     """
     gpus = torch.cuda.device_count() if setting.device == "cuda" else setting.ranks
@@ -90,21 +83,16 @@ def measure(
             remedy="give --device cpu to verify on this machine's processors",
         )
     assert setting.ranks == 1 or setting.strategy != ALONE, "the setting has checked that"
-    with tempfile.TemporaryDirectory(prefix="paceline-footprint-") as folder:
-        job, out = Path(folder) / "job.json", Path(folder) / "found.json"
-        told = {
-            "subject": subject,
-            "inputs": list(inputs),
-            "setting": setting.to_json(),
-            "steps": steps,
-            "threads": threads,
-            "out": str(out),
-        }
-        job.write_text(json.dumps(told), encoding="utf-8")
-        env = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
-        start(["-m", "paceline.tools.bench.memory_worker", str(job)], setting.ranks, env=env)
-        every = json.loads(out.read_text(encoding="utf-8"))
-    return Measured(
+    job = {
+        "subject": subject,
+        "inputs": list(inputs),
+        "setting": encode(setting),
+        "steps": steps,
+        "threads": threads,
+    }
+    env = {"OMP_NUM_THREADS": str(threads), "KINETO_LOG_LEVEL": "99"}
+    every = run_rank_job(start, "paceline.tools.bench.memory_benchmark", job, setting.ranks, env=env)
+    return MeasuredMemory(
         tuple(one["peak_nbytes"] for one in every),
         tuple(every[0]["peak_operators"]),
         tuple(one["unreported_nbytes"] for one in every),
@@ -112,42 +100,46 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Check:
-    """What was predicted and what was measured."""
+class MemoryCheck:
+    """A prediction with the measurement of the same steps; `seconds` is the time the prediction took."""
 
     subject: str
     setting: Setting
     predicted_nbytes: int
-    measured: Measured
+    measured: MeasuredMemory
     seconds: float
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a share of what was measured; negative: too low."""
+        """Relative error of the prediction; negative if it is too low."""
         return self.predicted_nbytes / self.measured.nbytes - 1
 
     def facts(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the check for JSON."""
         return {
             "model": self.subject,
-            "setting": self.setting.to_json(),
+            "setting": encode(self.setting),
             "predicted_nbytes": self.predicted_nbytes,
             "measured_nbytes": self.measured.nbytes,
             "error": self.error,
             "prediction_seconds": round(self.seconds, 2),
-            "measured": self.measured.to_json(),
+            "measured": encode(self.measured),
         }
 
 
-def check(subject: Subject, setting: Setting, start: StartRanks, *, inputs: Sequence[str] = ()) -> Check:
+def check_prediction(
+    subject: Subject, setting: Setting, start: StartRanks, *, inputs: Sequence[str] = ()
+) -> MemoryCheck:
     """Predict, then measure.
 
     Args:
-        subject, setting, inputs: as for `predict` and `measure`.
-        start: starts ranks.
+        subject: as for `predict`.
+        setting: as for `predict`.
+        start: as for `measure_memory`.
+        inputs: as for `measure_memory`.
 
     Raises:
-        UsageError: this machine has not the memory that was predicted.
+        UsageError: this machine has less memory than predicted.
         RankFailed: a rank ended with an error.
     """
     prediction = predict(subject, setting)
@@ -161,5 +153,52 @@ def check(subject: Subject, setting: Setting, start: StartRanks, *, inputs: Sequ
             f"{format_bytes(available)} are available",
             remedy="verify a smaller model, batch or number of devices",
         )
-    measured = measure(subject.name, setting, start, inputs=inputs)
-    return Check(subject.name, setting, predicted, measured, prediction.seconds)
+    measured = measure_memory(subject.name, setting, start, inputs=inputs)
+    return MemoryCheck(subject.name, setting, predicted, measured, prediction.seconds)
+
+
+def _run_as_rank(path: str) -> None:
+    """Run the job in the file `path` as one of its ranks."""
+    job = read_job(path)
+    setting = decode(job["setting"], Setting, "setting")
+    torch.manual_seed(0)
+    torch.set_num_threads(job["threads"])
+    world = init(setting.backend) if setting.ranks > 1 else None
+    if setting.device == "cuda":
+        torch.set_default_device("cuda" if world is None else world.device)
+    subject = subject_of(job["subject"], job["inputs"])
+    found = _measure(subject, setting, job["steps"])
+    every: list[Any] = [found]
+    if world is not None:
+        every = [None] * world.size
+        dist.all_gather_object(every, found)
+    if world is None or world.rank == 0:
+        write_job_result(job, every)
+    if world is not None:
+        shutdown()
+
+
+def _measure(subject: Subject, setting: Setting, steps: int) -> dict[str, Any]:
+    """Return the peak of this rank and, on the CPU, the operators that reached it."""
+    with torch.autograd.profiler.profile(profile_memory=True):  # load what the first use of torch loads
+        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    gc.collect()
+    gc.disable()  # cycles would be collected at other times than in a prediction
+    if setting.device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        train(subject, setting, Comm(), Silent(), steps)
+        peak = torch.cuda.max_memory_allocated() - before
+        return {"peak_nbytes": peak, "peak_operators": [], "unreported_nbytes": 0}
+    with CpuAllocations() as allocated:
+        train(subject, setting, Comm(), Silent(), steps)
+    at_peak = allocated.at_peak()
+    return {
+        "peak_nbytes": allocated.nbytes,
+        "peak_operators": list(at_peak.operators) if at_peak else [],
+        "unreported_nbytes": allocated.unreported_nbytes,
+    }
+
+
+if __name__ == "__main__":
+    _run_as_rank(sys.argv[1])

@@ -1,28 +1,45 @@
-"""The most memory that a block of code needed, beyond what the process held before.
+"""Peak memory of a block of code: of the process, and as torch's CPU allocator reports it.
 
-On CUDA the allocator tells. On the CPU it is resident memory: Linux keeps its peak (``VmHWM``) and forgets it
-when 5 is written to ``/proc/self/clear_refs``. Where that is not allowed, the process's peak since it started
-stands in, which is right as long as nothing before was larger: measure in a fresh process. What was freed before
-is first handed back to the system (glibc), or the block would get it for nothing. The kernel notes a peak from
-counts that lag by some pages on each core: 0.3 MiB were seen missing on two cores.
+[Note: resident peak] On the CPU, Linux keeps the peak of a process's resident memory (``VmHWM``) and resets it when 5
+is written to ``/proc/self/clear_refs``. Where that is not allowed, the peak since the process started stands in, which
+is right if nothing before was larger: measure in a fresh process. Memory freed earlier is first returned to the system
+(glibc), or the block could use it without a trace. The kernel's counts lag by some pages per core: 0.3 MiB were found
+missing on two cores.
+
+[Note: reported allocations] The profiler records every allocation and free of ``c10``'s CPU allocator, those inside
+kernels too (c10/core/CPUAllocator.cpp, `ProfiledCPUMemoryReporter`). Memory that libraries take from the C library
+directly is not recorded: gloo's buffers, scratch memory of MKL. Blocks that existed before the profiler count neither
+then nor when they are freed. The record is made by the thread that allocates or frees, if that thread is profiled;
+gloo's are not. Occasionally one of them is the last to release a message, soon after it was sent, and that free is not
+recorded. So a block that no record has freed by the end, although no tensor holds it, counts as freed with the record
+after its own; `unreported_nbytes` says how much that is.
 """
 
 from __future__ import annotations
 
+import gc
 import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paceline.parallel.engine.bucket_builder import return_freed_memory
+from paceline.tools.plan.memory.tensor_tracer import plain_tensors
 
-__all__ = ["PeakMemory", "resident_nbytes"]
+__all__ = ["CpuAllocations", "MemoryChange", "PeakMemory", "resident_nbytes"]
 
-_STATUS, _FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Measures its block: afterwards `nbytes` is the peak inside of it less what was held before.
+    """Measures its block: `nbytes` is the peak inside it less the memory before it; see [Note: resident peak].
+
+    On CUDA it is the peak of torch's caching allocator.
 
     Example:
         >>> with PeakMemory("cpu") as peak:
@@ -41,37 +58,29 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(self._device)
         else:
             return_freed_memory()
-            forget_peak()
+            _reset_resident_peak()
             self._before = resident_nbytes()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._device.startswith("cuda"):
-            peak = torch.cuda.max_memory_allocated(self._device)
-        else:
-            peak = peak_resident_nbytes()
+        on_gpu = self._device.startswith("cuda")
+        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _read_status("VmHWM")
         self.nbytes = max(0, peak - self._before)
 
 
-def forget_peak() -> None:
-    """Let the peak of resident memory begin anew, where the system allows it."""
+def _reset_resident_peak() -> None:
     try:
-        _FORGET.write_text("5")
+        _RESET.write_text("5")
     except OSError:
         return
 
 
 def resident_nbytes() -> int:
-    """Return the bytes of this process that are in memory now."""
-    return _status("VmRSS")
+    """Return the resident memory of this process."""
+    return _read_status("VmRSS")
 
 
-def peak_resident_nbytes() -> int:
-    """Return the most bytes of this process that were in memory at once since the peak was forgotten."""
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
+def _read_status(field: str) -> int:
     """Return a field of ``/proc/self/status`` in bytes; without that file, the peak since the process started."""
     try:
         for line in _STATUS.read_text().splitlines():
@@ -80,3 +89,123 @@ def _status(field: str) -> int:
     except OSError:
         pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """An allocation, or a free.
+
+    Attributes:
+        nbytes: of the block; negative if it was freed.
+        held_nbytes: memory held afterwards.
+        operators: those that were running, outermost first.
+    """
+
+    nbytes: int
+    held_nbytes: int
+    operators: tuple[str, ...]
+
+
+class CpuAllocations:
+    """Records the allocations of its block in `changes`; see [Note: reported allocations].
+
+    Example:
+        >>> with CpuAllocations() as allocated:
+        ...     x = torch.zeros(256)
+        >>> allocated.nbytes
+        1024
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[MemoryChange] = []
+        self.unreported_nbytes = 0
+
+    def __enter__(self) -> CpuAllocations:
+        self._profile = torch.autograd.profiler.profile(profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        live = _tensor_addresses()
+        self._profile.__exit__(*args)
+        results = self._profile.kineto_results
+        if results is not None:
+            records = [each for root in results.experimental_event_tree() for each in _records_below(root)]
+            records.sort(key=lambda record: record.nanoseconds)
+            unfreed = _unreported_frees(records, live)
+            self.unreported_nbytes = sum(records[at].nbytes for at in unfreed)
+            self.changes = _running_total(records, unfreed)
+
+    @property
+    def nbytes(self) -> int:
+        """The peak."""
+        return max((change.held_nbytes for change in self.changes), default=0)
+
+    def at_peak(self) -> MemoryChange | None:
+        """Return the allocation that reached the peak."""
+        return max(self.changes, key=lambda change: change.held_nbytes, default=None)
+
+
+@dataclass(frozen=True)
+class _Record:
+    nanoseconds: int
+    nbytes: int
+    address: int
+    operators: tuple[str, ...]
+
+
+def _records_below(root: Any) -> Iterator[_Record]:
+    """Yield every allocation and free below an event; without recursion, as trees are deep."""
+    pending: list[tuple[Any, tuple[str, ...]]] = [(root, ())]
+    while pending:
+        event, operators = pending.pop()
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            if fields.device.type == "cpu":
+                yield _Record(event.start_time_ns, fields.alloc_size, fields.ptr, operators)
+        else:
+            operators = (*operators, event.name)
+        pending += [(child, operators) for child in event.children]
+
+
+def _tensor_addresses() -> set[int]:
+    """Return the start of the memory of every tensor that Python can reach."""
+    gc.collect()
+    found: set[int] = set()
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):  # not isinstance: some objects compute their class
+            found |= {
+                plain.untyped_storage().data_ptr()
+                for plain in plain_tensors(each)
+                if not isinstance(plain, FakeTensor)
+            }
+    return found
+
+
+def _unreported_frees(records: Sequence[_Record], live: set[int]) -> set[int]:
+    """Return the indices of allocations without a free whose address is not live, or was allocated again."""
+    latest: dict[int, int] = {}
+    found: set[int] = set()
+    for at, record in enumerate(records):
+        before = latest.pop(record.address, None)
+        if record.nbytes > 0:
+            latest[record.address] = at
+            found |= set() if before is None else {before}
+    return found | {at for address, at in latest.items() if address not in live}
+
+
+def _running_total(records: Sequence[_Record], unfreed: set[int]) -> list[MemoryChange]:
+    """Return the changes in order with the memory held after each; `unfreed` blocks end with the next record."""
+    held, ending, found = 0, 0, list[MemoryChange]()
+    known: set[int] = set()
+    for at, record in enumerate(records):
+        held, ending = held - ending, 0
+        if record.nbytes > 0:
+            held += record.nbytes
+            ending = record.nbytes if at in unfreed else 0
+            known.add(record.address) if not ending else known.discard(record.address)
+        elif record.address in known:
+            known.remove(record.address)
+            held += record.nbytes
+        found.append(MemoryChange(record.nbytes, held, record.operators))
+    return found

@@ -1,4 +1,4 @@
-"""How far a measurement is: a bar on a terminal, about ten plain lines elsewhere."""
+"""Progress of a measurement: a bar on a terminal, about ten plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["TurnBar"]
+__all__ = ["ProgressBar"]
 
 _PLAIN_LINES = 10
 
 
-class TurnBar:
-    """Counts turns on standard error; entered, it gives the function to call after each of them.
+class ProgressBar:
+    """Progress bar on standard error; entering it returns the function to call after each step.
 
     Args:
-        title: what is measured.
-        total: turns in all.
-        shown: False on the ranks that print nothing.
-        console: where to print; standard error if it is left out.
+        title: shown before the count.
+        total: number of steps.
+        shown: False on ranks that print nothing.
+        console: where to print; standard error by default.
     """
 
     def __init__(self, title: str, total: int, *, shown: bool = True, console: Console | None = None) -> None:
@@ -39,12 +39,12 @@ class TurnBar:
     def __enter__(self) -> Callable[[], None]:
         self._task = self._bar.add_task(self._title, total=self._total)
         self._bar.start()
-        return self._tick
+        return self._advance
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def _tick(self) -> None:
+    def _advance(self) -> None:
         self._done += 1
         self._bar.update(self._task, completed=self._done)
         every = max(1, self._total // _PLAIN_LINES)

@@ -24,7 +24,7 @@ from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
     from paceline.collectives.topology import Topology
-    from paceline.tools.bench.schedule_benchmark import Case, Priced
+    from paceline.tools.bench.schedule_benchmark import PricedCase, ScheduleCase
 
 __all__ = [
     "AddOption",
@@ -90,7 +90,7 @@ def collective(
 
     paceline collective broadcast --ranks 8 --bytes 5MB --link 1MB/s --compare --run lab
     """
-    from paceline.tools.bench.schedule_benchmark import price, result
+    from paceline.tools.bench.schedule_benchmark import price_cases, schedule_result
     from paceline.tools.cli import collective_output as show
 
     if run not in _PLACES:
@@ -105,7 +105,7 @@ def collective(
     _check_files(draw, json_file)
     if run == "lab" and topology != "star":
         raise UsageError(f"--run lab makes a star, not {topology}", remedy="leave --topology out, or --run")
-    priced = price(cases, net, size, gamma)
+    priced = price_cases(cases, net, size, gamma)
     if run != "none":
         priced = _run(priced, run, size, link, slow_rates, hub, backend, iterations, stream)
     what = f"{format_size(size)}, {net.name}, {ranks} ranks, links {link}"
@@ -118,7 +118,7 @@ def collective(
     if json_file is not None:
         settings = {"nbytes": size, "link": link, "latency": latency, "run": run, "stream": stream}
         settings |= {"backend": backend if run != "none" else None, "seconds_per_byte_added": gamma}
-        write_json(json_file, result(priced, net, settings, shlex.join(["paceline", *sys.argv[1:]])))
+        write_json(json_file, schedule_result(priced, net, settings, shlex.join(["paceline", *sys.argv[1:]])))
         typer.echo(json_file)
 
 
@@ -187,23 +187,23 @@ def _cases(
     root: int,
     segments: str,
     compare: bool,
-) -> list[Case]:
+) -> list[ScheduleCase]:
     """Return what is asked for: one algorithm, or all of an operation, the cheapest first."""
     from paceline.collectives.algorithms import find_algorithm
     from paceline.collectives.prove import OPS
-    from paceline.tools.bench.schedule_benchmark import Case, best_segments, contenders
+    from paceline.tools.bench.schedule_benchmark import ScheduleCase, best_segments, candidate_cases
 
     if name in OPS and op is None:
         op, algorithm, compare = name, "", True
     else:
         op, algorithm = find_algorithm(name, op)
     if compare:
-        found = list(contenders(op, net, nbytes, gamma, root))
+        found = list(candidate_cases(op, net, nbytes, gamma, root))
         return sorted(found, key=lambda case: case.price(net, nbytes, gamma).seconds)
     node = max(2, net.per_node) if algorithm == "two-level" else None
 
-    def case(pieces: int) -> Case:
-        return Case(op, algorithm, net.ranks, root, pieces, node)
+    def case(pieces: int) -> ScheduleCase:
+        return ScheduleCase(op, algorithm, net.ranks, root=root, segments=pieces, per_node=node)
 
     if segments == "auto":
         return [case(best_segments(lambda pieces: case(pieces).price(net, nbytes, gamma).seconds))]
@@ -225,7 +225,7 @@ def _check_files(draw: Path | None, json_file: Path | None) -> None:
 
 
 def _run(
-    priced: Sequence[Priced],
+    priced: Sequence[PricedCase],
     place: str,
     nbytes: int,
     link: str,
@@ -234,14 +234,14 @@ def _run(
     backend: str,
     iterations: int,
     stream: bool,
-) -> list[Priced]:
+) -> list[PricedCase]:
     """Carry the cases out, here or on hosts of a lab with such links."""
     from paceline.launch.process.local_ranks import run_ranks
-    from paceline.tools.bench.schedule_benchmark import carry_out
+    from paceline.tools.bench.schedule_benchmark import run_cases
 
     options = {"nbytes": nbytes, "iterations": iterations, "backend": backend, "stream": stream}
     if place == "here":
-        return carry_out(priced, run_ranks, network="this machine", **options)
+        return run_cases(priced, run_ranks, network="this machine", **options)
     from paceline.testing.netlab import Lab
 
     ranks = priced[0].case.ranks
@@ -256,7 +256,7 @@ def _run(
             finally:
                 job.end()
 
-        return carry_out(priced, start, network=f"a lab of {ranks} hosts, links {link}", **options)
+        return run_cases(priced, start, network=f"a lab of {ranks} hosts, links {link}", **options)
 
 
 NameArgument = Annotated[

@@ -14,13 +14,13 @@ from paceline.collectives.closed_form_cost import CLOSED_FORMS, closed_form
 from paceline.collectives.prove import prove
 from paceline.collectives.schedule_text import describe_schedule
 from paceline.collectives.topology import Topology
-from paceline.tools.bench.schedule_benchmark import Priced
+from paceline.tools.bench.schedule_benchmark import PricedCase
 from paceline.tools.console_table import print_wide
 
 __all__ = ["draw", "one", "ranking"]
 
 
-def one(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
+def one(priced: PricedCase, net: Topology, nbytes: int, *, as_priced: bool) -> None:
     """Print proof, price, the story round by round, and what was measured.
 
     Args:
@@ -56,11 +56,11 @@ def one(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
         console.print(line, markup=False)
 
 
-def _in_segments(priced: Priced) -> str:
+def _in_segments(priced: PricedCase) -> str:
     return f", in {priced.case.segments} segments" if priced.case.segments > 1 else ""
 
 
-def _formula(priced: Priced) -> str:
+def _formula(priced: PricedCase) -> str:
     """Return the closed form of an algorithm, where it has one and travels whole."""
     case = priced.case
     if case.segments > 1 or (case.op, case.algorithm) not in CLOSED_FORMS:
@@ -70,7 +70,7 @@ def _formula(priced: Priced) -> str:
     return f"; where all links are alike: {terms.messages:g}·α + {terms.sent:.4g}·βn{added}"
 
 
-def _measured(priced: Priced, as_priced: bool) -> str:
+def _measured(priced: PricedCase, as_priced: bool) -> str:
     measured = priced.measured or 0.0
     ratio = " on this machine, whatever links were priced"
     if as_priced:
@@ -79,7 +79,7 @@ def _measured(priced: Priced, as_priced: bool) -> str:
     return f"measured {format_seconds(measured)} ({times}){ratio}; every message checked at both ends:"
 
 
-def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
+def ranking(rows: Sequence[PricedCase], what: str, *, as_priced: bool) -> None:
     """Print all algorithms of an operation, the cheapest first; with the ratio to the price if `as_priced`."""
     ran = any(row.seconds for row in rows)
     table = Table(title=f"{rows[0].case.op}: {what}", title_justify="left", pad_edge=False, box=None)
@@ -118,7 +118,7 @@ def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
     typer.echo("All of them are proven: every input is in every result exactly once.")
 
 
-def draw(rows: Sequence[Priced], what: str, path: Path) -> Path:
+def draw(rows: Sequence[PricedCase], what: str, path: Path) -> Path:
     """Draw one algorithm's rounds, or prices beside measured times; return the file."""
     from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
 

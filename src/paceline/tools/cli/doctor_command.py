@@ -13,7 +13,7 @@ import typer
 from paceline._core.files import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.diagnostics.machine_findings import Finding, findings
+from paceline.tools.diagnostics.machine_findings import MachineFinding, diagnose_machine
 from paceline.tools.result_files import check_writable
 from paceline.world.machine_facts import LoopbackTiming, MachineFacts, read_machine_facts
 
@@ -40,7 +40,7 @@ def doctor(
         check_writable(json_file, "--json")
     facts = read_machine_facts()
     loopback = try_loopback(ranks) if ranks and facts.torch else None
-    found = findings(facts, loopback)
+    found = diagnose_machine(facts, loopback)
     if json_file is not None:
         write_json(json_file, record(facts, loopback, found), indent=2)
     show(found)
@@ -64,7 +64,7 @@ def try_loopback(ranks: int) -> LoopbackTiming | str:
 
 
 def record(
-    facts: MachineFacts, loopback: LoopbackTiming | str | None, found: list[Finding]
+    facts: MachineFacts, loopback: LoopbackTiming | str | None, found: list[MachineFinding]
 ) -> dict[str, object]:
     """Return everything the doctor knows, for a JSON file."""
     return {
@@ -76,7 +76,7 @@ def record(
     }
 
 
-def show(found: list[Finding]) -> None:
+def show(found: list[MachineFinding]) -> None:
     """Print the findings as a table."""
     from rich.console import Console
     from rich.table import Table

@@ -126,7 +126,7 @@ def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> No
 
 def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     """Be a rank: rank 0 shows how far it is, and what came of it."""
-    from paceline.tools.bench.progress_bar import TurnBar
+    from paceline.tools.bench.progress_bar import ProgressBar
     from paceline.transport.mpi_exchange.exchange_measurement import measure, turns
     from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
     from paceline.world.machine_facts import available_nbytes
@@ -138,7 +138,7 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
             check_writable(json_file, "--json")
         check_memory(settings.nbytes_of_rank(carrier.size), carrier.ranks_here(), available_nbytes())
         title = f"{settings.shape}, {carrier.size} ranks, {format_size(settings.nbytes)} each"
-        with TurnBar(title, turns(settings), shown=first) as tick:
+        with ProgressBar(title, turns(settings), shown=first) as tick:
             measured = measure(settings, carrier, tick)
     except BaseException as error:  # a rank that is gone would leave the others waiting
         _end_all(carrier, error)

@@ -1,4 +1,4 @@
-"""A real all-reduce between ranks of this machine, timed.
+"""Times a real all-reduce between ranks of this machine.
 
     python -m paceline.tools.diagnostics.loopback_all_reduce RESULT.json
 
@@ -17,13 +17,13 @@ from pathlib import Path
 from paceline._core.units import MIB
 from paceline.world.machine_facts import LoopbackTiming
 
-__all__ = ["main", "measure"]
+__all__ = ["main", "measure_loopback"]
 
 _REPEATS = 7
 
 
-def measure(nbytes: int = 25 * MIB) -> LoopbackTiming:
-    """Take part, as a rank of the present world of paceline, in all-reduces of 4 and `nbytes` bytes."""
+def measure_loopback(nbytes: int = 25 * MIB) -> LoopbackTiming:
+    """Return the times of all-reduces of 4 and `nbytes` bytes; a collective of the current world."""
     import torch
     import torch.distributed as dist
 
@@ -48,11 +48,11 @@ def measure(nbytes: int = 25 * MIB) -> LoopbackTiming:
 
 
 def main(result: Path) -> None:
-    """Measure as a rank of the world that this process was started in, and write the result on rank 0."""
+    """Measure as a rank of the launched world; rank 0 writes the result."""
     from paceline.world import init, shutdown
 
     world = init("paceline", device="cpu", timeout=60.0)
-    measured = measure()
+    measured = measure_loopback()
     if world.rank == 0:
         result.write_text(json.dumps(asdict(measured)))
     shutdown()

@@ -1,1 +1,1 @@
-"""The reference workload: a GPT on bytes, with text that is on every machine."""
+"""Reference workload: a GPT on bytes, and text that is on every machine."""

@@ -1,8 +1,8 @@
-"""What the reference model reads: a long row of tokens, split into a part to train on and a held-out part.
+"""Token corpora of the reference model, split into a training part and a held-out part.
 
-| given                     | tokens                                    | held out                        |
+| path                      | tokens                                    | held out                        |
 |---------------------------|-------------------------------------------|---------------------------------|
-| nothing                   | sources of the Python standard library    | last tenth                      |
+| None                      | sources of the Python standard library    | last tenth                      |
 | a file                    | its bytes, memory-mapped                  | last tenth                      |
 | a folder                  | bytes of its text files, sorted by path   | last tenth                      |
 | a ``.bin`` file (nanoGPT) | 16-bit token numbers, memory-mapped       | last tenth                      |
@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 
-__all__ = ["Corpus", "check", "load", "standard_library"]
+__all__ = ["Corpus", "check_corpus", "load_corpus", "standard_library"]
 
 Tokens = NDArray[np.uint8 | np.uint16]
 
 STDLIB_NBYTES = 8_000_000
 FOLDER_NBYTES = 2**30
-NOT_TEXT = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo"})  # examples made to be odd
+NOT_TEXT = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo"})  # deliberately odd examples
 NOT_TEXT |= {"encodings", "pydoc_data"}  # tables
 NOT_TEXT |= {"site-packages", "dist-packages", "__pycache__"}  # not the standard library
 
@@ -42,8 +42,8 @@ class Corpus:
     """Tokens to train on and tokens held out.
 
     Attributes:
-        name: where they come from.
-        train: one-dimensional array of uint8 (bytes) or uint16 (token numbers).
+        name: of the source.
+        train: ``[tokens]`` of uint8 (bytes) or uint16 (token numbers).
         held_out: likewise, never trained on.
     """
 
@@ -71,7 +71,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A 32-bit number that differs where lengths or any of 64 samples of 4 KiB tokens differ."""
+        """CRC-32 of the lengths and of 64 samples of 4096 tokens of each part."""
         crc = zlib.crc32(f"{self.train.dtype} {len(self.train)} {len(self.held_out)}".encode())
         for tokens in (self.train, self.held_out):
             for start in np.linspace(0, max(0, len(tokens) - 4096), 64).astype(np.int64):
@@ -79,7 +79,7 @@ class Corpus:
         return crc
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`; for token numbers, whose meaning is unknown here, just token 0."""
+        """Return the tokens of `text`; just token 0 for token numbers, whose vocabulary is unknown."""
         return list(text.encode()) if self.is_text else [0]
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -89,11 +89,11 @@ class Corpus:
         return " ".join(str(token) for token in tokens)
 
 
-def load(path: str | Path | None = None) -> Corpus:
-    """Return the corpus at `path`, or the Python standard library's sources where there is none.
+def load_corpus(path: str | Path | None = None) -> Corpus:
+    """Return the corpus at `path`, or the sources of the Python standard library for None.
 
     Raises:
-        UsageError: nothing is there, or nothing that could be read as tokens.
+        UsageError: nothing exists there, or it can't be read as tokens.
     """
     if path is None:
         return standard_library()
@@ -106,7 +106,7 @@ def load(path: str | Path | None = None) -> Corpus:
     except OSError as error:
         raise UsageError(f"can't read data {str(path)!r}: {error.strerror}") from error
     raise UsageError(
-        f"no data at {str(path)!r}: there is no such file or folder",
+        f"no data at {str(path)!r}: no such file or folder",
         remedy="give a text file, a folder of text files or a nanoGPT .bin file, or leave it out",
     )
 
@@ -114,14 +114,14 @@ def load(path: str | Path | None = None) -> Corpus:
 def standard_library(limit_nbytes: int = STDLIB_NBYTES) -> Corpus:
     """Return the sources of this Python's standard library: real text that is on every machine.
 
-    Tests and tables are left out. Files come in an order that depends on their names alone but mixes the
-    packages (by the checksum of the path), so the held-out tenth is of every kind.
+    Tests and tables are left out. Files are ordered by the checksum of their paths, which mixes the packages, so the
+    held-out tenth has some of every kind.
 
     Args:
-        limit_nbytes: stop before the file with which there would be more than this.
+        limit_nbytes: the most bytes; the file that would exceed it, and all after it, are left out.
 
     Raises:
-        UsageError: this Python comes without its sources.
+        UsageError: this Python has no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
@@ -146,8 +146,8 @@ def standard_library(limit_nbytes: int = STDLIB_NBYTES) -> Corpus:
     return _split(title, np.frombuffer(b"".join(parts), np.uint8))
 
 
-def check(corpus: Corpus, *, batch: int, context: int, ranks: int) -> None:
-    """Raise unless `corpus` holds at least one global batch of different windows, and one held-out window.
+def check_corpus(corpus: Corpus, *, batch: int, context: int, ranks: int) -> None:
+    """Refuse a corpus with less than a global batch of different windows, or without a held-out window.
 
     Args:
         corpus: the tokens.
@@ -156,17 +156,17 @@ def check(corpus: Corpus, *, batch: int, context: int, ranks: int) -> None:
         ranks: number of ranks.
 
     Raises:
-        UsageError: naming what there is and what is needed.
+        UsageError: names the available and the required windows.
     """
     windows, held_out = (max(0, (len(tokens) - 1) // context) for tokens in (corpus.train, corpus.held_out))
-    there = f"{corpus.name} has {len(corpus.train)} tokens to train on, {windows} windows of {context}"
+    available = f"{corpus.name} has {len(corpus.train)} tokens to train on, {windows} windows of {context}"
     if windows < ranks:
         raise UsageError(
-            f"more ranks than data: {ranks} ranks, but {there}", remedy="use fewer ranks or more data"
+            f"more ranks than data: {ranks} ranks, but {available}", remedy="use fewer ranks or more data"
         )
     if windows < batch * ranks:
         raise UsageError(
-            f"less data than one batch: {there}, but {ranks} ranks x {batch} windows make a batch",
+            f"less data than one batch: {available}, but {ranks} ranks x {batch} windows make a batch",
             remedy="use a smaller batch, a shorter context or more data",
         )
     if not held_out:
@@ -197,9 +197,9 @@ def _mapped(path: Path, dtype: type[np.uint8 | np.uint16]) -> Tokens:
 
 
 def _token_file(path: Path) -> Corpus:
-    beside = path.with_name("val.bin")
-    if path.name == "train.bin" and beside.is_file():
-        return Corpus(str(path), _mapped(path, np.uint16), _mapped(beside, np.uint16))
+    held_out = path.with_name("val.bin")
+    if path.name == "train.bin" and held_out.is_file():
+        return Corpus(str(path), _mapped(path, np.uint16), _mapped(held_out, np.uint16))
     return _split(str(path), _mapped(path, np.uint16))
 
 

@@ -1,8 +1,8 @@
 """The reference GPT: bytes (or any tokens) in, logits out.
 
 Pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), causal attention through
-``scaled_dot_product_attention`` and a GELU feed-forward layer of two matrices. No biases and no dropout: with
-equal inputs gradients are equal, which is what a comparison of strategies needs.
+``scaled_dot_product_attention`` and a GELU feed-forward layer of two matrices. No biases and no dropout: equal inputs
+give equal gradients, which comparisons of strategies require.
 
 Shapes are written as ``[batch, context, …]``.
 """
@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 
-__all__ = ["GPT", "loss"]
+__all__ = ["GPT", "token_loss"]
 
 
 def rotary_tables(context: int, d_head: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
@@ -39,14 +39,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal attention of many heads with rotary positions."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.heads = size.heads
         self.qkv = nn.Linear(size.d_model, 3 * size.d_model, bias=False)
         self.out = nn.Linear(size.d_model, size.d_model, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return what each position of `x` ``[batch, context, d_model]`` gathers from those before it."""
+        """Return the attention output ``[batch, context, d_model]`` for `x` of the same shape."""
         batch, context, d_model = x.shape
         # [batch, context, 3, heads, d_head] → three times [batch, heads, context, d_head]
         qkv = self.qkv(x).view(batch, context, 3, self.heads, d_model // self.heads)
@@ -59,20 +59,20 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Two matrices with GELU between them."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.up = nn.Linear(size.d_model, size.d_ff, bias=False)
         self.out = nn.Linear(size.d_ff, size.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's answer to `x` ``[batch, context, d_model]``."""
+        """Return the layer's output for `x`, both ``[batch, context, d_model]``."""
         return self.out(functional.gelu(self.up(x)))
 
 
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each added to the residual stream."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: GptSize) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(size.d_model, eps=1e-6)
         self.attention = Attention(size)
@@ -86,23 +86,23 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT of a given :class:`~paceline.tools.models.gpt_sizes.Size`.
+    """A GPT of a given :class:`~paceline.tools.models.gpt_sizes.GptSize`.
 
     Args:
         size: its shapes.
-        tie: use the embedding as the head too.
-        recompute: keep only each block's input and run it again in backward (activation checkpointing).
+        tie: share the weights of embedding and head.
+        recompute: keep only each block's input and run the block again in backward (activation checkpointing).
 
     Example:
-        >>> from paceline.tools.models.gpt_sizes import size_of
-        >>> GPT(size_of("tiny"))(torch.zeros(2, 16, dtype=torch.int64)).shape
+        >>> from paceline.tools.models.gpt_sizes import gpt_size
+        >>> GPT(gpt_size("tiny"))(torch.zeros(2, 16, dtype=torch.int64)).shape
         torch.Size([2, 16, 256])
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, size: Size, *, tie: bool = False, recompute: bool = False) -> None:
+    def __init__(self, size: GptSize, *, tie: bool = False, recompute: bool = False) -> None:
         super().__init__()
         self.size, self.tied, self.recompute = size, tie, recompute
         self.embedding = nn.Embedding(size.vocabulary, size.d_model)
@@ -119,8 +119,8 @@ class GPT(nn.Module):
     def _initialise(self) -> None:
         """Draw weights from N(0, 1/inputs); those that add to the residual stream are smaller by √(2·layers).
 
-        The head starts small, so that the first loss is close to ln(vocabulary). The embedding starts large
-        enough for the first blocks to change it rather than drown it, unless it is the head too.
+        The head starts small, so that the first loss is close to ln(vocabulary). The embedding starts large enough
+        not to be drowned by the first blocks, unless it is the head too.
         """
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
@@ -176,9 +176,9 @@ class GPT(nn.Module):
 
         Args:
             prompt: ``[batch, length]`` integers, length 1 or more; the last ``size.context`` are seen.
-            n: how many tokens to add to each row.
+            n: number of tokens to add to each row.
             temperature: divides the logits; 0 takes the most likely token.
-            generator: source of randomness; torch's default one if it is left out.
+            generator: source of randomness; None: torch's default.
 
         Returns:
             ``[batch, length + n]``.
@@ -199,7 +199,7 @@ class GPT(nn.Module):
         return tokens
 
 
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy over all tokens, in nats per token.
 
     Args:

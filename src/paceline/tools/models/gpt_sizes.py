@@ -1,31 +1,31 @@
 """Sizes of the reference GPT, by name.
 
-`small` to `2.7b` are the usual GPT ladder with a vocabulary of 10,000; `tiny` and `mini` are made for a few
-CPU cores and read bytes; `44m` is large enough that its 44 million gradients don't fit into any cache. Any
-size can read bytes: ``size_of("small", vocabulary=256)``.
+`small` to `2.7b` are the usual GPT ladder with a vocabulary of 10,000; `tiny` and `mini` suit a few CPU cores and read
+bytes; the 44 million gradients of `44m` don't fit into any cache. Any size can read bytes:
+``gpt_size("small", vocabulary=256)``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from paceline.errors import UsageError, unknown
 
-__all__ = ["SIZES", "Size", "size_of"]
+__all__ = ["SIZES", "GptSize", "gpt_size"]
 
 
 @dataclass(frozen=True)
-class Size:
-    """Everything that decides the shapes of a :class:`paceline.tools.models.gpt.GPT`.
+class GptSize:
+    """Shapes of a :class:`paceline.tools.models.gpt.GPT`.
 
     Attributes:
-        name: what it is called.
+        name: of the size.
         d_model: width of the residual stream.
         d_ff: width inside the feed-forward layer.
         layers: number of blocks.
         heads: attention heads of a block; each is ``d_model / heads`` wide.
         vocabulary: number of different tokens.
-        context: the most tokens that the model sees at once.
+        context: longest sequence, in tokens.
 
     Raises:
         UsageError: a value is not positive, or the heads do not fit the width.
@@ -36,6 +36,7 @@ class Size:
     d_ff: int
     layers: int
     heads: int
+    _: KW_ONLY
     vocabulary: int = 10_000
     context: int = 256
 
@@ -60,39 +61,39 @@ class Size:
     def parameters(self, tie: bool = False) -> int:
         """Return the number of parameters of the model.
 
-        A block has four d_model² matrices of attention, two d_model·d_ff ones of the feed-forward layer and
-        two norms; around the blocks stand the embedding, the last norm and, unless `tie`, a separate head.
+        A block has four d_model² matrices of attention, two d_model·d_ff ones of the feed-forward layer and two norms;
+        the embedding, the last norm and, unless `tie`, a separate head are added to the blocks.
         """
         block = 4 * self.d_model**2 + 2 * self.d_model * self.d_ff + 2 * self.d_model
         ends = self.vocabulary * self.d_model * (1 if tie else 2) + self.d_model
         return self.layers * block + ends
 
 
-def _ladder() -> dict[str, Size]:
+def _ladder() -> dict[str, GptSize]:
     sizes = [
-        Size("tiny", 128, 512, 4, 4, vocabulary=256, context=128),
-        Size("mini", 256, 1024, 4, 4, vocabulary=256, context=128),
-        Size("44m", 768, 3072, 6, 12, vocabulary=1000),
-        Size("small", 768, 3072, 12, 12),
-        Size("medium", 1024, 4096, 24, 16),
-        Size("large", 1280, 5120, 36, 20),
-        Size("xl", 1600, 6400, 48, 25),
-        Size("2.7b", 2560, 10240, 32, 32),
+        GptSize("tiny", 128, 512, 4, 4, vocabulary=256, context=128),
+        GptSize("mini", 256, 1024, 4, 4, vocabulary=256, context=128),
+        GptSize("44m", 768, 3072, 6, 12, vocabulary=1000),
+        GptSize("small", 768, 3072, 12, 12),
+        GptSize("medium", 1024, 4096, 24, 16),
+        GptSize("large", 1280, 5120, 36, 20),
+        GptSize("xl", 1600, 6400, 48, 25),
+        GptSize("2.7b", 2560, 10240, 32, 32),
     ]
     return {size.name: size for size in sizes}
 
 
-SIZES: dict[str, Size] = _ladder()
+SIZES: dict[str, GptSize] = _ladder()
 
 
-def size_of(name: str, *, vocabulary: int | None = None, context: int | None = None) -> Size:
-    """Return the size that `name` names, with another vocabulary or context where they are given.
+def gpt_size(name: str, *, vocabulary: int | None = None, context: int | None = None) -> GptSize:
+    """Return the size of that name, with another vocabulary or context if given.
 
     Raises:
         UsageError: no size has that name (the nearest one is suggested), or a value is out of range.
 
     Example:
-        >>> size_of("small", vocabulary=256).parameters()
+        >>> gpt_size("small", vocabulary=256).parameters()
         85347072
     """
     if name not in SIZES:

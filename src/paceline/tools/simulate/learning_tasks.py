@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from paceline._core.keyed_random import derive_key
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt import loss as loss_of
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
+from paceline.tools.models.gpt import token_loss as loss_of
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 
 __all__ = ["GPTTask", "Learner", "LinearTask", "Task"]
 
@@ -174,7 +174,7 @@ class GPTTask:
 
     def __init__(
         self,
-        size: Size,
+        size: GptSize,
         batch: int = 8,
         lr: float = 3e-3,
         seed: int = 0,
@@ -185,8 +185,8 @@ class GPTTask:
     ) -> None:
         self.size, self.batch, self.lr, self.seed = size, batch, lr, seed
         self.betas, self.weight_decay, self.clip = betas, weight_decay, clip
-        self.corpus = corpora.load(None)
-        self.held_out = HeldOut(self.corpus.held_out, 16, size.context, limit=held_out)
+        self.corpus = corpora.load_corpus(None)
+        self.held_out = HeldOutWindows(self.corpus.held_out, 16, size.context, limit=held_out)
 
     def learner(self, worker: int, workers: int, *, alike: bool = True, lr: float | None = None) -> Learner:
         """See `Task`."""
@@ -204,7 +204,9 @@ class _GPTLearner:
         self.optimizer = torch.optim.AdamW(
             self.params, lr=self._lr, betas=task.betas, weight_decay=task.weight_decay, fused=True
         )
-        self._batches = Batches(task.corpus.train, task.batch, task.size.context, worker, workers, task.seed)
+        self._batches = TrainingWindows(
+            task.corpus.train, task.batch, task.size.context, rank=worker, size=workers, seed=task.seed
+        )
 
     def gradient(self, number: int) -> float:
         """Compute the gradient of a step, and return its samples."""
@@ -229,7 +231,7 @@ class _GPTLearner:
         return samples
 
     def score(self) -> float:
-        total, count = summed_loss(self.module, self._task.held_out)
+        total, count = summed_token_loss(self.module, self._task.held_out)
         return total / count if count else math.nan
 
     def forget(self) -> None:

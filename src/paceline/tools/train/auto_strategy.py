@@ -24,9 +24,9 @@ import torch
 from paceline._core.format import format_decimal, format_seconds
 from paceline.parallel.comm import Comm
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt import loss as loss_of
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batches
+from paceline.tools.models.gpt import token_loss as loss_of
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import TrainingWindows
 from paceline.tools.plan.slow_network import Advice, Option, advise
 from paceline.tools.train.local_sgd_settings import layers_of_gpt
 from paceline.tools.train.resume_check import begun_with
@@ -62,7 +62,7 @@ class Choice:
         return self.settings.apart is None and self.settings.plan.compression is None
 
 
-def choose(settings: Settings, size: Size, batches: Batches, world: World) -> Choice:
+def choose(settings: Settings, size: GptSize, batches: TrainingWindows, world: World) -> Choice:
     """Return what fits the network and the model, or what the run that is resumed began with; all ranks call this.
 
     Args:
@@ -156,7 +156,7 @@ def _swap(comm: Comm, nbytes: int, device: torch.device, tag: int) -> float:
     return _slowest(time.perf_counter() - started)
 
 
-def measure_step(settings: Settings, size: Size, batches: Batches, device: torch.device) -> float:
+def measure_step(settings: Settings, size: GptSize, batches: TrainingWindows, device: torch.device) -> float:
     """Return the seconds of an optimizer step of this rank by itself, on a copy that is dropped."""
     net = GPT(size).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=settings.lr, fused=True)

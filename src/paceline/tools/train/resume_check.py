@@ -11,14 +11,14 @@ from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.models.corpus import Corpus
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.train.run_folder import RunFolder
 from paceline.tools.train.train_settings import Settings
 
 __all__ = ["begun_with", "check_facts", "facts_of", "to_resume"]
 
 
-def facts_of(settings: Settings, size: Size, corpus: Corpus, windows: int) -> dict[str, Any]:
+def facts_of(settings: Settings, size: GptSize, corpus: Corpus, windows: int) -> dict[str, Any]:
     """Return what a training's checkpoints remember besides its state.
 
     Args:
@@ -34,7 +34,7 @@ def facts_of(settings: Settings, size: Size, corpus: Corpus, windows: int) -> di
     }
 
 
-def to_resume(settings: Settings, size: Size, corpus: Corpus) -> int | None:
+def to_resume(settings: Settings, size: GptSize, corpus: Corpus) -> int | None:
     """Return the step that a training goes on from, as its manifests tell; None: it starts anew.
 
     Raises:
@@ -70,7 +70,9 @@ def _newest(folder: Path) -> tuple[Path, Manifest]:
     raise UsageError(f"no intact checkpoint in {str(folder)!r}", remedy="leave --resume out to start anew")
 
 
-def check_facts(path: Path, facts: Mapping[str, Any], settings: Settings, size: Size, corpus: Corpus) -> None:
+def check_facts(
+    path: Path, facts: Mapping[str, Any], settings: Settings, size: GptSize, corpus: Corpus
+) -> None:
     """Raise unless a checkpoint is of a model of `size`, trained on `corpus`, and of the same kind of loop.
 
     Raises:

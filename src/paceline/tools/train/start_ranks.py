@@ -118,9 +118,9 @@ def _join(settings: Settings, place: ProcessPlace) -> None:
 
 def _fit_to_data(settings: Settings, ranks: int) -> Settings:
     """Return `settings` with the vocabulary that the data need, once data and checkpoint are known to fit."""
-    corpus = corpora.load(settings.data)
+    corpus = corpora.load_corpus(settings.data)
     size = settings.model_size(corpus.vocabulary)
-    corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=ranks)
+    corpora.check_corpus(corpus, batch=settings.batch_size, context=size.context, ranks=ranks)
     to_resume(settings, size, corpus)
     return replace(settings, vocabulary=size.vocabulary)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from paceline.errors import UsageError, unknown
 from paceline.parallel.compression.compression_config import COMPRESSIONS
 from paceline.parallel.strategy import Sync
-from paceline.tools.models.gpt_sizes import Size, size_of
+from paceline.tools.models.gpt_sizes import GptSize, gpt_size
 from paceline.tools.train.local_sgd_settings import NO_COMPRESSION, Apart, named
 
 __all__ = ["Existing", "Settings"]
@@ -210,7 +210,7 @@ class Settings:
             )
         return replace(plan, bucket_mib=float(self.bucket_mib))
 
-    def model_size(self, vocabulary: int) -> Size:
+    def model_size(self, vocabulary: int) -> GptSize:
         """Return the shapes of the model for data with `vocabulary` different tokens.
 
         Raises:
@@ -221,7 +221,7 @@ class Settings:
                 f"the data hold token {vocabulary - 1}, but vocabulary={self.vocabulary}",
                 remedy=f"use a vocabulary of {vocabulary} or more, or leave it out",
             )
-        return size_of(self.size, vocabulary=self.vocabulary or vocabulary, context=self.context)
+        return gpt_size(self.size, vocabulary=self.vocabulary or vocabulary, context=self.context)
 
     @property
     def warmup(self) -> int:

@@ -168,7 +168,7 @@ def _tell_resumed(job: Job, progress: Progress) -> None:
     for one in found.passed_over:
         progress.say(f"passed over {one.path}, which is not intact: {one.why}")
     progress.say(f"resumed at step {found.step}")
-    settings, windows = job.settings, job.batches.of_step
+    settings, windows = job.settings, job.batches.windows_per_step
     if windows != settings.batch_size * settings.accumulate * job.world.size:
         progress.say(f"the global batch stays {windows} windows, as the run began")
 

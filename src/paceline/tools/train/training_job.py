@@ -24,8 +24,8 @@ from paceline.profiling.step_metrics import StepMetrics
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.corpus import Corpus
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt_sizes import Size
-from paceline.tools.models.token_windows import Batches, HeldOut, summed_loss
+from paceline.tools.models.gpt_sizes import GptSize
+from paceline.tools.models.token_windows import HeldOutWindows, TrainingWindows, summed_token_loss
 from paceline.tools.train.auto_strategy import Choice, choose
 from paceline.tools.train.resume_check import check_facts, facts_of
 from paceline.tools.train.run_folder import RunFolder
@@ -62,12 +62,12 @@ class Job:
     world: World
     folder: RunFolder
     corpus: Corpus
-    size: Size
+    size: GptSize
     model: DataParallel
     optimizer: ShardedOptimizer
     keep: Checkpoint
-    batches: Batches
-    held_out: HeldOut
+    batches: TrainingWindows
+    held_out: HeldOutWindows
     scalars: StepMetrics
     loop: OuterLoop | None = None
     traffic: Traffic = field(default_factory=Traffic)
@@ -123,9 +123,9 @@ def build(settings: Settings, world: World) -> Job:
         UsageError: the data or the checkpoint do not fit the settings.
         MismatchError: ranks have other settings or other data than rank 0.
     """
-    corpus = corpora.load(settings.data)
+    corpus = corpora.load_corpus(settings.data)
     size = settings.model_size(settings.vocabulary or corpus.vocabulary)
-    corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=world.size)
+    corpora.check_corpus(corpus, batch=settings.batch_size, context=size.context, ranks=world.size)
     verify_same(_facts(settings, corpus), "the training", remedy="give every rank the same settings and data")
 
     windows = settings.batch_size * settings.accumulate * (settings.ranks or world.size)
@@ -133,7 +133,7 @@ def build(settings: Settings, world: World) -> Job:
     choice = None
     if settings.is_auto:
         batch = min(settings.batch_size, -(-windows // world.size))
-        probe = Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where)
+        probe = TrainingWindows(corpus.train, batch, seed=settings.seed, windows=windows, **where)
         choice = choose(settings, size, probe, world)
         settings = choice.settings
 
@@ -163,8 +163,8 @@ def build(settings: Settings, world: World) -> Job:
         model,
         optimizer,
         keep,
-        Batches(corpus.train, batch, seed=settings.seed, windows=windows, **where),
-        HeldOut(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
+        TrainingWindows(corpus.train, batch, seed=settings.seed, windows=windows, **where),
+        HeldOutWindows(corpus.held_out, settings.batch_size, limit=settings.eval_windows, **where),
         StepMetrics(folder.path),
         loop,
         traffic,
@@ -202,12 +202,12 @@ def cosine(step: int, *, steps: int, warmup: int, peak: float, floor: float = 0.
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def held_out_loss(model: nn.Module, held_out: HeldOut, world: World) -> float:
+def held_out_loss(model: nn.Module, held_out: HeldOutWindows, world: World) -> float:
     """Return the mean loss over all held-out windows of all ranks, in nats per token.
 
     Every rank must call this; each sums over its own windows, and sums and counts are added up.
     """
     with step_state.running_task("eval"):
-        mine = torch.tensor(summed_loss(model, held_out, world.device), dtype=torch.float64)
+        mine = torch.tensor(summed_token_loss(model, held_out, world.device), dtype=torch.float64)
         summed, count = sum_over_ranks(mine).tolist()
     return summed / count

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from paceline._core.step_state import step_state
 from paceline.errors import PacelineError
 from paceline.health.watchdog import Watchdog
-from paceline.tools.models.gpt import loss as loss_of
+from paceline.tools.models.gpt import token_loss as loss_of
 from paceline.tools.train.training_job import Job, cosine
 from paceline.tools.train.training_progress import Progress
 from paceline.world.object_collectives import sum_over_ranks

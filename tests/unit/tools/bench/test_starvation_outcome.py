@@ -1,4 +1,4 @@
-"""What is made of a rank's notes and its end, who runs dry in which set-up, and the words for it."""
+"""Outcomes from events and ends of processes, settings, cases, and the table."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from hypothesis import strategies as st
 
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError
-from paceline.tools.bench.starvation.scene_outcome import (
-    End,
-    Notes,
+from paceline.tools.bench.starvation.starvation_cases import STARVATION_CASES, find_cases
+from paceline.tools.bench.starvation.starvation_outcome import (
+    EventLog,
+    ProcessEnd,
     RankOutcome,
-    message_of,
-    outcome_of,
-    read_notes,
+    case_outcome,
+    read_events,
+    short_message,
 )
-from paceline.tools.bench.starvation.scene_setup import EXAMPLE, MOST_RANKS, Setup
-from paceline.tools.bench.starvation.starvation_scenes import SCENES, scenes_named
-from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, is_exact, sentence, title
+from paceline.tools.bench.starvation.starvation_settings import (
+    EXAMPLE_BALANCE,
+    MOST_RANKS,
+    StarvationSettings,
+)
+from paceline.tools.bench.starvation.starvation_table import (
+    STARVATION_COLUMNS,
+    is_exact,
+    row_cells,
+    summary_line,
+    table_title,
+)
 from paceline.tools.plan.balance_report import Balance
 
-SETUP = Setup(EXAMPLE, timeout=10.0)
+SETTINGS = StarvationSettings(EXAMPLE_BALANCE, timeout=10.0)
 PLACE = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537] "
 ABORT = (
     "[W101 Warning: something else\n"
@@ -33,50 +43,52 @@ ABORT = (
 )
 
 
-def began(at, step=0):
-    return {"what": "began", "at": at, "step": step}
+def started(at, step=0):
+    return {"event": "started", "at": at, "step": step}
 
 
-def made(at, step=0, samples=64, error=1e-16):
-    return {"what": "made", "at": at, "step": step, "samples": samples, "error": error}
+def stepped(at, step=0, samples=64, error=1e-16):
+    return {"event": "stepped", "at": at, "step": step, "samples": samples, "error": error}
 
 
 def dry(at):
-    return {"what": "dry", "at": at}
+    return {"event": "dry", "at": at}
 
 
 def raised(at, text, kind="RuntimeError"):
-    return {"what": "raised", "at": at, "kind": kind, "text": text}
+    return {"event": "raised", "at": at, "kind": kind, "text": text}
 
 
 def finished(at, *parameters):
-    return {"what": "finished", "at": at, "parameters": list(parameters), "parameter_error": 0.5}
+    return {"event": "finished", "at": at, "parameters": list(parameters), "parameter_error": 0.5}
 
 
-def of(notes, code, at=100.0, stderr=""):
-    return RankOutcome.of(3, notes, End(code, at, stderr), timeout=10.0)
+def of(events, code, at=100.0, stderr=""):
+    return RankOutcome.of(3, events, ProcessEnd(code, at, stderr), timeout=10.0)
 
 
 # ---------------------------------------------------------------------- one rank
 
 
-def test_a_rank_that_came_to_its_end_has_finished():
-    one = of([began(1), made(2), finished(3, 0.5)], 0)
+def test_a_rank_that_ended_as_planned_has_finished():
+    one = of([started(1), stepped(2), finished(3, 0.5)], 0)
     assert (one.rank, one.kind, one.seconds) == (3, "finished", None)
     assert (one.steps, one.samples, one.errors) == (1, 64, (1e-16,))
     assert (one.parameters, one.parameter_error) == ((0.5,), 0.5)
 
 
 def test_an_exception_at_once_is_an_error():
-    one = of([began(1), made(2), began(3, 1), raised(3.5, f"{PLACE}Connection closed by peer [::1]:4.")], 1)
+    one = of(
+        [started(1), stepped(2), started(3, 1), raised(3.5, f"{PLACE}Connection closed by peer [::1]:4.")], 1
+    )
     assert (one.kind, one.error, one.message) == ("error", "RuntimeError", "Connection closed by peer")
     assert one.seconds == pytest.approx(0.5)
     assert one.steps == 1
 
 
-def test_an_exception_after_the_time_out_is_one_of_waiting():
+def test_an_exception_after_the_time_out_is_a_time_out():
     one = of(
-        [began(1), raised(11.002, f"{PLACE}Timed out waiting 10000ms for recv operation to complete")], 1
+        [started(1), raised(11.002, f"{PLACE}Timed out waiting 10000ms for recv operation to complete")], 1
     )
     assert (one.kind, one.message) == (
         "time-out",
@@ -86,43 +98,50 @@ def test_an_exception_after_the_time_out_is_one_of_waiting():
     assert of([dry(1), raised(11.01, "Connection closed by peer")], 1).kind == "time-out"
 
 
-def test_a_signal_leaves_what_was_written_before():
-    one = of([began(1), made(2), dry(3)], -6, at=3.25, stderr=ABORT)
+def test_a_signal_leaves_earlier_events():
+    one = of([started(1), stepped(2), dry(3)], -6, at=3.25, stderr=ABORT)
     assert (one.kind, one.error, one.seconds, one.steps) == ("signal", "SIGABRT", 0.25, 1)
     assert one.message == "gloo::EnforceNotMet: op.preamble.length <= op.nbytes. 328 vs 8. Received"
 
 
-def test_who_had_to_be_killed_hung():
-    assert (of([began(1)], None, at=31).kind, of([began(1)], None, at=31).seconds) == ("hung", 30)
+def test_a_rank_that_was_killed_hung():
+    assert (of([started(1)], None, at=31).kind, of([started(1)], None, at=31).seconds) == ("hung", 30)
     assert of([], None).kind == "hung"
 
 
-def test_an_end_without_a_word_is_an_error():
-    assert (of([began(1)], 3).kind, of([began(1)], 3).error) == ("error", "exit code 3")
-    assert of([began(1), made(2), finished(3)], -11).error == "SIGSEGV"  # at its very end
+def test_an_end_without_an_event_is_an_error():
+    assert (of([started(1)], 3).kind, of([started(1)], 3).error) == ("error", "exit code 3")
+    assert of([started(1), stepped(2), finished(3)], -11).error == "SIGSEGV"  # at its very end
     assert of([], 1).kind == "error"
 
 
 @settings(deadline=None)
 @given(cut=st.integers(0, 8), code=st.one_of(st.none(), st.integers(-64, 255)))
-def test_any_beginning_of_the_notes_will_do(cut, code):
-    notes = [began(1), made(2), began(3, 1), made(4, 1), dry(5), began(6, 2), made(7, 2, 0), finished(8)][
-        :cut
-    ]
-    one = of(notes, code)
-    assert one.steps == sum(note["what"] == "made" for note in notes)
+def test_any_prefix_of_the_events_is_understood(cut, code):
+    events = [
+        started(1),
+        stepped(2),
+        started(3, 1),
+        stepped(4, 1),
+        dry(5),
+        started(6, 2),
+        stepped(7, 2, 0),
+        finished(8),
+    ][:cut]
+    one = of(events, code)
+    assert one.steps == sum(event["event"] == "stepped" for event in events)
     assert (one.kind == "finished") == (cut == 8 and code == 0)
     assert one.kind == "finished" or one.seconds >= 0
 
 
-def test_a_line_that_was_being_written_is_left_out(tmp_path):
-    notes = Notes(tmp_path / "notes")
-    notes.write("began", step=0)
-    with (tmp_path / "notes").open("ab") as file:
-        file.write(b'{"what": "ma')
-    (note,) = read_notes(tmp_path / "notes")
-    assert (note["what"], note["step"]) == ("began", 0)
-    assert read_notes(tmp_path / "none") == []
+def test_an_incomplete_line_is_left_out(tmp_path):
+    events = EventLog(tmp_path / "events")
+    events.write("started", step=0)
+    with (tmp_path / "events").open("ab") as file:
+        file.write(b'{"event": "st')
+    (event,) = read_events(tmp_path / "events")
+    assert (event["event"], event["step"]) == ("started", 0)
+    assert read_events(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(
@@ -142,16 +161,16 @@ def test_a_line_that_was_being_written_is_left_out(tmp_path):
         ("terminate called without an active exception", "terminate called without an active exception"),
     ],
 )
-def test_what_an_error_says(text, said):
-    assert message_of(text) == said
+def test_messages_are_shortened(text, said):
+    assert short_message(text) == said
 
 
-# ---------------------------------------------------------------------- who runs dry
+# ---------------------------------------------------------------------- settings
 
 
 def test_the_example_starves_one_rank():
-    assert (SETUP.balance.batches, SETUP.dry, SETUP.steps) == ((10, 8), [1], 10)
-    kinds = [SETUP.kind(step) for step in range(10)]
+    assert (SETTINGS.balance.batches, SETTINGS.dry_ranks, SETTINGS.steps) == ((10, 8), [1], 10)
+    kinds = [SETTINGS.step_kind(step) for step in range(10)]
     assert kinds == ["equal"] * 7 + ["unequal", "dry", "dry"]
 
 
@@ -169,117 +188,125 @@ def test_every_sample_is_in_one_batch(samples, ranks, block, scheme, batch_size,
     balance = Balance(dealing, batch_size)
     if not balance.starving or not min(balance.batches):
         with pytest.raises(UsageError):
-            Setup(balance)
+            StarvationSettings(balance)
         return
-    setup = Setup.from_json(json.loads(json.dumps(Setup(balance, 3.0).to_json())))
-    assert setup.balance.batches == balance.batches
-    assert setup.balance.dealing.counts == dealing.counts
-    own = [setup.batches(rank) for rank in range(ranks)]
+    bench_settings = StarvationSettings.from_json(
+        json.loads(json.dumps(StarvationSettings(balance, 3.0).to_json()))
+    )
+    assert bench_settings.balance.batches == balance.batches
+    assert bench_settings.balance.dealing.counts == dealing.counts
+    own = [bench_settings.batches(rank) for rank in range(ranks)]
     assert [len(batches) for batches in own] == list(balance.batches)
     together = np.concatenate([batch for batches in own for batch in batches])
-    by_step = np.concatenate([setup.global_batch(step) for step in range(setup.steps)])
+    by_step = np.concatenate([bench_settings.global_batch(step) for step in range(bench_settings.steps)])
     assert sorted(together) == sorted(by_step) == list(range(samples))
-    assert "dry" in {setup.kind(step) for step in range(setup.steps)}
+    assert "dry" in {bench_settings.step_kind(step) for step in range(bench_settings.steps)}
 
 
 def test_the_next_epoch_has_other_batches():
-    further = SETUP.further(1)
+    further = SETTINGS.later_batches(1)
     first = [next(further) for _ in range(20)]
     assert [len(batch) for batch in first[:9]] == [64] * 7 + [52, 64]
-    assert set(np.concatenate(first[:8])) != set(np.concatenate(SETUP.batches(1)))
+    assert set(np.concatenate(first[:8])) != set(np.concatenate(SETTINGS.batches(1)))
 
 
 @pytest.mark.parametrize(
     ("balance", "timeout", "said"),
     [
-        (EXAMPLE, 0.5, "time-out of 0.5 s"),
-        (EXAMPLE, float("inf"), "time-out of inf s"),
+        (EXAMPLE_BALANCE, 0.5, "time-out of 0.5 s"),
+        (EXAMPLE_BALANCE, float("inf"), "time-out of inf s"),
         (Balance(dispatch_blocks(100, 1), 7), 10, "1 ranks: each is a process here"),
         (Balance(dispatch_blocks(1000, MOST_RANKS + 1), 7), 10, f"{MOST_RANKS + 1} ranks"),
-        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so nobody starves"),
+        (Balance(dispatch_blocks(1000, 2), 7), 10, "all ranks have 72 batches, so none starves"),
         (Balance(dispatch_blocks(3, 4), 7), 10, "rank 3 has no batch at all"),
-        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "the short last ones too"),
+        (Balance(dispatch_blocks(1100, 2, block=100), 64, drop_last=True), 10, "including short last ones"),
         (Balance(dispatch_blocks(30_000_100, 2, block=100), 100_000), 10, "30000100 samples in 151 steps"),
         (Balance(dispatch_blocks(5001, 2), 1), 10, "5001 samples in 2501 steps"),
     ],
 )
-def test_what_can_not_be_shown_is_refused(balance, timeout, said):
+def test_invalid_settings_are_refused(balance, timeout, said):
     with pytest.raises(UsageError, match=said):
-        Setup(balance, timeout)
+        StarvationSettings(balance, timeout)
 
 
-# ---------------------------------------------------------------------- scenes, and words
+# ---------------------------------------------------------------------- cases and table
 
 
-def test_scenes_come_in_their_order():
-    assert [scene.name for scene in scenes_named(["sharded", "exits"])] == ["exits", "sharded"]
-    assert tuple(scenes_named([])) == SCENES
+def test_cases_are_returned_in_their_order():
+    assert [case.name for case in find_cases(["sharded", "exits"])] == ["exits", "sharded"]
+    assert tuple(find_cases([])) == STARVATION_CASES
     with pytest.raises(UsageError, match="did you mean 'barrier'"):
-        scenes_named(["barier"])
+        find_cases(["barier"])
 
 
-def scene(name, notes, codes, at=100.0, stderr=("", "")):
-    ends = {rank: End(codes[rank], at, stderr[rank]) for rank in (0, 1)}
-    (wanted,) = scenes_named([name])
-    return json.loads(json.dumps(outcome_of(wanted, SETUP, notes, ends).to_json()))
+def run(name, events, codes, at=100.0, stderr=("", "")):
+    ends = {rank: ProcessEnd(codes[rank], at, stderr[rank]) for rank in (0, 1)}
+    (wanted,) = find_cases([name])
+    return json.loads(json.dumps(case_outcome(wanted, SETTINGS, events, ends).to_json()))
 
 
 def steps(number, error=1e-16):
-    return [note for step in range(number) for note in (began(step, step), made(step, step, error=error))]
+    return [
+        event for step in range(number) for event in (started(step, step), stepped(step, step, error=error))
+    ]
 
 
-def test_a_scene_in_which_one_hangs():
-    late = [*steps(8), began(20, 8), raised(30.1, f"{PLACE}Timed out waiting 10000ms for recv operation")]
-    told = scene("idles", {0: late, 1: [*steps(8), dry(8), finished(31)]}, (1, 0))
-    assert cells(told)[1:5] == [
+def test_a_case_in_which_a_rank_hangs():
+    late = [*steps(8), started(20, 8), raised(30.1, f"{PLACE}Timed out waiting 10000ms for recv operation")]
+    outcome = run("idles", {0: late, 1: [*steps(8), dry(8), finished(31)]}, (1, 0))
+    assert row_cells(outcome)[1:5] == [
         "does something else",
         "hang, then RuntimeError: Timed out",
         "notices nothing",
         "10.1 s",
     ]
-    assert (told["finished"], told["replicas_apart"], told["samples_lost"]) == (False, None, 1100 - 16 * 64)
-    assert not is_exact(told)
+    assert (outcome["finished"], outcome["replicas_apart"], outcome["samples_lost"]) == (
+        False,
+        None,
+        1100 - 16 * 64,
+    )
+    assert not is_exact(outcome)
 
 
-def test_a_scene_that_ends_by_a_signal():
-    notes = {
-        0: [*steps(8), began(20, 8), raised(20.02, "Connection closed by peer")],
+def test_a_case_that_ends_by_a_signal():
+    events = {
+        0: [*steps(8), started(20, 8), raised(20.02, "Connection closed by peer")],
         1: [*steps(8), dry(99.9)],
     }
-    told = scene("metric", notes, (1, -6), stderr=("", ABORT))
-    assert cells(told)[2:5] == [
+    outcome = run("metric", events, (1, -6), stderr=("", ABORT))
+    assert row_cells(outcome)[2:5] == [
         "RuntimeError: Connection closed by peer",
         "SIGABRT: gloo::EnforceNotMet",
         "20 ms",
     ]
-    assert "others: RuntimeError: Connection closed by peer (20 ms)" in sentence(told)
+    assert "others: RuntimeError: Connection closed by peer (20 ms)" in summary_line(outcome)
 
 
-def test_a_scene_in_which_all_finish():
+def test_a_case_in_which_all_finish():
     wrong = [
         *steps(8),
-        *(note for step in (8, 9) for note in (began(step, step), made(step, step, 38, 0.32))),
+        *(event for step in (8, 9) for event in (started(step, step), stepped(step, step, 38, 0.32))),
     ]
-    told = scene(
+    outcome = run(
         "join", {0: [*wrong, finished(11, 1.0, 2.0)], 1: [*steps(8), finished(11, 1.0, 2.5)]}, (0, 0)
     )
-    assert told["gradient_error_with_a_dry_rank"] == 0.32
-    assert told["gradient_error_with_equal_batches"] == 1e-16
-    assert told["replicas_apart"] == 0.5
-    assert cells(told)[2:] == ["finish", "finish", "", "32.0%", "1e-16", "0"]
-    assert not is_exact(told)
+    assert outcome["gradient_error_with_a_dry_rank"] == 0.32
+    assert outcome["gradient_error_with_equal_batches"] == 1e-16
+    assert outcome["replicas_apart"] == 0.5
+    assert row_cells(outcome)[2:] == ["finish", "finish", "", "32.0%", "1e-16", "0"]
+    assert not is_exact(outcome)
     right = {rank: [*steps(10), finished(11, 1.0)] for rank in (0, 1)}
-    exact = scene("bucketed", right, (0, 0)) | {"samples_lost": 0}
+    exact = run("bucketed", right, (0, 0)) | {"samples_lost": 0}
     assert is_exact(exact)
-    assert len(cells(exact)) == len(COLUMNS)
+    assert len(row_cells(exact)) == len(STARVATION_COLUMNS)
 
 
-def test_who_had_to_be_killed_is_told():
-    told = scene("barrier", {0: [began(1)], 1: [dry(1)]}, (None, None))
-    assert cells(told)[2:4] == ["hang for ever", "hang for ever"]
+def test_killed_ranks_are_reported_as_hung():
+    outcome = run("barrier", {0: [started(1)], 1: [dry(1)]}, (None, None))
+    assert row_cells(outcome)[2:4] == ["hang for ever", "hang for ever"]
 
 
-def test_the_title_tells_what_all_have_in_common():
-    assert title(SETUP.told()) == (
+def test_the_title_lists_the_settings():
+    assert table_title(SETTINGS.summary()) == (
         "2 ranks, 1100 samples in blocks of 100, batches of 64: 10, 8 batches; gloo, time-out 10 s"
     )

@@ -1,4 +1,4 @@
-"""Corpora: where text comes from, what is held out, and what can't be read."""
+"""Corpora: sources, held-out parts, and refused data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def held_together(corpus):
 
 
 def test_standard_library_is_real_text_and_the_same_each_time():
-    one, two = corpora.load(), corpora.load()
+    one, two = corpora.load_corpus(), corpora.load_corpus()
     assert one.fingerprint == two.fingerprint
     assert one.vocabulary == 256
     assert "standard library" in one.name
@@ -42,7 +42,7 @@ def test_standard_library_keeps_whole_files_under_its_limit():
 def test_file_is_mapped_and_split_once(tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(bytes(range(100)) * 10)
-    corpus = corpora.load(path)
+    corpus = corpora.load_corpus(path)
     assert isinstance(corpus.train, np.memmap)
     assert held_together(corpus) == path.read_bytes()
     assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
@@ -55,13 +55,13 @@ def test_folder_reads_text_in_order_of_path(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0\0")
     (tmp_path / ".hidden").write_text("no")
     (tmp_path / "z.md").write_text("three")
-    assert held_together(corpora.load(tmp_path)) == b"one two three"
+    assert held_together(corpora.load_corpus(tmp_path)) == b"one two three"
 
 
 def test_token_file_knows_its_vocabulary(tmp_path):
     path = tmp_path / "words.bin"
     np.array([5, 300, 7] * 20, dtype="<u2").tofile(path)
-    corpus = corpora.load(path)
+    corpus = corpora.load_corpus(path)
     assert corpus.vocabulary == 301
     assert not corpus.is_text
     assert (len(corpus.train), len(corpus.held_out)) == (54, 6)
@@ -72,13 +72,13 @@ def test_token_file_knows_its_vocabulary(tmp_path):
 def test_nanogpt_folder_holds_out_its_val_bin(tmp_path, name):
     np.arange(40, dtype="<u2").tofile(tmp_path / "train.bin")
     np.arange(90, 99, dtype="<u2").tofile(tmp_path / "val.bin")
-    corpus = corpora.load(tmp_path / name)
+    corpus = corpora.load_corpus(tmp_path / name)
     assert list(corpus.train) == list(range(40))
     assert list(corpus.held_out) == list(range(90, 99))
     assert corpus.vocabulary == 99
 
 
-def test_fingerprint_tells_a_changed_byte_a_moved_split_and_a_type(tmp_path):
+def test_fingerprint_changes_with_a_byte_a_moved_split_and_a_type(tmp_path):
     tokens = np.zeros(1000, np.uint8)
     changed = tokens.copy()
     changed[500] = 1
@@ -130,22 +130,22 @@ def pipe(tmp_path):
         (pipe, "no such file or folder"),
     ],
 )
-def test_what_is_no_data_is_refused(tmp_path, make, message):
+def test_unreadable_data_is_refused(tmp_path, make, message):
     with pytest.raises(UsageError, match=message):
-        corpora.load(make(tmp_path))
+        corpora.load_corpus(make(tmp_path))
 
 
 def test_folder_that_is_too_large_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("x" * 11)
     monkeypatch.setattr(corpora, "FOLDER_NBYTES", 10)
     with pytest.raises(UsageError, match="join its files"):
-        corpora.load(tmp_path)
+        corpora.load_corpus(tmp_path)
 
 
 def test_python_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match="no Python sources"):
-        corpora.load()
+        corpora.load_corpus()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_python_without_sources_is_refused(tmp_path, monkeypatch):
 def test_check_says_what_is_missing(train, held_out, message):
     corpus = Corpus("a", np.zeros(train, np.uint8), np.zeros(held_out, np.uint8))
     if message is None:
-        corpora.check(corpus, batch=1, context=10, ranks=3)
+        corpora.check_corpus(corpus, batch=1, context=10, ranks=3)
     else:
         with pytest.raises(UsageError, match=message):
-            corpora.check(corpus, batch=2, context=10, ranks=4)
+            corpora.check_corpus(corpus, batch=2, context=10, ranks=4)

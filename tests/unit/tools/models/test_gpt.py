@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.tools.models.gpt import GPT, loss, rotary_tables, rotate
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt import GPT, rotary_tables, rotate, token_loss
+from paceline.tools.models.gpt_sizes import GptSize
 
-SIZE = Size("test", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=50, context=16)
+SIZE = GptSize("test", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=50, context=16)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_order_matters_beyond_the_last_token(model):
     assert not torch.allclose(model(tokens())[:, -1], model(swapped)[:, -1])
 
 
-def test_rotation_tells_distance_only():
+def test_rotation_depends_on_distance_only():
     cos, sin = (table.double() for table in rotary_tables(8, 4))
     query, key = torch.randn(2, 1, 1, 1, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -63,7 +63,7 @@ def test_rotation_tells_distance_only():
 def test_first_loss_is_that_of_guessing(tie):
     torch.manual_seed(0)
     model = GPT(SIZE, tie=tie)
-    assert loss(model(tokens()), tokens(seed=2)).item() == pytest.approx(math.log(50), abs=0.1)
+    assert token_loss(model(tokens()), tokens(seed=2)).item() == pytest.approx(math.log(50), abs=0.1)
 
 
 def test_tied_weights_are_one_tensor():
@@ -85,7 +85,7 @@ def test_recompute_gives_the_same_gradients(model):
     other = GPT(SIZE, recompute=True).double()
     other.load_state_dict(model.state_dict())
     for net in (model, other):
-        loss(net(tokens()), tokens(seed=2)).backward()
+        token_loss(net(tokens()), tokens(seed=2)).backward()
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         assert one.grad is not None, name
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-12, atol=1e-14)
@@ -96,7 +96,7 @@ def test_it_learns_a_row_by_heart(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs, targets = tokens()[:, :-1], tokens()[:, 1:]
     for _ in range(60):
-        value = loss(model(inputs), targets)
+        value = token_loss(model(inputs), targets)
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
@@ -120,7 +120,7 @@ def test_wrong_tokens_are_refused(model, given, message):
 
 def test_targets_that_do_not_fit_are_refused(model):
     with pytest.raises(UsageError, match=r"\[3, 16, 50\] and targets of shape \[3, 15\]"):
-        loss(model(tokens()), tokens()[:, 1:])
+        token_loss(model(tokens()), tokens()[:, 1:])
 
 
 def test_generate_adds_tokens_beyond_the_context(model):

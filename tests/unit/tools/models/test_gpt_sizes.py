@@ -1,4 +1,4 @@
-"""Sizes: the parameter count is that of the real module, and what can't be built is refused."""
+"""Sizes: parameter counts equal those of the module; invalid sizes are refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt_sizes import SIZES, Size, size_of
+from paceline.tools.models.gpt_sizes import SIZES, GptSize, gpt_size
 
 
 def test_the_ladder():
@@ -30,14 +30,14 @@ def test_parameter_count_is_that_of_the_module(name, tie):
 
 
 def test_override_leaves_the_rest():
-    size = size_of("small", vocabulary=256, context=64)
+    size = gpt_size("small", vocabulary=256, context=64)
     assert (size.vocabulary, size.context, size.d_model) == (256, 64, 768)
-    assert size_of("small") == SIZES["small"]
+    assert gpt_size("small") == SIZES["small"]
 
 
 def test_unknown_size_suggests_the_nearest():
     with pytest.raises(UsageError, match=r"unknown model size 'smal'.*\n.*did you mean 'small'"):
-        size_of("smal")
+        gpt_size("smal")
 
 
 @pytest.mark.parametrize("field", ["d_model", "d_ff", "layers", "heads", "vocabulary", "context"])
@@ -45,10 +45,10 @@ def test_unknown_size_suggests_the_nearest():
 def test_bad_values_are_named(field, value):
     good = {"d_model": 8, "d_ff": 16, "layers": 1, "heads": 2}
     with pytest.raises(UsageError, match=f"{field}={value!r}"):
-        Size("mine", **(good | {field: value}))
+        GptSize("mine", **(good | {field: value}))
 
 
 @pytest.mark.parametrize(("d_model", "heads"), [(10, 3), (6, 2)])
 def test_heads_that_do_not_fit(d_model, heads):
     with pytest.raises(UsageError, match="heads do not fit"):
-        Size("mine", d_model, 16, 1, heads)
+        GptSize("mine", d_model, 16, 1, heads)

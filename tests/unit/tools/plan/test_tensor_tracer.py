@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from paceline.errors import UsageError
 from paceline.parallel.comm import Comm
-from paceline.tools.bench.cpu_allocations import Allocated
+from paceline.tools.bench.peak_memory import CpuAllocations
 from paceline.tools.plan.memory.kernel_workspaces import cpu_workspace
 from paceline.tools.plan.memory.memory_prediction import Untraceable, predict
 from paceline.tools.plan.memory.tensor_tracer import Tracer
@@ -120,7 +120,7 @@ def test_gradients_are_added_up_in_place_as_autograd_does_with_real_tensors():
     with FakeTensorMode(), Tracer() as tracer:
         fan_in(lambda phase: tracer.begin(0, phase))
     fan_in(lambda phase: None)
-    with Allocated() as allocated:
+    with CpuAllocations() as allocated:
         fan_in(lambda phase: None)
     assert tracer.timeline().peak().nbytes == pytest.approx(allocated.nbytes, abs=64)
 
@@ -140,7 +140,7 @@ def test_a_convolutions_workspace_is_that_of_the_cpu_kernel(stride, channels):
     with FakeTensorMode(), Tracer(cpu_workspace) as tracer:
         run()
     run()
-    with Allocated() as allocated:
+    with CpuAllocations() as allocated:
         run()
     assert tracer.timeline().peak().nbytes == pytest.approx(allocated.nbytes, rel=0.05)
 
@@ -154,14 +154,14 @@ def test_sparse_gradients_are_their_indices_and_values():
     with FakeTensorMode(), Tracer() as tracer:
         run()
     run()
-    with Allocated() as allocated:
+    with CpuAllocations() as allocated:
         run()
     assert tracer.timeline().peak().nbytes == pytest.approx(allocated.nbytes, rel=1e-3)
 
 
 def test_tensors_without_memory_of_their_own_do_not_disturb_a_measurement():
     bystanders = [torch.eye(3).to_sparse(), torch.zeros(3, 3).to_mkldnn()]
-    with Allocated() as allocated:
+    with CpuAllocations() as allocated:
         kept = torch.zeros(256)
     assert allocated.nbytes == kept.nbytes
     del bystanders
@@ -207,7 +207,7 @@ def test_batch_checkpointing_and_precision_matter():
 def test_a_prediction_is_what_one_process_takes():
     setting = Setting("alone", 1, 4, 64)
     train(subject_of("tiny"), setting, Comm(), Silent())
-    with Allocated() as allocated:
+    with CpuAllocations() as allocated:
         train(subject_of("tiny"), setting, Comm(), Silent())
     assert predict(subject_of("tiny"), setting).timeline.peak().nbytes == pytest.approx(
         allocated.nbytes, rel=0.01

@@ -235,10 +235,10 @@ def test_messages_of_a_larger_model_fill_the_links():
 
 
 def test_fragments_are_sent_in_turns():
-    from paceline.tools.models.gpt_sizes import Size
+    from paceline.tools.models.gpt_sizes import GptSize
     from paceline.tools.simulate.learning_tasks import GPTTask
 
-    task = GPTTask(Size("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
+    task = GPTTask(GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32), batch=2, held_out=16)
     plan = AsyncPlan(EQUAL[:2], steps=24, cadence=SyncSchedule(8, 2, 2))
     found = simulate(plan, task)
     whole = simulate(replace(plan, cadence=SyncSchedule(8, 1, 2)), task)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.simulate.async_settings import Machine
 from paceline.tools.simulate.learning_tasks import GPTTask, LinearTask
 from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep, ring_seconds
@@ -31,7 +31,7 @@ def test_one_worker_is_plain_sgd():
 
 
 def test_gradients_are_those_of_all_batches_together():
-    size = Size("small", 32, 64, 1, 2, vocabulary=256, context=32)
+    size = GptSize("small", 32, 64, 1, 2, vocabulary=256, context=32)
     three = lockstep(LockstepPlan(MACHINES, steps=4), GPTTask(size, batch=2, held_out=16))
     one = lockstep(LockstepPlan(MACHINES[:1], steps=4), GPTTask(size, batch=6, held_out=16))
     assert three.loss == pytest.approx(one.loss, rel=1e-4)

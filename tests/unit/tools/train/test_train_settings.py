@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import layers_of
 from paceline.parallel.strategy import Sync
 from paceline.tools.models.gpt import GPT
-from paceline.tools.models.gpt_sizes import SIZES, size_of
+from paceline.tools.models.gpt_sizes import SIZES, gpt_size
 from paceline.tools.train.local_sgd_settings import Apart, layers_of_gpt
 from paceline.tools.train.train_settings import Settings
 
@@ -181,4 +181,4 @@ def test_what_does_not_fit_together(values, said):
 
 @pytest.mark.parametrize("name", ["tiny", "mini"])
 def test_layers_are_counted_without_a_model(name):
-    assert len(layers_of(GPT(size_of(name)))) == layers_of_gpt(SIZES[name].layers)
+    assert len(layers_of(GPT(gpt_size(name)))) == layers_of_gpt(SIZES[name].layers)

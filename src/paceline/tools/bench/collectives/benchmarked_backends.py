@@ -1,19 +1,21 @@
-"""What carries a collective, by the name on the command line, and what each needs (no torch until asked).
+"""Backends of the collectives benchmark, by their name on the command line, and their requirements.
 
-| name             | what runs                                                                            |
+| name             | implementation                                                                       |
 |------------------|--------------------------------------------------------------------------------------|
 | `gloo`           | torch's backend for the CPU, over TCP                                                |
-| `paceline`       | ours, on ordinary tensors: shared memory inside a host, the network between hosts    |
-| `paceline:arena` | ours, on tensors of `allocate_tensor`, which it reduces where they lie               |
+| `paceline`       | Paceline's, on ordinary tensors: shared memory inside a host, the network between    |
+| `paceline:arena` | Paceline's, on tensors of `allocate_tensor`, which it reduces in place               |
 | `nccl`           | NVIDIA's, on GPUs, one per rank                                                      |
 | `mpi4py`         | MPI, under mpiexec (MPICH from its wheel, or another one)                            |
-| `schedule:NAME`  | our schedule of that name (`paceline collective`) over gloo's send and recv          |
+| `schedule:NAME`  | the schedule of that name (`paceline collective`) over gloo's send and recv          |
+
+Torch is imported only to look for GPUs and built-in backends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib.util import find_spec
 
 from paceline.collectives.algorithms import ALGORITHMS
@@ -22,50 +24,62 @@ from paceline.tools.bench.collectives.bus_bandwidth import OPERATIONS
 from paceline.world.machine_facts import GpuFacts, torch_facts
 from paceline.world.mpi_world import INSTALL_MPI
 
-__all__ = ["BACKENDS", "MPI", "RANKS", "Backend", "backend_of", "check_backends", "default_backends", "gpus"]
+__all__ = [
+    "BACKENDS",
+    "LOCAL_RANKS",
+    "MPIEXEC",
+    "BenchmarkedBackend",
+    "check_backends",
+    "default_backends",
+    "find_backend",
+    "usable_gpus",
+]
 
-RANKS = "ranks"
-"""Starts ranks as Python processes, which meet in a file or over TCP."""
+LOCAL_RANKS = "ranks"
+"""Launcher of ranks as Python processes, with a rendezvous over a file or TCP."""
 
-MPI = "mpiexec"
-"""Starts ranks as MPI wants it; they meet in a file or over TCP too."""
+MPIEXEC = "mpiexec"
+"""Launcher of ranks under MPI, with a rendezvous over a file or TCP too."""
+
+_SCHEDULE = "schedule:"
 
 
 @dataclass(frozen=True)
-class Backend:
-    """One way to carry collectives.
+class BenchmarkedBackend:
+    """One implementation of collectives.
 
     Attributes:
         name: as on the command line.
         torch: torch's name for it.
         device: ``"cpu"`` or ``"cuda"``.
-        starter: what starts its processes; those of one starter share processes and take turns.
-        missing: tells why it can't be had here, with what to do; None: it can.
+        launcher: starts its processes, `LOCAL_RANKS` or `MPIEXEC`; backends with the same one share processes.
+        problem: returns the error, with a remedy, if it can't be used here, else None.
         arena: its buffers come from the backend's own memory.
-        algorithm: the schedule that is run over it; empty: its own collectives are. A schedule works in place: what a
-            rank gives to an all-gather, and gets from a reduce-scatter, is a part of one buffer.
-        ops: the operations that it has.
-        scratch: bytes that its library allocates beyond what others do, in units of S; measured as theirs.
-        usual: it takes part where nobody names backends.
+        algorithm: the schedule that is run over it; empty: its own collectives. A schedule works in place: a rank's
+            input of an all-gather, and its output of a reduce-scatter, is a part of one buffer.
+        ops: its operations.
+        scratch: bytes that its library allocates beyond the others' ÷ S, as measured.
+        default: it is benchmarked if no backends are named.
     """
 
     name: str
     torch: str
     device: str
-    starter: str
-    missing: Callable[[], UsageError | None]
+    launcher: str
+    problem: Callable[[], UsageError | None]
+    _: KW_ONLY
     arena: bool = False
     algorithm: str = ""
     ops: tuple[str, ...] = tuple(OPERATIONS)
     scratch: float = 0.0
-    usual: bool = True
+    default: bool = True
 
-    def buffers_for(self, op: str) -> tuple[str, bool, bool]:
-        """Return what kind of buffers it needs for an operation: backends that take turns share those of a kind."""
+    def buffer_kind(self, op: str) -> tuple[str, bool, bool]:
+        """Return the kind of its buffers for an operation; backends in the same processes share equal kinds."""
         return self.device, self.arena, bool(self.algorithm) and op in ("all-gather", "reduce-scatter")
 
 
-def gpus() -> tuple[GpuFacts, ...]:
+def usable_gpus() -> tuple[GpuFacts, ...]:
     """Return the GPUs that torch can use here."""
     facts = torch_facts()
     return facts.gpus if facts else ()
@@ -78,12 +92,12 @@ def _built_in(name: str, remedy: str) -> UsageError | None:
     return UsageError(f"backend {name!r}: the installed PyTorch is built without it", remedy=remedy)
 
 
-def _gloo_missing() -> UsageError | None:
+def _gloo_problem() -> UsageError | None:
     return _built_in("gloo", "install a PyTorch from pytorch.org, which has it")
 
 
-def _nccl_missing() -> UsageError | None:
-    if not gpus():
+def _nccl_problem() -> UsageError | None:
+    if not usable_gpus():
         return UsageError(
             "backend 'nccl' needs GPUs, and torch can use none here",
             remedy="see `paceline doctor`, or leave it out",
@@ -91,35 +105,34 @@ def _nccl_missing() -> UsageError | None:
     return _built_in("nccl", "install a PyTorch for CUDA, or leave nccl out")
 
 
-def _mpi_missing() -> UsageError | None:
+def _mpi_problem() -> UsageError | None:
     if find_spec("mpi4py") is None:
         return UsageError("backend 'mpi4py': mpi4py is not installed", remedy=INSTALL_MPI)
-    return _gloo_missing()
+    return _gloo_problem()
 
 
 BACKENDS = {
     each.name: each
     for each in (
-        Backend("gloo", "gloo", "cpu", RANKS, _gloo_missing),
-        Backend("paceline", "paceline", "cpu", RANKS, _gloo_missing),
-        Backend("paceline:arena", "paceline", "cpu", RANKS, _gloo_missing, arena=True, usual=False),
-        Backend("nccl", "nccl", "cuda", RANKS, _nccl_missing),
-        Backend("mpi4py", "mpi4py", "cpu", MPI, _mpi_missing, scratch=0.6),
+        BenchmarkedBackend("gloo", "gloo", "cpu", LOCAL_RANKS, _gloo_problem),
+        BenchmarkedBackend("paceline", "paceline", "cpu", LOCAL_RANKS, _gloo_problem),
+        BenchmarkedBackend(
+            "paceline:arena", "paceline", "cpu", LOCAL_RANKS, _gloo_problem, arena=True, default=False
+        ),
+        BenchmarkedBackend("nccl", "nccl", "cuda", LOCAL_RANKS, _nccl_problem),
+        BenchmarkedBackend("mpi4py", "mpi4py", "cpu", MPIEXEC, _mpi_problem, scratch=0.6),
     )
 }
 
 
-_SCHEDULE = "schedule:"
-
-
-def backend_of(name: str) -> Backend:
+def find_backend(name: str) -> BenchmarkedBackend:
     """Return the backend of that name.
 
     Raises:
-        UsageError: there is none; the nearest name is suggested.
+        UsageError: the name is unknown; the nearest one is suggested.
 
     Example:
-        >>> backend_of("schedule:ring").ops
+        >>> find_backend("schedule:ring").ops
         ('all-reduce', 'reduce-scatter', 'all-gather')
     """
     if name in BACKENDS:
@@ -129,38 +142,44 @@ def backend_of(name: str) -> Backend:
         raise unknown("backend", name, [*BACKENDS, *schedules])
     algorithm = schedules[name]
     ops = tuple(op for op in OPERATIONS if algorithm in ALGORITHMS[op])
-    return Backend(name, "gloo", "cpu", RANKS, _gloo_missing, algorithm=algorithm, ops=ops, usual=False)
+    return BenchmarkedBackend(
+        name, "gloo", "cpu", LOCAL_RANKS, _gloo_problem, algorithm=algorithm, ops=ops, default=False
+    )
 
 
 def check_backends(names: tuple[str, ...], most_ranks_on_host: int) -> None:
     """Refuse backends that can't run here.
 
     Args:
-        names: which ones.
-        most_ranks_on_host: the most ranks that one host gets.
+        names: of the backends.
+        most_ranks_on_host: largest number of ranks on one host.
 
     Raises:
         UsageError: one is unknown or not installed, or there are fewer GPUs than ranks.
     """
     for name in names:
-        problem = backend_of(name).missing()
+        problem = find_backend(name).problem()
         if problem is not None:
             raise problem
-        there = len(gpus()) if backend_of(name).device == "cuda" else most_ranks_on_host
-        if most_ranks_on_host > there:
+        usable = len(usable_gpus()) if find_backend(name).device == "cuda" else most_ranks_on_host
+        if most_ranks_on_host > usable:
             raise UsageError(
-                f"backend {name!r}: {most_ranks_on_host} ranks need a GPU each, and there are {there}",
-                remedy=f"give at most {there} with --ranks" if there > 1 else f"leave {name} out",
+                f"backend {name!r}: {most_ranks_on_host} ranks need a GPU each, and there are {usable}",
+                remedy=f"give at most {usable} with --ranks" if usable > 1 else f"leave {name} out",
             )
 
 
-def default_backends(starters: Collection[str]) -> tuple[str, ...]:
-    """Return those that take part where nobody names any: all usual ones that can be had, NCCL from two GPUs on.
+def default_backends(launchers: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the default backends that can be used here; NCCL only with two GPUs or more.
 
     Args:
-        starters: what can start ranks here.
+        launchers: that are available here.
     """
-    there = [each for each in BACKENDS.values() if each.usual and each.starter in starters]
     return tuple(
-        each.name for each in there if each.missing() is None and (each.device == "cpu" or len(gpus()) > 1)
+        each.name
+        for each in BACKENDS.values()
+        if each.default
+        and each.launcher in launchers
+        and each.problem() is None
+        and (each.device == "cpu" or len(usable_gpus()) > 1)
     )

@@ -1,81 +1,161 @@
-"""Runs the process sets of a measurement one after another; what is finished is in the journal."""
+"""Runs the process sets of the collectives benchmark one after another; finished rows are kept in a journal.
+
+The journal is a file of JSON lines: a head with settings and machine, then a row per line. A row is on disk before the
+next case begins, so that an interrupted measurement can be resumed; a last line that was cut off is dropped.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from paceline.tools.bench.collectives.benchmark_cases import Case, process_sets
-from paceline.tools.bench.collectives.collectives_rows import Key, Row
+from paceline._core.json_codec import encode
+from paceline.errors import UsageError
+from paceline.tools.bench.collectives.collectives_cases import CollectiveCase, process_sets
+from paceline.tools.bench.collectives.collectives_rows import CollectiveRow, RowKey
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
-from paceline.tools.bench.collectives.measurement_journal import Journal
-from paceline.tools.bench.step.step_benchmark import StartRanks
+from paceline.tools.bench.collectives.collectives_tables import list_differences
+from paceline.tools.bench.rank_jobs import StartRanks
 
-__all__ = ["Starters", "finished", "in_order", "keys_of", "measure"]
+__all__ = ["RankStarters", "RowJournal", "is_finished", "measure_collectives", "ordered_rows", "row_keys"]
 
-Starters = Mapping[str, StartRanks]
-"""What starts the processes of the backends whose `Backend.starter` is the key; it returns when all have ended well."""
+RankStarters = Mapping[str, StartRanks]
+"""Starts ranks, by the name of the launcher (`benchmarked_backends.BenchmarkedBackend.launcher`)."""
+
+_KIND = "bench-collectives-journal"
 
 
-def measure(
+def measure_collectives(
     settings: CollectiveSettings,
-    cases: Sequence[Case],
-    starters: Starters,
-    journal: Journal,
+    cases: Sequence[CollectiveCase],
+    starters: RankStarters,
+    journal: RowJournal,
 ) -> None:
-    """Measure whatever of the cases is not in the journal yet.
+    """Measure the cases that are not in the journal yet.
 
     Args:
-        settings: how to measure.
+        settings: of the measurement.
         cases: all cases.
-        starters: start the ranks, such as ``{RANKS: paceline.launch.process.local_ranks.run_ranks}``.
+        starters: start the ranks, such as ``{LOCAL_RANKS: paceline.launch.process.local_ranks.run_ranks}``.
         journal: begun, or resumed.
 
     Raises:
         RankFailed: a rank ended with an error; the rows of finished cases are in the journal.
     """
     for each in process_sets(cases):
-        there = {row.key for row in journal.rows()}
-        left = [case for case in each.cases if not finished(case, settings.dtype, there)]
+        kept = {row.key for row in journal.rows()}
+        left = [case for case in each.cases if not is_finished(case, settings.dtype, kept)]
         if not left:
             continue
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-            job = Path(folder, "job.json")
-            described = {
-                "settings": settings.to_json(),
-                "cases": [asdict(case) for case in left],
-                "init_method": _meeting(settings.rendezvous, Path(folder)),
+            path = Path(folder, "job.json")
+            job = {
+                "settings": encode(settings),
+                "cases": encode(left),
+                "init_method": _init_method(settings.rendezvous, Path(folder)),
                 "journal": str(journal.path.absolute()),
             }
-            job.write_text(json.dumps(described), encoding="utf-8")
-            starters[each.starter](
-                ["-m", "paceline.tools.bench.collectives.collectives_worker", str(job)], each.ranks, env={}
-            )
+            path.write_text(json.dumps(job), encoding="utf-8")
+            module = "paceline.tools.bench.collectives.collectives_worker"
+            starters[each.launcher](["-m", module, str(path)], each.ranks, env={})
 
 
-def _meeting(rendezvous: str, folder: Path) -> str:
-    """Return where the ranks of one process set meet: a file in `folder`, or a port that is free now."""
+def _init_method(rendezvous: str, folder: Path) -> str:
+    """Return the rendezvous of one process set: a file in `folder`, or a port that is free now."""
     if rendezvous == "file":
         return Path(folder, "rendezvous").as_uri()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def keys_of(case: Case, dtype: str) -> list[Key]:
-    """Return what tells the rows of a case apart from others."""
+def row_keys(case: CollectiveCase, dtype: str) -> list[RowKey]:
+    """Return the keys of a case's rows."""
     return [(backend, case.op, case.ranks, case.nbytes, dtype) for backend in case.backends]
 
 
-def finished(case: Case, dtype: str, there: Iterable[Key]) -> bool:
-    """Return whether all rows of a case are there."""
-    return set(keys_of(case, dtype)) <= set(there)
+def is_finished(case: CollectiveCase, dtype: str, kept: Iterable[RowKey]) -> bool:
+    """Return whether all rows of a case are kept."""
+    return set(row_keys(case, dtype)) <= set(kept)
 
 
-def in_order(cases: Iterable[Case], dtype: str, rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in the order of the cases, each case's latest."""
+def ordered_rows(
+    cases: Iterable[CollectiveCase], dtype: str, rows: Iterable[CollectiveRow]
+) -> list[CollectiveRow]:
+    """Return the latest row for each key, in the order of the cases."""
     by_key = {row.key: row for row in rows}
-    return [by_key[key] for case in cases for key in keys_of(case, dtype) if key in by_key]
+    return [by_key[key] for case in cases for key in row_keys(case, dtype) if key in by_key]
+
+
+class RowJournal:
+    """Journal of finished rows.
+
+    Args:
+        path: the file; nothing is read or written yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def begin(self, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+        """Start an empty journal of a measurement with these settings on this machine."""
+        self.path.write_bytes(b"")
+        self._append([{"kind": _KIND, "schema": 1, "settings": dict(settings), "machine": dict(machine)}])
+
+    def resume(self, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> list[CollectiveRow]:
+        """Drop a line that was cut off and return the finished rows.
+
+        Raises:
+            UsageError: the file is not a journal, or has other settings or another machine; names them.
+        """
+        head, rows = self._read()
+        for what, ours in (("settings", settings), ("machine", machine)):
+            differing = list_differences(json.loads(json.dumps(ours)), head.get(what, {}))
+            if differing:
+                raise UsageError(
+                    f"{self.path} was begun with other {what}: {'; '.join(differing)}",
+                    remedy=f"give the same ones, or remove {self.path} and start without --resume",
+                )
+        whole = b"".join(line + b"\n" for line in self._whole_lines())
+        with self.path.open("r+b") as file:
+            file.truncate(len(whole))
+        return rows
+
+    def rows(self) -> list[CollectiveRow]:
+        """Return the finished rows.
+
+        Raises:
+            UsageError: the file is not a journal.
+        """
+        return self._read()[1]
+
+    def append(self, rows: Iterable[CollectiveRow]) -> None:
+        """Add finished rows; they are on disk when this returns."""
+        self._append(row.to_json() for row in rows)
+
+    def _append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+        with self.path.open("ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _whole_lines(self) -> list[bytes]:
+        return self.path.read_bytes().split(b"\n")[:-1]
+
+    def _read(self) -> tuple[dict[str, Any], list[CollectiveRow]]:
+        try:
+            head, *others = [json.loads(line) for line in self._whole_lines()]
+            if head["kind"] == _KIND and head["schema"] == 1:
+                return head, [CollectiveRow.from_json(record, str(self.path)) for record in others]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{self.path} can't be read as a journal: {error}", remedy="remove it"
+            ) from error
+        raise UsageError(
+            f"{self.path} is not a journal of this version", remedy="remove it, or name another file"
+        )

@@ -1,4 +1,4 @@
-"""From the words of a command line to what will be measured, refused or left out, before anything is started."""
+"""From the options of `paceline bench collectives` to the cases that are measured, refused or left out."""
 
 from __future__ import annotations
 
@@ -6,63 +6,59 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline._core.units import parse_bytes, parse_list, parse_sweep
 from paceline.errors import UsageError
-from paceline.tools.bench.collectives.benchmark_cases import Case, cases_of
 from paceline.tools.bench.collectives.benchmarked_backends import (
-    backend_of,
     check_backends,
     default_backends,
-    gpus,
+    find_backend,
+    usable_gpus,
 )
-from paceline.tools.bench.collectives.collectives_settings import (
-    CollectiveSettings,
-    parse_names,
-    parse_ranks,
-    parse_sizes,
+from paceline.tools.bench.collectives.collectives_cases import (
+    CollectiveCase,
+    HostMemory,
+    check_cases_fit,
+    fitting_cases,
+    list_cases,
 )
-from paceline.tools.bench.collectives.memory_needed import Room, fitting_cases, refuse_what_does_not_fit
+from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
+from paceline.tools.bench.rank_jobs import check_launched_ranks, network_name, under_launcher
 from paceline.world import ProcessPlace
 from paceline.world.machine_facts import available_nbytes
 from paceline.world.mpi_world import INSTALL_MPI
 
-__all__ = ["DEFAULT_OPS", "DEFAULT_RANKS", "DEFAULT_SIZES", "Request", "is_joined", "make_request"]
+__all__ = ["DEFAULT_RANKS", "DEFAULT_SIZES", "CollectivesRequest", "make_request"]
 
-DEFAULT_OPS, DEFAULT_RANKS, DEFAULT_SIZES = "all-reduce", "2,4,6", "1MB,10MB,100MB,1024MB"
+DEFAULT_RANKS, DEFAULT_SIZES = "2,4,6", "1MB,10MB,100MB,1024MB"
 
-_USED = 0.9
-"""Share of the free memory that buffers may take: the rest is for what else the machine does."""
+_USED = 0.9  # share of the free memory that buffers may take
 
 
 @dataclass(frozen=True)
-class Request:
-    """What will be measured.
+class CollectivesRequest:
+    """Cases to measure, known before anything is started.
 
     Attributes:
-        settings: how.
-        cases: what, in order.
-        fits: for each case whether this host has room for it.
-        left_out: of what was not asked for by name: what is not measured, and why.
+        settings: of the measurement.
+        cases: in order.
+        fits: for each case, whether it fits into the memory of this host.
+        left_out: reasons why cases that were not named explicitly are left out.
     """
 
     settings: CollectiveSettings
-    cases: tuple[Case, ...]
+    cases: tuple[CollectiveCase, ...]
     fits: tuple[bool, ...]
     left_out: tuple[str, ...]
 
     @property
-    def fitting(self) -> list[Case]:
-        """The cases that this host has room for."""
+    def fitting(self) -> list[CollectiveCase]:
+        """The cases that fit into the memory of this host."""
         return [case for case, fits in zip(self.cases, self.fits, strict=True) if fits]
-
-
-def is_joined(place: ProcessPlace) -> bool:
-    """Return whether a launcher started this process as a rank."""
-    return place.source != "arguments"
 
 
 def make_request(
     place: ProcessPlace,
-    starters: Collection[str],
+    launchers: Collection[str],
     *,
     backends: str | None,
     ops: str,
@@ -70,88 +66,91 @@ def make_request(
     sizes: str | None,
     network: str | None,
     **others: Any,
-) -> Request:
-    """Return what the words of a command line ask for.
+) -> CollectivesRequest:
+    """Return the cases that command-line options select.
 
     Args:
-        place: this process's place as launchers tell it: under one, its ranks are those that are measured.
-        starters: what can start ranks here; under a launcher, whose ranks these are.
-        backends, ops, ranks, sizes: lists separated by commas; None: the default.
-        network: what is between the ranks, in words; None: loopback, or "between hosts".
+        place: of this process; under a launcher, that launcher's ranks are measured.
+        launchers: that are available here; under a launcher, those whose ranks these are.
+        backends: names separated by commas; None: `default_backends`.
+        ops: names separated by commas.
+        ranks: numbers separated by commas; None: `DEFAULT_RANKS`.
+        sizes: sizes or sweeps separated by commas; None: `DEFAULT_SIZES`, as far as they fit.
+        network: name of the network between the ranks; None: loopback, or "between hosts".
         others: the other settings.
 
     Raises:
-        UsageError: a value is wrong, a backend can't be had, or what was asked for does not fit into memory.
+        UsageError: a value is wrong, a backend can't be used, or a named size does not fit into memory.
     """
-    chosen = default_backends(starters) if backends is None else parse_names(backends, "--backends")
-    between = is_joined(place) and (place.nodes or 1) > 1
+    if backends is None:
+        names = default_backends(launchers)
+    else:
+        names = parse_list("--backends", backends, str, example="gloo,paceline", unique=True)
     settings = CollectiveSettings(
-        backends=chosen,
-        ops=parse_names(ops, "--ops"),
-        ranks=_ranks(ranks, place),
-        sizes=parse_sizes(DEFAULT_SIZES if sizes is None else sizes),
-        network=network or ("between hosts" if between else "loopback"),
+        backends=names,
+        ops=parse_list("--ops", ops, str, example="all-reduce,broadcast", unique=True),
+        ranks=_parse_ranks(ranks, place),
+        sizes=_parse_sizes(DEFAULT_SIZES if sizes is None else sizes),
+        network=network_name(network, place),
         **others,
     )
-    local = place.local_size if is_joined(place) else None
+    local = place.local_size if under_launcher(place) else None
     if backends is None:
-        cases, left_out = _without_gpu(settings, local)
+        cases, left_out = _without_missing_gpus(settings, local)
     else:
         check_backends(settings.backends, local or max(settings.ranks))
-        _check_starters(settings, place, starters)
-        cases, left_out = cases_of(settings), []
-    room = _room(local)
+        _check_launchers(settings, place, launchers)
+        cases, left_out = list_cases(settings), []
+    smallest_gpu = min((gpu.memory_nbytes for gpu in usable_gpus()), default=0)
+    host = HostMemory(int(_USED * available_nbytes()), int(_USED * smallest_gpu), local)
     if sizes is not None:
-        refuse_what_does_not_fit(cases, room)
-    kept, too_large = fitting_cases(cases, room)
+        check_cases_fit(cases, host)
+    kept, too_large = fitting_cases(cases, host)
     if not kept:
         raise UsageError(f"nothing fits: {too_large[0]}", remedy="give smaller --sizes or fewer --ranks")
-    return Request(
-        settings, tuple(cases), tuple(case in kept for case in cases), tuple([*left_out, *too_large])
-    )
+    fits = tuple(case in kept for case in cases)
+    return CollectivesRequest(settings, tuple(cases), fits, tuple([*left_out, *too_large]))
 
 
-def _ranks(text: str | None, place: ProcessPlace) -> tuple[int, ...]:
-    if not is_joined(place):
-        return parse_ranks(DEFAULT_RANKS if text is None else text)
-    if text is not None and parse_ranks(text) != (place.size,):
-        raise UsageError(
-            f"--ranks {text}, but {place.source} started {place.size}",
-            remedy="leave --ranks out under a launcher",
-        )
-    return (place.size,)
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    example = "1MB,64KiB:64MiB:x2"
+    found = parse_sweep("--sizes", text, parse_bytes, example=example, strict=True)
+    return tuple(int(size) for size in found)
 
 
-def _without_gpu(settings: CollectiveSettings, local: int | None) -> tuple[list[Case], list[str]]:
-    """Return the cases without backends on GPUs where there are too few of them, and what is left out so."""
-    there, cases, left_out = len(gpus()), [], []
-    for case in cases_of(settings):
+def _parse_ranks(text: str | None, place: ProcessPlace) -> tuple[int, ...]:
+    if under_launcher(place) and text is None:
+        return (place.size,)
+    found = parse_list("--ranks", DEFAULT_RANKS if text is None else text, int, example=DEFAULT_RANKS)
+    if under_launcher(place) and text is not None:
+        check_launched_ranks(text, set(found), place)
+    return tuple(sorted(set(found)))
+
+
+def _without_missing_gpus(
+    settings: CollectiveSettings, local: int | None
+) -> tuple[list[CollectiveCase], list[str]]:
+    """Return the cases without the backends that have too few GPUs, and the reasons."""
+    gpus, cases, left_out = len(usable_gpus()), [], []
+    for case in list_cases(settings):
         needed = local or case.ranks
-        kept = tuple(name for name in case.backends if backend_of(name).device == "cpu" or needed <= there)
-        cases.append(replace(case, backends=kept))
-        lost = [name for name in case.backends if name not in kept]
-        left_out += [
-            f"{name} with {case.ranks} ranks needs {needed} GPUs, there are {there}" for name in lost
-        ]
+        lost = [name for name in case.backends if find_backend(name).device != "cpu" and needed > gpus]
+        cases.append(replace(case, backends=tuple(name for name in case.backends if name not in lost)))
+        left_out += [f"{name} with {case.ranks} ranks needs {needed} GPUs, there are {gpus}" for name in lost]
     return cases, list(dict.fromkeys(left_out))
 
 
-def _check_starters(settings: CollectiveSettings, place: ProcessPlace, starters: Collection[str]) -> None:
-    """Refuse backends whose ranks nothing here can start, or that another launcher must start."""
+def _check_launchers(settings: CollectiveSettings, place: ProcessPlace, launchers: Collection[str]) -> None:
+    """Refuse backends whose launcher is missing here, or is not the one that started these ranks."""
     for name in settings.backends:
-        needed = backend_of(name).starter
-        if needed in starters:
+        needed = find_backend(name).launcher
+        if needed in launchers:
             continue
-        if is_joined(place):
+        if under_launcher(place):
             raise UsageError(
                 f"backend {name!r}: its ranks are started by {needed}, and {place.source} has started these",
                 remedy=f"leave {name} out, or run the command without {place.source}",
             )
         raise UsageError(
-            f"backend {name!r}: its ranks are started by {needed}, which is not here", remedy=INSTALL_MPI
+            f"backend {name!r}: its ranks are started by {needed}, which is not installed", remedy=INSTALL_MPI
         )
-
-
-def _room(local: int | None) -> Room:
-    smallest = min((gpu.memory_nbytes for gpu in gpus()), default=0)
-    return Room(int(_USED * available_nbytes()), int(_USED * smallest), local)

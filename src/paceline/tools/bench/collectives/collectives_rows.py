@@ -1,59 +1,51 @@
-"""From seconds of every rank to a row of the result: pure functions over numbers.
+"""Rows and results of the collectives benchmark: from the seconds of all ranks to JSON and CSV.
 
-[Note: one time per iteration] A collective is over when its last rank is done, so the largest time of all ranks
-stands for an iteration; median, 95th percentile, least and largest are taken over iterations. Bandwidth is S over the
-median time, never a mean of rates: the mean of S/t_i exceeds S over the mean of t_i, as the fastest iterations count
-most in it. The slowest rank is the one that was last most often; evenly spread lateness gives it a share of 1/n.
-
-The result of a measurement as JSON and CSV.
-
-Rows as tables for a terminal: one per operation.
+[Note: one time per iteration] A collective is over when its last rank is done, so an iteration's time is the largest
+of all ranks; median, 95th percentile, minimum and maximum are taken over iterations. Bandwidth is S over the median
+time, never a mean of rates: the mean of S/t_i exceeds S over the mean of t_i, as the fastest iterations have the
+largest weight. The slowest rank is the one that was last most often; if lateness is even, its share is 1/n.
 """
 
 from __future__ import annotations
 
 import csv
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
 from paceline._core import files
-from paceline._core.format import format_size
-from paceline.errors import UsageError
+from paceline._core.json_codec import decode, encode, read_result
 from paceline.tools.bench.collectives.bus_bandwidth import algbw, busbw
-from paceline.tools.result_files import versions
+from paceline.tools.result_files import result_head, versions
 
 __all__ = [
-    "FOOTER",
-    "KIND",
-    "SCHEMA",
-    "Key",
-    "Result",
-    "Row",
-    "Summary",
-    "installed",
-    "percentile",
-    "read_result",
-    "summarize",
-    "table",
-    "tables",
-    "write_csv",
-    "write_json",
+    "CollectiveRow",
+    "CollectivesResult",
+    "RowKey",
+    "TimeSummary",
+    "benchmarked_versions",
+    "read_collectives",
+    "summarise_times",
+    "write_collectives_csv",
+    "write_collectives_json",
 ]
 
-Key = tuple[str, str, int, int, str]
-"""Backend, operation, ranks, bytes and dtype: what tells rows apart."""
+RowKey = tuple[str, str, int, int, str]
+"""Identifies a row: backend, operation, ranks, bytes, dtype."""
+
+_KIND, _SCHEMA = "bench-collectives", 1
+_COLUMNS = (
+    *("backend", "op", "ranks", "nbytes", "dtype", "iterations", "median_s", "p95_s", "min_s", "max_s"),
+    *("slowest_rank", "slowest_share", "algbw", "busbw", "correct"),
+)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What the iterations of one backend at one case come to; times in seconds, `slowest_share` from 0 to 1."""
+@dataclass(frozen=True, kw_only=True)
+class TimeSummary:
+    """Statistics of a backend's iterations at one case; times in seconds, `slowest_share` from 0 to 1."""
 
     iterations: int
     median_s: float
@@ -64,34 +56,22 @@ class Summary:
     slowest_share: float
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of the values lie, between neighbours in proportion.
+def summarise_times(seconds: Sequence[Sequence[float]]) -> TimeSummary:
+    """Return the statistics of ``seconds[iteration][rank]``; see [Note: one time per iteration].
 
     Example:
-        >>> percentile([1.0, 2.0, 3.0], 0.75)
-        2.5
-    """
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = int(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
-
-
-def summarize(seconds: Sequence[Sequence[float]]) -> Summary:
-    """Return the summary of ``seconds[iteration][rank]``; see [Note: one time per iteration].
-
-    Example:
-        >>> summarize([[1.0, 2.0], [4.0, 3.0], [5.0, 6.0]]).median_s
+        >>> summarise_times([[1.0, 2.0], [4.0, 3.0], [5.0, 6.0]]).median_s
         4.0
     """
+    import numpy as np
+
     slowest = [max(ranks) for ranks in seconds]
     counts = Counter(list(ranks).index(most) for ranks, most in zip(seconds, slowest, strict=True))
     last, times = min(counts.items(), key=lambda item: (-item[1], item[0]))
-    return Summary(
+    return TimeSummary(
         iterations=len(seconds),
         median_s=median(slowest),
-        p95_s=percentile(slowest, 0.95),
+        p95_s=float(np.quantile(slowest, 0.95)),
         min_s=min(slowest),
         max_s=max(slowest),
         slowest_rank=last,
@@ -99,13 +79,16 @@ def summarize(seconds: Sequence[Sequence[float]]) -> Summary:
     )
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRow:
     """One backend at one case.
 
     Attributes:
-        backend, op, dtype: names.
-        ranks: processes. nbytes: S, as `paceline.tools.bench.collectives.bus_bandwidth` defines it.
+        backend: its name.
+        op: the operation's name.
+        ranks: number of processes.
+        nbytes: S, as defined in `paceline.tools.bench.collectives.bus_bandwidth`.
+        dtype: name of the elements' type.
         times: of its iterations.
         correct: whether every element was right on every rank, before and after the timed calls.
     """
@@ -115,178 +98,93 @@ class Row:
     ranks: int
     nbytes: int
     dtype: str
-    times: Summary
+    times: TimeSummary
     correct: bool
 
     @property
-    def key(self) -> Key:
-        """What tells the row from others."""
+    def key(self) -> RowKey:
+        """Identifies the row in a result."""
         return self.backend, self.op, self.ranks, self.nbytes, self.dtype
 
     @property
     def algbw(self) -> float:
-        """Bytes per second: S over the median time."""
+        """Algorithm bandwidth in bytes per second: S over the median time."""
         return algbw(self.nbytes, self.times.median_s)
 
     @property
     def busbw(self) -> float:
-        """Bytes per second that each rank's link must have carried at least."""
+        """Bus bandwidth in bytes per second."""
         return busbw(self.op, self.ranks, self.nbytes, self.times.median_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row for JSON."""
-        return {
-            "backend": self.backend,
-            "op": self.op,
-            "ranks": self.ranks,
-            "nbytes": self.nbytes,
-            "dtype": self.dtype,
-            **asdict(self.times),
-            "algbw": self.algbw,
-            "busbw": self.busbw,
-            "correct": self.correct,
-        }
+        """Return the row for JSON, its times flattened."""
+        record = encode(self)
+        times, correct = record.pop("times"), record.pop("correct")
+        return record | times | {"algbw": self.algbw, "busbw": self.busbw, "correct": correct}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Row:
-        """Return the row that `to_json` wrote."""
-        times = Summary(**{name: record[name] for name in Summary.__dataclass_fields__})
-        own = {name: record[name] for name in ("backend", "op", "ranks", "nbytes", "dtype", "correct")}
-        return cls(times=times, **own)
-
-
-KIND, SCHEMA = "bench-collectives", 1
-
-
-_COLUMNS = (
-    *("backend", "op", "ranks", "nbytes", "dtype", "iterations", "median_s", "p95_s", "min_s", "max_s"),
-    *("slowest_rank", "slowest_share", "algbw", "busbw", "correct"),
-)
+    def from_json(cls, record: Mapping[str, Any], where: str) -> CollectiveRow:
+        """Return the row that `to_json` wrote; `where` it stands, for errors."""
+        return decode({**record, "times": record}, cls, where)
 
 
 @dataclass(frozen=True)
-class Result:
+class CollectivesResult:
     """A measurement.
 
     Attributes:
-        command: the line that made it.
-        machine: where, as `paceline.tools.result_files.machine_record` tells.
-        settings: how, with the versions of what took part, what was left out and why, and whether it is complete.
-        rows: what was found.
+        command: the command line that reproduces it.
+        machine: as `paceline.tools.result_files.machine_record` returns it.
+        settings: of the measurement, with versions, what was left out and why, and whether it is complete.
+        rows: one per backend and case.
     """
 
     command: str
     machine: Mapping[str, Any]
     settings: Mapping[str, Any]
-    rows: Sequence[Row]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the measurement for JSON."""
-        return {
-            "kind": KIND,
-            "schema": SCHEMA,
-            "command": self.command,
-            "machine": dict(self.machine),
-            "settings": dict(self.settings),
-            "rows": [row.to_json() for row in self.rows],
-        }
+    rows: Sequence[CollectiveRow]
 
 
-def installed() -> dict[str, str]:
-    """Return the versions of what bears on the times."""
+def benchmarked_versions() -> dict[str, str]:
+    """Return the versions of the packages that bear on the times."""
     return versions(["paceline", "torch", "mpi4py", "mpich"])
 
 
-def write_json(path: Path, result: Result) -> None:
-    """Write a measurement; the file is whole or not there at all."""
-    files.write_json(path, result.to_json())
+def write_collectives_json(path: Path, result: CollectivesResult) -> None:
+    """Write a measurement, atomically."""
+    head = result_head(_KIND, (), _SCHEMA, command=result.command, machine=result.machine)
+    rows = [row.to_json() for row in result.rows]
+    files.write_json(path, head | {"settings": dict(result.settings), "rows": rows})
 
 
-def read_result(path: Path) -> Result:
-    """Return the measurement that `write_json` wrote.
+def read_collectives(path: Path) -> CollectivesResult:
+    """Return the measurement that `write_collectives_json` wrote.
 
     Raises:
-        UsageError: the file can't be read, or holds something else.
+        UsageError: the file can't be read, or has other content.
     """
     remedy = "name a file that `paceline bench collectives --json FILE` wrote"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        if (record["kind"], record["schema"]) != (KIND, SCHEMA):
-            raise UsageError(f"{path} holds {record['kind']!r}, schema {record['schema']}", remedy=remedy)
-        rows = [Row.from_json(row) for row in record["rows"]]
-        return Result(record["command"], record["machine"], record["settings"], rows)
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(f"can't read {path}: {error.strerror}", remedy=remedy) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no result of bench collectives ({error})", remedy=remedy) from error
+    record = read_result(path, _KIND, _SCHEMA, what="result of bench collectives", remedy=remedy)
+    body = decode(record, _Body, path.name)
+    rows = [CollectiveRow.from_json(row, f"{path.name}.rows[{at}]") for at, row in enumerate(body.rows)]
+    return CollectivesResult(body.command, body.machine, body.settings, rows)
 
 
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
+@dataclass(frozen=True)
+class _Body:
+    command: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def write_collectives_csv(path: Path, rows: Iterable[CollectiveRow]) -> None:
     """Write the rows as CSV, one line each; seconds, and bytes per second."""
 
-    def write(beside: Path) -> None:
-        with beside.open("w", newline="", encoding="utf-8") as file:
+    def write(path: Path) -> None:
+        with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(row.to_json() for row in rows)
 
     files.write_atomic(path, write)
-
-
-FOOTER = (
-    "Time: the slowest rank's in each iteration, then the median over iterations. algbw = S ÷ that median.\n"
-    "busbw = algbw × f as in nccl-tests: f = 2(n−1)/n for all-reduce; (n−1)/n for reduce-scatter, all-gather and\n"
-    "all-to-all; else 1. It makes numbers of ranks comparable and is no wire's speed. GB/s: 10⁹ bytes per second.\n"
-    "p95: over iterations. slowest: the rank that was last most often, and in which share of the iterations."
-)
-
-
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """Return one table for each operation, by ranks and size; the fastest correct backend of a case is bold."""
-    ops = dict.fromkeys(row.op for row in rows)
-    return [table([row for row in rows if row.op == op]) for op in ops]
-
-
-def table(rows: Sequence[Row]) -> Table:
-    """Return the rows of one operation; a wrong one is red."""
-    first = rows[0]
-    made = Table(title=f"{first.op}, {first.dtype}", title_justify="left", pad_edge=False, box=None)
-    for name in ("ranks", "S"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("backend", no_wrap=True)
-    for name in ("ms", "p95 ms", "algbw GB/s", "busbw GB/s", "slowest", "iterations"):
-        made.add_column(name, justify="right", no_wrap=True)
-    ordered = sorted(
-        rows, key=lambda row: (row.ranks, row.nbytes)
-    )  # stable: backends stay as they were named
-    for row in ordered:
-        rivals = [other for other in rows if (other.ranks, other.nbytes) == (row.ranks, row.nbytes)]
-        right = [other.times.median_s for other in rivals if other.correct]
-        fastest = len(rivals) > 1 and row.correct and row.times.median_s == min(right)
-        made.add_row(
-            *_cells(row), style="" if row.correct and not fastest else "bold" if row.correct else "red"
-        )
-        if not row.correct:
-            made.add_row("", "", "WRONG RESULT", style="red")
-    return made
-
-
-def _cells(row: Row) -> list[str]:
-    times = row.times
-    return [
-        str(row.ranks),
-        format_size(row.nbytes),
-        row.backend,
-        _short(1e3 * times.median_s),
-        _short(1e3 * times.p95_s),
-        _short(row.algbw / 1e9),
-        _short(row.busbw / 1e9),
-        f"{times.slowest_rank} ({times.slowest_share:.0%})",
-        str(times.iterations),
-    ]
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 999.5 else f"{value:.3g}" if value >= 1e-3 else f"{value:.1e}"

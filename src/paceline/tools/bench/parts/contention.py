@@ -1,9 +1,9 @@
-"""How much computing slows while exchanges are under way, and the other way round.
+"""Mutual slowdown of computing and exchanges.
 
-So many exchanges are launched that they outlast a step's computing; then comes the computing, then what is left of
-them. When each of them ended is noted, so both rates are of the same seconds: exchanges per second beside computing,
-and after it. The first over the second is how much computing slows them; the time of computing beside them, over that
-of the same just before, is how much they slow computing.
+Enough exchanges are launched to outlast a step's computing; then the step is computed, then the rest of the exchanges
+is waited for. The end of each exchange is recorded, which gives the rate of exchanges during computing and after it:
+their ratio is how much computing slows exchanges. The time of computing during exchanges, over that of the same step
+just before, is how much they slow computing.
 """
 
 from __future__ import annotations
@@ -20,39 +20,48 @@ import torch
 import torch.distributed as dist
 
 from paceline.cost_model.profile_entries import Contention, ModelStep, Source
-from paceline.tools.bench.parts.compute_times_of_model import Wrapped
-from paceline.tools.bench.parts.device_clock import Moment, mark, now, seconds_between, slowest
-from paceline.tools.bench.parts.exchange_times import Exchanger, Pending
+from paceline.tools.bench.device_clock import Moment, mark, seconds_between, slowest_rank
+from paceline.tools.bench.parts.exchange_times import Exchanger, ExchangeWork
+from paceline.tools.bench.parts.model_compute_times import WrappedModel
 
-__all__ = ["measure_contention", "passed_by"]
+__all__ = ["completed_by", "measure_contention"]
 
 _NBYTES = 1 << 20
-_OUTLAST = 2.0  # exchanges alone take so many times as long as the computing beside them
+_OUTLAST = 2.0  # time of the exchanges alone ÷ time of computing
 _MOST_CALLS = 4000
 _BUFFERS = 8
-_LEAST_PASSED = 0.01  # of the exchanges that pass alone; less can't be told from nothing
+_LEAST_COMPLETED = 0.01  # of the exchanges that complete without computing; less counts as none
 
 
 def measure_contention(
     exchanger: Exchanger,
     op: str,
-    wrapped: Wrapped,
+    wrapped: WrappedModel,
     step: ModelStep,
+    *,
     network: str,
     rounds: int,
     source: Source,
 ) -> Contention:
-    """Return what an exchange and the computing of a step do to each other; all ranks call it.
+    """Return how much an exchange and the computing of a step slow each other; a collective.
 
     Args:
-        exchanger: who makes the exchanges. op: which one. wrapped: what computes. step: what that takes by itself.
-        network: what carries the exchanges. rounds: repetitions. source: how it was asked for.
+        exchanger: launches the exchanges.
+        op: the exchange.
+        wrapped: computes.
+        step: the times of computing without exchanges.
+        network: name of the network.
+        rounds: repetitions.
+        source: records how the measurement was started.
     """
     buffers = exchanger.buffers(_NBYTES, _BUFFERS)
-    (each,) = slowest([_alone(exchanger, op, buffers, 4 * _BUFFERS)], exchanger.device)
+    queue = [buffers[call % _BUFFERS] for call in range(4 * _BUFFERS)]
+    (each,) = slowest_rank([exchanger.time(op, queue) / len(queue)], exchanger.device)
     calls = max(_BUFFERS, min(_MOST_CALLS, math.ceil(_OUTLAST * (step.forward + step.buffered) / each)))
-    found = [_together(exchanger, op, buffers, calls, wrapped, each) for _ in range(rounds + 1)][1:]
-    launch, computing, passed = (median(column) for column in zip(*found, strict=True))
+    found = [_run_both(exchanger, op, wrapped, buffers, calls=calls, each=each) for _ in range(rounds + 1)][
+        1:
+    ]
+    launch, computing, completed = (median(column) for column in zip(*found, strict=True))
     return Contention(
         caller=exchanger.caller,
         backend=exchanger.backend,
@@ -64,55 +73,53 @@ def measure_contention(
         nbytes=buffers[0].nbytes,
         launch_seconds=launch,
         computing_slows=max(1.0, computing),
-        calls_slow=max(1.0, 1.0 / max(passed, _LEAST_PASSED)),
+        calls_slow=max(1.0, 1.0 / max(completed, _LEAST_COMPLETED)),
         source=source,
     )
 
 
-def _alone(exchanger: Exchanger, op: str, buffers: Sequence[torch.Tensor], calls: int) -> float:
-    """Return the seconds of each of so many exchanges in a row on this rank."""
-    dist.barrier()
-    began = now(exchanger.device)
-    for pending in [exchanger.launch(op, buffers[call % len(buffers)]) for call in range(calls)]:
-        pending.wait()
-    return (now(exchanger.device) - began) / calls
-
-
-def _together(
-    exchanger: Exchanger, op: str, buffers: Sequence[torch.Tensor], calls: int, wrapped: Wrapped, each: float
+def _run_both(
+    exchanger: Exchanger,
+    op: str,
+    wrapped: WrappedModel,
+    buffers: Sequence[torch.Tensor],
+    *,
+    calls: int,
+    each: float,
 ) -> tuple[float, float, float]:
-    """Return seconds of a launch, computing beside exchanges over that before, and the rate of exchanges likewise."""
+    """Return seconds of a launch, and two ratios, during ÷ without: time of computing, and rate of exchanges."""
     device = exchanger.device
     dist.barrier()
     bare = sum(wrapped.step()[:2])
     dist.barrier()
-    start, times, under_way = mark(device), [time.perf_counter()], []
+    start, times, pending = mark(device), [time.perf_counter()], []
     for call in range(calls):
-        under_way.append(exchanger.launch(op, buffers[call % len(buffers)]))
+        pending.append(exchanger.launch(op, buffers[call % len(buffers)]))
         times.append(time.perf_counter())
-    watch = _Watch(under_way, device)
+    recorder = _EndRecorder(pending, device)
     launch = median(later - earlier for earlier, later in itertools.pairwise(times))
     launched_at = mark(device)
-    beside = sum(wrapped.step()[:2])
+    contended = sum(wrapped.step()[:2])
     computed_at = mark(device)
-    ends = [seconds_between(start, moment) for moment in watch.ends()]
+    ends = [seconds_between(start, moment) for moment in recorder.ends()]
     until, after = (seconds_between(start, moment) for moment in (launched_at, computed_at))
-    came, gone = passed_by(until, ends), passed_by(after, ends)
-    rate = (gone - came) / max(after - until, 1e-9)
-    left = calls - gone
+    before, done = completed_by(until, ends), completed_by(after, ends)
+    rate = (done - before) / max(after - until, 1e-9)
+    left = calls - done
     usual = left / (ends[-1] - after) if left >= 2 else 1.0 / each
-    launch, bare, beside = slowest([launch, bare, beside], device)
-    return launch, beside / bare, rate / usual
+    launch, bare, contended = slowest_rank([launch, bare, contended], device)
+    return launch, contended / bare, rate / usual
 
 
-def passed_by(seconds: float, ends: Sequence[float]) -> float:
-    """Return how many exchanges had passed by then, the one that was under way in part.
+def completed_by(seconds: float, ends: Sequence[float]) -> float:
+    """Return the number of exchanges completed at a time, with the fraction of the current one.
 
     Args:
-        seconds: when. ends: when each ended; from 0 on they ran one after another.
+        seconds: the time.
+        ends: end of each exchange; the first starts at 0, each further one at the end of the one before.
 
     Example:
-        >>> passed_by(2.5, [1.0, 2.0, 4.0])
+        >>> completed_by(2.5, [1.0, 2.0, 4.0])
         2.25
     """
     ordered = list(itertools.accumulate(ends, max))
@@ -123,26 +130,26 @@ def passed_by(seconds: float, ends: Sequence[float]) -> float:
     return whole + (seconds - before) / (ordered[whole] - before)
 
 
-class _Watch:
-    """Notes when each of many exchanges ends: a thread that waits for one after another; on a GPU a stream."""
+class _EndRecorder:
+    """Records when each of many exchanges ends: by a thread that waits for them in order; on a GPU by a stream."""
 
-    def __init__(self, under_way: Sequence[Pending], device: str) -> None:
+    def __init__(self, pending: Sequence[ExchangeWork], device: str) -> None:
         self._ends: list[Moment] = []
         self._thread: threading.Thread | None = None
         if device.startswith("cuda"):
             with torch.cuda.stream(torch.cuda.Stream()):
-                self._note(under_way, device)
+                self._record(pending, device)
             return
-        self._thread = threading.Thread(target=self._note, args=(under_way, device), daemon=True)
+        self._thread = threading.Thread(target=self._record, args=(pending, device), daemon=True)
         self._thread.start()
 
-    def _note(self, under_way: Sequence[Pending], device: str) -> None:
-        for pending in under_way:
-            pending.wait()
+    def _record(self, pending: Sequence[ExchangeWork], device: str) -> None:
+        for work in pending:
+            work.wait()
             self._ends.append(mark(device))
 
     def ends(self) -> list[Moment]:
-        """Return the moments, once all have come."""
+        """Return the moments, once all have passed."""
         if self._thread is not None:
             self._thread.join()
         else:

@@ -1,9 +1,9 @@
-"""What exchanges take as a training makes them: alone, and from one to the next where several are under way.
+"""Times of exchanges as training makes them: alone, and queued behind one another.
 
-[Note: alone and queued] A call that is alone begins at a barrier and is waited for at once. Queued calls are launched
-one after another without waiting, as buckets are while backward runs: latency, and whatever else calls can hide behind
-each other, then counts once. What each further call adds is the time of k calls less that of one, by k − 1 (at least
-half of a k-th, where one call was disturbed).
+[Note: alone and queued] An exchange alone begins at a barrier and is waited for at once. Queued ones are launched one
+after another without waiting, as buckets are during backward: latency, and all else that they can hide behind one
+another, then counts once. The time of each further one is that of k exchanges less that of one, divided by k − 1 (and
+at least half of a k-th of them, in case the single one was disturbed).
 """
 
 from __future__ import annotations
@@ -21,34 +21,46 @@ from paceline.cost_model.fit_measurements import MeasuredPoint, fit_points
 from paceline.cost_model.profile_entries import ExchangeCost, Source
 from paceline.parallel.comm import Comm
 from paceline.parallel.engine.bucket import ALIGN
-from paceline.tools.bench.parts.device_clock import now, slowest
+from paceline.tools.bench.device_clock import now, slowest_rank
 
-__all__ = ["OPS", "Exchanger", "Key", "Pending", "measure_points", "priced", "sizes_up_to"]
+__all__ = [
+    "EXCHANGE_OPS",
+    "ExchangeKey",
+    "ExchangeWork",
+    "Exchanger",
+    "fit_exchange_cost",
+    "measure_points",
+    "sizes_up_to",
+]
 
-OPS = ("all-reduce", "reduce-scatter", "all-gather")
+EXCHANGE_OPS = ("all-reduce", "reduce-scatter", "all-gather")
+"""Exchanges of Paceline's engine."""
+
+ExchangeKey = tuple[str, str, bool]
+"""Caller, operation, queued."""
+
 _LEAST_NBYTES = 1024
-_LEAST_LARGEST = 1 << 20  # a smaller one tells nothing of the bandwidth
+_LEAST_LARGEST = 1 << 20  # smaller messages do not show the bandwidth
 _MOST_ITERATIONS, _FEWEST_ITERATIONS = 60, 2
-_QUEUED_BELOW = ((4 << 20, 16), (16 << 20, 4))  # bytes, calls in a row of messages that are smaller
+_QUEUED_BELOW = ((4 << 20, 16), (16 << 20, 4))  # bytes, number of queued exchanges of smaller messages
 _QUEUED_LARGEST = 2
 
-Key = tuple[str, str, bool]  # caller, operation, queued
 
-
-class Pending(Protocol):
-    """An exchange under way."""
+class ExchangeWork(Protocol):
+    """A pending exchange."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class Exchanger:
-    """Makes the exchanges of one caller on its group.
+    """Launches exchanges as the engine does, or as torch does.
 
     Attributes:
-        caller: ``"paceline"``: through the engine's `Comm`; ``"torch"``: by a call of ``torch.distributed``.
+        caller: ``"paceline"``: by the engine's `Comm`; ``"torch"``: by ``torch.distributed``.
         backend: of the group.
-        wire: the ranks. device: of the buffers.
+        comm: the ranks.
+        device: of the buffers.
     """
 
     caller: str
@@ -59,16 +71,16 @@ class Exchanger:
     @property
     def ops(self) -> tuple[str, ...]:
         """The exchanges that the caller makes."""
-        return OPS if self.caller == "paceline" else ("all-reduce",)
+        return EXCHANGE_OPS if self.caller == "paceline" else ("all-reduce",)
 
     def buffers(self, nbytes: int, count: int) -> list[torch.Tensor]:
-        """Return zeros of at least so many bytes each, in parts alike for all ranks; sums of zeros stay zeros."""
+        """Return zeros of at least `nbytes` each, in equal parts for all ranks; sums of zeros stay zeros."""
         unit = ALIGN * self.comm.size
         numel = -(-nbytes // 4 // unit) * unit
         made = [self.comm.allocate(numel, torch.float32, torch.device(self.device)) for _ in range(count)]
         return [flat.zero_() for flat in made]
 
-    def launch(self, op: str, flat: torch.Tensor) -> Pending:
+    def launch(self, op: str, flat: torch.Tensor) -> ExchangeWork:
         """Launch an exchange of a buffer."""
         if self.caller == "torch":
             work = dist.all_reduce(flat, group=self.comm.group, async_op=True)
@@ -80,6 +92,14 @@ class Exchanger:
             case "reduce-scatter":
                 return self.comm.reduce_scatter(flat)
         return self.comm.all_gather(flat)
+
+    def time(self, op: str, buffers: Sequence[torch.Tensor]) -> float:
+        """Return this rank's seconds for one exchange of each buffer, queued; begins at a barrier."""
+        dist.barrier()
+        began = now(self.device)
+        for work in [self.launch(op, flat) for flat in buffers]:
+            work.wait()
+        return now(self.device) - began
 
 
 def sizes_up_to(nbytes: int) -> list[int]:
@@ -97,65 +117,65 @@ def sizes_up_to(nbytes: int) -> list[int]:
 
 
 def measure_points(
-    exchanger: Exchanger, sizes: Sequence[int], seconds: float, tick: Callable[[], None]
-) -> dict[Key, list[MeasuredPoint]]:
-    """Return the times of a caller's exchanges; all ranks call it.
+    exchanger: Exchanger, sizes: Sequence[int], seconds: float, advance: Callable[[], None]
+) -> dict[ExchangeKey, list[MeasuredPoint]]:
+    """Return the times of a caller's exchanges; a collective.
 
     Args:
-        exchanger: who makes them. sizes: in bytes. seconds: a size takes about so long, at most.
-        tick: says that one more size is measured.
+        exchanger: launches them.
+        sizes: in bytes.
+        seconds: about the longest time for one size.
+        advance: called after each size.
     """
-    points: dict[Key, list[MeasuredPoint]] = {}
+    points: dict[ExchangeKey, list[MeasuredPoint]] = {}
     for op in exchanger.ops:
         for nbytes in sizes:
             count = next((calls for below, calls in _QUEUED_BELOW if nbytes < below), _QUEUED_LARGEST)
             buffers = exchanger.buffers(nbytes, count)
-            alone, several = _in_turns(exchanger, op, buffers, seconds)
+            alone, several = _time_interleaved(exchanger, op, buffers, seconds)
             each = max((several - alone) / (count - 1), several / (2 * count))
             for queued, value in ((False, alone), (True, each)):
                 point = MeasuredPoint(buffers[0].nbytes, exchanger.comm.size, value)
                 points.setdefault((exchanger.caller, op, queued), []).append(point)
-            tick()
+            advance()
     return points
 
 
-def _in_turns(
+def _time_interleaved(
     exchanger: Exchanger, op: str, buffers: Sequence[torch.Tensor], seconds: float
 ) -> tuple[float, float]:
-    """Return the median times of one exchange and of exchanges of all buffers, of the slowest rank; both in turns."""
-
-    def once(chosen: Sequence[torch.Tensor]) -> float:
-        dist.barrier()
-        began = now(exchanger.device)
-        for pending in [exchanger.launch(op, flat) for flat in chosen]:
-            pending.wait()
-        return now(exchanger.device) - began
+    """Return the slowest rank's median time of one exchange, and of exchanges of all buffers."""
 
     def turn() -> tuple[float, float]:
-        return once(buffers[:1]), once(buffers)
+        return exchanger.time(op, buffers[:1]), exchanger.time(op, buffers)
 
     turn()
     turns = [turn()]
-    first = sum(slowest(turns[0], exchanger.device))
+    first = sum(slowest_rank(turns[0], exchanger.device))
     iterations = max(_FEWEST_ITERATIONS, min(_MOST_ITERATIONS, int(seconds / max(first, 1e-6))))
     turns += [turn() for _ in range(iterations - 1)]
-    alone, several = (median(slowest(column, exchanger.device)) for column in zip(*turns, strict=True))
+    alone, several = (median(slowest_rank(column, exchanger.device)) for column in zip(*turns, strict=True))
     return alone, several
 
 
-def priced(
-    key: Key,
+def fit_exchange_cost(
+    key: ExchangeKey,
+    points: Sequence[MeasuredPoint],
+    *,
     backend: str,
     network: str,
-    points: Sequence[MeasuredPoint],
     earlier: Sequence[ExchangeCost],
     source: Source,
 ) -> ExchangeCost:
-    """Return the fitted cost of an exchange; earlier points of other numbers of ranks join in.
+    """Return the fitted cost of an exchange, together with earlier points of other numbers of ranks.
 
     Args:
-        key: which exchange. backend, network: where. points: of one number of ranks.
-        earlier: costs that a profile holds. source: how the points were made.
+        key: the exchange.
+        points: of one number of ranks.
+        backend: of the exchange.
+        network: name of the network.
+        earlier: costs in a profile.
+        source: records how the points were measured.
     """
     caller, op, queued = key
     ranks = {point.ranks for point in points}

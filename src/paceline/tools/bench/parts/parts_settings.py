@@ -1,23 +1,22 @@
-"""What `paceline bench parts` is asked to do."""
+"""Settings of `paceline bench parts`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import UsageError, unknown
-from paceline.tools.bench.step.step_benchmark import BACKENDS
-from paceline.tools.models.gpt_sizes import size_of
+from paceline.tools.bench.step.step_benchmark import STEP_BACKENDS
+from paceline.tools.models.gpt_sizes import gpt_size
 
-__all__ = ["PartsSettings", "workload_place"]
+__all__ = ["PartsSettings", "split_workload_name"]
 
 
-def workload_place(text: str) -> tuple[Path, str]:
+def split_workload_name(text: str) -> tuple[Path, str]:
     """Return file and function of ``FILE.py:FUNCTION``.
 
     Raises:
-        UsageError: there is no such file, or no function is named.
+        UsageError: the file does not exist, or no function is named.
     """
     path, colon, name = text.rpartition(":")
     if not colon or not name or not Path(path).is_file() or Path(path).suffix != ".py":
@@ -27,23 +26,23 @@ def workload_place(text: str) -> tuple[Path, str]:
     return Path(path), name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartsSettings:
     """Settings of a measurement of a step's parts.
 
     Attributes:
         ranks: processes, 2 or more.
-        size: name of a reference model; or None where `workload` says what is trained.
-        workload: ``FILE.py:FUNCTION``; see `paceline.tools.bench.parts.workload.user_defined`.
+        size: name of a reference model; None if there is a `workload`.
+        workload: ``FILE.py:FUNCTION``; see `paceline.tools.bench.parts.workload.user_workload`.
         batch_size: windows of a rank's batch, of a reference model.
         context: tokens of a window, of a reference model.
         threads: of a rank.
-        backend: a name in `paceline.tools.bench.step.step_benchmark.BACKENDS`; None: what fits the device.
-        network: what is between the ranks, in words.
-        steps: of computing that are timed.
-        rounds: repetitions of computing beside exchanges.
-        seconds: an exchange of one size is measured for about so long, at most.
-        torch: measure the calls of torch's own DDP too.
+        backend: a name in `paceline.tools.bench.step.step_benchmark.STEP_BACKENDS`; None: chosen by the device.
+        network: name of the network between the ranks.
+        steps: timed steps of computing.
+        rounds: repetitions of computing during exchanges.
+        seconds: about the longest time for an exchange of one size.
+        torch: measure the calls of torch's DDP too.
 
     Raises:
         UsageError: a value is out of range or unknown.
@@ -68,22 +67,20 @@ class PartsSettings:
         for name in ("batch_size", "context", "threads", "steps", "rounds"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)}", remedy="give 1 or more")
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise unknown("backend", self.backend, BACKENDS)
+        if self.backend is not None and self.backend not in STEP_BACKENDS:
+            raise unknown("backend", self.backend, STEP_BACKENDS)
         if not self.seconds > 0:
             raise UsageError(f"--seconds {self.seconds}", remedy="give a number above 0")
         if not self.network.strip():
-            raise UsageError("--network is empty", remedy="say what is between the ranks, such as loopback")
+            raise UsageError(
+                "--network is empty", remedy="name the network between the ranks, such as loopback"
+            )
         if (self.size is None) == (self.workload is None):
             raise UsageError("one model is measured at a time", remedy="give --size or --workload")
         if self.workload is not None:
-            workload_place(self.workload)
-        if self.size is not None and self.context > size_of(self.size).context:
+            split_workload_name(self.workload)
+        if self.size is not None and self.context > gpt_size(self.size).context:
             raise UsageError(
-                f"--context {self.context}: model size {self.size!r} sees at most {size_of(self.size).context} tokens",
+                f"--context {self.context}: model size {self.size!r} sees at most {gpt_size(self.size).context} tokens",
                 remedy="give a smaller --context, or another --size",
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the settings for JSON; ``PartsSettings(**record)`` is the way back."""
-        return asdict(self)

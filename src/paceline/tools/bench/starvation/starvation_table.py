@@ -1,4 +1,4 @@
-"""What became of scenes, as rows of words (pure); they are as `SceneOutcome.to_json` gives them."""
+"""Table of the starvation benchmark, from outcomes as `CaseOutcome.to_json` returns them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Any
 
 from paceline._core.format import format_seconds
 
-__all__ = ["COLUMNS", "FOOTER", "cells", "is_exact", "sentence", "title"]
+__all__ = [
+    "STARVATION_COLUMNS",
+    "STARVATION_FOOTER",
+    "is_exact",
+    "row_cells",
+    "summary_line",
+    "table_title",
+]
 
-Scene = Mapping[str, Any]
+Outcome = Mapping[str, Any]
 
-COLUMNS = (
-    "training",
-    "a rank without batches",
-    "the others",
-    "that rank",
-    "after",
-    "error, a rank dry",
-    "error, unequal",
-    "samples lost",
+STARVATION_COLUMNS = (
+    *("training", "a rank without batches", "the others", "that rank", "after"),
+    *("error, a rank dry", "error, unequal", "samples lost"),
 )
-"""The first four hold words."""
+"""The first four hold text."""
 
-FOOTER = (
-    "After: from the start of the step that failed until the others knew.\n"
-    "Error: of the gradient that a step applied, against one process over all ranks' batches of that step,\n"
+STARVATION_FOOTER = (
+    "After: from the start of the step that failed until the others noticed.\n"
+    "Error: of the gradient that a step applied, relative to one process on all ranks' batches of that step,\n"
     "‖g − true‖ / ‖true‖, the largest of the steps in which a rank has no batch, or batches are unequal.\n"
     "Samples lost: of the epoch, used by no step."
 )
@@ -33,36 +34,37 @@ FOOTER = (
 _EXACT = 1e-12
 
 
-def cells(scene: Scene) -> list[str]:
-    """Return the row of a scene; see `COLUMNS`."""
-    lost = scene["samples_lost"]
+def row_cells(outcome: Outcome) -> list[str]:
+    """Return the cells of an outcome; see `STARVATION_COLUMNS`."""
+    lost = outcome["samples_lost"]
     return [
-        scene["under"],
-        scene["does"],
-        _others(scene),
-        _words([one for one in scene["ranks"] if one["rank"] in scene["dry_ranks"]], scene["finished"]),
-        _after(scene),
-        _error(scene["gradient_error_with_a_dry_rank"]),
-        _error(scene["gradient_error_with_unequal_batches"]),
-        f"{lost} ({lost / scene['samples']:.1%})" if lost else "0",
+        outcome["under"],
+        outcome["does"],
+        _describe(_ranks(outcome, dry=False), outcome["finished"]),
+        _describe(_ranks(outcome, dry=True), outcome["finished"]),
+        _after(outcome),
+        _error(outcome["gradient_error_with_a_dry_rank"]),
+        _error(outcome["gradient_error_with_unequal_batches"]),
+        f"{lost} ({lost / outcome['samples']:.1%})" if lost else "0",
     ]
 
 
-def is_exact(scene: Scene) -> bool:
-    """Tell whether all ranks finished, and used every sample with the right weight."""
-    error = scene["gradient_error"]
-    return scene["finished"] and not scene["samples_lost"] and error is not None and error <= _EXACT
+def is_exact(outcome: Outcome) -> bool:
+    """Return whether all ranks finished, and every sample was used with the right weight."""
+    error = outcome["gradient_error"]
+    return outcome["finished"] and not outcome["samples_lost"] and error is not None and error <= _EXACT
 
 
-def sentence(scene: Scene) -> str:
-    """Return one line about a scene, for those who wait for the rest."""
-    after = _after(scene)
-    what = f"{scene['under']}, {scene['does']} → the others: {_others(scene)}"
-    return what + f" ({after})" * bool(after)
+def summary_line(outcome: Outcome) -> str:
+    """Return an outcome as one line of progress."""
+    after = _after(outcome)
+    others = _describe(_ranks(outcome, dry=False), outcome["finished"])
+    line = f"{outcome['under']}, {outcome['does']} → the others: {others}"
+    return line + f" ({after})" * bool(after)
 
 
-def title(settings: Mapping[str, Any]) -> str:
-    """Return what the scenes have in common; see `Setup.told`."""
+def table_title(settings: Mapping[str, Any]) -> str:
+    """Return the title of the table, from `StarvationSettings.summary`."""
     batches = ", ".join(map(str, settings["batches_of_rank"]))
     return (
         f"{settings['ranks']} ranks, {settings['samples']} samples in blocks of {settings['block']}, "
@@ -71,24 +73,24 @@ def title(settings: Mapping[str, Any]) -> str:
     )
 
 
-def _others(scene: Scene) -> str:
-    others = [one for one in scene["ranks"] if one["rank"] not in scene["dry_ranks"]]
-    return _words(others, scene["finished"])
+def _ranks(outcome: Outcome, *, dry: bool) -> list[Mapping[str, Any]]:
+    """Return the outcomes of the ranks that run dry, or of the others."""
+    return [one for one in outcome["ranks"] if (one["rank"] in outcome["dry_ranks"]) == dry]
 
 
-def _after(scene: Scene) -> str:
-    """Return how long the last of the others took until it knew; nothing where all went well."""
-    waited = [one["seconds"] for one in scene["ranks"] if one["rank"] not in scene["dry_ranks"]]
+def _after(outcome: Outcome) -> str:
+    """Return the longest time until one of the others noticed; empty if all finished."""
+    waited = [one["seconds"] for one in _ranks(outcome, dry=False)]
     known = [seconds for seconds in waited if seconds is not None]
     return format_seconds(max(known)) if known else ""
 
 
-def _words(ranks: Sequence[Mapping[str, Any]], finished: bool) -> str:
-    return "; ".join(dict.fromkeys(_told(one, finished) for one in ranks))
+def _describe(ranks: Sequence[Mapping[str, Any]], finished: bool) -> str:
+    return "; ".join(dict.fromkeys(_describe_rank(one, finished) for one in ranks))
 
 
-def _told(one: Mapping[str, Any], finished: bool) -> str:
-    """Return what became of a rank; `finished`: whether all came to their end."""
+def _describe_rank(one: Mapping[str, Any], finished: bool) -> str:
+    """Return a rank's outcome as text; `finished`: whether all ranks finished."""
     kind, error, message = one["kind"], one["error"], one["message"]
     if kind == "finished":
         return "finish" if finished else "notices nothing"

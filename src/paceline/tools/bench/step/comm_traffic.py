@@ -1,15 +1,14 @@
-"""What a step hands to communication, whoever issues it: calls, bytes, and how long calls are under way.
+"""Communication of a training step: number of collectives, their bytes, and the time in which any is pending.
 
-Both are seen from outside, so Paceline and torch are counted by the same rule:
+Both are observed from outside, so Paceline and torch are counted by the same rule:
 
-- *Calls and bytes*: every collective of ``torch.distributed`` over a backend of torch's own passes torch's
-  dispatcher, where a dispatch mode sees it with its tensors; a paceline group counts by itself. The payload
-  of a call is the larger of what goes in and what comes out, as it is in that rank's memory: the whole tensor
-  for an all-reduce, the whole input of a reduce-scatter, the whole output of an all-gather. N-1 sends with as
-  many receives are counted as the one collective among N ranks that they make up, its payload N times the
-  message.
-- *Time*: the profiler, and a paceline group itself, record each call from its launch to its completion. Calls
-  overlap, so what is returned is the time in which at least one was under way.
+- *Calls and bytes*: every collective of ``torch.distributed`` on one of torch's backends passes torch's dispatcher,
+  where a dispatch mode sees it with its tensors; a paceline group counts its own calls. The payload of a call is the
+  larger of its input and output in that rank's memory: the whole tensor of an all-reduce, the whole input of a
+  reduce-scatter, the whole output of an all-gather. N-1 sends with as many receives count as the one collective among
+  N ranks that they implement, with N times the message as payload.
+- *Time*: the profiler, and a paceline group itself, record each call from launch to completion. Calls overlap, so the
+  time in which at least one was pending is returned.
 
 Both slow a step down, so neither runs in a timed step.
 """
@@ -31,22 +30,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.backends.process_group import PacelineProcessGroup
 
-__all__ = ["Traffic", "count_traffic", "covered_seconds", "seconds_under_way"]
+__all__ = ["CommTraffic", "count_traffic", "covered_seconds", "measure_comm_seconds"]
 
 _NOT_DATA = ("barrier", "monitored_barrier_")
 _BACKENDS = ("gloo:", "nccl:")
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommTraffic:
     """Collectives that one rank launched in one step, and the bytes of their payloads."""
 
     calls: float
     nbytes: float
 
 
-class _Ear(TorchDispatchMode):
-    """Notes the payload of every collective and every received message."""
+class _PayloadRecorder(TorchDispatchMode):
+    """Records the payload of every collective and every received message."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,44 +73,41 @@ def _nbytes(arg: object) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(arg) if isinstance(leaf, torch.Tensor))
 
 
-def count_traffic(step: Callable[[], object], ranks: int) -> Traffic:
-    """Run `step` once and return what this rank handed to communication; `ranks` is the world size."""
-    before = _counted()
-    with _Ear() as ear:
-        step()
-    after = _counted()
-    peers = max(1, ranks - 1)
-    return Traffic(
-        calls=len(ear.payloads) + len(ear.received) / peers + after.calls - before.calls,
-        nbytes=sum(ear.payloads) + sum(ear.received) * ranks / peers + after.nbytes - before.nbytes,
-    )
+def count_traffic(step: Callable[[], object], ranks: int) -> CommTraffic:
+    """Run `step` once and return this rank's communication.
 
-
-def _counted() -> Traffic:
-    """Return what the paceline groups of this process have counted so far."""
+    Args:
+        step: runs a step.
+        ranks: the world size.
+    """
     groups = _paceline_groups()
-    return Traffic(sum(group.calls for group in groups), sum(group.payload_nbytes for group in groups))
+    calls, nbytes = (-sum(group.calls for group in groups), -sum(group.payload_nbytes for group in groups))
+    with _PayloadRecorder() as recorder:
+        step()
+    groups, peers = _paceline_groups(), max(1, ranks - 1)
+    calls += sum(group.calls for group in groups) + len(recorder.payloads) + len(recorder.received) / peers
+    nbytes += sum(group.payload_nbytes for group in groups) + sum(recorder.payloads)
+    return CommTraffic(calls, nbytes + sum(recorder.received) * ranks / peers)
 
 
 def _paceline_groups() -> list[PacelineProcessGroup]:
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, PacelineProcessGroup)]
 
 
-def seconds_under_way(steps: Callable[[], object]) -> float:
-    """Run `steps` under the profiler and return the time in which some call was under way."""
+def measure_comm_seconds(steps: Callable[[], object]) -> float:
+    """Run `steps` under the profiler and return the time in which any collective was pending."""
     groups = _paceline_groups()
     for group in groups:
         group.spans = []
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         steps()
-    ours = [span for group in groups for span in group.spans or ()]
+    spans = [span for group in groups for span in group.spans or ()]
     for group in groups:
         group.spans = None
-    return covered_seconds(ours) + covered_seconds(_profiled(profiler))
+    return covered_seconds(spans) + covered_seconds(_profiled_spans(profiler))
 
 
-def _profiled(profiler: profile) -> list[tuple[float, float]]:
-    """Return when the calls that the profiler saw were under way, in seconds of its clock."""
+def _profiled_spans(profiler: profile) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))  # far cheaper than profiler.events()
@@ -124,7 +120,7 @@ def _profiled(profiler: profile) -> list[tuple[float, float]]:
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how much time the spans ``(start, end)`` cover together, counting overlaps once."""
+    """Return the length of the union of the spans ``(start, end)``."""
     covered, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, until))

@@ -1,22 +1,20 @@
-"""The rows of `paceline bench step`, and how each column is obtained.
+"""Rows of `paceline bench step`: from seconds to columns, as JSON, CSV and a table.
 
-- `step_ms`, `rounds`: the whole step; see [Note: rounds] in `paceline.tools.bench.turn_order`.
-- `ratio_to_ddp`: against torch DDP's best row, that with the least `step_ms` of all its bucket sizes and with or
-  without a static graph. `ratio_to_peer`: against torch doing the same kind of work
+- `step_ms`, `rounds`: the whole step; see [Note: turns] in `paceline.tools.bench.turn_statistics`.
+- `ratio_to_ddp`: to torch DDP's best row, that with the least `step_ms` of all its bucket sizes and with or without a
+  static graph. `ratio_to_peer`: to torch doing the same kind of work
   (`paceline.tools.bench.step.step_strategies`).
-- `forward_ms`, `backward_ms`: computing; `exposed_ms`: standing still for communication; `optimizer_ms`: the
-  update with `zero_grad`, without waiting. They add up to `step_ms`; see `paceline.tools.bench.turn_order.split`.
-  What the optimizer's step waits is told by Paceline's own clock, and for torch's ZeRO by the time of its broadcasts.
-- `calls`, `mib`: collectives that one rank launches in a step, and their payload, seen by a dispatch mode in a
-  step that is not timed. `ms_per_call`: the time in which some call was under way on the rank that waited least
-  for the others, seen by the profiler in five more untimed steps, divided by `calls`. See
+- `forward_ms`, `backward_ms`: computing; `exposed_ms`: waiting for communication; `optimizer_ms`: the update with
+  `zero_grad`, without waiting. They add up to `step_ms`; see `paceline.tools.bench.turn_statistics.step_breakdown`.
+  Waiting in the optimizer's step is measured by Paceline's own clock, for torch's ZeRO by the time of its broadcasts.
+- `calls`, `mib`: collectives that one rank launches in a step, and their payload, counted by a dispatch mode in a step
+  that is not timed. `ms_per_call`: the time in which any collective was pending on the rank that waited least for the
+  others, measured by the profiler in five more untimed steps, divided by `calls`. See
   `paceline.tools.bench.step.comm_traffic`.
-- `peak_mib`: the largest rank's peak memory for model, optimizer and three steps, beyond what its process held
-  before, in fresh processes with nobody else in them. See `paceline.tools.bench.peak_memory`.
-- `drift`: ‖a − b‖ / ‖b‖ between the row's parameters and those of torch DDP with its default buckets, after
-  five steps from the same seed, the largest of all ranks. `exact`: whether that is at most 1e-4 (float32).
-
-Rows as a table for a terminal.
+- `peak_mib`: the largest rank's peak memory for model, optimizer and three steps, beyond that of its process before,
+  in fresh processes per strategy. See `paceline.tools.bench.peak_memory`.
+- `drift`: ‖a − b‖ / ‖b‖ between the row's parameters and those of torch DDP with its default buckets, after five steps
+  from the same seed, the largest of all ranks. `exact`: whether that is at most 1e-4 (float32).
 """
 
 from __future__ import annotations
@@ -28,39 +26,56 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from statistics import median
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from paceline._core.files import write_text
 from paceline._core.units import MIB
-from paceline.tools.bench.step.step_strategies import DDP, NO_SYNC, TITLES, Entry
-from paceline.tools.bench.turn_order import Round, Split, ratio, round_of, split
+from paceline.tools.bench.step.step_strategies import (
+    DDP_STRATEGIES,
+    NO_SYNC,
+    STRATEGY_TITLES,
+    StrategyVariant,
+)
+from paceline.tools.bench.turn_statistics import (
+    RoundTimes,
+    StepBreakdown,
+    median_ratio,
+    round_times,
+    step_breakdown,
+)
+from paceline.tools.console_table import make_table
 
-__all__ = ["FOOTER", "LARGEST_DRIFT", "Row", "make_rows", "table", "write_csv"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["LARGEST_DRIFT", "STEP_FOOTER", "StepRow", "make_step_rows", "step_table", "write_step_csv"]
 
 LARGEST_DRIFT = 1e-4
+"""Of a strategy whose results count as exact."""
 
-
-_COLUMNS = (
+_CSV_COLUMNS = (
     *("model", "strategy", "bucket_mib", "ranks", "step_ms", "ratio_to_ddp", "peer", "ratio_to_peer"),
     *("forward_ms", "backward_ms", "exposed_ms", "optimizer_ms"),
     *("calls", "ms_per_call", "mib", "peak_mib", "drift", "exact"),
 )
+_TABLE_COLUMNS = (
+    *("strategy", "bucket", "step", "÷ DDP", "÷ peer", "forward", "backward", "exposed", "optimizer"),
+    *("calls", "ms/call", "MiB", "peak MiB"),
+)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was measured of one contestant; see this module's text for the columns."""
+@dataclass(frozen=True, kw_only=True)
+class StepRow:
+    """Measurements of one strategy; the columns are described in the text of this module."""
 
     model: str
-    entry: Entry
+    variant: StrategyVariant
     ranks: int
     step_ms: float
     ratio_to_ddp: float
-    peer: Entry | None
+    peer: StrategyVariant | None
     ratio_to_peer: float | None
-    split_ms: Split
+    breakdown_ms: StepBreakdown
     calls: float
     ms_per_call: float | None
     mib: float
@@ -71,26 +86,24 @@ class Row:
 
     @property
     def exact(self) -> bool | None:
-        """Whether the parameters agree with torch DDP's; None for a contestant that need not."""
-        if not self.entry.synchronises:
+        """Whether the parameters agree with torch DDP's; None for a strategy that does not synchronise."""
+        if not self.variant.synchronises:
             return None
         return math.isfinite(self.drift) and self.drift <= LARGEST_DRIFT
 
     def to_json(self) -> dict[str, Any]:
         """Return the row for JSON."""
+        columns = ("calls", "ms_per_call", "mib", "peak_mib")
         return {
             "model": self.model,
-            **self.entry.to_json(),
+            **self.variant.to_json(),
             "ranks": self.ranks,
             "step_ms": self.step_ms,
             "ratio_to_ddp": self.ratio_to_ddp,
             "peer": None if self.peer is None else self.peer.to_json(),
             "ratio_to_peer": self.ratio_to_peer,
-            **{f"{name}_ms": value for name, value in vars(self.split_ms).items()},
-            "calls": self.calls,
-            "ms_per_call": self.ms_per_call,
-            "mib": self.mib,
-            "peak_mib": self.peak_mib,
+            **{f"{name}_ms": value for name, value in vars(self.breakdown_ms).items()},
+            **{name: getattr(self, name) for name in columns},
             "drift": self.drift if math.isfinite(self.drift) else None,
             "exact": self.exact,
             "best_ddp": self.best_ddp,
@@ -98,108 +111,98 @@ class Row:
         }
 
 
-def make_rows(
+def make_step_rows(
     model: str,
     ranks: int,
-    peer_of: Mapping[Entry, Entry | None],
+    peer_of: Mapping[StrategyVariant, StrategyVariant | None],
     found: Mapping[str, Any],
     peaks: Sequence[float | None],
-) -> list[Row]:
+) -> list[StepRow]:
     """Return the rows of one model, in the order of `peer_of`.
 
     Args:
         model: its name.
         ranks: the world size.
-        peer_of: the contestants, each with its peer.
-        found: what the ranks measured, as `paceline.tools.bench.step.step_worker.time_contestants` returns it.
-        peaks: peak memory of each contestant in bytes; None where it was not measured.
+        peer_of: the benchmarked variants, each with its peer.
+        found: the result of `paceline.tools.bench.step.step_worker.time_strategies`.
+        peaks: peak memory of each variant in bytes; None if it was not measured.
     """
     rounds_of = {
-        entry: [round_of(turn) for turn in turns]
-        for entry, turns in zip(peer_of, found["seconds"], strict=True)
+        variant: [round_times(turn) for turn in turns]
+        for variant, turns in zip(peer_of, found["seconds"], strict=True)
     }
-    fastest_first = sorted(peer_of, key=lambda entry: _step_ms(rounds_of[entry]))
-    champion = next(entry for entry in fastest_first if entry.strategy in DDP)
+    fastest_first = sorted(peer_of, key=lambda variant: _step_ms(rounds_of[variant]))
+    best_ddp = next(variant for variant in fastest_first if variant.strategy in DDP_STRATEGIES)
     rows = []
-    for at, (entry, peer) in enumerate(peer_of.items()):
-        rounds, calls, peak = rounds_of[entry], found["calls"][at], peaks[at]
-        parts = split(rounds, rounds_of[Entry(NO_SYNC)])
+    for at, (variant, peer) in enumerate(peer_of.items()):
+        rounds, calls, peak = rounds_of[variant], found["calls"][at], peaks[at]
+        parts = step_breakdown(rounds, rounds_of[StrategyVariant(NO_SYNC)])
         rows.append(
-            Row(
+            StepRow(
                 model=model,
-                entry=entry,
+                variant=variant,
                 ranks=ranks,
                 step_ms=_step_ms(rounds),
-                ratio_to_ddp=ratio(rounds, rounds_of[champion]),
+                ratio_to_ddp=median_ratio(rounds, rounds_of[best_ddp]),
                 peer=peer,
-                ratio_to_peer=None if peer is None else ratio(rounds, rounds_of[peer]),
-                split_ms=Split(*(1e3 * seconds for seconds in vars(parts).values())),
+                ratio_to_peer=None if peer is None else median_ratio(rounds, rounds_of[peer]),
+                breakdown_ms=StepBreakdown(*(1e3 * seconds for seconds in vars(parts).values())),
                 calls=calls,
-                ms_per_call=1e3 * found["under_way"][at] / calls if calls else None,
+                ms_per_call=1e3 * found["comm_seconds"][at] / calls if calls else None,
                 mib=found["nbytes"][at] / MIB,
                 peak_mib=None if peak is None else peak / MIB,
                 drift=found["drift"][at],
-                best_ddp=entry == champion,
+                best_ddp=variant == best_ddp,
                 rounds=tuple(1e3 * each.step for each in rounds),
             )
         )
     return rows
 
 
-def _step_ms(rounds: Sequence[Round]) -> float:
+def _step_ms(rounds: Sequence[RoundTimes]) -> float:
     return 1e3 * median(each.step for each in rounds)
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_step_csv(path: Path, rows: Sequence[StepRow]) -> None:
     """Write the rows as CSV, one line each, without the single rounds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer = csv.DictWriter(text, _CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        peer = None if row.peer is None else row.peer.label
-        writer.writerow(row.to_json() | {"peer": peer})
+        writer.writerow(row.to_json() | {"peer": None if row.peer is None else row.peer.label})
     write_text(path, text.getvalue())
 
 
-FOOTER = (
-    "Milliseconds are medians over rounds in which all contestants took turns; the slowest rank counts.\n"
-    "÷ DDP: against torch DDP's best row (*), round by round. ÷ peer: against torch doing the same kind of work.\n"
-    "Forward and backward are computing, as without synchronisation; exposed is what they take beyond that, and\n"
-    "waiting in the optimizer's step. Calls, milliseconds per call and MiB: one rank, one step.\n"
-    "Peak: memory of model, optimizer and training, beyond what the process held before."
+STEP_FOOTER = (
+    "Milliseconds are medians over rounds of interleaved runs; the slowest rank counts.\n"
+    "÷ DDP: ratio to torch DDP's best row (*), round by round. ÷ peer: ratio to torch doing the same kind of work.\n"
+    "Forward and backward: computing, as without synchronisation; exposed: the excess over that, and waiting in\n"
+    "the optimizer's step. Calls, milliseconds per call and MiB: one rank, one step.\n"
+    "Peak: memory of model, optimizer and training, beyond that of the process before."
 )
 
 
-def table(rows: Sequence[Row]) -> Table:
+def step_table(rows: Sequence[StepRow]) -> Table:
     """Return the rows of one model as a table; the fastest synchronised row is bold, a wrong one red."""
-    first = rows[0]
-    made = Table(title=f"{first.model}, {first.ranks} ranks", title_justify="left", pad_edge=False, box=None)
-    made.add_column("strategy", no_wrap=True)
-    for name in ("bucket", "step", "÷ DDP", "÷ peer", "forward", "backward", "exposed", "optimizer"):
-        made.add_column(name, justify="right", no_wrap=True)
-    for name in ("calls", "ms/call", "MiB", "peak MiB"):
-        made.add_column(name, justify="right", no_wrap=True)
-    fastest = min((row for row in rows if row.entry.synchronises), key=lambda row: row.step_ms)
+    table = make_table(_TABLE_COLUMNS, title=f"{rows[0].model}, {rows[0].ranks} ranks")
+    fastest = min((row for row in rows if row.variant.synchronises), key=lambda row: row.step_ms)
     for row in rows:
         wrong = row.exact is False
-        style = "red" if wrong else "bold" if row is fastest else ""
-        made.add_row(*_cells(row), style=style)
+        table.add_row(*_cells(row), style="red" if wrong else "bold" if row is fastest else "")
         if wrong:
-            made.add_row(f"  WRONG: {row.drift:.1e} > {LARGEST_DRIFT:g}", style="red")
-    return made
+            table.add_row(f"  WRONG: {row.drift:.1e} > {LARGEST_DRIFT:g}", style="red")
+    return table
 
 
-def _cells(row: Row) -> list[str]:
-    split = row.split_ms
-    times = [f"{value:.1f}" for value in (split.forward, split.backward, split.exposed, split.optimizer)]
+def _cells(row: StepRow) -> list[str]:
     return [
-        TITLES[row.entry.strategy] + (" *" if row.best_ddp else ""),
-        row.entry.bucket,
+        STRATEGY_TITLES[row.variant.strategy] + (" *" if row.best_ddp else ""),
+        row.variant.bucket,
         f"{row.step_ms:.1f}",
         f"{row.ratio_to_ddp:.2f}",
         "" if row.ratio_to_peer is None else f"{row.ratio_to_peer:.2f}",
-        *times,
+        *(f"{value:.1f}" for value in vars(row.breakdown_ms).values()),
         f"{row.calls:g}",
         "" if row.ms_per_call is None else f"{row.ms_per_call:.2f}",
         f"{row.mib:.2f}",

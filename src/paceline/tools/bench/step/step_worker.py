@@ -1,101 +1,110 @@
-"""What each rank of `paceline bench step` runs: ``python -m paceline.tools.bench.step.step_worker job.json``.
+"""Program of each rank of `paceline bench step`: ``python -m paceline.tools.bench.step.step_worker job.json``.
 
-The job tells what to do (`time` the contestants in turn, or measure the peak `memory` of one), with which
-settings, and where rank 0 writes what it found; see `paceline.tools.bench.step.step_benchmark` for the method.
+A job either times all strategies, interleaved, or measures the peak memory of one; see
+`paceline.tools.bench.step.step_benchmark`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import astuple
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.tools.bench.device_clock import gather_ranks
 from paceline.tools.bench.peak_memory import PeakMemory
-from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.bench.step.comm_traffic import Traffic, count_traffic, seconds_under_way
+from paceline.tools.bench.progress_bar import ProgressBar
+from paceline.tools.bench.rank_jobs import read_job, write_job_result
+from paceline.tools.bench.step.comm_traffic import count_traffic, measure_comm_seconds
 from paceline.tools.bench.step.step_benchmark import StepSettings
-from paceline.tools.bench.step.step_contestants import (
-    Contestant,
-    Turn,
-    build,
-    drift,
+from paceline.tools.bench.step.step_strategies import StrategyVariant
+from paceline.tools.bench.step.strategy_trainers import (
+    StrategyTrainer,
+    build_trainer,
+    parameter_drift,
     random_batch,
-    settle,
-    step,
+    run_step,
+    run_until_tuned,
 )
-from paceline.tools.bench.step.step_strategies import Entry
-from paceline.tools.bench.turn_order import turn_order
-from paceline.tools.models.gpt_sizes import Size, size_of
-from paceline.tools.models.token_windows import Batch
+from paceline.tools.bench.turn_statistics import turn_order
+from paceline.tools.models.gpt_sizes import GptSize, gpt_size
+from paceline.tools.models.token_windows import TokenBatch
 from paceline.world import World, init, shutdown
 
-__all__ = ["main", "of_all_ranks", "take_turns", "tick", "time_contestants"]
+__all__ = ["gather_step_seconds", "main", "print_tick", "time_interleaved", "time_strategies"]
 
 CHECK_STEPS = 5  # steps after which parameters are compared; they also warm up
 _PROFILED_STEPS = 5
 _BATCHES = 8  # different batches, used in turn
 
 
-def main(argv: Sequence[str]) -> None:
-    """Do the job that the file ``argv[0]`` describes."""
-    job = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+def main(path: str) -> None:
+    """Run the job in the file `path`."""
+    job = read_job(path)
     settings = StepSettings.from_json(job["settings"])
     torch.set_num_threads(settings.threads)
     world = init(settings.backend)
-    size = size_of(job["size"])
-    entries = [Entry.from_json(record) for record in job["entries"]]
+    size = gpt_size(job["size"])
+    variants = [StrategyVariant.from_json(record) for record in job["variants"]]
     if job["kind"] == "time":
-        found = time_contestants(world, settings, size, entries)
+        found = time_strategies(world, settings, size, variants)
     else:
-        found = _peak_memory(world, settings, size, entries[0])
+        found = _peak_memory(world, settings, size, variants[0])
     if world.rank == 0:
-        Path(job["out"]).write_text(json.dumps(found), encoding="utf-8")
+        write_job_result(job, found)
     shutdown()
 
 
-def tick() -> None:
-    """Tell whoever follows this job that one more turn is done (`bench_harness.program.run_job`)."""
+def print_tick() -> None:
+    """Report one more finished turn to the process that started the ranks (`bench_harness.program.run_job`)."""
     if dist.get_rank() == 0:
         print("tick", flush=True)
 
 
-def time_contestants(
-    world: World, settings: StepSettings, size: Size, entries: Sequence[Entry]
+def time_strategies(
+    world: World, settings: StepSettings, size: GptSize, variants: Sequence[StrategyVariant]
 ) -> dict[str, Any]:
-    """Return what all ranks measured, the same on every rank.
+    """Return the measurements of all ranks, the same on every rank.
 
     Returns:
-        ``seconds``: a list ``[entry][round][step][rank]`` of (forward, backward, optimizer, waited);
-        ``drift``, ``calls``, ``nbytes``: one number per entry, the largest of all ranks;
-        ``under_way``: seconds per entry in which some call was under way.
+        ``seconds``: a list ``[variant][round][step][rank]`` of (forward, backward, optimizer, waited);
+        ``drift``, ``calls``, ``nbytes``: one number per variant, the largest of all ranks;
+        ``comm_seconds``: per variant, the seconds of a step in which any collective was pending.
     """
     batches = _batches(world, settings, size)
-    torchs = _torchs_group(world)
-    contestants = [build(entry, size, world.device, settings.seed, torchs) for entry in entries]
-    turns = (settings.rounds + 1) * len(entries)
-    reference = next(each for each in contestants if each.entry.strategy == "ddp")
-    with TurnBar(f"{size.name}, {world.size} ranks", turns, shown=world.rank == 0) as tick:
-        drifts = _check(contestants, reference, batches, tick)
-        for contestant in contestants:
-            settle(contestant, batches[0])
-        mine = take_turns(contestants, batches, settings.rounds, settings.steps, tick)
-    traffic = [_traffic(contestant, batches[0], world.size) for contestant in contestants]
-    under_way = [_under_way(contestant, batches[0], world.device) for contestant in contestants]
-    rows = [drifts, [each.calls for each in traffic], [each.nbytes for each in traffic], under_way]
-    facts = torch.tensor(rows, dtype=torch.float64, device=world.device)
-    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-    names = ("drift", "calls", "nbytes", "under_way")
-    return dict(zip(names, facts.tolist(), strict=True)) | {"seconds": of_all_ranks(mine, world)}
+    torch_group = _torch_group(world)
+    trainers = [
+        build_trainer(variant, size, world.device, settings.seed, torch_group) for variant in variants
+    ]
+    reference = next(each for each in trainers if each.variant.strategy == "ddp")
+    turns = (settings.rounds + 1) * len(variants)
+    with ProgressBar(f"{size.name}, {world.size} ranks", turns, shown=world.rank == 0) as advance:
+        for trainer in trainers:
+            for at in range(CHECK_STEPS):
+                run_step(trainer, batches[at % len(batches)])
+            advance()
+        drifts = [parameter_drift(trainer, reference) for trainer in trainers]
+        for trainer in trainers:
+            run_until_tuned(trainer, batches[0])
+        mine = time_interleaved(trainers, batches, settings.rounds, settings.steps, advance)
+    facts: dict[str, list[float]] = {"drift": drifts, "calls": [], "nbytes": []}
+    for trainer in trainers:
+        dist.barrier()
+        traffic = count_traffic(lambda trainer=trainer: run_step(trainer, batches[0]), world.size)
+        facts["calls"].append(traffic.calls)
+        facts["nbytes"].append(traffic.nbytes)
+    facts["comm_seconds"] = [_comm_seconds(trainer, batches[0], world.device) for trainer in trainers]
+    table = torch.tensor(list(facts.values()), dtype=torch.float64, device=world.device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return dict(zip(facts, table.tolist(), strict=True)) | {"seconds": gather_step_seconds(mine, world)}
 
 
-def _torchs_group(world: World) -> dist.ProcessGroup | None:
-    """Return the group of torch's contestants: gloo where the world's backend is ours, else the world's."""
+def _torch_group(world: World) -> dist.ProcessGroup | None:
+    """Return the group of torch's strategies: gloo if the world's backend is paceline, else the world's."""
     if world.backend != "paceline":
         return None
     group = dist.new_group(backend="gloo")
@@ -103,103 +112,83 @@ def _torchs_group(world: World) -> dist.ProcessGroup | None:
     return group
 
 
-def _batches(world: World, settings: StepSettings, size: Size) -> list[Batch]:
+def _batches(world: World, settings: StepSettings, size: GptSize) -> list[TokenBatch]:
     """Return batches that differ between ranks and steps."""
     seeds = [(settings.seed * _BATCHES + at) * world.size + world.rank for at in range(_BATCHES)]
     return [random_batch(size, settings.batch_size, settings.context, seed, world.device) for seed in seeds]
 
 
-def _check(
-    contestants: Sequence[Contestant],
-    reference: Contestant,
-    batches: Sequence[Batch],
-    tick: Callable[[], None],
-) -> list[float]:
-    """Run each contestant's first steps; return how far its parameters are from the reference's then."""
-    for contestant in contestants:
-        for at in range(CHECK_STEPS):
-            step(contestant, batches[at % len(batches)])
-        tick()
-    return [drift(contestant, reference) for contestant in contestants]
-
-
-def take_turns(
-    contestants: Sequence[Contestant],
-    batches: Sequence[Batch],
+def time_interleaved(
+    trainers: Sequence[StrategyTrainer],
+    batches: Sequence[TokenBatch],
     rounds: int,
     steps: int,
-    tick: Callable[[], None],
+    advance: Callable[[], None],
 ) -> torch.Tensor:
-    """Let the contestants take turns; return this rank's seconds ``[entry, round, step, part]`` in float64.
+    """Run the trainers interleaved; return this rank's seconds ``[trainer, round, step, part]`` in float64.
 
     Args:
-        contestants: in the order of the result. batches: used in turn.
-        rounds: turns of each. steps: of a turn. tick: called after each turn.
+        trainers: in the order of the result.
+        batches: used in turn.
+        rounds: turns of each trainer.
+        steps: steps of a turn.
+        advance: called after each turn.
     """
-    seconds = torch.zeros(len(contestants), rounds, steps, 4, dtype=torch.float64)
+    seconds = torch.zeros(len(trainers), rounds, steps, 4, dtype=torch.float64)
     gc.collect()
-    gc.freeze()  # what is there stays there, so that collecting between turns is quick
+    gc.freeze()  # objects that exist now are not scanned again, so that collecting between turns is quick
     for turn in range(rounds):
-        for index in turn_order(len(contestants), turn):
+        for index in turn_order(len(trainers), turn):
             gc.collect()
             gc.disable()
             dist.barrier()
-            turns = [step(contestants[index], batches[at % len(batches)]) for at in range(steps)]
+            timed = [run_step(trainers[index], batches[at % len(batches)]) for at in range(steps)]
             gc.enable()
-            seconds[index, turn] = torch.tensor([_parts(each) for each in turns], dtype=torch.float64)
-            tick()
+            seconds[index, turn] = torch.tensor([astuple(step) for step in timed], dtype=torch.float64)
+            advance()
     gc.unfreeze()
     return seconds
 
 
-def of_all_ranks(mine: torch.Tensor, world: World) -> list[Any]:
-    """Return ``[entry][round][step][rank][part]`` from what `take_turns` returned on each rank; all call this."""
-    mine = mine.to(world.device)
-    every = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(every, mine)
-    return torch.stack(every, dim=3).tolist()
+def gather_step_seconds(mine: torch.Tensor, world: World) -> list[Any]:
+    """Return ``[trainer][round][step][rank][part]`` from the result of `time_interleaved` on each rank."""
+    return gather_ranks(mine, world.device).movedim(0, 3).tolist()
 
 
-def _parts(turn: Turn) -> list[float]:
-    return [turn.forward, turn.backward, turn.optimizer, turn.waited]
-
-
-def _traffic(contestant: Contestant, batch: Batch, ranks: int) -> Traffic:
-    """Return what this rank hands to communication in one step."""
-    dist.barrier()
-    return count_traffic(lambda: step(contestant, batch), ranks)
-
-
-def _under_way(contestant: Contestant, batch: Batch, device: str) -> float:
-    """Return for how many seconds of a step calls are under way, on the rank that waits least for the others."""
+def _comm_seconds(trainer: StrategyTrainer, batch: TokenBatch, device: str) -> float:
+    """Return the communication time of a step on the rank that waits least for the others."""
 
     def steps() -> None:
         for _ in range(_PROFILED_STEPS):
-            step(contestant, batch)
+            run_step(trainer, batch)
 
     dist.barrier()
-    least = torch.tensor(seconds_under_way(steps) / _PROFILED_STEPS, dtype=torch.float64, device=device)
+    least = torch.tensor(measure_comm_seconds(steps) / _PROFILED_STEPS, dtype=torch.float64, device=device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return least.item()
 
 
-def _peak_memory(world: World, settings: StepSettings, size: Size, entry: Entry) -> dict[str, Any]:
-    """Return how many bytes a rank needs for training with `entry`, beyond what it had before; the largest rank's."""
-    torchs = _torchs_group(world)
-    warm = build(Entry("ddp", 1.0), size_of("tiny"), world.device, settings.seed, torchs)
-    for batch in (random_batch(size_of("tiny"), 1, 8, seed, world.device) for seed in range(2)):
-        step(warm, batch)
+def _peak_memory(
+    world: World, settings: StepSettings, size: GptSize, variant: StrategyVariant
+) -> dict[str, Any]:
+    """Return the bytes that training needs beyond those of the process; the largest rank's."""
+    torch_group = _torch_group(world)
+    warm = build_trainer(
+        StrategyVariant("ddp", 1.0), gpt_size("tiny"), world.device, settings.seed, torch_group
+    )
+    for batch in (random_batch(gpt_size("tiny"), 1, 8, seed, world.device) for seed in range(2)):
+        run_step(warm, batch)
     del warm
     gc.collect()
     batches = _batches(world, settings, size)[:3]
     with PeakMemory(world.device) as peak:
-        contestant = build(entry, size, world.device, settings.seed, torchs)
+        trainer = build_trainer(variant, size, world.device, settings.seed, torch_group)
         for batch in batches:
-            step(contestant, batch)
+            run_step(trainer, batch)
     largest = torch.tensor([peak.nbytes], dtype=torch.float64, device=world.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return {"peak_nbytes": largest.item()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

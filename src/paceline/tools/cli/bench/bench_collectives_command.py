@@ -1,17 +1,8 @@
-"""``paceline bench collectives``: options, and what happens in which order.
-
-Options of ``paceline bench collectives``.
-
-``paceline bench compare``: two results of ``bench collectives`` beside each other.
-
-What can start the ranks of ``paceline bench collectives`` here, by the name that backends ask for.
-"""
+"""``paceline bench collectives``, and ``paceline bench compare`` for two of its results."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,76 +13,96 @@ from paceline._core.cpu_cores import usable_cores
 from paceline.errors import PacelineError, RankFailed
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings, run_mpi
-from paceline.tools.bench.collectives.benchmarked_backends import MPI, RANKS
-from paceline.tools.bench.step.step_benchmark import StartRanks
+from paceline.tools.bench.collectives.benchmarked_backends import LOCAL_RANKS, MPIEXEC
+from paceline.tools.bench.rank_jobs import StartRanks
 from paceline.tools.cli.shared_options import CsvOption, JsonRowsOption
 from paceline.world import ProcessPlace
 from paceline.world.mpi_world import mpi_launcher_size
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.collectives.collectives_request import Request
-    from paceline.tools.bench.collectives.measurement_journal import Journal
-    from paceline.tools.cli.bench.bench_collectives_files import Files
+    from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
+    from paceline.tools.bench.collectives.collectives_request import CollectivesRequest
+    from paceline.tools.cli.bench.bench_collectives_files import CollectivesFiles
 
-__all__ = [
-    "BackendsOption",
-    "CompareOption",
-    "DtypeOption",
-    "IterationsOption",
-    "NetworkOption",
-    "OpsOption",
-    "OutOption",
-    "RanksOption",
-    "RendezvousOption",
-    "ResumeOption",
-    "SecondsOption",
-    "SizesOption",
-    "WarmupOption",
-    "collectives",
-    "compare",
-    "compare_results",
-    "joined",
-    "starters",
-]
+__all__ = ["collectives", "compare"]
 
 
 def collectives(
-    backends: BackendsOption = None,
-    ops: OpsOption = "all-reduce",
-    ranks: RanksOption = None,
-    sizes: SizesOption = None,
-    dtype: DtypeOption = "float32",
-    warmup: WarmupOption = 2,
-    iterations: IterationsOption = None,
-    seconds: SecondsOption = 2.0,
-    rendezvous: RendezvousOption = "file",
-    network: NetworkOption = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(
+            help="gloo, paceline, paceline:arena, mpi4py, nccl, schedule:ring …, separated by commas; "
+            "default: gloo, paceline, and mpi4py and nccl where they can run."
+        ),
+    ] = None,
+    ops: Annotated[
+        str,
+        typer.Option(
+            help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, send-recv, separated by commas."
+        ),
+    ] = "all-reduce",
+    ranks: Annotated[
+        str | None,
+        typer.Option(help="Numbers of processes, separated by commas; default: 2,4,6, or the launcher's."),
+    ] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Separated by commas, or a sweep 64KiB:64MiB:x2; default: 1MB,10MB,100MB,1024MB as far as they fit."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float64, int32, int64, float16 or bfloat16.")
+    ] = "float32",
+    warmup: Annotated[int, typer.Option(help="Calls before the timed ones.")] = 2,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            help="Timed calls of each backend at each size; default: as many as fit into --seconds."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Time for each backend at each size; 5 to 1000 calls.")
+    ] = 2.0,
+    rendezvous: Annotated[str, typer.Option(help="Rendezvous of the ranks: file or tcp.")] = "file",
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the network between the ranks, kept in the result."),
+    ] = None,
     json_file: JsonRowsOption = None,
     csv_file: CsvOption = None,
-    out: OutOption = None,
-    resume: ResumeOption = False,
-    compare: CompareOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Write JSON, CSV and two charts per operation there."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume an interrupted measurement in --out or --json.")
+    ] = False,
+    results: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--compare", metavar="A.json B.json", help="Measure nothing; show two results side by side."
+        ),
+    ] = None,
 ) -> None:
-    """Time collectives: backends in turn, by number of processes and size, every result checked.
+    """Time collectives: interleaved backends, by number of processes and size, every result checked.
 
     Starts its processes itself; under torchrun or paceline lab it takes part in theirs. Exits with 1 if a result is
-    wrong or a rank is lost; the rows that are finished are kept.
+    wrong or a rank is lost; finished rows are kept.
     """
-    if compare is not None:
-        pass  # moved
-
-        compare_results(*compare)
+    if results is not None:
+        compare(*results)
         return
-    from paceline.tools.bench.collectives.collectives_request import is_joined, make_request
+    from paceline.tools.bench.collectives.collectives_request import make_request
+    from paceline.tools.bench.rank_jobs import under_launcher
     from paceline.tools.cli.bench.bench_collectives_files import plan_files
-
-    pass  # moved
     from paceline.world import read_environment
 
     place = read_environment(os.environ)
-    asked = make_request(
+    launched = under_launcher(place)
+    request = make_request(
         place,
-        joined(place) if is_joined(place) else starters(),
+        _launchers_of(place) if launched else _rank_starters(),
         backends=backends,
         ops=ops,
         ranks=ranks,
@@ -104,187 +115,115 @@ def collectives(
         rendezvous=rendezvous,
     )
     if place.rank != 0:
-        _join(asked, None)
+        _measure_as_rank(request, None)
         return
-    files = plan_files(asked.settings.ops, json_file, csv_file, out, resume=resume)
-    with files.journal(asked.settings, resume=resume) as journal:
-        run = (lambda: _join(asked, journal)) if is_joined(place) else (lambda: _start(asked, journal))
-        _measure(asked, journal, files, run)
-
-
-def _start(asked: Request, journal: Journal) -> None:
-    """Start the ranks, of one number after another."""
-    from paceline.tools.bench.collectives.collectives_benchmark import measure
-
-    pass  # moved
-
-    measure(asked.settings, asked.fitting, starters(), journal)
-
-
-def _join(asked: Request, journal: Journal | None) -> None:
-    """Be the rank that a launcher started this process as."""
-    from paceline.tools.bench.collectives.collectives_benchmark import finished
-    from paceline.tools.bench.collectives.collectives_worker import take_part
-
-    there = {row.key for row in journal.rows()} if journal else set()
-    wanted = [
-        fits and not finished(case, asked.settings.dtype, there)
-        for case, fits in zip(asked.cases, asked.fits, strict=True)
-    ]
-    take_part(asked.settings, asked.cases, wanted, journal)
-
-
-def _measure(asked: Request, journal: Journal, files: Files, run: Callable[[], None]) -> None:
-    """Run the measurement, and show and write what it found, however it ends."""
-    for line in asked.left_out:
-        typer.echo(f"left out: {line}", err=True)
-    try:
-        run()
-    except (PacelineError, KeyboardInterrupt, SystemExit):
-        _finish(asked, journal, files, complete=False)
-        raise
-    if not _finish(asked, journal, files, complete=True):
-        raise typer.Exit(1)
-
-
-def _finish(asked: Request, journal: Journal, files: Files, *, complete: bool) -> bool:
-    """Show and write the rows that there are; return whether all of them are right."""
-    from paceline.tools.bench.collectives.collectives_benchmark import in_order
-    from paceline.tools.cli.bench.bench_collectives_files import write_files
-    from paceline.tools.console_table import print_wide
-
-    rows = in_order(asked.cases, asked.settings.dtype, journal.rows())
-    if rows:
-        from paceline.tools.bench.collectives.collectives_rows import FOOTER, tables
-
-        for made in tables(rows):
-            print_wide(made)
-        typer.echo(FOOTER)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    for path in write_files(files, asked, rows, command, complete=complete):
-        typer.echo(path)
-    if not complete:
-        typer.echo(files.how_to_go_on(len(rows)), err=True)
-    return all(row.correct for row in rows)
-
-
-BackendsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="gloo, paceline, paceline:arena, mpi4py, nccl, schedule:ring …, by commas; else the usual ones."
-    ),
-]
-
-
-OpsOption = Annotated[
-    str,
-    typer.Option(help="all-reduce, reduce-scatter, all-gather, broadcast, all-to-all, send-recv, by commas."),
-]
-
-
-RanksOption = Annotated[
-    str | None,
-    typer.Option(help="Numbers of processes, by commas; else 2,4,6, or as many as a launcher started."),
-]
-
-
-SizesOption = Annotated[
-    str | None,
-    typer.Option(help="By commas, or a sweep 64KiB:64MiB:x2; else 1MB,10MB,100MB,1024MB as far as they fit."),
-]
-
-
-DtypeOption = Annotated[str, typer.Option(help="float32, float64, int32, int64, float16 or bfloat16.")]
-
-
-WarmupOption = Annotated[int, typer.Option(help="Calls before the timed ones.")]
-
-
-IterationsOption = Annotated[
-    int | None,
-    typer.Option(help="Timed calls of each backend at each size; else as many as --seconds hold."),
-]
-
-
-SecondsOption = Annotated[float, typer.Option(help="Time for each backend at each size; 5 to 1000 calls.")]
-
-
-RendezvousOption = Annotated[str, typer.Option(help="Where the ranks meet: file or tcp.")]
-
-
-NetworkOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="What is between the ranks, to be kept in the result.")
-]
-
-
-OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help="Write JSON, CSV and two charts per operation there."),
-]
-
-
-ResumeOption = Annotated[
-    bool,
-    typer.Option("--resume", help="Go on with a measurement in --out or --json that was interrupted."),
-]
-
-
-CompareOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(metavar="A.json B.json", help="Measure nothing; show two results beside each other."),
-]
+    files = plan_files(request.settings.ops, json_file, csv_file, out, resume=resume)
+    with files.journal(request.settings, resume=resume) as journal:
+        _measure(request, journal, files, _measure_as_rank if launched else _measure_in_new_ranks)
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="What to compare with.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="What is compared.")],
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="Baseline.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Result to compare with it.")],
 ) -> None:
     """Compare two results of bench collectives: the ratio of times, case by case, and what else differs."""
-    compare_results(first, second)
-
-
-def compare_results(first: Path, second: Path) -> None:
-    """Print the comparison of two result files.
-
-    Raises:
-        UsageError: one can't be read, or holds something else.
-    """
-    from paceline.tools.bench.collectives.collectives_rows import read_result
-    from paceline.tools.bench.collectives.result_comparison import compare as compared
-    from paceline.tools.bench.collectives.result_comparison import in_words, table
+    from paceline.tools.bench.collectives.collectives_rows import read_collectives
+    from paceline.tools.bench.collectives.collectives_tables import (
+        comparison_table,
+        describe_row,
+        match_results,
+    )
     from paceline.tools.console_table import print_wide
 
-    found = compared(read_result(first), read_result(second))
+    found = match_results(read_collectives(first), read_collectives(second))
     for line in found.differing:
         typer.echo(f"differs: {line}")
     for name, rows in ((first, found.only_first), (second, found.only_second)):
         for row in rows:
-            typer.echo(f"only in {name}: {in_words(row)}")
+            typer.echo(f"only in {name}: {describe_row(row)}")
     if found.pairs:
-        print_wide(table(found.pairs))
+        print_wide(comparison_table(found.pairs))
     else:
         typer.echo("no case is in both")
 
 
-def starters() -> dict[str, StartRanks]:
-    """Return what starts ranks here: as Python processes, and where there is mpiexec, under it."""
-    return {RANKS: run_ranks} | ({MPI: _start_under_mpi} if find_mpiexec() else {})
+def _measure_in_new_ranks(request: CollectivesRequest, journal: RowJournal | None) -> None:
+    """Start the ranks, of one number after another."""
+    from paceline.tools.bench.collectives.collectives_benchmark import measure_collectives
+
+    assert journal is not None, "this process is rank 0"
+    measure_collectives(request.settings, request.fitting, _rank_starters(), journal)
 
 
-def joined(place: ProcessPlace) -> set[str]:
-    """Return whose ranks those are that a launcher started: MPI's too, if it was a launcher of MPI."""
-    return {RANKS} | ({MPI} if mpi_launcher_size(os.environ) == place.size else set())
+def _measure_as_rank(request: CollectivesRequest, journal: RowJournal | None) -> None:
+    """Take part as the rank that a launcher started; `journal` is that of rank 0."""
+    from paceline.tools.bench.collectives.collectives_benchmark import is_finished
+    from paceline.tools.bench.collectives.collectives_worker import measure_under_launcher
+
+    kept = {row.key for row in journal.rows()} if journal else set()
+    wanted = [
+        fits and not is_finished(case, request.settings.dtype, kept)
+        for case, fits in zip(request.cases, request.fits, strict=True)
+    ]
+    measure_under_launcher(request.settings, request.cases, wanted, journal)
+
+
+def _measure(
+    request: CollectivesRequest,
+    journal: RowJournal,
+    files: CollectivesFiles,
+    run: Callable[[CollectivesRequest, RowJournal], None],
+) -> None:
+    """Run the measurement; show and write its rows, however it ends."""
+    for line in request.left_out:
+        typer.echo(f"left out: {line}", err=True)
+    try:
+        run(request, journal)
+    except (PacelineError, KeyboardInterrupt, SystemExit):
+        _finish(request, journal, files, complete=False)
+        raise
+    if not _finish(request, journal, files, complete=True):
+        raise typer.Exit(1)
+
+
+def _finish(
+    request: CollectivesRequest, journal: RowJournal, files: CollectivesFiles, *, complete: bool
+) -> bool:
+    """Show and write the finished rows; return whether all of them are correct."""
+    from paceline.tools.bench.collectives.collectives_benchmark import ordered_rows
+    from paceline.tools.bench.collectives.collectives_tables import COLLECTIVES_FOOTER, operation_tables
+    from paceline.tools.console_table import print_wide
+
+    rows = ordered_rows(request.cases, request.settings.dtype, journal.rows())
+    if rows:
+        for table in operation_tables(rows):
+            print_wide(table)
+        typer.echo(COLLECTIVES_FOOTER)
+        for path in files.write(request, rows, complete=complete):
+            typer.echo(path)
+    if not complete:
+        typer.echo(files.interruption(len(rows)), err=True)
+    return all(row.correct for row in rows)
+
+
+def _rank_starters() -> dict[str, StartRanks]:
+    """Return the launchers that can start ranks here: as Python processes and, if installed, under mpiexec."""
+    return {LOCAL_RANKS: run_ranks} | ({MPIEXEC: _start_under_mpi} if find_mpiexec() else {})
+
+
+def _launchers_of(place: ProcessPlace) -> set[str]:
+    """Return the launchers whose ranks these can be: MPI's too, if MPI started them."""
+    return {LOCAL_RANKS} | ({MPIEXEC} if mpi_launcher_size(os.environ) == place.size else set())
 
 
 def _start_under_mpi(argv: Sequence[str], ranks: int, *, env: Mapping[str, str]) -> None:
-    """Start ranks under mpiexec, with the settings that suit MPICH best; what the user has set stays."""
-    best = {"OMP_NUM_THREADS": str(max(1, int(usable_cores() / ranks)))} | mpich_settings(
-        ranks > usable_cores()
-    )
+    """Start ranks under mpiexec with the settings that suit MPICH best; those that the user has set stay."""
+    cores = usable_cores()
+    best = {"OMP_NUM_THREADS": str(max(1, int(cores / ranks)))} | mpich_settings(ranks > cores)
     unset = {name: value for name, value in best.items() if name not in os.environ}
     code = run_mpi(argv, ranks, env={**unset, **env})
     if code:
         raise RankFailed(
             f"the {ranks} ranks under mpiexec ended with exit code {code}",
-            remedy="what they and mpiexec wrote above says which rank was first, and why",
+            remedy="their output and that of mpiexec, above, says which rank was first, and why",
         )

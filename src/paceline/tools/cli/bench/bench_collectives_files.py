@@ -1,53 +1,56 @@
-"""What ``paceline bench collectives`` writes where, checked before it measures: nothing measured shall be lost.
-
-The charts of ``paceline bench collectives``: time and bus bandwidth against size, for each operation.
-"""
+"""Files of ``paceline bench collectives``, checked before it measures: JSON, CSV, charts, and the journal of rows."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from paceline._core.json_codec import encode
 from paceline.errors import UsageError
-from paceline.tools.bench.collectives.collectives_request import Request
-from paceline.tools.bench.collectives.collectives_rows import Result, Row, installed, write_csv, write_json
+from paceline.tools.bench.collectives.collectives_benchmark import RowJournal
+from paceline.tools.bench.collectives.collectives_request import CollectivesRequest
+from paceline.tools.bench.collectives.collectives_rows import (
+    CollectiveRow,
+    CollectivesResult,
+    benchmarked_versions,
+    write_collectives_csv,
+    write_collectives_json,
+)
 from paceline.tools.bench.collectives.collectives_settings import CollectiveSettings
-from paceline.tools.bench.collectives.measurement_journal import Journal
-from paceline.tools.report.charts.chart_style import Chart
 from paceline.tools.report.charts.collective_charts import SizeLine, bandwidth_by_size, time_by_size
-from paceline.tools.result_files import check_writable, machine_record, require_matplotlib
+from paceline.tools.result_files import check_writable, checked_files, machine_record, paceline_command
 
-__all__ = ["Files", "bandwidth", "check", "plan_files", "times", "write_files", "writers"]
+__all__ = ["CollectivesFiles", "chart_writers", "plan_files"]
 
-_Writer = Callable[[Path, Result], object]
+_Writer = Callable[[Path, CollectivesResult], object]
 
 
 @dataclass(frozen=True)
-class Files:
-    """What will be written.
+class CollectivesFiles:
+    """Files that will be written.
 
     Attributes:
-        writer_of: what writes each file.
-        kept: the journal of finished rows, which stays while the measurement is not complete; None: nothing stays.
+        writer_of: writer of each file.
+        kept: the journal of finished rows, which stays while the measurement is not complete; None: a temporary one.
     """
 
     writer_of: Mapping[Path, _Writer]
     kept: Path | None
 
     @contextlib.contextmanager
-    def journal(self, settings: CollectiveSettings, *, resume: bool) -> Iterator[Journal]:
-        """Give the journal, begun or taken up again; one that is of no more use is removed afterwards.
+    def journal(self, settings: CollectiveSettings, *, resume: bool) -> Iterator[RowJournal]:
+        """Yield the journal, begun or resumed; an empty one is removed afterwards.
 
         Raises:
             UsageError: it is of another measurement.
         """
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-            journal = Journal(self.kept or Path(folder, "journal.jsonl"))
-            head = settings.to_json() | {"versions": installed()}, machine_record()
+            journal = RowJournal(self.kept or Path(folder, "journal.jsonl"))
+            head = encode(settings) | {"versions": benchmarked_versions()}, machine_record()
             if resume and journal.path.exists():
                 journal.resume(*head)
             else:
@@ -58,114 +61,108 @@ class Files:
                 if journal.path.exists() and not journal.rows():
                     journal.path.unlink()
 
-    def how_to_go_on(self, rows: int) -> str:
-        """Return what to tell the user of a measurement that ended early."""
+    def interruption(self, rows: int) -> str:
+        """Return the message for a measurement that ended early, with the number of finished rows."""
         if not rows:
             return "Interrupted before the first rows were finished; nothing was written"
         if self.kept is None:
             return f"Interrupted: {rows} rows were finished\n  → with --out or --json they are kept, for --resume"
-        return (
-            f"Interrupted: {rows} rows are kept in {self.kept}\n  → go on with the same command and --resume"
-        )
+        return f"Interrupted: {rows} rows are kept in {self.kept}\n  → run the same command with --resume"
+
+    def write(
+        self, request: CollectivesRequest, rows: Sequence[CollectiveRow], *, complete: bool
+    ) -> list[Path]:
+        """Write every file and return their paths; remove the journal once the result is complete."""
+        settings = encode(request.settings) | {
+            "versions": benchmarked_versions(),
+            "left_out": list(request.left_out),
+            "complete": complete,
+        }
+        result = CollectivesResult(paceline_command(), machine_record(), settings, rows)
+        for path, write in self.writer_of.items():
+            write(path, result)
+        if complete and self.kept is not None:
+            self.kept.unlink(missing_ok=True)
+        return list(self.writer_of)
 
 
 def plan_files(
     ops: Sequence[str], json_file: Path | None, csv_file: Path | None, out: Path | None, *, resume: bool
-) -> Files:
-    """Return what will be written where, once it is clear that it can be.
+) -> CollectivesFiles:
+    """Return the files that will be written, after checking that they can be.
 
     Raises:
-        UsageError: a file can't be written or is named twice, charts can't be drawn, there is nothing to resume, or
-            there is an interrupted measurement that nobody wants to resume.
+        UsageError: a file can't be written or is named twice, charts can't be drawn, there is nothing to resume, or an
+            interrupted measurement would be overwritten.
     """
-    writer_of: dict[Path, _Writer] = {}
-    kept = None
-    if json_file is not None:
-        writer_of[json_file] = write_json
-        kept = json_file.with_suffix(".journal.jsonl")
-    if csv_file is not None:
-        if csv_file == json_file:
-            raise UsageError(f"--json and --csv both name {csv_file}", remedy="name two files")
-        writer_of[csv_file] = lambda path, result: write_csv(path, result.rows)
+    in_folder: dict[str, _Writer] = {
+        "collectives.json": write_collectives_json,
+        "collectives.csv": _write_csv,
+        **chart_writers(ops),
+    }
+    writer_of = checked_files(
+        json_file,
+        write_collectives_json,
+        out,
+        in_folder,
+        csv_file=csv_file,
+        write_csv=_write_csv,
+        make_folders=True,
+    )
     if out is not None:
-        check()
-        writer_of[out / "collectives.json"] = write_json
-        writer_of[out / "collectives.csv"] = lambda path, result: write_csv(path, result.rows)
-        writer_of |= writers(out, ops)
         kept = out / "collectives.journal.jsonl"
-    for path in [*writer_of, *([] if kept is None else [kept])]:
-        check_writable(path, make_folder=True)
+    else:
+        kept = None if json_file is None else json_file.with_suffix(".journal.jsonl")
+    if kept is not None:
+        check_writable(kept)
     _check_journal(kept, next(iter(writer_of), None), resume=resume)
-    return Files(writer_of, kept)
+    return CollectivesFiles(writer_of, kept)
+
+
+def _write_csv(path: Path, result: CollectivesResult) -> None:
+    write_collectives_csv(path, result.rows)
 
 
 def _check_journal(kept: Path | None, result: Path | None, *, resume: bool) -> None:
-    if resume and kept is None:
-        raise UsageError(
-            "--resume: nothing tells of what", remedy="give the --out or --json of that measurement"
-        )
     if kept is None:
+        if resume:
+            raise UsageError(
+                "--resume: no measurement is named", remedy="give the --out or --json of that measurement"
+            )
         return
     if not resume and kept.exists():
         raise UsageError(
             f"{kept} holds finished rows of a measurement that was interrupted",
-            remedy=f"go on with it by --resume, or remove {kept} to start anew",
+            remedy=f"resume it with --resume, or remove {kept} to start anew",
         )
     if resume and not kept.exists() and result is not None and result.exists():
         raise UsageError(
-            f"nothing to resume: {result} is there, and {kept} is not", remedy="leave --resume out"
+            f"nothing to resume: {result} exists, and {kept} does not", remedy="leave --resume out"
         )
 
 
-def write_files(
-    files: Files, asked: Request, rows: Sequence[Row], command: str, *, complete: bool
-) -> list[Path]:
-    """Write every file and return which; the journal goes once a complete result is there. No rows, no files."""
-    if not rows:
-        return []
-    settings = asked.settings.to_json() | {"versions": installed(), "left_out": list(asked.left_out)}
-    result = Result(command, machine_record(), settings | {"complete": complete}, rows)
-    for path, write in files.writer_of.items():
-        write(path, result)
-    if complete and files.kept is not None:
-        files.kept.unlink(missing_ok=True)
-    return list(files.writer_of)
-
-
-def check() -> None:
-    """Raise a `UsageError` if charts can't be drawn here."""
-    require_matplotlib()
-
-
-def writers(folder: Path, ops: Iterable[str]) -> dict[Path, Callable[[Path, Result], object]]:
-    """Return what draws each chart of the operations: ``all-reduce-time.png``, ``all-reduce-busbw.svg`` …"""
+def chart_writers(ops: Sequence[str]) -> dict[str, _Writer]:
+    """Return the writer of each chart: ``all-reduce-time.png``, ``all-reduce-busbw.svg`` …"""
     return {
-        folder / f"{op}-{name}{suffix}": partial(_write, op=op, draw=draw)
+        f"{op}-{quantity}{suffix}": partial(_write_chart, op=op, quantity=quantity)
         for op in ops
-        for name, draw in (("time", times), ("busbw", bandwidth))
+        for quantity in ("time", "busbw")
         for suffix in (".png", ".svg")
     }
 
 
-def _write(path: Path, result: Result, *, op: str, draw: Callable[[Sequence[Row], str], Chart]) -> None:
-    rows = [row for row in result.rows if row.op == op]
-    if rows:
-        chart = draw(rows, f"{op} of {rows[0].dtype}, {result.settings['network']}")
-        chart.save(path)
-
-
-def times(rows: Sequence[Row], title: str) -> Chart:
-    """Return the chart of the median times of one operation."""
-    return time_by_size(_lines(rows, lambda row: row.times.median_s), title=title)
-
-
-def bandwidth(rows: Sequence[Row], title: str) -> Chart:
-    """Return the chart of the bus bandwidths of one operation."""
-    return bandwidth_by_size(_lines(rows, lambda row: row.busbw), title=title, bandwidth="busbw")
-
-
-def _lines(rows: Sequence[Row], value_of: Callable[[Row], float]) -> list[SizeLine]:
-    points: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for row in sorted(rows, key=lambda row: row.nbytes):
-        points.setdefault((row.backend, row.ranks), []).append((row.nbytes, value_of(row)))
-    return [SizeLine(backend, ranks, found) for (backend, ranks), found in sorted(points.items())]
+def _write_chart(path: Path, result: CollectivesResult, *, op: str, quantity: str) -> None:
+    """Draw the median times, or the bus bandwidths, of one operation; nothing if it has no rows yet."""
+    lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    rows = sorted((row for row in result.rows if row.op == op), key=lambda row: row.nbytes)
+    if not rows:
+        return
+    for row in rows:
+        value = row.times.median_s if quantity == "time" else row.busbw
+        lines.setdefault((row.backend, row.ranks), []).append((row.nbytes, value))
+    series = [SizeLine(backend, ranks, points) for (backend, ranks), points in sorted(lines.items())]
+    title = f"{op} of {rows[0].dtype}, {result.settings['network']}"
+    if quantity == "time":
+        time_by_size(series, title=title).save(path)
+    else:
+        bandwidth_by_size(series, title=title, bandwidth="busbw").save(path)

@@ -1,7 +1,4 @@
-"""``paceline bench fit``: from measured times of collectives to a cost model in a profile.
-
-What ``paceline bench fit`` prints: for each operation the algorithm, its segments, and how well they predict.
-"""
+"""``paceline bench fit``: a cost model of collectives, fitted to measured times and kept in a profile."""
 
 from __future__ import annotations
 
@@ -12,27 +9,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from paceline._core.format import format_seconds, format_size
-from paceline.cost_model.collective_fit import CollectiveFit
-from paceline.cost_model.piecewise_fit import FitSegment
-from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
+from paceline._core.format import format_percent, format_seconds, format_size
 from paceline.errors import UsageError
-from paceline.tools.result_files import check_writable
+from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
+from paceline.tools.result_files import check_writable, require_matplotlib
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from paceline.cost_model.collective_fit import CollectiveFit
     from paceline.cost_model.measured_times import Measured, Measurement
+    from paceline.cost_model.piecewise_fit import FitSegment
     from paceline.cost_model.prediction_error import CheckedPrediction, PredictionError
     from paceline.cost_model.profile import Profile
 
-__all__ = ["FOOTER", "LARGE_NBYTES", "fit", "fit_table"]
+__all__ = ["fit"]
+
+_LARGE_NBYTES = 1_000_000
+_FOOTER = (
+    "α: per message. 1/β: per link of the algorithm, not bus bandwidth. ±: standard errors; none where a parameter\n"
+    "is at its bound 0, or a line has no more points than parameters. n½: size at which half of the largest bandwidth\n"
+    "is reached. Errors are medians of |predicted / measured − 1| (at most …). Sizes: every second one predicted from\n"
+    "the others. Ranks: each number predicted from the others, over all sizes and over those of 1 MB and more.\n"
+    "N ranks alone: their own α and β; the common ones, above them, are for other numbers of ranks.\n"
+    "αP + βn: one line that knows the number of messages only. (assumed): one number of ranks can't identify it."
+)
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    """One group of times, its fit, and what was predicted of what was held out."""
+class _FittedGroup:
+    """One group of times with its fit and its predictions of held-out measurements.
+
+    Attributes:
+        group: the times.
+        fit: of all of them.
+        sizes: every second size, predicted from the others.
+        ranks: each number of ranks, predicted from the others.
+        plain: error of αP + βn on held-out sizes.
+    """
 
     group: Measured
     fit: CollectiveFit
@@ -40,72 +55,51 @@ class _Fitted:
     ranks: Sequence[CheckedPrediction]
     plain: PredictionError | None
 
+    @property
+    def name(self) -> str:
+        """Backend and operation."""
+        return f"{self.group.backend} {self.group.op}"
+
 
 def fit(
     results: Annotated[
         list[Path],
         typer.Argument(
             metavar="RESULT...",
-            help="What paceline bench collectives wrote with --json; files of one network are joined.",
+            help="Files that paceline bench collectives wrote with --json; those of one network are joined.",
         ),
     ],
     profile_file: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="FILE", help="Add the fits to this profile, or make it."),
+        typer.Option("--profile", metavar="FILE", help="Add the fits to this profile, or create it."),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Draw charts there; the profile too if --profile is not given."),
     ] = None,
 ) -> None:
-    """Fit latency and bandwidth to measured times, and say how well they predict what was held out."""
-    pass  # moved
+    """Fit latency and bandwidth to measured times, and show how well they predict held-out measurements."""
     from paceline.cost_model.measured_times import load_measured_times, pooled
-    from paceline.tools.cli.bench.profile_file import load_or_new
 
     measurements = pooled(load_measured_times(path) for path in results)
     path = profile_file or (None if out is None else out / "profile.json")
-    profile = None if path is None else load_or_new(path)
-    charts = {} if out is None else _charts(measurements, out)
+    profile = None if path is None else load_or_new_profile(path)
+    chart_of = {} if out is None else _plan_charts(measurements, out)
     for measurement in measurements:
-        fitted = _fitted(measurement)
+        fitted = _fit_groups(measurement)
         _show(measurement, fitted)
         for each in fitted:
             if out is not None:
-                chart = charts[measurement.network, each.group]
-                typer.echo(_draw(each, chart, measurement.network))
-        profile = None if profile is None else _with(profile, measurement, fitted)
-    typer.echo(FOOTER)
+                typer.echo(_draw(each, chart_of[measurement.network, each.group], measurement.network))
+        profile = None if profile is None else _add_fits(profile, measurement, fitted)
+    typer.echo(_FOOTER)
     if profile is not None and path is not None:
         profile.save(path)
         typer.echo(path)
 
 
-def _show(measurement: Measurement, fitted: Sequence[_Fitted]) -> None:
-    """Print the fits of one network, and which algorithms they look like."""
-    pass  # moved
-    from paceline.tools.console_table import print_wide
-
-    typer.echo(f"{measurement.network}: {measurement.command}")
-    print_wide(fit_table([(each.group.backend, each.fit, each.ranks, each.plain) for each in fitted]))
-    for each in fitted:
-        typer.echo(_looks_like(each))
-    typer.echo()
-
-
-def _with(profile: Profile, measurement: Measurement, fitted: Sequence[_Fitted]) -> Profile:
-    """Return the profile with the fits of one network, and what its calls cost."""
-    from paceline.cost_model.profile_entries import CollectiveCost, Source
-    from paceline.tools.cli.bench.profile_file import now
-    from paceline.tools.result_files import versions
-
-    source = Source(measurement.command, now(), measurement.machine, versions(["paceline", "torch"]))
-    costs = [CollectiveCost(each.group.backend, measurement.network, each.fit, source) for each in fitted]
-    return profile.with_entries(collectives=costs, calls=measurement.calls(source))
-
-
-def _fitted(measurement: Measurement) -> list[_Fitted]:
-    """Return the fits; what can't be fitted is told, and is an error only if nothing can.
+def _fit_groups(measurement: Measurement) -> list[_FittedGroup]:
+    """Return the fits; report groups that can't be fitted.
 
     Raises:
         UsageError: no operation has enough sizes.
@@ -120,7 +114,7 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
         if group.wrong:
             typer.echo(f"{name}: {group.wrong} rows left out, their results were wrong", err=True)
         try:
-            made = fit_points(group.points, group.op, forms=group.forms)
+            fit = fit_points(group.points, group.op, forms=group.forms)
         except UsageError as error:
             typer.echo(f"{name} left out: {error}", err=True)
             refused.append(name)
@@ -128,7 +122,7 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
         sizes = held_out_sizes(group.points, group.op, forms=group.forms)
         ranks = held_out_ranks(group.points, group.op, forms=group.forms)
         plain = held_out_sizes(group.points, group.op, forms=[MESSAGES], most_segments=1, own=False)
-        found.append(_Fitted(group, made, sizes, ranks, PredictionError.of(plain)))
+        found.append(_FittedGroup(group, fit, sizes, ranks, PredictionError.of(plain)))
     if not found:
         raise UsageError(
             f"nothing to fit: {', '.join(refused) or 'the file has no rows'}",
@@ -137,46 +131,104 @@ def _fitted(measurement: Measurement) -> list[_Fitted]:
     return found
 
 
-def _looks_like(each: _Fitted) -> str:
-    """Return in words which algorithm the times look like, and which come next."""
-    fit, name = each.fit, f"{each.group.backend} {each.group.op}"
+def _add_fits(profile: Profile, measurement: Measurement, fitted: Sequence[_FittedGroup]) -> Profile:
+    """Return the profile with the fits, and the costs of calls, of one network."""
+    from paceline.cost_model.profile_entries import CollectiveCost
+
+    source = measurement_source(measurement.command, measurement.machine)
+    costs = [CollectiveCost(each.group.backend, measurement.network, each.fit, source) for each in fitted]
+    return profile.with_entries(collectives=costs, calls=measurement.calls(source))
+
+
+def _show(measurement: Measurement, fitted: Sequence[_FittedGroup]) -> None:
+    """Print the fits of one network, and the algorithms that they resemble."""
+    from paceline.tools.console_table import print_wide
+
+    typer.echo(f"{measurement.network}: {measurement.command}")
+    print_wide(_fit_table(fitted))
+    for each in fitted:
+        typer.echo(_algorithm_line(each))
+    typer.echo()
+
+
+def _algorithm_line(each: _FittedGroup) -> str:
+    """Return the algorithm that the times look like, and the next best ones, as text."""
+    fit = each.fit
     if not fit.error_of_form:
-        how = "as it is known" if fit.told else "assumed: measure two numbers of ranks or more to tell"
-        return f"{name}: {fit.form}, {how}"
+        how = "as it is known" if fit.told else "assumed: measure two numbers of ranks or more to identify it"
+        return f"{each.name}: {fit.form}, {how}"
     errors = sorted(fit.error_of_form.items(), key=lambda item: item[1])
     own = fit.error_of_form[str(fit.form)]
-    others = [f"{other} {100 * error:.0f} %" for other, error in errors if other != str(fit.form)][:2]
-    told = f", next: {'; '.join(others)}" if others else ""
-    return f"{name} looks like {fit.form}: {100 * own:.0f} % off from one number of ranks to another{told}"
+    others = [f"{other} {format_percent(error)}" for other, error in errors if other != str(fit.form)][:2]
+    then = f", next: {'; '.join(others)}" if others else ""
+    return f"{each.name} looks like {fit.form}: {format_percent(own)} off from one number of ranks to another{then}"
 
 
-def _charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, Measured], Path]:
-    """Return where the chart of each network's operations will be drawn, once it is clear that it can be.
+def _fit_table(fitted: Sequence[_FittedGroup]) -> Table:
+    """Return one row per segment of each fit: α, β and the errors of its predictions."""
+    from paceline.cost_model.prediction_error import PredictionError
+    from paceline.tools.console_table import make_table
+
+    columns = ("backend", "operation", "algorithm", "sizes", "α", "1/β", "n½")
+    table = make_table((*columns, "error, sizes", "ranks", "ranks, ≥ 1 MB", "αP + βn, sizes"), left=4)
+    for each in fitted:
+        fit = each.fit
+        errors = [
+            format_size(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
+            _format_error(fit.sizes_error),
+            _format_error(fit.ranks_error),
+            _format_error(PredictionError.of(each.ranks, least_nbytes=_LARGE_NBYTES)),
+            _format_error(each.plain),
+        ]
+        algorithm = f"{fit.form}{'' if fit.told else ' (assumed)'}"
+        for at, segment in enumerate(fit.segments):
+            names = [each.group.backend, fit.op, algorithm] if at == 0 else [""] * 3
+            table.add_row(*names, *_segment_cells(segment), *(errors if at == 0 else [""] * 5))
+        for ranks, segments in fit.own.items():
+            for at, segment in enumerate(segments):
+                alone = f"  {ranks} ranks alone" if at == 0 else ""
+                table.add_row("", "", alone, *_segment_cells(segment), *[""] * 5)
+    return table
+
+
+def _segment_cells(segment: FitSegment) -> list[str]:
+    """Return the range of sizes, α and 1/β with their standard errors."""
+    line = segment.line
+    alpha = format_seconds(line.alpha) if line.alpha else "0"
+    if line.alpha_error is not None:
+        alpha += f" ± {format_seconds(line.alpha_error)}"
+    rate = "" if not line.beta else f"{1e-9 / line.beta:.3g}"
+    if line.beta and line.beta_error is not None:
+        rate += f" ± {1e-9 * line.beta_error / line.beta**2:.2g}"
+    sizes = f"{format_size(segment.low)} … {format_size(segment.high)}"
+    return [sizes, alpha, f"{rate} GB/s" if rate else "∞"]
+
+
+def _format_error(error: PredictionError | None) -> str:
+    return "" if error is None else f"{format_percent(error.median)} ({format_percent(error.maximum)})"
+
+
+def _plan_charts(measurements: Sequence[Measurement], out: Path) -> dict[tuple[str, Measured], Path]:
+    """Return the file of each network's and group's chart, after checking that it can be drawn.
 
     Raises:
         UsageError: matplotlib is not installed, or a file can't be written.
     """
-    from paceline.tools.result_files import require_matplotlib
-
     require_matplotlib()
     paths = {}
     for measurement in measurements:
         for group in measurement.groups:
-            words = [
-                "fit",
-                group.op,
-                group.backend,
-                *([measurement.network] if len(measurements) > 1 else []),
-            ]
-            name = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words))
+            parts = ["fit", group.op, group.backend]
+            parts += [measurement.network] if len(measurements) > 1 else []
+            name = re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(parts))
             paths[measurement.network, group] = out / f"{name}.png"
     for path in paths.values():
         check_writable(path, "--out", make_folder=True)
     return paths
 
 
-def _draw(each: _Fitted, path: Path, network: str) -> Path:
-    """Draw one fit beside its points, with as many numbers of ranks as there are colours."""
+def _draw(each: _FittedGroup, path: Path, network: str) -> Path:
+    """Draw one fit with its points, for at most one number of ranks per colour."""
     from paceline.tools.report.charts.collective_charts import MOST_SERIES, Series, fit_chart
 
     series = []
@@ -186,71 +238,3 @@ def _draw(each: _Fitted, path: Path, network: str) -> Path:
         series.append(Series(f"{ranks} ranks", each.fit, points, checked))
     title = f"{each.fit.op} on {each.group.backend}, {network}, as {each.fit.form}; hollow: held out and predicted"
     return fit_chart(series, title).save(path)
-
-
-LARGE_NBYTES = 1_000_000
-
-
-FOOTER = (
-    "α: per message. 1/β: per link of the algorithm, not bus bandwidth. ±: standard errors; none where a parameter\n"
-    "is at its bound 0, or a line has no more points than parameters. n½: where half of the largest bandwidth is\n"
-    "reached. Errors are medians of |predicted / measured − 1| (at most …). Sizes: every second one predicted from\n"
-    "the others. Ranks: each number predicted from the others, over all sizes and over those of 1 MB and more.\n"
-    "N ranks alone: their own α and β; the common ones, above them, are for other numbers of ranks.\n"
-    "αP + βn: one line that knows the number of messages only. (assumed): one number of ranks can't tell."
-)
-
-
-def fit_table(
-    rows: Sequence[tuple[str, CollectiveFit, Sequence[CheckedPrediction], PredictionError | None]],
-) -> Table:
-    """Return the table.
-
-    Args:
-        rows: backend, its fit, the predictions of numbers of ranks that were held out, and the error of αP + βn on
-            sizes that were held out.
-    """
-    table = Table(box=None, pad_edge=False)
-    for name in ("backend", "operation", "algorithm", "sizes"):
-        table.add_column(name, no_wrap=True)
-    for name in ("α", "1/β", "n½", "error, sizes", "ranks", "ranks, ≥ 1 MB", "αP + βn, sizes"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for backend, fit, held_out, plain in rows:
-        told = [
-            format_size(fit.half_size(fit.ranks[-1])) if fit.segments[-1].line.beta else "",
-            _share(fit.sizes_error),
-            _share(fit.ranks_error),
-            _share(PredictionError.of(held_out, least_nbytes=LARGE_NBYTES)),
-            _share(plain),
-        ]
-        algorithm = f"{fit.form}{'' if fit.told else ' (assumed)'}"
-        for at, segment in enumerate(fit.segments):
-            names = [backend, fit.op, algorithm] if at == 0 else [""] * 3
-            table.add_row(*names, *_cells(segment), *(told if at == 0 else [""] * 5))
-        for ranks, segments in fit.own.items():
-            for at, segment in enumerate(segments):
-                alone = f"  {ranks} ranks alone" if at == 0 else ""
-                table.add_row("", "", alone, *_cells(segment), *[""] * 5)
-    return table
-
-
-def _cells(segment: FitSegment) -> list[str]:
-    """Return range of sizes, α and 1/β with their standard errors."""
-    line = segment.line
-    alpha = format_seconds(line.alpha) if line.alpha else "0"
-    if line.alpha_error is not None:
-        alpha += f" ± {format_seconds(line.alpha_error)}"
-    rate = "" if not line.beta else f"{1e-9 / line.beta:.3g}"
-    if line.beta and line.beta_error is not None:
-        rate += f" ± {1e-9 * line.beta_error / line.beta**2:.2g}"
-    return [
-        f"{format_size(segment.low)} … {format_size(segment.high)}",
-        alpha,
-        f"{rate} GB/s" if rate else "∞",
-    ]
-
-
-def _share(accuracy: PredictionError | None) -> str:
-    if accuracy is None:
-        return ""
-    return f"{100 * accuracy.median:.1f} % ({100 * accuracy.maximum:.0f} %)"

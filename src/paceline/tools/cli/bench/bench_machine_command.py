@@ -1,9 +1,7 @@
-"""``paceline bench machine``: what this machine does without a network."""
+"""``paceline bench machine``: rates of this machine without a network."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +11,10 @@ import typer
 
 from paceline._core.files import write_json
 from paceline._core.format import format_count
-from paceline._core.units import parse_bytes
+from paceline._core.json_codec import encode
+from paceline._core.units import parse_bytes, parse_list
 from paceline.errors import UsageError
+from paceline.tools.cli.bench.profile_file import load_or_new_profile, measurement_source
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _TITLES = {"copy": "memory, copy", "add": "memory, a += b", "matmul": "matrix pr
 
 
 def machine(
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: what is there.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: all that are usable.")] = "auto",
     nbytes: Annotated[
         str, typer.Option("--bytes", help="Size of each tensor for the memory bandwidth.")
     ] = "256MiB",
@@ -37,45 +37,39 @@ def machine(
     dtypes: Annotated[
         str, typer.Option(help="Types of the matrices, separated by commas.")
     ] = "float32,bfloat16",
-    repetitions: Annotated[int, typer.Option(help="Repetitions of each rate, at most.")] = 15,
-    seconds: Annotated[float, typer.Option(help="A rate takes about so long, at most.")] = 3.0,
+    repetitions: Annotated[int, typer.Option(help="Most repetitions of each rate.")] = 15,
+    seconds: Annotated[float, typer.Option(help="About the longest time for a rate.")] = 3.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rates there.")
     ] = None,
     profile_file: Annotated[
         Path | None,
-        typer.Option("--profile", metavar="FILE", help="Add the rates to this profile, or make it."),
+        typer.Option("--profile", metavar="FILE", help="Add the rates to this profile, or create it."),
     ] = None,
 ) -> None:
     """Measure memory bandwidth and matrix rate, for the plan's cost model."""
-    from paceline.cost_model.profile_entries import Source
-    from paceline.tools.bench.collectives.collectives_settings import parse_names
-    from paceline.tools.bench.machine_rates import MachineSettings, jobs, measure
-    from paceline.tools.bench.progress_bar import TurnBar
-    from paceline.tools.cli.bench.profile_file import load_or_new, now
-    from paceline.tools.result_files import machine_record, versions
+    from paceline.tools.bench.machine_rates import MachineSettings, measure_machine_rate, rate_jobs
+    from paceline.tools.bench.progress_bar import ProgressBar
 
     settings = MachineSettings(
         device,
         parse_bytes(nbytes),
-        _sizes(parse_names(sizes, "--sizes")),
-        parse_names(dtypes, "--dtypes"),
-        repetitions,
-        seconds,
+        tuple(sorted(parse_list("--sizes", sizes, int, example="512,1024"))),
+        parse_list("--dtypes", dtypes, str, example="float32,bfloat16", unique=True),
+        repetitions=repetitions,
+        seconds=seconds,
     )
-    if json_file is not None and json_file == profile_file:
-        raise UsageError(f"--json and --profile both name {json_file}", remedy="name two files")
     if json_file is not None:
+        if json_file == profile_file:
+            raise UsageError(f"--json and --profile both name {json_file}", remedy="name two files")
         check_writable(json_file, "--json", make_folder=True)
-    profile = None if profile_file is None else load_or_new(profile_file)
-    planned = jobs(settings)
-    command = shlex.join(["paceline", *sys.argv[1:]])
-    source = Source(command, now(), machine_record(), versions(["paceline", "torch"]))
+    profile = None if profile_file is None else load_or_new_profile(profile_file)
+    planned, source = rate_jobs(settings), measurement_source()
     rates = []
-    with TurnBar("this machine", len(planned)) as tick:
+    with ProgressBar("this machine", len(planned)) as advance:
         for job in planned:
-            rates.append(measure(job, settings, source))
-            tick()
+            rates.append(measure_machine_rate(job, settings, source))
+            advance()
     _show(rates)
     if json_file is not None:
         write_json(json_file, _result(settings, rates, source))
@@ -92,37 +86,20 @@ def _result(settings: MachineSettings, rates: Sequence[Rate], source: Source) ->
     rows = [vars(rate) | {"unit": RATES[rate.kind]} for rate in rates]
     for row in rows:
         del row["source"]
-    return {
-        "kind": "bench-machine",
-        "schema": 1,
-        **asdict(source),
-        "settings": settings.to_json(),
-        "rows": rows,
-    }
+    head = {"kind": "bench-machine", "schema": 1, **asdict(source)}
+    return head | {"settings": encode(settings), "rows": rows}
 
 
 def _show(rates: Sequence[Rate]) -> None:
     """Print the rates as a table."""
-    from rich.table import Table
-
     from paceline.cost_model.profile_entries import RATES
-    from paceline.tools.console_table import print_wide
+    from paceline.tools.console_table import make_table, print_wide
 
-    table = Table(box=None, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("on", no_wrap=True)
-    table.add_column("type", no_wrap=True)
-    for name in ("threads", "rate", "slowest", "fastest", "of"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for rate in rates:
         values = [f"{format_count(value)}{RATES[rate.kind]}" for value in (rate.value, rate.low, rate.high)]
         threads = str(rate.threads) if rate.threads else ""
-        table.add_row(_TITLES[rate.kind], rate.device, rate.dtype, threads, *values, rate.shape)
-    print_wide(table)
+        rows.append([_TITLES[rate.kind], rate.device, rate.dtype, threads, *values, rate.shape])
+    columns = ("", "on", "type", "threads", "rate", "slowest", "fastest", "of")
+    print_wide(make_table(columns, rows, left=3))
     typer.echo("Medians of repetitions. Bytes are those read and written; a product of n × n is 2n³ FLOP.")
-
-
-def _sizes(names: Sequence[str]) -> tuple[int, ...]:
-    if not all(name.isdecimal() for name in names):
-        raise UsageError(f"--sizes {','.join(names)}", remedy="give whole numbers, such as 512,1024")
-    return tuple(sorted(int(name) for name in names))

@@ -1,46 +1,31 @@
-"""``paceline bench``: measurements that end in a table, JSON, CSV and charts.
-
-Options of ``paceline bench step``.
-"""
+"""``paceline bench``: measurements that end in a table, JSON, CSV and charts; and its command ``step``."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline._core.files import write_json
-from paceline.errors import UsageError
+from paceline._core.units import parse_list
 from paceline.tools.cli.bench.bench_collectives_command import collectives, compare
 from paceline.tools.cli.bench.bench_fit_command import fit
 from paceline.tools.cli.bench.bench_machine_command import machine
 from paceline.tools.cli.bench.bench_parts_command import parts
 from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonRowsOption, ThreadsOption
-from paceline.tools.result_files import check_writable
+from paceline.tools.result_files import checked_files, paceline_command
 
 if TYPE_CHECKING:
-    from paceline.tools.bench.step.step_rows import Row
+    from paceline.tools.bench.step.step_benchmark import StepSettings
+    from paceline.tools.bench.step.step_rows import StepRow
 
-__all__ = [
-    "BackendOption",
-    "BatchSizeOption",
-    "ContextOption",
-    "MemoryOption",
-    "OutOption",
-    "RanksOption",
-    "RoundsOption",
-    "SeedOption",
-    "SizeOption",
-    "StepsOption",
-    "StrategiesOption",
-    "app",
-]
+__all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+for _command in (collectives, compare, machine, fit, parts):
+    app.command()(_command)
 
 
 @app.callback()
@@ -48,38 +33,35 @@ def bench() -> None:
     """Measure, with torch in the same table."""
 
 
-app.command()(collectives)
-
-
-app.command()(compare)
-
-
-app.command()(machine)
-
-
-app.command()(fit)
-
-
-app.command()(parts)
-
-
 @app.command()
 def step(
-    ranks: RanksOption = 2,
-    size: SizeOption = "tiny,mini",
-    batch_size: BatchSizeOption = 2,
-    context: ContextOption = 64,
-    steps: StepsOption = 10,
-    rounds: RoundsOption = 15,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    size: Annotated[str, typer.Option(help="Reference models, separated by commas.")] = "tiny,mini",
+    batch_size: Annotated[int, typer.Option(help="Windows of a rank's batch.")] = 2,
+    context: Annotated[int, typer.Option(help="Tokens of a window.")] = 64,
+    steps: Annotated[int, typer.Option(help="Steps of a strategy's turn.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Turns of each strategy.")] = 15,
     bucket_mib: BucketsOption = "0.25,1,5,25,inf",
     threads: ThreadsOption = 1,
-    strategies: StrategiesOption = None,
-    backend: BackendOption = None,
-    memory: MemoryOption = True,
-    seed: SeedOption = 0,
+    strategies: Annotated[
+        str | None,
+        typer.Option(help="Strategies to time, separated by commas; torch DDP is always included."),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="Backend of Paceline's strategies: paceline, gloo, nccl; torch's run on gloo or nccl."
+        ),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory too, each strategy in processes of its own.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Seed of initial weights and batches.")] = 0,
     json_file: JsonRowsOption = None,
     csv_file: CsvOption = None,
-    out: OutOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write step.json, step.csv and charts there.")
+    ] = None,
 ) -> None:
     """Time training steps: every strategy and bucket size, no synchronisation, and torch DDP at its best.
 
@@ -87,19 +69,20 @@ def step(
     """
     from paceline.launch.process.local_ranks import run_ranks
     from paceline.tools.bench.collectives.benchmarked_backends import check_backends
-    from paceline.tools.bench.collectives.collectives_settings import parse_names
-    from paceline.tools.bench.step.step_benchmark import StepSettings, measure_steps, result
-    from paceline.tools.bench.step.step_strategies import parse_bucket
+    from paceline.tools.bench.step.step_benchmark import StepSettings, measure_steps
 
-    chosen = {} if strategies is None else {"strategies": parse_names(strategies, "--strategies")}
+    chosen = {}
+    if strategies is not None:
+        names = parse_list("--strategies", strategies, str, example="bucketed,sharded", unique=True)
+        chosen["strategies"] = names
     settings = StepSettings(
         ranks=ranks,
-        sizes=parse_names(size, "--size"),
+        sizes=parse_list("--size", size, str, example="tiny,mini", unique=True),
         batch_size=batch_size,
         context=context,
         steps=steps,
         rounds=rounds,
-        bucket_mib=tuple(parse_bucket(text) for text in parse_names(bucket_mib, "--bucket-mib")),
+        bucket_mib=parse_list("--bucket-mib", bucket_mib, float, example="0.25,1,inf"),
         threads=threads,
         backend=backend,
         memory=memory,
@@ -108,107 +91,49 @@ def step(
     )
     if backend is not None:
         check_backends((backend,), ranks)
-    writer_of = _writers(json_file, csv_file, out)
+    writer_of = _writers(settings, json_file, csv_file, out)
     rows = measure_steps(settings, run_ranks)
     _show(rows)
-    measured = result(settings, rows, shlex.join(["paceline", *sys.argv[1:]]))
     for path, write in writer_of.items():
-        write(path, rows, measured)
+        write(path, rows)
         typer.echo(path)
     if any(row.exact is False for row in rows):
         raise typer.Exit(1)
 
 
-_Writer = Callable[[Path, "list[Row]", Mapping[str, object]], None]
+def _writers(
+    settings: StepSettings, json_file: Path | None, csv_file: Path | None, out: Path | None
+) -> dict[Path, Callable[[Path, list[StepRow]], object]]:
+    """Return the writer of each file, checked before anything is measured."""
+    from paceline.tools.bench.step.step_benchmark import step_result
+    from paceline.tools.bench.step.step_rows import write_step_csv
+    from paceline.tools.cli.bench.bench_step_charts import draw_bucket_curve, draw_step_breakdown
+
+    def write_step_json(path: Path, rows: list[StepRow]) -> None:
+        write_json(path, step_result(settings, rows, paceline_command()))
+
+    in_folder = {"step.json": write_step_json, "step.csv": write_step_csv}
+    for suffix in (".png", ".svg"):
+        in_folder |= {
+            f"step-breakdown{suffix}": draw_step_breakdown,
+            f"step-buckets{suffix}": draw_bucket_curve,
+        }
+    return checked_files(
+        json_file,
+        write_step_json,
+        out,
+        in_folder,
+        csv_file=csv_file,
+        write_csv=write_step_csv,
+        make_folders=True,
+    )
 
 
-def _writers(json_file: Path | None, csv_file: Path | None, out: Path | None) -> dict[Path, _Writer]:
-    """Return what will be written where, once it is clear that it can be: no measurement shall be lost.
-
-    Raises:
-        UsageError: a file can't be written or is named twice, or there is nothing to draw charts with.
-    """
-    from paceline.tools.cli.bench import bench_step_charts
-
-    writer_of: dict[Path, _Writer] = {}
-    if json_file is not None:
-        writer_of[json_file] = _write_json
-    if csv_file is not None:
-        if csv_file == json_file:
-            raise UsageError(f"--json and --csv both name {csv_file}", remedy="name two files")
-        writer_of[csv_file] = _write_csv
-    if out is not None:
-        bench_step_charts.check()
-        writer_of |= {out / "step.json": _write_json, out / "step.csv": _write_csv}
-        for suffix in (".png", ".svg"):
-            writer_of[out / f"step-breakdown{suffix}"] = lambda path, rows, _: bench_step_charts.breakdown(
-                path, rows
-            )
-            writer_of[out / f"step-buckets{suffix}"] = lambda path, rows, _: bench_step_charts.buckets(
-                path, rows
-            )
-    for path in writer_of:
-        check_writable(path, make_folder=True)
-    return writer_of
-
-
-def _write_json(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
-    write_json(path, measured)
-
-
-def _write_csv(path: Path, rows: list[Row], measured: Mapping[str, object]) -> None:
-    from paceline.tools.bench.step.step_rows import write_csv
-
-    write_csv(path, rows)
-
-
-def _show(rows: list[Row]) -> None:
-    """Print one table per model, as wide as it needs to be."""
-    from paceline.tools.bench.step.step_rows import FOOTER, table
+def _show(rows: list[StepRow]) -> None:
+    """Print one table per model."""
+    from paceline.tools.bench.step.step_rows import STEP_FOOTER, step_table
     from paceline.tools.console_table import print_wide
 
     for model in dict.fromkeys(row.model for row in rows):
-        print_wide(table([row for row in rows if row.model == model]))
-    typer.echo(FOOTER)
-
-
-RanksOption = Annotated[int, typer.Option(help="Processes on this machine.")]
-
-
-SizeOption = Annotated[str, typer.Option(help="Reference models, separated by commas.")]
-
-
-BatchSizeOption = Annotated[int, typer.Option(help="Windows of a rank's batch.")]
-
-
-ContextOption = Annotated[int, typer.Option(help="Tokens of a window.")]
-
-
-StepsOption = Annotated[int, typer.Option(help="Steps of a contestant's turn.")]
-
-
-RoundsOption = Annotated[int, typer.Option(help="Turns of each contestant.")]
-
-
-StrategiesOption = Annotated[
-    str | None, typer.Option(help="Who takes part, separated by commas; torch DDP always does.")
-]
-
-
-BackendOption = Annotated[
-    str | None,
-    typer.Option(help="What our strategies run on: paceline, gloo, nccl; torch's on gloo or nccl."),
-]
-
-
-MemoryOption = Annotated[
-    bool, typer.Option(help="Measure peak memory too, each contestant in processes of its own.")
-]
-
-
-SeedOption = Annotated[int, typer.Option(help="Decides initial weights and batches.")]
-
-
-OutOption = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Write step.json, step.csv and charts there.")
-]
+        print_wide(step_table([row for row in rows if row.model == model]))
+    typer.echo(STEP_FOOTER)

@@ -192,14 +192,20 @@ def starve(
         RankFailed: the process that plays the scenes ended with an error.
     """
     from paceline.launch.process.local_ranks import run_ranks
-    from paceline.tools.bench.starvation.scene_setup import EXAMPLE, Setup
-    from paceline.tools.bench.starvation.starvation_scenes import measure, result, scenes_named
+    from paceline.tools.bench.starvation.starvation_cases import (
+        find_cases,
+        measure_starvation,
+        starvation_result,
+    )
+    from paceline.tools.bench.starvation.starvation_settings import EXAMPLE_BALANCE, StarvationSettings
 
-    setup = Setup(EXAMPLE if balance is None else balance, timeout, backend)
-    wanted = scenes_named(scenes)
+    setup = StarvationSettings(EXAMPLE_BALANCE if balance is None else balance, timeout, backend)
+    wanted = find_cases(scenes)
     if json_file is not None:
         check_writable(json_file, "--json", make_folder=True)
-    found = result(setup, measure(setup, wanted, run_ranks), shlex.join(["paceline", *sys.argv[1:]]))
+    found = starvation_result(
+        setup, measure_starvation(setup, wanted, run_ranks), shlex.join(["paceline", *sys.argv[1:]])
+    )
     _show(found)
     if json_file is not None:
         write_json(json_file, found)
@@ -210,10 +216,10 @@ def starve(
 def _show(found: Mapping[str, Any]) -> None:
     from rich.console import Console
 
-    from paceline.tools.bench.starvation.starvation_table import FOOTER
+    from paceline.tools.bench.starvation.starvation_table import STARVATION_FOOTER
 
     print_wide(table(found))
-    Console(highlight=False, soft_wrap=True).print(FOOTER, style="dim")
+    Console(highlight=False, soft_wrap=True).print(STARVATION_FOOTER, style="dim")
 
 
 def table(found: Mapping[str, Any]) -> Table:
@@ -221,11 +227,16 @@ def table(found: Mapping[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from paceline.tools.bench.starvation.starvation_table import COLUMNS, cells, is_exact, title
+    from paceline.tools.bench.starvation.starvation_table import (
+        STARVATION_COLUMNS,
+        is_exact,
+        row_cells,
+        table_title,
+    )
 
-    made = Table(title=title(found["settings"]), title_justify="left", pad_edge=False, box=None)
-    for number, name in enumerate(COLUMNS):
+    made = Table(title=table_title(found["settings"]), title_justify="left", pad_edge=False, box=None)
+    for number, name in enumerate(STARVATION_COLUMNS):
         made.add_column(name, justify="left" if number < 4 else "right", no_wrap=True)
     for scene in found["scenes"]:
-        made.add_row(*map(Text, cells(scene)), style="bold" if is_exact(scene) else "")
+        made.add_row(*map(Text, row_cells(scene)), style="bold" if is_exact(scene) else "")
     return made

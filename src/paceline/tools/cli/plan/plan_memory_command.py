@@ -228,7 +228,7 @@ def verified(subject: Subject, settings: Sequence[Setting], inputs: Sequence[str
     from rich.table import Table
 
     from paceline.launch.process.local_ranks import run_ranks
-    from paceline.tools.bench.memory_benchmark import check
+    from paceline.tools.bench.memory_benchmark import check_prediction
 
     table = Table(box=None, pad_edge=False)
     table.add_column("on this machine", no_wrap=True)
@@ -238,7 +238,7 @@ def verified(subject: Subject, settings: Sequence[Setting], inputs: Sequence[str
     for setting in settings:
         here = setting.device == "cuda" and setting.ranks <= torch.cuda.device_count()
         local = setting if here else replace(setting, device="cpu", backend="gloo")
-        checked = check(subject, local, run_ranks, inputs=inputs)
+        checked = check_prediction(subject, local, run_ranks, inputs=inputs)
         found.append(checked.facts())
         table.add_row(
             f"{local.name}, {local.device}",

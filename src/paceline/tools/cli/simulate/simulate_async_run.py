@@ -10,16 +10,16 @@ import torch
 
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.parallel.compression.compression_config import Compression
-from paceline.tools.bench.progress_bar import TurnBar
+from paceline.tools.bench.progress_bar import ProgressBar
 from paceline.tools.cli.simulate.simulate_async_request import POINTS, Asked
-from paceline.tools.models.gpt_sizes import Size
+from paceline.tools.models.gpt_sizes import GptSize
 from paceline.tools.simulate.async_rows import Row, beside
 from paceline.tools.simulate.async_sweep import sweep
 from paceline.tools.simulate.learning_tasks import GPTTask, LinearTask, Task
 
 __all__ = ["run"]
 
-_GPT = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
+_GPT = GptSize("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
 
 
 _LINEAR = {"width": 64, "steepness": 100.0, "noise": 0.5}
@@ -45,7 +45,7 @@ def _rows(asked: Asked, task: Task) -> list[Row]:
         ParameterLayout.of(module, fragments, Compression.of(asked.plan.compression))
     settings = len(asked.cadences) + asked.beside
     rows: list[Row] = []
-    with _calmly(), TurnBar("simulated", POINTS * settings) as tick:
+    with _calmly(), ProgressBar("simulated", POINTS * settings) as tick:
         turns = _Turns(tick)
         for row in sweep(
             asked.plan, asked.cadences, task, beside=asked.beside, spoilt=asked.spoilt, tick=turns.point

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError, unknown
 from paceline.tools.models import gpt
-from paceline.tools.models.gpt_sizes import SIZES, size_of
+from paceline.tools.models.gpt_sizes import SIZES, gpt_size
 
 __all__ = ["ALONE", "BACKENDS", "STRATEGY_NAMES", "Built", "Setting", "Subject", "import_named", "subject_of"]
 
@@ -201,16 +201,16 @@ def import_named(path: str) -> Any:
 
 
 def _reference(name: str, setting: Setting) -> Built:
-    size = size_of(name)
+    size = gpt_size(name)
     if setting.context > size.context:
-        size = size_of(name, context=setting.context)
+        size = gpt_size(name, context=setting.context)
     module = gpt.GPT(size, recompute=setting.checkpointing)
     shape = (setting.batch, setting.context)
 
     def draw() -> tuple[Tensor, Tensor]:
         return torch.randint(size.vocabulary, shape), torch.randint(size.vocabulary, shape)
 
-    return Built(module, draw, lambda model, batch: gpt.loss(model(batch[0]), batch[1]))
+    return Built(module, draw, lambda model, batch: gpt.token_loss(model(batch[0]), batch[1]))
 
 
 class _Linears(torch.nn.Module):

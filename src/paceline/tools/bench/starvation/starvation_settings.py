@@ -1,4 +1,4 @@
-"""Who has how many batches, and which samples are in them (no torch)."""
+"""Settings of the starvation benchmark: the batches of each rank, and the process group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,29 +18,29 @@ from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
 from paceline.tools.plan.balance_report import Balance
 
-__all__ = ["EXAMPLE", "Setup"]
+__all__ = ["EXAMPLE_BALANCE", "MOST_RANKS", "Numbers", "StarvationSettings"]
 
 Numbers = NDArray[np.int64]
+"""Indices of samples."""
 
-EXAMPLE = Balance(dispatch_blocks(1100, 2, block=100), batch_size=64)
+EXAMPLE_BALANCE = Balance(dispatch_blocks(1100, 2, block=100), batch_size=64)
 """Eleven blocks for two ranks: 10 batches and 8."""
 
-BACKENDS = ("gloo", "paceline")
-
 MOST_RANKS, MOST_STEPS, MOST_SAMPLES = 32, 2000, 1_000_000
+_BACKENDS = ("gloo", "paceline")
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What all scenes have in common.
+class StarvationSettings:
+    """Settings of all cases.
 
     Attributes:
-        balance: how many batches each rank has.
+        balance: the numbers of batches per rank.
         timeout: of the process group, in seconds.
         backend: of the process group.
 
     Raises:
-        UsageError: there is nothing to show, too much to run, or a time-out that makes no sense.
+        UsageError: no rank starves, there is too much to run, or the time-out makes no sense.
     """
 
     balance: Balance
@@ -48,17 +49,20 @@ class Setup:
 
     def __post_init__(self) -> None:
         dealing, batches = self.balance.dealing, self.balance.batches
-        if self.backend not in BACKENDS:
-            raise unknown("backend", self.backend, BACKENDS)
+        if self.backend not in _BACKENDS:
+            raise unknown("backend", self.backend, _BACKENDS)
         if not (math.isfinite(self.timeout) and self.timeout >= 1):
-            raise UsageError(f"a time-out of {self.timeout:g} s", remedy="give at least 1 s, to meet in")
+            raise UsageError(
+                f"a time-out of {self.timeout:g} s", remedy="give at least 1 s, for the rendezvous"
+            )
         if not 2 <= dealing.ranks <= MOST_RANKS:
             raise UsageError(
-                f"{dealing.ranks} ranks: each is a process here", remedy=f"ask for 2 to {MOST_RANKS}"
+                f"{dealing.ranks} ranks: each is a process here", remedy=f"give 2 to {MOST_RANKS}"
             )
         if self.balance.drop_last:
             raise UsageError(
-                "starvation is shown with all batches, the short last ones too", remedy="don't drop the last"
+                "starvation is shown with all batches, including short last ones",
+                remedy="don't drop the last",
             )
         if not min(batches):
             raise UsageError(
@@ -66,10 +70,11 @@ class Setup:
                 remedy="use smaller blocks or more samples",
             )
         if not self.balance.starving:
+            example = EXAMPLE_BALANCE.dealing
             raise UsageError(
-                f"all ranks have {batches[0]} batches, so nobody starves",
-                remedy=f"try {EXAMPLE.dealing.samples} samples for {EXAMPLE.dealing.ranks} ranks "
-                f"in blocks of {EXAMPLE.dealing.block}, batches of {EXAMPLE.batch_size}",
+                f"all ranks have {batches[0]} batches, so none starves",
+                remedy=f"try {example.samples} samples for {example.ranks} ranks "
+                f"in blocks of {example.block}, batches of {EXAMPLE_BALANCE.batch_size}",
             )
         if max(batches) > MOST_STEPS or dealing.samples > MOST_SAMPLES:
             raise UsageError(
@@ -77,11 +82,9 @@ class Setup:
                 remedy=f"give at most {MOST_SAMPLES} samples and {MOST_STEPS} steps",
             )
 
-    # ------------------------------------------------------------------ who runs dry
-
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.balance.dealing.ranks
 
     @property
@@ -90,62 +93,53 @@ class Setup:
         return max(self.balance.batches)
 
     @property
-    def dry(self) -> list[int]:
+    def dry_ranks(self) -> list[int]:
         """The ranks that run dry first."""
         least = min(self.balance.batches)
         return [rank for rank, batches in enumerate(self.balance.batches) if batches == least]
 
-    def kind(self, step: int) -> str:
-        """Tell whether in `step` a rank is ``"dry"``, batches are ``"unequal"``, or all are ``"equal"``."""
+    def step_kind(self, step: int) -> str:
+        """Return ``"dry"`` if a rank has no batch in `step`, ``"unequal"`` if batches differ, else ``"equal"``."""
         sizes = {self.epoch.portions.size(rank, step) for rank in range(self.ranks)}
         return "dry" if 0 in sizes else "unequal" if len(sizes) > 1 else "equal"
-
-    # ------------------------------------------------------------------ batches
 
     @cached_property
     def epoch(self) -> Epoch:
         """The epoch that is trained."""
-        return self._epoch(0)
+        return self._position(0).epoch
 
     def batches(self, rank: int, epoch: int = 0) -> list[Numbers]:
-        """Return which samples make each batch of `rank`."""
-        found = self._epoch(epoch)
-        return [found.batch(rank, step) for step in range(found.portions.batches[rank])]
+        """Return the samples of each batch of `rank`."""
+        plan = self._position(epoch).epoch
+        return [plan.batch(rank, step) for step in range(plan.portions.batches[rank])]
 
-    def further(self, rank: int) -> Iterator[Numbers]:
+    def later_batches(self, rank: int) -> Iterator[Numbers]:
         """Yield the batches of `rank` in its next epoch, the one after that, and so on."""
-        epoch = 1
-        while True:
+        for epoch in count(1):
             yield from self.batches(rank, epoch)
-            epoch += 1
 
     def global_batch(self, step: int) -> Numbers:
-        """Return which samples all ranks take in `step`."""
+        """Return the samples of all ranks in `step`."""
         return np.concatenate([self.epoch.batch(rank, step) for rank in range(self.ranks)])
 
-    def _epoch(self, number: int) -> Epoch:
-        return self._start(number).epoch
-
-    def _start(self, epoch: int) -> LoaderPosition:
+    def _position(self, epoch: int) -> LoaderPosition:
         dealing = self.balance.dealing
         row = BatchRow(dealing.samples, seed=dealing.seed, epoch=epoch)
         recipe = LoaderRecipe(dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join")
         return LoaderPosition.start(row, recipe)
 
-    # ------------------------------------------------------------------ as JSON
-
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
-        return {"position": self._start(0).state(), "timeout": self.timeout, "backend": self.backend}
+        """Return the settings for the JSON of a job."""
+        return {"position": self._position(0).state(), "timeout": self.timeout, "backend": self.backend}
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any]) -> Setup:
-        """Return what `to_json` gave."""
-        epoch = LoaderPosition.of(stored["position"]).epoch
-        return cls(Balance(epoch.dealing, epoch.portions.batch_size), stored["timeout"], stored["backend"])
+    def from_json(cls, record: Mapping[str, Any]) -> StarvationSettings:
+        """Return the settings that `to_json` wrote."""
+        epoch = LoaderPosition.of(record["position"]).epoch
+        return cls(Balance(epoch.dealing, epoch.portions.batch_size), record["timeout"], record["backend"])
 
-    def told(self) -> dict[str, Any]:
-        """Return it for a result: plain values that a reader understands."""
+    def summary(self) -> dict[str, Any]:
+        """Return the settings for the JSON of a result: plain values for readers."""
         dealing = self.balance.dealing
         return {
             "ranks": self.ranks,

@@ -1,7 +1,7 @@
 """Ranks that train until a fault comes true, and write down when they named whom: ``python -m
-paceline.tools.bench.fire_drill``.
+bench_harness.fire_drill``.
 
-    python -m paceline.tools.bench.fire_drill FOLDER HOST HOSTS RANKS
+    python -m bench_harness.fire_drill FOLDER HOST HOSTS RANKS
 
 runs RANKS ranks of host number HOST (of HOSTS) through the drills that ``FOLDER/drills.json`` lists, one after
 another; the same command runs on every host, and all see the folder. They fork from one process that has imported

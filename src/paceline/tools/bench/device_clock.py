@@ -1,7 +1,7 @@
-"""When things happen on a rank's device, and how long they take on the slowest rank.
+"""Clocks of a rank's device, and times of the slowest rank.
 
-On the CPU a moment is the clock's. On a GPU, which works on its own, it is an event in the stream that computes; calls
-have streams of their own and go on meanwhile.
+On the CPU a moment is a reading of the clock. A GPU works asynchronously, so a moment is an event in its computing
+stream; communication runs in streams of its own and goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["Moment", "mark", "now", "of_all_ranks", "seconds_between", "slowest"]
+__all__ = ["Moment", "gather_ranks", "mark", "now", "seconds_between", "slowest_rank"]
 
 Moment = float | torch.cuda.Event
 
 
 def mark(device: str) -> Moment:
-    """Return this moment of the device's computing, without waiting for it."""
+    """Return the present moment of the device's computing, without waiting for it."""
     if not device.startswith("cuda"):
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -27,7 +27,7 @@ def mark(device: str) -> Moment:
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
-    """Return the seconds between two moments; both must have come."""
+    """Return the seconds between two moments of one device that have passed."""
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event), "both moments are of one device"
         return start.elapsed_time(end) / 1e3
@@ -36,21 +36,21 @@ def seconds_between(start: Moment, end: Moment) -> float:
 
 
 def now(device: str) -> float:
-    """Return the clock once the device has computed what it was given; calls may still be under way."""
+    """Return the clock once the device has finished computing; communication may still be pending."""
     if device.startswith("cuda"):
         torch.cuda.current_stream().synchronize()
     return time.perf_counter()
 
 
-def slowest(seconds: Sequence[float], device: str) -> list[float]:
-    """Return each entry's largest value of all ranks; all ranks call it."""
+def slowest_rank(seconds: Sequence[float], device: str) -> list[float]:
+    """Return for each entry the maximum over all ranks; a collective."""
     table = torch.tensor(list(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return table.tolist()
 
 
-def of_all_ranks(rows: torch.Tensor, device: str) -> torch.Tensor:
-    """Return every rank's `rows`, stacked: [ranks, …]; all ranks call it."""
+def gather_ranks(rows: torch.Tensor, device: str) -> torch.Tensor:
+    """Return every rank's `rows`, stacked: ``[ranks, …]``; a collective."""
     mine = rows.to(device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
