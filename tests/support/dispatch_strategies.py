@@ -8,10 +8,10 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme
+from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 
-SCHEMES = st.sampled_from(get_args(Scheme))
+SCHEMES = st.sampled_from(get_args(DispatchScheme))
 SEEDS = st.integers(0, 2**64 - 1)
 
 

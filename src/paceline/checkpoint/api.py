@@ -24,10 +24,10 @@ from torch import Tensor
 from paceline._core.step_state import step_state
 from paceline._core.version import __version__
 from paceline.checkpoint.background_saver import BackgroundSave, Buffers, RankShare
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, checkpoint_name
 from paceline.checkpoint.parts.checkpoint_contents import contents_of, take_up
 from paceline.checkpoint.parts.named_objects import NamedObjects
-from paceline.checkpoint.resume import SkippedCheckpoint, find
+from paceline.checkpoint.resume import SkippedCheckpoint, find_resume_point
 from paceline.checkpoint.save_cadence import cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.object_collectives import gather_texts, place_in, sum_over_ranks
@@ -241,7 +241,7 @@ class Checkpoint:
         if self._loaded or self._rank != 0:
             return
         newest = next(iter(self._folder.complete()), None)
-        if newest is not None and newest.name >= name_of(self.step):
+        if newest is not None and newest.name >= checkpoint_name(self.step):
             log.warning(
                 "%s is there already, and this run did not begin with it: what is saved up to that step is removed "
                 "as older; call load() before training, or name another folder",
@@ -281,7 +281,9 @@ class Checkpoint:
             UsageError: the checkpoint is of another model, of another optimizer, or of a newer format; nothing
                 was changed.
         """
-        found = find(self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group))
+        found = find_resume_point(
+            self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group)
+        )
         self._loaded = True
         if found is None:
             return None

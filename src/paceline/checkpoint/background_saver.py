@@ -27,7 +27,7 @@ from torch import Tensor
 from paceline._core.files import write_text
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock
 from paceline.checkpoint.format.manifest import Manifest, TensorFile
-from paceline.checkpoint.format.safetensors_writer import write_file
+from paceline.checkpoint.format.safetensors_writer import write_safetensors
 
 __all__ = ["BackgroundSave", "Buffers", "RankShare"]
 
@@ -158,7 +158,7 @@ class BackgroundSave:
     def _write(self) -> dict[str, Any]:
         self._growing.mkdir(exist_ok=True)
         files = {
-            name: asdict(write_file(self._growing / name, tensors))
+            name: asdict(write_safetensors(self._growing / name, tensors))
             for name, tensors in self._share.files.items()
         }
         return {"files": files, "state": self._share.state}

@@ -16,7 +16,7 @@ from paceline.checkpoint.format.manifest import Manifest, state_file
 from paceline.checkpoint.format.verified_reader import VerifiedReader
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
-__all__ = ["ResumePoint", "SkippedCheckpoint", "find", "find_problem"]
+__all__ = ["ResumePoint", "SkippedCheckpoint", "find_problem", "find_resume_point"]
 
 GatherTexts = Callable[[str], list[str]]
 """Returns every rank's text, by rank."""
@@ -44,7 +44,9 @@ class ResumePoint:
     passed_over: Sequence[SkippedCheckpoint]
 
 
-def find(folder: CheckpointFolder, rank: int, ranks: int, gather: GatherTexts) -> ResumePoint | None:
+def find_resume_point(
+    folder: CheckpointFolder, rank: int, ranks: int, gather: GatherTexts
+) -> ResumePoint | None:
     """Return the newest intact checkpoint; None where there never was one. All ranks call this.
 
     Raises:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from paceline._core.files import write_atomic
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import MANIFEST, Manifest
-from paceline.checkpoint.format.safetensors_writer import dtype_name, write_file
+from paceline.checkpoint.format.safetensors_writer import dtype_name, write_safetensors
 from paceline.checkpoint.format.verified_reader import VerifiedReader
 from paceline.checkpoint.parts.checkpoint_contents import places_of
 from paceline.checkpoint.parts.model_weights import check_weights, load_weights
 from paceline.errors import DamagedCheckpoint, UsageError
 
-__all__ = ["export_weights", "import_weights", "weights_in"]
+__all__ = ["export_weights", "import_weights", "read_weights"]
 
 
 def export_weights(source: str | Path, path: str | Path, *, model: str = "model") -> Path:
@@ -46,9 +46,9 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
         raise UsageError(
             f"{str(path)!r} is no safetensors file", remedy="name one that ends with .safetensors"
         )
-    weights = weights_in(source, model=model)
+    weights = read_weights(source, model=model)
     try:
-        write_atomic(target, lambda beside: write_file(beside, weights))
+        write_atomic(target, lambda beside: write_safetensors(beside, weights))
     except OSError as error:
         raise UsageError(
             f"can't write {str(path)!r}: {error.strerror or error}",
@@ -73,7 +73,7 @@ def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         >>> net = nn.Linear(2, 1)
         >>> import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
     """
-    weights = dict(source) if isinstance(source, Mapping) else weights_in(source)
+    weights = dict(source) if isinstance(source, Mapping) else read_weights(source)
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
             raise UsageError(
@@ -92,7 +92,7 @@ def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
     load_weights(model, weights.__getitem__)
 
 
-def weights_in(source: str | Path, *, model: str = "model") -> dict[str, Tensor]:
+def read_weights(source: str | Path, *, model: str = "model") -> dict[str, Tensor]:
     """Return the weights in a safetensors file, a folder of such files, or a checkpoint, each under all its names.
 
     Args:

@@ -26,14 +26,14 @@ from paceline.data.sampling.shuffle import LARGEST, Shuffle
 from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.errors import UsageError, unknown
 
-__all__ = ["BatchRow", "Epoch", "EpochLayer", "ShuffleMode", "left_of"]
+__all__ = ["EpochLayer", "EpochPlan", "SampleOrder", "ShuffleMode", "left_of"]
 
 Numbers = NDArray[np.int64]
 ShuffleMode = Literal["samples", "blocks", "none"]
 
 
 @dataclass(frozen=True)
-class BatchRow:
+class SampleOrder:
     """All samples of a dataset, in the order of one epoch.
 
     Attributes:
@@ -122,7 +122,7 @@ class EpochLayer:
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochPlan:
     """The batches of all ranks in what is left of an epoch.
 
     Attributes:
@@ -135,7 +135,7 @@ class Epoch:
         UsageError: a dealing, of a layer or of the rest, is not one of what was left before it.
     """
 
-    row: BatchRow
+    row: SampleOrder
     layers: tuple[EpochLayer, ...]
     dealing: BlockDispatch
     portions: RankPortions
@@ -170,6 +170,6 @@ class Epoch:
         return EpochLayer(self.dealing, tuple(self.portions.taken(rank, step) for rank in ranks))
 
 
-def left_of(row: BatchRow, layers: Sequence[EpochLayer]) -> int:
+def left_of(row: SampleOrder, layers: Sequence[EpochLayer]) -> int:
     """Return how many samples of `row` are left after `layers`."""
     return layers[-1].left if layers else row.samples

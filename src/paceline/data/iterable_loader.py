@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from paceline.data.counted_batch import with_samples
-from paceline.data.sampling.block_dispatch import Scheme
+from paceline.data.sampling.block_dispatch import DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.stream_reader import Collated, Collating, PrepareWorker, RankReader, Stream, StreamLayer
 from paceline.data.stream_state import StreamState
@@ -27,13 +27,13 @@ from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UnevenData, UsageError
 from paceline.world.object_collectives import RowsUnderWay, gather_rows_ahead
 
-__all__ = ["IterableLoader", "StreamRecipe"]
+__all__ = ["IterableLoader", "StreamSettings"]
 
 log = logging.getLogger("paceline.data")
 
 
 @dataclass(frozen=True)
-class StreamRecipe:
+class StreamSettings:
     """How a stream is dealt and cut.
 
     Attributes:
@@ -45,7 +45,7 @@ class StreamRecipe:
 
     shares: RankShares | None
     block: int
-    scheme: Scheme
+    scheme: DispatchScheme
     seed: int
     batch_size: int
     uneven: str
@@ -78,7 +78,7 @@ class IterableLoader:
     def __init__(
         self,
         dataset: Any,
-        recipe: StreamRecipe,
+        recipe: StreamSettings,
         place: tuple[int, int],
         group: ProcessGroup | None,
         fetch: LoaderOptions,

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.data.epoch_plan import BatchRow, ShuffleMode
-from paceline.data.iterable_loader import IterableLoader, StreamRecipe
-from paceline.data.loader_position import LoaderRecipe
+from paceline.data.epoch_plan import SampleOrder, ShuffleMode
+from paceline.data.iterable_loader import IterableLoader, StreamSettings
+from paceline.data.loader_position import DispatchSettings
 from paceline.data.map_loader import Learning, MapLoader
-from paceline.data.sampling.block_dispatch import Scheme, dispatch_blocks
+from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.sampling.uneven_policies import UnevenPolicy, check_cut
+from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
 from paceline.data.torch_dataloader import LoaderOptions
 from paceline.errors import UsageError, unknown
 from paceline.world.object_collectives import place_in, verify_same
@@ -77,7 +77,7 @@ class Loader:
         dataset: Any,
         batch_size: int = 64,
         *,
-        dispatch: Scheme = "round_robin",
+        dispatch: DispatchScheme = "round_robin",
         block: int = 1,
         shares: Sequence[float] | Literal["measured"] | None = None,
         uneven: UnevenPolicy = "join",
@@ -124,12 +124,12 @@ class Loader:
             if stream is not None:
                 raise UsageError(f"stream={stream!r} with a map-style dataset", remedy="leave stream out")
             samples = _length_of(dataset)
-            row = BatchRow(samples, _MODES[shuffle], block if shuffle == "blocks" else 1, seed)
+            row = SampleOrder(samples, _MODES[shuffle], block if shuffle == "blocks" else 1, seed)
             dealing = dispatch_blocks(
                 samples, self._place[1], block=block, scheme=dispatch, shares=fixed, seed=seed
             )
             cut: UnevenPolicy = uneven if learning is None else "rebalance"
-            recipe = LoaderRecipe(dealing.shares, block, dispatch, batch_size, cut)
+            recipe = DispatchSettings(dealing.shares, block, dispatch, batch_size, cut)
             self._course = MapLoader(dataset, row, recipe, self._place, self.group, fetch, learning)
         self._iteration = 0
         self._told = False
@@ -280,14 +280,14 @@ def _length_of(dataset: Any) -> int:
 
 def _stream_recipe(
     stream: str | None,
-    dispatch: Scheme,
+    dispatch: DispatchScheme,
     block: int,
     shares: Sequence[float] | RankShares | None,
     seed: int,
     batch_size: int,
     uneven: UnevenPolicy,
     ranks: int,
-) -> StreamRecipe:
+) -> StreamSettings:
     """Return how an iterable dataset is dealt and cut.
 
     Raises:
@@ -295,7 +295,7 @@ def _stream_recipe(
     """
     if stream not in (None, "own", "whole"):
         raise unknown("stream", stream, ["own", "whole"])
-    check_cut(batch_size, uneven)
+    check_batching(batch_size, uneven)
     if uneven == "rebalance":
         raise UsageError("uneven='rebalance' with an iterable dataset", remedy=_NEEDS_LENGTH)
     if stream == "whole":
@@ -307,7 +307,7 @@ def _stream_recipe(
                 rank=rank,
                 remedy="use uneven='join', or a share above 0",
             )
-        return StreamRecipe(dealt, block, dispatch, seed, batch_size, uneven)
+        return StreamSettings(dealt, block, dispatch, seed, batch_size, uneven)
     given = {"dispatch": dispatch != "round_robin", "block": block != 1, "shares": shares is not None}
     for name, is_given in given.items():
         if is_given:
@@ -315,4 +315,4 @@ def _stream_recipe(
                 f"{name} with an iterable dataset of which every rank reads its own stream",
                 remedy="let the loader deal one stream that all ranks read (stream='whole'), or leave it out",
             )
-    return StreamRecipe(None, 1, "round_robin", seed, batch_size, uneven)
+    return StreamSettings(None, 1, "round_robin", seed, batch_size, uneven)

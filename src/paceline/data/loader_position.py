@@ -5,7 +5,7 @@
      "dealt":  {"samples": …, "parts": […], "block": …, "scheme": …, "seed": …},
      "batch_size": 64, "uneven": "join", "step": 117}
 
-It is the same on all ranks. `done` are the layers of `Epoch`, `dealt` is the dealing under way, `step` how
+It is the same on all ranks. `done` are the layers of `EpochPlan`, `dealt` is the dealing under way, `step` how
 many of its steps are done.
 """
 
@@ -17,19 +17,19 @@ from functools import lru_cache
 from typing import Any
 
 from paceline._core.keyed_random import derive_key
-from paceline.data.epoch_plan import BatchRow, Epoch, EpochLayer, left_of
-from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme
+from paceline.data.epoch_plan import EpochLayer, EpochPlan, SampleOrder, left_of
+from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 from paceline.errors import UsageError
 
-__all__ = ["FORMAT", "LoaderPosition", "LoaderRecipe"]
+__all__ = ["FORMAT", "DispatchSettings", "LoaderPosition"]
 
 FORMAT = 2
 
 
 @dataclass(frozen=True)
-class LoaderRecipe:
+class DispatchSettings:
     """How an epoch, or what is left of one, is dealt and cut.
 
     Attributes:
@@ -40,7 +40,7 @@ class LoaderRecipe:
 
     shares: RankShares
     block: int
-    scheme: Scheme
+    scheme: DispatchScheme
     batch_size: int
     uneven: UnevenPolicy
 
@@ -54,11 +54,11 @@ class LoaderPosition:
         step: how many of them are done.
     """
 
-    epoch: Epoch
+    epoch: EpochPlan
     step: int = 0
 
     @classmethod
-    def start(cls, row: BatchRow, recipe: LoaderRecipe) -> LoaderPosition:
+    def start(cls, row: SampleOrder, recipe: DispatchSettings) -> LoaderPosition:
         """Return the beginning of the epoch `row`."""
         return cls(_dealt(row, (), recipe))
 
@@ -67,7 +67,7 @@ class LoaderPosition:
         """Steps that are left."""
         return self.epoch.portions.steps - self.step
 
-    def dealt_again(self, recipe: LoaderRecipe) -> LoaderPosition:
+    def dealt_again(self, recipe: DispatchSettings) -> LoaderPosition:
         """Return this place, with what is left dealt anew by `recipe`; the same where nothing changes.
 
         Raises:
@@ -80,10 +80,10 @@ class LoaderPosition:
         return LoaderPosition(_dealt(epoch.row, layers, recipe))
 
     @property
-    def recipe(self) -> LoaderRecipe:
+    def recipe(self) -> DispatchSettings:
         """How what is left is dealt and cut."""
         dealing, portions = self.epoch.dealing, self.epoch.portions
-        return LoaderRecipe(
+        return DispatchSettings(
             dealing.shares, dealing.block, dealing.scheme, portions.batch_size, portions.policy
         )
 
@@ -119,7 +119,7 @@ class LoaderPosition:
                 f"a loader's state of format {found!r}", remedy=f"this version reads format {FORMAT}"
             )
         try:
-            row = BatchRow(
+            row = SampleOrder(
                 _whole(state["samples"]),
                 state["shuffle"],
                 _whole(state["shuffle_block"]),
@@ -139,25 +139,25 @@ class LoaderPosition:
             ) from error
         if not 0 <= step <= portions.steps:
             raise UsageError(f"a loader's state at step {step} of {portions.steps}")
-        return cls(Epoch(row, layers, dealing, portions), step)
+        return cls(EpochPlan(row, layers, dealing, portions), step)
 
 
-def _dealt(row: BatchRow, layers: tuple[EpochLayer, ...], recipe: LoaderRecipe) -> Epoch:
+def _dealt(row: SampleOrder, layers: tuple[EpochLayer, ...], recipe: DispatchSettings) -> EpochPlan:
     left = left_of(row, layers)
     if not left:
         raise UsageError("no samples are left to deal", remedy="begin the next epoch")
-    return Epoch(
+    return EpochPlan(
         row, layers, *_cut(left, recipe, _seed(row, len(layers)) if recipe.scheme == "random" else 0)
     )
 
 
-def _seed(row: BatchRow, layer: int) -> int:
+def _seed(row: SampleOrder, layer: int) -> int:
     """Return what decides a dealing by chance; the first one's is the seed itself, as in a forecast."""
     return derive_key(row.seed, row.epoch, layer, 6) if row.epoch or layer else row.seed
 
 
 @lru_cache(maxsize=8)  # dealt in turns, every epoch is cut alike
-def _cut(samples: int, recipe: LoaderRecipe, seed: int) -> tuple[BlockDispatch, RankPortions]:
+def _cut(samples: int, recipe: DispatchSettings, seed: int) -> tuple[BlockDispatch, RankPortions]:
     dealing = BlockDispatch(samples, recipe.shares, min(recipe.block, samples), recipe.scheme, seed)
     return dealing, RankPortions(dealing.counts, recipe.batch_size, recipe.uneven)
 

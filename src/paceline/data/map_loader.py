@@ -17,8 +17,8 @@ from torch.utils.data import Sampler
 
 from paceline._core.step_state import wait_counters
 from paceline.data.counted_batch import with_samples
-from paceline.data.epoch_plan import BatchRow
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.epoch_plan import SampleOrder
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.rank_shares import (
     WORTH_IT,
     ThroughputEstimate,
@@ -101,8 +101,8 @@ class MapLoader:
     def __init__(
         self,
         dataset: Any,
-        row: BatchRow,
-        recipe: LoaderRecipe,
+        row: SampleOrder,
+        recipe: DispatchSettings,
         place: tuple[int, int],
         group: ProcessGroup | None,
         fetch: LoaderOptions,
@@ -323,7 +323,7 @@ def _speeds_in(state: Mapping[str, Any], ranks: int) -> list[float] | None:
     return speeds
 
 
-def _check_same_row(found: BatchRow, own: BatchRow) -> None:
+def _check_same_row(found: SampleOrder, own: SampleOrder) -> None:
     """Raise unless both are the same samples in the same order, but for the epoch."""
     for name, told in (
         ("samples", "a dataset of {} samples"),

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from paceline._core.keyed_random import derive_key, keyed_hash
-from paceline.data.sampling.block_dispatch import Scheme
+from paceline.data.sampling.block_dispatch import DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 
 __all__ = ["Collated", "Collating", "PrepareWorker", "RankReader", "Stream", "StreamLayer", "checksum"]
@@ -42,7 +42,7 @@ class StreamLayer:
 
     shares: RankShares | None
     block: int
-    scheme: Scheme
+    scheme: DispatchScheme
     seed: int
     taken: tuple[dict[int, int], ...]
 

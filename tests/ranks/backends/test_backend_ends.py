@@ -49,8 +49,8 @@ def late_in_the_middle(tell, rank, size, folder):
     tell((kind, text, all(bool(each.eq(7).all()) for each in again)))
 
 
-def test_memory_of_a_call_that_was_given_up_is_not_used_for_anything_else(nursery):
-    zero, one = nursery.play(late_scene)
+def test_memory_of_a_call_that_was_given_up_is_not_used_for_anything_else(killable):
+    zero, one = killable.run_ranks(late_scene)
     assert zero[0] == "CollectiveTimeout"
     assert "rank 1 on host" in zero[1]
     assert "did not come within the timeout of 0.5 s (its process lives)" in zero[1]
@@ -74,8 +74,8 @@ def late_small_scene(fork, folder):
     return ranks_of(fork, 2, late_for_a_small_one, folder)
 
 
-def test_a_rank_that_comes_too_late_is_told_so(nursery):
-    assert nursery.play(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
+def test_a_rank_that_comes_too_late_is_told_so(killable):
+    assert killable.run_ranks(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
 
 
 def failing_inside(tell, rank, size, folder):
@@ -97,8 +97,8 @@ def failing_scene(fork, folder):
     return ranks_of(fork, 3, failing_inside, folder)
 
 
-def test_an_error_in_the_middle_of_a_call_is_told_to_the_others(nursery):
-    zero, one, two = nursery.play(failing_scene)
+def test_an_error_in_the_middle_of_a_call_is_told_to_the_others(killable):
+    zero, one, two = killable.run_ranks(failing_scene)
     assert two == ("MemoryError", "no room for the scratch")
     for kind, text in (zero, one):
         assert kind == "PeerLost"
@@ -127,18 +127,18 @@ def interrupted(tell, rank, size, folder, asynchronous):
 
 def interrupt_scene(fork, folder, asynchronous):
     ranks = [fork(interrupted, rank, 2, folder, asynchronous) for rank in range(2)]
-    assert [each.hear() for each in ranks] == ["ready"] * 2
+    assert [each.receive() for each in ranks] == ["ready"] * 2
     time.sleep(0.2)
     ranks[0].kill(signal.SIGINT)
-    told = [ranks[0].hear()]
+    told = [ranks[0].receive()]
     codes = [ranks[0].wait()]
-    told.append(ranks[1].hear())
+    told.append(ranks[1].receive())
     return told, [*codes, ranks[1].wait()]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_interrupt_ends_the_wait_and_the_process_can_end(nursery, asynchronous):
-    (zero, one), codes = nursery.play(interrupt_scene, asynchronous)
+def test_an_interrupt_ends_the_wait_and_the_process_can_end(killable, asynchronous):
+    (zero, one), codes = killable.run_ranks(interrupt_scene, asynchronous)
     assert zero[0] == "KeyboardInterrupt"
     assert codes == [130, 0]
     assert one[0] == "PeerLost"
@@ -185,17 +185,17 @@ def flight_scene(fork, folder, how):
 
 
 @pytest.mark.parametrize(("how", "told"), [("nobody waits", "made"), ("destroyed", True)])
-def test_calls_under_way_neither_hold_the_end_up_nor_are_they_lost(nursery, how, told):
-    assert nursery.play(flight_scene, how) == [told] * 3
+def test_calls_under_way_neither_hold_the_end_up_nor_are_they_lost(killable, how, told):
+    assert killable.run_ranks(flight_scene, how) == [told] * 3
 
 
-def test_a_rank_may_end_while_its_call_waits_for_the_others(nursery):
-    _, one, two = nursery.play(flight_scene, "left alone")
+def test_a_rank_may_end_while_its_call_waits_for_the_others(killable):
+    _, one, two = killable.run_ranks(flight_scene, "left alone")
     assert one == two == (0, 0)
 
 
-def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(nursery):
-    zero, one, two = nursery.play(flight_scene, "aborted")
+def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(killable):
+    zero, one, two = killable.run_ranks(flight_scene, "aborted")
     assert zero[0] == "CollectiveError"
     assert "left" in zero[1]
     assert one == two == (0, None), "it left the group"
@@ -234,6 +234,6 @@ def forking_scene(fork, folder):
     return ranks_of(fork, 3, forks_a_child, folder)
 
 
-def test_a_forked_child_is_no_rank_and_disturbs_none(nursery):
-    text, *_ = nursery.play(forking_scene)
+def test_a_forked_child_is_no_rank_and_disturbs_none(killable):
+    text, *_ = killable.run_ranks(forking_scene)
     assert text.count("this process was forked from rank 0 and is no rank") == 2

@@ -69,8 +69,8 @@ def descriptors_scene(fork, folder):
     return ranks_of(fork, 2, out_of_descriptors, folder)
 
 
-def test_a_rank_without_descriptors_says_so(nursery):
-    zero, one = nursery.play(descriptors_scene)
+def test_a_rank_without_descriptors_says_so(killable):
+    zero, one = killable.run_ranks(descriptors_scene)
     assert one[0] == "OSError"
     assert "raise the limit (ulimit -n)" in one[1]
     assert zero[0] == "PeerLost"
@@ -113,10 +113,10 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_without_shared_memory_gloo_does_it_and_one_rank_says_why(nursery, how):
+def test_without_shared_memory_gloo_does_it_and_one_rank_says_why(killable, how):
     if how == "another user" and os.getuid() != 0:
         pytest.skip("only root can be another user")
-    told = nursery.play(fallback_scene, how)
+    told = killable.run_ranks(fallback_scene, how)
     assert [value for _, value in told] == [3.0] * 3
     said = [text for texts, _ in told for text in texts]
     assert len(said) == 1, said

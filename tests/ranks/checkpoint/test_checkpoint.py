@@ -362,7 +362,7 @@ def killed(fork, folder, where, moments):
     torch.set_num_threads(1)
     for number, (victims, seconds) in enumerate(moments):
         ranks = [fork(life, rank, where, f"{folder}/world-{number}") for rank in range(2)]
-        ranks[0].hear()
+        ranks[0].receive()
         time.sleep(seconds)
         for victim in victims:
             ranks[victim].kill(signal.SIGKILL)
@@ -370,9 +370,9 @@ def killed(fork, folder, where, moments):
             if rank not in victims:
                 child.kill(signal.SIGKILL)
     ranks = [fork(life, rank, where, f"{folder}/world-last") for rank in range(2)]
-    ranks[0].hear()
-    ranks[1].hear()
-    told = [child.hear() for child in ranks]
+    ranks[0].receive()
+    ranks[1].receive()
+    told = [child.receive() for child in ranks]
     assert [child.wait() for child in ranks] == [0, 0]
     return told
 
@@ -387,11 +387,11 @@ def life(tell, rank, where, meeting):
     paceline.shutdown()
 
 
-def test_killed_again_and_again_it_ends_as_if_it_had_not_been(nursery, pool, tmp_path):
+def test_killed_again_and_again_it_ends_as_if_it_had_not_been(killable, pool, tmp_path):
     """The whole experiment, with more kills and other moments, is benchmarks/kills."""
     expected = pool(2, "paceline").run(train, tmp_path / "whole", "sharded", None, 1)
     moments = [((0,), 0.1), ((1,), 0.15), ((0, 1), 0.05), ((0,), 0.12)]
-    found = nursery.play(killed, str(tmp_path / "killed"), moments, timeout=120)
+    found = killable.run_ranks(killed, str(tmp_path / "killed"), moments, timeout=120)
     assert max(told[0] or 0 for told in found) > 0
     for told, whole in zip(found, expected, strict=True):
         assert equal(told[2], whole[1])

@@ -28,7 +28,7 @@ def played(fork, folder, names, *settings):
     import paceline.tools.bench.starvation.scene_program  # noqa: F401 — in the warm process, so that each child need not
 
     children = [fork(play_one, name, *settings) for name in names]  # who waits, waits beside others
-    return [child.hear(timeout=150) for child in children]
+    return [child.receive(timeout=150) for child in children]
 
 
 def play_one(tell, name, *settings):
@@ -41,24 +41,24 @@ def play_one(tell, name, *settings):
     tell(found)
 
 
-def play(nursery, *names, balance=EXAMPLE, timeout=PATIENT, backend="gloo"):
-    return nursery.play(played, names, balance, timeout, backend, timeout=200)
+def run_ranks(killable, *names, balance=EXAMPLE, timeout=PATIENT, backend="gloo"):
+    return killable.run_ranks(played, names, balance, timeout, backend, timeout=200)
 
 
 def kinds(told):
     return [(one["kind"], one["error"]) for one in told["ranks"]]
 
 
-def test_who_waits_for_a_rank_that_is_gone_gets_an_error(nursery):
-    (told,) = play(nursery, "exits")
+def test_who_waits_for_a_rank_that_is_gone_gets_an_error(killable):
+    (told,) = run_ranks(killable, "exits")
     assert kinds(told) == [("error", "RuntimeError"), ("finished", "")]
     assert "onnection" in told["ranks"][0]["message"]  # closed, or reset, by peer
     assert [one["steps"] for one in told["ranks"]] == [8, 8]
     assert told["samples_lost"] == 88
 
 
-def test_the_paceline_backend_names_who_is_gone_and_who_called_what(nursery):
-    gone, other = play(nursery, "exits", "metric", backend="paceline")
+def test_the_paceline_backend_names_who_is_gone_and_who_called_what(killable):
+    gone, other = run_ranks(killable, "exits", "metric", backend="paceline")
     assert [one["kind"] for one in gone["ranks"]] == ["error", "finished"]
     assert "PeerLost" in gone["ranks"][0]["message"]
     assert "rank 1" in gone["ranks"][0]["message"]
@@ -68,8 +68,8 @@ def test_the_paceline_backend_names_who_is_gone_and_who_called_what(nursery):
         assert f"rank {1 - one['rank']} calls all_reduce({theirs}" in one["message"]
 
 
-def test_who_waits_for_a_rank_that_does_something_else_hangs(nursery):
-    found = play(nursery, "idles", "barrier", "fsdp2", timeout=HASTY)
+def test_who_waits_for_a_rank_that_does_something_else_hangs(killable):
+    found = run_ranks(killable, "idles", "barrier", "fsdp2", timeout=HASTY)
     waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
     assert {told["scene"]: kinds(told) for told in found} == {
         "idles": [waits, goes_on],
@@ -78,8 +78,8 @@ def test_who_waits_for_a_rank_that_does_something_else_hangs(nursery):
     }
 
 
-def test_collectives_of_other_sizes_end_a_process_without_an_exception(nursery):
-    for told in play(nursery, "metric", "larger"):
+def test_collectives_of_other_sizes_end_a_process_without_an_exception(killable):
+    for told in run_ranks(killable, "metric", "larger"):
         receiver = {"metric": 1, "larger": 0}[told["scene"]]  # who has less room than it is sent
         assert told["ranks"][receiver]["error"] == "SIGABRT", told
         assert "gloo::EnforceNotMet" in told["ranks"][receiver]["message"]
@@ -87,9 +87,9 @@ def test_collectives_of_other_sizes_end_a_process_without_an_exception(nursery):
 
 
 @pytest.mark.parametrize("balance", [EXAMPLE, SHARES], ids=["2 ranks", "4 ranks"])
-def test_who_finishes_and_how_wrong(nursery, balance):
+def test_who_finishes_and_how_wrong(killable, balance):
     names = ["next-epoch", "join", "join-active", "truncated", "bucketed", "sharded", "full-shard"]
-    found = {told["scene"]: told for told in play(nursery, *names, balance=balance)}
+    found = {told["scene"]: told for told in run_ranks(killable, *names, balance=balance)}
     for told in found.values():
         assert told["finished"], told
         assert told["replicas_apart"] <= 1e-12  # nobody can see it
@@ -111,7 +111,7 @@ def test_who_finishes_and_how_wrong(nursery, balance):
 def stuck(fork, folder):
     import paceline.tools.bench.starvation.scene_program  # noqa: F401
 
-    return fork(play_stuck).hear()
+    return fork(play_stuck).receive()
 
 
 def play_stuck(tell):
@@ -121,15 +121,15 @@ def play_stuck(tell):
         notes.write("began", step=0)
         time.sleep(1000)
 
-    scene_program.play, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
+    scene_program.run_ranks, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
     told = scene_program.show(SCENES[0], Setup(EXAMPLE, 1.0)).to_json()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
     tell(told)
 
 
-def test_a_rank_that_no_time_out_ends_is_killed_and_told(nursery):
-    assert kinds(nursery.play(stuck)) == [("hung", "")] * 2
+def test_a_rank_that_no_time_out_ends_is_killed_and_told(killable):
+    assert kinds(killable.run_ranks(stuck)) == [("hung", "")] * 2
 
 
 # ---------------------------------------------------------------------- the command's own path

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import MANIFEST, SUM, Manifest
-from paceline.checkpoint.format.safetensors_writer import write_file
+from paceline.checkpoint.format.safetensors_writer import write_safetensors
 from paceline.checkpoint.format.verified_reader import VerifiedReader
-from paceline.checkpoint.resume import find, find_problem
+from paceline.checkpoint.resume import find_problem, find_resume_point
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 
@@ -40,7 +40,8 @@ def write(folder, step, tensors=TENSORS):
     growing = place.growing(step, "x")
     growing.mkdir(parents=True)
     files = {
-        name: write_file(growing / name, tensors) for name in ("model.safetensors", "state-rank0.safetensors")
+        name: write_safetensors(growing / name, tensors)
+        for name in ("model.safetensors", "state-rank0.safetensors")
     }
     weights = {"model": {"files": ["model.safetensors"], "aliases": {"tied": "weight"}}}
     manifest = Manifest(step, {"windows": 32}, files, weights, [{"a": {"$tensor": "flag"}}], {"at": "now"})
@@ -52,7 +53,7 @@ def write(folder, step, tensors=TENSORS):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
-    told = write_file(tmp_path / "a.safetensors", TENSORS)
+    told = write_safetensors(tmp_path / "a.safetensors", TENSORS)
     reader = VerifiedReader(tmp_path, {"a.safetensors": told})
     reader.check(["a.safetensors"], keep=["a.safetensors"] if kept else [])
     theirs = load_file(tmp_path / "a.safetensors")
@@ -69,7 +70,7 @@ def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
 
 
 def test_what_is_changed_in_memory_stays_in_memory(tmp_path):
-    told = write_file(tmp_path / "a.safetensors", TENSORS)
+    told = write_safetensors(tmp_path / "a.safetensors", TENSORS)
     reader = VerifiedReader(tmp_path, {"a.safetensors": told})
     reader.tensor("a.safetensors", "weight").zero_()
     reader.check(["a.safetensors"])
@@ -78,7 +79,7 @@ def test_what_is_changed_in_memory_stays_in_memory(tmp_path):
 def test_mapped_tensors_begin_where_the_processor_may_read_them(tmp_path):
     """An address that is no multiple of the element's size ends the process where complex numbers are copied."""
     for length in range(1, 17):
-        told = write_file(
+        told = write_safetensors(
             tmp_path / f"{length}.safetensors", {"w" * length: torch.ones(4, dtype=torch.complex128)}
         )
         found = VerifiedReader(tmp_path, {f"{length}.safetensors": told}).tensor(
@@ -91,7 +92,7 @@ def test_a_disk_that_fills_up_is_told(tmp_path):
     fault_injection.disk_full(after_nbytes=100)
     try:
         with pytest.raises(OSError, match="No space left"):
-            write_file(tmp_path / "a.safetensors", TENSORS)
+            write_safetensors(tmp_path / "a.safetensors", TENSORS)
     finally:
         fault_injection.disarm()
 
@@ -123,7 +124,7 @@ def test_300_damages_are_all_seen_and_the_newest_intact_one_is_taken(tmp_path):
             chosen = chance.choice(sorted((folder / f"step-{step:08d}").iterdir()))
             harm(chosen, ("cut", "flip", "remove")[number // 3 % 3], chance)
             assert find_problem(chosen.parent), chosen
-        found = find(CheckpointFolder(folder), 0, 1, alone)
+        found = find_resume_point(CheckpointFolder(folder), 0, 1, alone)
         assert found is not None
         assert found.manifest.step == (10 if len(damaged) == 2 else 20)
         assert [one.path.name[-2:] for one in found.passed_over] == [str(step) for step in reversed(damaged)]
@@ -155,13 +156,13 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, monkeypatch)
 
 
 def test_when_none_is_intact_all_are_named(tmp_path):
-    assert find(CheckpointFolder(tmp_path), 0, 1, alone) is None
+    assert find_resume_point(CheckpointFolder(tmp_path), 0, 1, alone) is None
     for step in (1, 2):
         (write(tmp_path, step) / "model.safetensors").unlink()
     with pytest.raises(
         CheckpointError, match=r"none of the 2 .* step-00000002: model.safetensors is missing; step-0"
     ):
-        find(CheckpointFolder(tmp_path), 0, 1, alone)
+        find_resume_point(CheckpointFolder(tmp_path), 0, 1, alone)
 
 
 def test_a_newer_format_is_not_passed_over(tmp_path):
@@ -171,7 +172,7 @@ def test_a_newer_format_is_not_passed_over(tmp_path):
     (path / MANIFEST).write_bytes(text)
     (path / SUM).write_bytes(Manifest.sum_of(text))
     with pytest.raises(UsageError, match=r"step-00000002' is a checkpoint of format 2; .* up to 1"):
-        find(CheckpointFolder(tmp_path), 0, 1, alone)
+        find_resume_point(CheckpointFolder(tmp_path), 0, 1, alone)
 
 
 def test_what_a_rank_finds_the_others_pass_over_too(tmp_path):
@@ -181,7 +182,7 @@ def test_what_a_rank_finds_the_others_pass_over_too(tmp_path):
     harm(path / "state-rank0.safetensors", "flip", random.Random(0))
     names = '["step-00000002", "step-00000001"]'
     told = iter([[names, ""], ["", "state-rank0.safetensors: …"], ["", ""]])
-    found = find(CheckpointFolder(tmp_path), 0, 2, lambda text: next(told))
+    found = find_resume_point(CheckpointFolder(tmp_path), 0, 2, lambda text: next(told))
     assert found is not None
     assert found.path.name == "step-00000001"
     assert [one.why for one in found.passed_over] == ["state-rank0.safetensors: …"]

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from paceline.checkpoint.format import checkpoint_folder as module
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, checkpoint_name
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import CheckpointError, UsageError
 
@@ -32,8 +32,8 @@ def test_only_the_newest_are_kept(tmp_path):
     folder = CheckpointFolder(tmp_path / "run")
     for step in (5, 10, 15, 100):
         complete(folder, step)
-    assert [path.name for path in folder.complete()] == [name_of(100), name_of(15)]
-    assert names(folder) == [name_of(15), name_of(100)]
+    assert [path.name for path in folder.complete()] == [checkpoint_name(100), checkpoint_name(15)]
+    assert names(folder) == [checkpoint_name(15), checkpoint_name(100)]
 
 
 def test_a_step_that_was_there_is_replaced_and_kept_aside(tmp_path):
@@ -41,13 +41,13 @@ def test_a_step_that_was_there_is_replaced_and_kept_aside(tmp_path):
     complete(folder, 5)
     complete(folder, 7)
     folder.set_aside(folder.complete()[0])
-    assert names(folder) == [name_of(5), f"{name_of(7)}.damaged"]
+    assert names(folder) == [checkpoint_name(5), f"{checkpoint_name(7)}.damaged"]
     complete(folder, 6)
     complete(folder, 7)
-    assert names(folder) == [name_of(6), name_of(7), f"{name_of(7)}.damaged"]
+    assert names(folder) == [checkpoint_name(6), checkpoint_name(7), f"{checkpoint_name(7)}.damaged"]
     complete(folder, 8)
     complete(folder, 9)
-    assert names(folder) == [name_of(8), name_of(9)]
+    assert names(folder) == [checkpoint_name(8), checkpoint_name(9)]
 
 
 def test_what_is_not_complete_is_not_seen_and_swept(tmp_path):
@@ -108,7 +108,7 @@ def test_a_folder_that_can_not_be_written_is_refused(tmp_path):
 def test_probing_leaves_nothing(tmp_path):
     complete(CheckpointFolder(tmp_path), 1)
     CheckpointFolder(tmp_path).prepare()
-    assert names(CheckpointFolder(tmp_path)) == [name_of(1)]
+    assert names(CheckpointFolder(tmp_path)) == [checkpoint_name(1)]
 
 
 def test_a_file_system_that_copies_is_refused_by_its_kind(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import paceline
-from paceline.checkpoint.weights_export import weights_in
+from paceline.checkpoint.weights_export import read_weights
 from paceline.errors import DamagedCheckpoint, UsageError
 
 
@@ -73,9 +73,9 @@ def test_floating_weights_are_cast(tmp_path):
 
 def test_one_of_several_models(tmp_path):
     models = saved(tmp_path, one=nn.Linear(1, 1), two=nn.Linear(2, 2))
-    assert torch.equal(weights_in(tmp_path, model="two")["weight"], models["two"].weight)
+    assert torch.equal(read_weights(tmp_path, model="two")["weight"], models["two"].weight)
     with pytest.raises(UsageError, match=r"(?s)holds no model 'model'.*one, two"):
-        weights_in(tmp_path)
+        read_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,10 @@ def test_weights_of_something_else_are_refused(source, words):
 def test_what_can_not_be_read_or_written(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="neither checkpoints nor safetensors"):
-        weights_in(tmp_path / "empty")
+        read_weights(tmp_path / "empty")
     torch.save({"weight": torch.ones(1)}, tmp_path / "pickle.pt")
     with pytest.raises(UsageError, match="can't be read as safetensors"):
-        weights_in(tmp_path / "pickle.pt")
+        read_weights(tmp_path / "pickle.pt")
     saved(tmp_path / "run")
     for name, words in (("a.pt", "no safetensors file"), ("no/where/a.safetensors", "can't write")):
         with pytest.raises(UsageError, match=words):
@@ -128,14 +128,14 @@ def test_damage_is_passed_over_or_told(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert weights_in(tmp_path)
+    assert read_weights(tmp_path)
     with pytest.raises(DamagedCheckpoint, match=r"model.safetensors: the checksum of tensor .* does not fit"):
-        weights_in(tmp_path / "step-00000002")
+        read_weights(tmp_path / "step-00000002")
     (tmp_path / "step-00000001" / "model.safetensors").unlink()
     with pytest.raises(
         DamagedCheckpoint, match=r"step-00000002: .*; step-00000001: model.safetensors is missing"
     ):
-        weights_in(tmp_path)
+        read_weights(tmp_path)
 
 
 def test_10_000_safetensors_files_that_are_none(tmp_path):
@@ -161,7 +161,7 @@ def test_10_000_safetensors_files_that_are_none(tmp_path):
                 del data[chance.randrange(len(data) + 1) :]
         path.write_bytes(data)
         try:
-            weights_in(path)
+            read_weights(path)
         except UsageError:
             refused += 1
     peak = tracemalloc.get_traced_memory()[1]

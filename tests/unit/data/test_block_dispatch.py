@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dispatch_strategies import SEEDS, chi_squared, dealings, rows_of_rank
 from dispatch_strategies import shares as any_shares
-from paceline.data.sampling.block_dispatch import COUNTED, BlockDispatch, dispatch_blocks, draw_counts
+from paceline.data.sampling.block_dispatch import COUNTED, BlockDispatch, dispatch_blocks, draw_block_counts
 from paceline.data.sampling.rank_shares import FINEST, RankShares, TurnOrder, by_largest_remainder
 from paceline.errors import UsageError
 from paceline.tools.plan.imbalance_statistics import share_deviation
@@ -257,7 +257,7 @@ def test_ten_thousand_draws_spread_as_they_should(samples, block):
 @given(given_shares=any_shares(), blocks=st.sampled_from([0, 1, 50, COUNTED, COUNTED + 1, 10**15]), key=SEEDS)
 @settings(deadline=None)
 def test_all_blocks_are_drawn_and_none_for_a_share_of_nothing(given_shares, blocks, key):
-    found = draw_counts(blocks, given_shares, key)
+    found = draw_block_counts(blocks, given_shares, key)
     assert sum(found) == blocks
     assert min(found) >= 0
     assert all(not count for count, part in zip(found, given_shares.parts, strict=True) if not part)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch_strategies import SCHEMES, SEEDS, shares
-from paceline.data.epoch_plan import BatchRow, Epoch, ShuffleMode, left_of
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.epoch_plan import EpochPlan, SampleOrder, ShuffleMode, left_of
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import BlockDispatch
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions
@@ -22,13 +22,13 @@ from paceline.errors import UsageError
 
 MODES = st.sampled_from(get_args(ShuffleMode))
 ROWS = st.builds(
-    BatchRow, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6)
+    SampleOrder, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6)
 )
 
 
 def recipes(policies=("join", "rebalance")):
     return st.builds(
-        LoaderRecipe, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
+        DispatchSettings, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
     )
 
 
@@ -65,11 +65,11 @@ def test_a_row_holds_every_sample_once(row):
 
 def test_epochs_and_seeds_differ_and_repeat():
     def order(seed, epoch):
-        return tuple(BatchRow(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
+        return tuple(SampleOrder(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
 
     assert order(1, 2) == order(1, 2)
     assert len({order(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
-    assert BatchRow(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
+    assert SampleOrder(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
 
 
 GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
@@ -85,7 +85,7 @@ GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
 )
 def test_a_row_that_makes_no_sense_is_refused(arguments, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        BatchRow(**{"samples": 10} | arguments)
+        SampleOrder(**{"samples": 10} | arguments)
 
 
 # ------------------------------------------------------------------ stopping and going on
@@ -148,18 +148,20 @@ def test_what_an_inexact_policy_left_is_still_there_for_an_exact_one(row, recipe
 
 
 def test_the_first_epoch_is_dealt_as_was_forecast_with_its_seed():
-    recipe = LoaderRecipe(RankShares.equal(7), 10, "random", 64, "join")
-    first, second = (LoaderPosition.start(BatchRow(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1))
+    recipe = DispatchSettings(RankShares.equal(7), 10, "random", 64, "join")
+    first, second = (
+        LoaderPosition.start(SampleOrder(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1)
+    )
     forecast = BlockDispatch(50_000, RankShares.equal(7), 10, "random", seed=3)
     assert first.epoch.dealing == forecast
     assert second.epoch.dealing.counts != forecast.counts
 
 
 def test_another_number_of_ranks_takes_up_the_rest():
-    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "shares", 64, "join")
-    found, stopped = served(LoaderPosition.start(BatchRow(10_000, seed=4), recipe), 7)
+    recipe = DispatchSettings(RankShares((5, 5, 2, 8)), 10, "shares", 64, "join")
+    found, stopped = served(LoaderPosition.start(SampleOrder(10_000, seed=4), recipe), 7)
     assert len(found) == 7 * 4 * 64
-    rest = stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 1, "round_robin", 64, "join"))
+    rest = stopped.dealt_again(DispatchSettings(RankShares.equal(3), 1, "round_robin", 64, "join"))
     assert rest.epoch.dealing.samples == 10_000 - len(found)
     assert rest.step == 0
     assert rest.left == -(-rest.epoch.dealing.count(0) // 64)
@@ -172,7 +174,7 @@ def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, sample
     """12 samples a step, on ever other ranks: the batches are those of ranks that never changed."""
 
     def by(ranks):
-        return LoaderRecipe(RankShares.equal(ranks), block, "round_robin", 12 // ranks, "join")
+        return DispatchSettings(RankShares.equal(ranks), block, "round_robin", 12 // ranks, "join")
 
     def steps(position, count):
         ranks = range(position.recipe.shares.ranks)
@@ -181,7 +183,7 @@ def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, sample
         ]
         return [sorted(np.concatenate(each).tolist()) for each in batches], served(position, count)[1]
 
-    start = LoaderPosition.start(BatchRow(samples, seed=4), by(2))
+    start = LoaderPosition.start(SampleOrder(samples, seed=4), by(2))
     expected, _ = steps(start, start.left)
     found, position = steps(start, 3)
     for ranks in (3, 1, 6):
@@ -193,38 +195,42 @@ def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, sample
 
 def test_dealt_again_before_the_first_step_leaves_no_layer():
     start = LoaderPosition.start(
-        BatchRow(100), LoaderRecipe(RankShares.equal(4), 1, "round_robin", 5, "join")
+        SampleOrder(100), DispatchSettings(RankShares.equal(4), 1, "round_robin", 5, "join")
     )
-    again = start.dealt_again(LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+    again = start.dealt_again(DispatchSettings(RankShares.equal(2), 1, "round_robin", 5, "join"))
     assert again.epoch.layers == ()
     assert again.dealt_again(again.recipe) is again
 
 
 def test_nothing_is_left_to_deal_after_the_last_step():
-    start = LoaderPosition.start(BatchRow(10), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+    start = LoaderPosition.start(
+        SampleOrder(10), DispatchSettings(RankShares.equal(2), 1, "round_robin", 5, "join")
+    )
     with pytest.raises(UsageError, match=r"(?s)no samples are left to deal.*begin the next epoch"):
         served(start, start.left)[1].dealt_again(
-            LoaderRecipe(RankShares.equal(3), 1, "round_robin", 5, "join")
+            DispatchSettings(RankShares.equal(3), 1, "round_robin", 5, "join")
         )
 
 
 def test_no_data_make_no_epoch():
     with pytest.raises(UsageError, match="no samples"):
-        LoaderPosition.start(BatchRow(0), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+        LoaderPosition.start(
+            SampleOrder(0), DispatchSettings(RankShares.equal(2), 1, "round_robin", 5, "join")
+        )
 
 
 def test_a_dealing_of_something_else_is_refused():
     dealing = BlockDispatch(90, RankShares.equal(2))
     with pytest.raises(UsageError, match="a dealing of 90 samples, where 100 are left"):
-        Epoch(BatchRow(100), (), dealing, RankPortions(dealing.counts, 5))
+        EpochPlan(SampleOrder(100), (), dealing, RankPortions(dealing.counts, 5))
 
 
 def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
-    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 1000, "random", 64, "join")
-    position = LoaderPosition.start(BatchRow(10**12, seed=1), recipe)
+    recipe = DispatchSettings(RankShares((5, 5, 2, 8)), 1000, "random", 64, "join")
+    position = LoaderPosition.start(SampleOrder(10**12, seed=1), recipe)
     position = LoaderPosition(position.epoch, position.left // 2)
     position = through_json(position).dealt_again(
-        LoaderRecipe(RankShares.equal(3), 64, "round_robin", 64, "join")
+        DispatchSettings(RankShares.equal(3), 64, "round_robin", 64, "join")
     )
     found, _ = served(position, 3)
     assert len(set(found)) == 3 * 3 * 64
@@ -235,10 +241,10 @@ def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
 
 
 def a_state():
-    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "random", 16, "join")
-    _, stopped = served(LoaderPosition.start(BatchRow(1003, seed=4, epoch=2), recipe), 3)
+    recipe = DispatchSettings(RankShares((5, 5, 2, 8)), 10, "random", 16, "join")
+    _, stopped = served(LoaderPosition.start(SampleOrder(1003, seed=4, epoch=2), recipe), 3)
     _, stopped = served(
-        stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 7, "round_robin", 16, "rebalance")), 2
+        stopped.dealt_again(DispatchSettings(RankShares.equal(3), 7, "round_robin", 16, "rebalance")), 2
     )
     return json.loads(json.dumps(stopped.state()))
 

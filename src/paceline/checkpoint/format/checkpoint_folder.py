@@ -24,7 +24,7 @@ from paceline._core.files import fsync
 from paceline.checkpoint.format.manifest import MANIFEST, SUM, Manifest
 from paceline.errors import CheckpointError, UsageError
 
-__all__ = ["CheckpointFolder", "CheckpointLock", "name_of"]
+__all__ = ["CheckpointFolder", "CheckpointLock", "checkpoint_name"]
 
 _COPIES = (
     "s3fs",
@@ -43,7 +43,7 @@ _PATIENCE_SECONDS, _NAP_SECONDS = 20.0, 0.1
 """How long a lock is waited for: a run that was killed may take a moment to be gone."""
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     """Return the name of the checkpoint after `step` optimizer steps."""
     return f"step-{step:08d}"
 
@@ -117,7 +117,7 @@ class CheckpointFolder:
 
     def growing(self, step: int, mark: str) -> Path:
         """Return where the checkpoint of `step` grows; `mark` tells apart runs that wrote here."""
-        return self.path / f"{name_of(step)}.tmp-{mark}"
+        return self.path / f"{checkpoint_name(step)}.tmp-{mark}"
 
     def probe(self, mark: str) -> Path:
         """Return a folder by which ranks find out whether they see the same disk."""
@@ -132,7 +132,7 @@ class CheckpointFolder:
         for name, file in manifest.files.items():
             if (growing / name).stat().st_size != file.nbytes:
                 raise OSError(errno.EIO, f"{name} is not as long as what was written to it")
-        final = self.path / name_of(manifest.step)
+        final = self.path / checkpoint_name(manifest.step)
         text = manifest.text()
         for name, content in ((MANIFEST, text), (SUM, manifest.sum_of(text))):
             with open(growing / name, "wb") as file:

@@ -20,7 +20,7 @@ from paceline._core.files import EarlyFlush
 from paceline.checkpoint.format.manifest import StoredObject, TensorFile
 from paceline.testing import fault_injection
 
-__all__ = ["dtype_name", "write_file"]
+__all__ = ["dtype_name", "write_safetensors"]
 
 BLOCK_NBYTES = 1 << 20
 """Written and summed at once: it stays in the processor's cache between the two."""
@@ -39,7 +39,7 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def write_file(
+def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> TensorFile:
     """Write `tensors` to a new file, wait until they are on the disk, and return what a manifest says of it.

@@ -21,9 +21,9 @@ from paceline.data.sampling.rank_shares import RankShares, TurnOrder
 from paceline.data.sampling.shuffle import LARGEST, Shuffle
 from paceline.errors import UsageError, unknown
 
-__all__ = ["BlockDispatch", "Scheme", "dispatch_blocks"]
+__all__ = ["BlockDispatch", "DispatchScheme", "dispatch_blocks"]
 
-Scheme = Literal["round_robin", "random", "shares"]
+DispatchScheme = Literal["round_robin", "random", "shares"]
 Numbers = NDArray[np.int64]
 
 COUNTED = 1 << 16
@@ -136,12 +136,12 @@ class BlockDispatch:
     samples: int
     shares: RankShares
     block: int = 1
-    scheme: Scheme = "round_robin"
+    scheme: DispatchScheme = "round_robin"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.scheme not in get_args(Scheme):
-            raise unknown("dispatch scheme", self.scheme, get_args(Scheme))
+        if self.scheme not in get_args(DispatchScheme):
+            raise unknown("dispatch scheme", self.scheme, get_args(DispatchScheme))
         if not isinstance(self.samples, int) or not 0 <= self.samples <= LARGEST:
             raise UsageError(f"{self.samples!r} samples", remedy=f"pass a whole number from 0 to {LARGEST}")
         if not isinstance(self.block, int) or not 1 <= self.block <= LARGEST:
@@ -221,7 +221,7 @@ class BlockDispatch:
     def _order(self) -> BlockOrder:
         if self.scheme != "random":
             return RoundRobinOrder(TurnOrder.of(self.shares), self.blocks)
-        counts = draw_counts(self.blocks, self.shares, derive_key(self.seed, 1))
+        counts = draw_block_counts(self.blocks, self.shares, derive_key(self.seed, 1))
         return RandomOrder(counts, Shuffle(self.blocks, derive_key(self.seed, 2)))
 
     @cached_property
@@ -237,7 +237,7 @@ def dispatch_blocks(
     ranks: int,
     *,
     block: int = 1,
-    scheme: Scheme = "round_robin",
+    scheme: DispatchScheme = "round_robin",
     shares: Sequence[float] | RankShares | None = None,
     seed: int = 0,
 ) -> BlockDispatch:
@@ -265,7 +265,7 @@ def dispatch_blocks(
     return dealing
 
 
-def draw_counts(blocks: int, shares: RankShares, key: int) -> tuple[int, ...]:
+def draw_block_counts(blocks: int, shares: RankShares, key: int) -> tuple[int, ...]:
     """Return how many of `blocks` blocks each rank gets if each is drawn with the chances `shares`.
 
     Up to 65,536 blocks are drawn one by one. Of more, the ranks' numbers are drawn one after another, each

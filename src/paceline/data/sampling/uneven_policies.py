@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 from paceline.errors import UnevenData, UsageError, unknown
 
-__all__ = ["EXACT", "RankPortions", "UnevenPolicy", "check_cut"]
+__all__ = ["EXACT", "RankPortions", "UnevenPolicy", "check_batching"]
 
 UnevenPolicy = Literal["join", "rebalance", "truncate", "pad", "drop", "error"]
 
@@ -53,7 +53,7 @@ class RankPortions:
     policy: UnevenPolicy = "join"
 
     def __post_init__(self) -> None:
-        check_cut(self.batch_size, self.policy)
+        check_batching(self.batch_size, self.policy)
         if not any(self.counts):
             raise UsageError("there are no samples", remedy="pass data with at least one sample")
         if self.policy == "pad" and not all(self.counts):
@@ -159,7 +159,7 @@ class RankPortions:
         return f"{self.steps} step{'s' * (self.steps != 1)} on every rank; " + _SENTENCES[self.policy](self)
 
 
-def check_cut(batch_size: int, policy: str) -> None:
+def check_batching(batch_size: int, policy: str) -> None:
     """Raise a `UsageError` for an unknown policy, or a batch size below 1."""
     if policy not in get_args(UnevenPolicy):
         raise unknown("policy for uneven data", policy, get_args(UnevenPolicy))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.epoch_plan import BatchRow, Epoch
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.epoch_plan import EpochPlan, SampleOrder
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
 from paceline.tools.plan.balance_report import Balance
@@ -103,7 +103,7 @@ class Setup:
     # ------------------------------------------------------------------ batches
 
     @cached_property
-    def epoch(self) -> Epoch:
+    def epoch(self) -> EpochPlan:
         """The epoch that is trained."""
         return self._epoch(0)
 
@@ -123,13 +123,15 @@ class Setup:
         """Return which samples all ranks take in `step`."""
         return np.concatenate([self.epoch.batch(rank, step) for rank in range(self.ranks)])
 
-    def _epoch(self, number: int) -> Epoch:
+    def _epoch(self, number: int) -> EpochPlan:
         return self._start(number).epoch
 
     def _start(self, epoch: int) -> LoaderPosition:
         dealing = self.balance.dealing
-        row = BatchRow(dealing.samples, seed=dealing.seed, epoch=epoch)
-        recipe = LoaderRecipe(dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join")
+        row = SampleOrder(dealing.samples, seed=dealing.seed, epoch=epoch)
+        recipe = DispatchSettings(
+            dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join"
+        )
         return LoaderPosition.start(row, recipe)
 
     # ------------------------------------------------------------------ as JSON
