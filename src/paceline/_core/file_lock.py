@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 
 __all__ = ["FileLock", "FolderLock", "LockHolder"]
 
@@ -99,18 +99,23 @@ class FolderLock:
     Args:
         path: the file that is locked, in a folder that exists.
         whose: who it is that locks, for messages: ``"hub"``.
+        seconds: to wait for another process to end; None: 5.
+        busy: type of the error where another process holds it.
 
     Raises:
-        UsageError: another process holds it, whose number and host are told; or it can't be locked.
+        PacelineError: of type `busy`: a process holds it, whose number and host are told.
+        UsageError: it can't be locked.
     """
 
-    def __init__(self, path: Path, whose: str) -> None:
+    def __init__(
+        self, path: Path, whose: str, *, seconds: float | None = None, busy: type[PacelineError] = UsageError
+    ) -> None:
         try:
             self._lock = FileLock(path)
         except OSError as error:
             raise _unlockable(path, error) from error
         try:
-            self._take(path, whose)
+            self._take(path, whose, _PATIENCE_SECONDS if seconds is None else seconds, busy)
         except OSError as error:
             self.close()
             raise _unlockable(path, error) from error
@@ -118,11 +123,11 @@ class FolderLock:
             self.close()
             raise
 
-    def _take(self, path: Path, whose: str) -> None:
-        holder = self._lock.take(_PATIENCE_SECONDS, _NAP_SECONDS)
+    def _take(self, path: Path, whose: str, seconds: float, busy: type[PacelineError]) -> None:
+        holder = self._lock.take(seconds, _NAP_SECONDS)
         if holder is not None:
             own = holder.own
-            raise UsageError(
+            raise busy(
                 f"{str(path.parent)!r} is in use by {'this' if own else 'another'} {whose}: {holder.told}",
                 remedy=f"{'close it' if own else f'end that {whose}'} first, or name another folder",
             )

@@ -325,7 +325,7 @@ def test_a_full_disk_is_told_and_training_goes_on(pool, tmp_path):
         "the checkpoint of step 4", "the checkpoint of step 8",
     ]  # fmt: skip
     assert all(
-        "rank 1: No space left on device; training goes on" in line for line in lines if "can't" in line
+        "rank 1: No space left on device; training continues" in line for line in lines if "can't" in line
     )
     assert not any("can't" in line for line in found[1][1])
     assert names == ["lock", "step-00000012", "step-00000016"]

@@ -24,7 +24,7 @@ def saved(folder, step=1, **options):
 
 @pytest.mark.parametrize("facts", [{"loss": math.nan}, {"at": Path("a")}, {"of": {1, 2}}])
 def test_facts_that_no_manifest_can_hold_are_refused(tmp_path, facts):
-    with pytest.raises(UsageError, match="facts of a checkpoint are more than JSON can say"):
+    with pytest.raises(UsageError, match="facts of a checkpoint can't be encoded as JSON"):
         paceline.Checkpoint(tmp_path / "run", nn.Linear(2, 1), facts=facts)
     assert not (tmp_path / "run").exists()
 
@@ -50,7 +50,7 @@ def test_a_run_that_would_lose_what_it_saves_is_told(tmp_path, caplog):
         saved(tmp_path, 20)
         assert caplog.messages == []
         saved(tmp_path, 15)
-        assert [message.partition(" is there already")[0] for message in caplog.messages] == [
+        assert [message.partition(" already exists")[0] for message in caplog.messages] == [
             str(tmp_path / "step-00000020")
         ]
         assert "call load() before training" in caplog.text
@@ -71,7 +71,9 @@ def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog)
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
         assert len(list(keep.resume(loader))) == 2
     keep.close()
-    assert "the loader was not there when load() was called, so it is not saved" in caplog.text
+    assert (
+        "the loader was not part of the checkpoint when load() was called, so it is not saved" in caplog.text
+    )
     caplog.clear()
     keep = paceline.Checkpoint(tmp_path / "b", net, loader)
     keep.load()

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.parts.optimizer_state import deal
-from paceline.checkpoint.save_cadence import EverySeconds, EverySteps, cadence
+from paceline.checkpoint.optimizer_state import partition_by_size
+from paceline.checkpoint.save_cadence import EverySeconds, EverySteps, save_cadence
 from paceline.errors import UsageError
 
 
 def test_every_so_many_steps():
-    every = cadence(5, list)
+    every = save_cadence(5, list)
     assert isinstance(every, EverySteps)
     assert [step for step in range(1, 16) if every.due(step)] == [5, 10, 15]
-    assert cadence(None, list) is None
+    assert save_cadence(None, list) is None
 
 
 def test_steps_that_are_passed_between_two_looks_count():
@@ -29,7 +29,7 @@ def test_steps_that_are_passed_between_two_looks_count():
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "0s", "10 apples", [], b"1"])
 def test_what_is_no_cadence(every):
     with pytest.raises(UsageError):
-        cadence(every, list)
+        save_cadence(every, list)
 
 
 @given(
@@ -99,7 +99,7 @@ def test_the_time_between_two_looks_at_the_clock_is_no_step():
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
 def test_dealt_sizes_are_runs_of_about_the_same_sum(sizes, ranks):
-    owners = deal(sizes, ranks)
+    owners = partition_by_size(sizes, ranks)
     assert owners == sorted(owners)
     assert all(0 <= owner < ranks for owner in owners)
     sums = [

@@ -1,13 +1,13 @@
-"""Tensors from the files of a checkpoint, none of which is used before its checksum fits.
+"""Reads tensors from the files of a checkpoint after comparing their checksums with the manifest.
 
-The manifest says where everything is, and its offsets are checked; what a file's header says is not asked, only its
-checksum. Files are read in stretches by several threads: a single one waits for the disk where it could sum.
+Offsets come from the manifest, which is validated; a file's header is only hashed. Several threads read runs of
+tensors: a single one would wait for the disk while it could hash.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-from paceline.checkpoint.format.manifest import StoredObject, TensorFile
+from paceline.checkpoint.format.manifest import StoredTensor, TensorFile
 from paceline.errors import DamagedCheckpoint
 
 __all__ = ["VerifiedReader"]
 
 _BLOCK_NBYTES = 1 << 20
-_STRETCH_NBYTES = 32 << 20
+_RUN_NBYTES = 32 << 20
 _THREADS = 4
 
 
@@ -31,24 +31,24 @@ class VerifiedReader:
     """The tensors of a checkpoint's files.
 
     Args:
-        folder: where the files are.
-        files: what the manifest told of them.
+        folder: the checkpoint.
+        files: their descriptions in the manifest.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, TensorFile]) -> None:
         self._folder, self._files = folder, files
         self._maps: dict[str, np.memmap] = {}
-        self._read: dict[tuple[str, str], Tensor] = {}
+        self._kept: dict[tuple[str, str], Tensor] = {}
 
-    def check(self, names: Iterable[str], *, keep: Iterable[str] = ()) -> None:
-        """Read the files `names` whole, and compare sizes and checksums with what the manifest told.
+    def verify(self, names: Iterable[str], *, keep: Iterable[str] = ()) -> None:
+        """Read files whole, and compare their sizes and checksums with the manifest.
 
         Args:
-            names: files.
-            keep: those of them whose tensors are kept in memory.
+            names: the files.
+            keep: those of them whose tensors stay in memory.
 
         Raises:
-            DamagedCheckpoint: they differ, or can't be read; the message names the file, and the tensor that differs.
+            DamagedCheckpoint: they differ, or can't be read; names the file, and the tensor that differs.
         """
         kept = set(keep)
         handles: dict[str, int] = {}
@@ -56,39 +56,33 @@ class VerifiedReader:
             for name in names:
                 handles[name] = self._open(name)
             with ThreadPoolExecutor(_THREADS) as pool:
-                jobs: list[Callable[[], None]] = [
-                    lambda name=name, stretch=stretch: self._check_stretch(
-                        handles[name], name, stretch, keep=name in kept
-                    )
+                jobs = [
+                    pool.submit(self._verify_run, handles[name], name, run, name in kept)
                     for name in handles
-                    for stretch in _stretches(self._files[name].tensors)
+                    for run in _runs(self._files[name].tensors)
                 ]
-                jobs += [lambda name=name: self._check_header(handles[name], name) for name in handles]
-                for done in [pool.submit(job) for job in jobs]:
-                    done.result()
+                jobs += [pool.submit(self._verify_header, handle, name) for name, handle in handles.items()]
+                for job in jobs:
+                    job.result()
         finally:
             for handle in handles.values():
                 os.close(handle)
 
     def tensor(self, file: str, label: str) -> Tensor:
-        """Return a tensor: from memory where it is kept there, else mapped, so that what is not touched is not read.
-
-        To write to it changes no file.
+        """Return a tensor: kept in memory, or mapped, so that only used pages are read. Writing changes no file.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such tensor.
         """
-        if (file, label) in self._read:
-            return self._read[file, label]
-        one = self._files[file].tensors[label]
-        if one.start == one.stop:
-            return _empty(one)
+        if (file, label) in self._kept:
+            return self._kept[file, label]
+        stored = self._files[file].tensors[label]
+        if stored.start == stored.stop:
+            return _empty(stored)
         if file not in self._maps:
             self._maps[file] = np.memmap(self._folder / file, np.uint8, mode="c")
-        part = torch.from_numpy(self._maps[file][one.start : one.stop])
-        return part.view(getattr(torch, one.dtype)).view(one.shape)
-
-    # ------------------------------------------------------------------ reading
+        part = torch.from_numpy(self._maps[file][stored.start : stored.stop])
+        return part.view(getattr(torch, stored.dtype)).view(tuple(stored.shape))
 
     def _open(self, name: str) -> int:
         try:
@@ -97,70 +91,57 @@ class VerifiedReader:
             raise DamagedCheckpoint(f"{name} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{name} can't be read: {error.strerror}") from error
-        size, told = os.fstat(handle).st_size, self._files[name].nbytes
-        if size != told:
+        size, expected = os.fstat(handle).st_size, self._files[name].nbytes
+        if size != expected:
             os.close(handle)
-            raise DamagedCheckpoint(f"{name} has {size} bytes, should have {told}")
+            raise DamagedCheckpoint(f"{name} has {size} bytes instead of {expected}")
         return handle
 
-    def _check_header(self, handle: int, name: str) -> None:
+    def _verify_header(self, handle: int, name: str) -> None:
         file = self._files[name]
-        buffer = memoryview(bytearray(min(_BLOCK_NBYTES, file.header_nbytes)))
-        checksum = _summed(handle, name, 0, file.header_nbytes, lambda start, nbytes: buffer[:nbytes])
-        self._compare(checksum, file.header_checksum, name, "the header")
+        if _read_checksum(handle, name, 0, file.header_nbytes) != file.header_checksum:
+            raise DamagedCheckpoint(f"{name}: wrong checksum of the header")
 
-    def _check_stretch(
-        self, handle: int, name: str, stretch: Sequence[tuple[str, StoredObject]], *, keep: bool
+    def _verify_run(
+        self, handle: int, name: str, run: Sequence[tuple[str, StoredTensor]], keep: bool
     ) -> None:
-        """Compare the checksums of neighbouring tensors."""
-        buffer = memoryview(bytearray(0 if keep else _BLOCK_NBYTES))
-        for label, one in stretch:
+        for label, stored in run:
+            target = None
             if keep:
-                self._read[name, label] = tensor = _empty(one)
+                self._kept[name, label] = tensor = _empty(stored)
                 flat: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-                whole = memoryview(flat)
-                checksum = _summed(
-                    handle, name, one.start, one.stop, lambda at, n, whole=whole: whole[at : at + n]
-                )
-            else:
-                checksum = _summed(handle, name, one.start, one.stop, lambda at, n: buffer[:n])
-            self._compare(checksum, one.checksum, name, f"tensor {label!r}")
-
-    def _compare(self, found: str, told: str, name: str, what: str) -> None:
-        if found != told:
-            raise DamagedCheckpoint(f"{name}: the checksum of {what} does not fit")
+                target = memoryview(flat)
+            if _read_checksum(handle, name, stored.start, stored.stop, target) != stored.checksum:
+                raise DamagedCheckpoint(f"{name}: wrong checksum of tensor {label!r}")
 
 
-def _empty(one: StoredObject) -> Tensor:
-    return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+def _empty(stored: StoredTensor) -> Tensor:
+    return torch.empty(tuple(stored.shape), dtype=getattr(torch, stored.dtype))
 
 
-def _stretches(tensors: Mapping[str, StoredObject]) -> Iterator[list[tuple[str, StoredObject]]]:
-    """Yield the tensors of a file in runs of neighbours, each about as long as the others."""
-    run: list[tuple[str, StoredObject]] = []
-    for label, one in tensors.items():
-        run.append((label, one))
-        if one.stop - run[0][1].start >= _STRETCH_NBYTES:
+def _runs(tensors: Mapping[str, StoredTensor]) -> Iterator[list[tuple[str, StoredTensor]]]:
+    """Yield the tensors of a file in runs of neighbours of about the same size."""
+    run: list[tuple[str, StoredTensor]] = []
+    for label, stored in tensors.items():
+        run.append((label, stored))
+        if stored.stop - run[0][1].start >= _RUN_NBYTES:
             yield run
             run = []
     if run:
         yield run
 
 
-def _summed(handle: int, name: str, start: int, stop: int, place: Callable[[int, int], memoryview]) -> str:
-    """Read the bytes start … stop - 1 and return their checksum.
-
-    Args:
-        handle, name: the file.
-        start, stop: in the file.
-        place: returns where to put so many bytes that begin at an offset from `start`.
+def _read_checksum(handle: int, name: str, start: int, stop: int, target: memoryview | None = None) -> str:
+    """Read bytes start … stop - 1 of file `name`, into `target` if given, and return their checksum.
 
     Raises:
         DamagedCheckpoint: the file ends before, or can't be read.
     """
+    scratch = memoryview(bytearray(min(_BLOCK_NBYTES, stop - start) if target is None else 0))
     checksum, at = xxh3_64(), start
     while at < stop:
-        block = place(at - start, min(_BLOCK_NBYTES, stop - at))
+        size = min(_BLOCK_NBYTES, stop - at)
+        block = scratch[:size] if target is None else target[at - start : at - start + size]
         try:
             nbytes = os.preadv(handle, [block], at)
         except OSError as error:
