@@ -61,7 +61,7 @@ MISMATCHES = [
     ({}, {"uneven": "pad"}, "uneven='join'; rank 1 has batch_size=4, uneven='pad'"),
     ({}, {"dispatch": "random"}, "dispatch='round_robin'.*rank 1 has dispatch='random'"),
     ({}, {"shares": [0.5, 0.2, 0.3]}, "shares 0.3333 0.3333 0.3333; rank 1 has .*shares 0.5 0.2 0.3"),
-    ({"shares": "measured"}, {"redeal_every": 3}, r"Learning\(every=None.*rank 1 has .*every=3"),
+    ({"shares": "measured"}, {"redeal_every": 3}, "redeal_every=None.*rank 1 has .*redeal_every=3"),
 ]
 
 

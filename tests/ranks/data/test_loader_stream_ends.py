@@ -292,7 +292,7 @@ def test_streams_of_their_own_are_gone_on_from_by_as_many_ranks(pool):
 
 
 def more_ranks(rank, size, place):
-    with pytest.raises(UsageError, match="the state is of 2 ranks that each had a stream; now there are 3"):
+    with pytest.raises(UsageError, match="the state is of 2 ranks with a stream each; now there are 3"):
         paceline.Loader(Stream(0, 9), 4).load_state_dict(json.loads(place))
 
 

@@ -181,7 +181,7 @@ def test_shares_of_one_stream_are_kept_throughout(pool):
 def no_share(rank, size):
     for uneven in ("truncate", "drop", "pad"):
         with pytest.raises(
-            UsageError, match=rf"the share of rank 1 is 0, and uneven='{uneven}' asks for samples"
+            UsageError, match=rf"the share of rank 1 is 0, and uneven='{uneven}' requires samples"
         ):
             paceline.Loader(Stream(0, 9), 2, stream="whole", shares=[1.0, 0.0], uneven=uneven)
 

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 
 from dispatch_strategies import SEEDS, chi_squared, dealings, rows_of_rank
 from dispatch_strategies import shares as any_shares
-from paceline.data.sampling.block_dispatch import COUNTED, BlockDispatch, dispatch_blocks, draw_block_counts
-from paceline.data.sampling.rank_shares import FINEST, RankShares, TurnOrder, by_largest_remainder
+from paceline.data.sampling.block_dispatch import (
+    MAX_DRAWN_BLOCKS,
+    BlockDispatch,
+    dispatch_blocks,
+    draw_block_counts,
+)
+from paceline.data.sampling.rank_shares import MAX_PARTS, RankShares, TurnOrder, by_largest_remainder
 from paceline.errors import UsageError
 from paceline.tools.plan.imbalance_statistics import share_deviation
 
@@ -40,8 +45,8 @@ def test_fractions_are_taken_as_they_are(values, parts):
 def test_other_shares_are_rounded_to_the_finest_part():
     values = [math.pi / 10, math.e / 10, 1 - (math.pi + math.e) / 10]
     found = RankShares.of(values, 3)
-    assert found.whole == FINEST
-    assert all(abs(share - value) < 1 / FINEST for share, value in zip(found, values, strict=True))
+    assert found.whole == MAX_PARTS
+    assert all(abs(share - value) < 1 / MAX_PARTS for share, value in zip(found, values, strict=True))
     assert str(found) == "0.3142 0.2718 0.414"
 
 
@@ -71,7 +76,7 @@ def test_shares_that_make_no_sense_are_refused(values, ranks, said):
         RankShares.of(values, ranks)
 
 
-@pytest.mark.parametrize("parts", [(), (0, 0), (1, -1, 3), (FINEST, 1)])
+@pytest.mark.parametrize("parts", [(), (0, 0), (1, -1, 3), (MAX_PARTS, 1)])
 def test_parts_that_make_no_sense_are_refused(parts):
     with pytest.raises(UsageError, match="shares in parts of"):
         RankShares(parts)
@@ -101,7 +106,7 @@ def test_at_every_prefix_nobody_is_a_whole_block_off(given_shares):
         had[owner] += 1
         for rank, part in enumerate(parts):
             assert had[rank] in (part * (turn + 1) // whole, -(-part * (turn + 1) // whole))
-            assert turns.count(rank, turn + 1) == had[rank]
+            assert turns.counts(rank, np.array(turn + 1)) == had[rank]
 
 
 def test_equal_shares_take_turns_in_rank_order():
@@ -109,12 +114,12 @@ def test_equal_shares_take_turns_in_rank_order():
 
 
 def test_the_finest_shares_of_many_ranks_keep_their_windows():
-    parts = by_largest_remainder([1 + rank % 7 for rank in range(500)], FINEST)
+    parts = by_largest_remainder([1 + rank % 7 for rank in range(500)], MAX_PARTS)
     owners = TurnOrder.of(RankShares(parts)).owners
-    turns = np.arange(1, FINEST + 1)
+    turns = np.arange(1, MAX_PARTS + 1)
     for rank in (0, 1, 6, 250, 499):
         had = np.cumsum(owners == rank)
-        assert np.abs(had * FINEST - parts[rank] * turns).max() < FINEST
+        assert np.abs(had * MAX_PARTS - parts[rank] * turns).max() < MAX_PARTS
 
 
 # ------------------------------------------------------------------ dealing
@@ -139,7 +144,7 @@ def test_every_place_belongs_to_exactly_one_rank(dealing):
     listed = rows_of_rank(dealing)
     assert dealing.counts == tuple(len(row) for row in listed)
     for rank, row in enumerate(listed):
-        places = dealing.places(rank, np.arange(dealing.count(rank))).tolist()
+        places = dealing.positions(rank, np.arange(dealing.counts[rank])).tolist()
         assert sorted(places) == row
         if dealing.scheme != "random":
             assert places == row
@@ -157,7 +162,7 @@ def test_owner_and_block_of_are_each_others_inverse(dealing):
     for rank, blocks in of_rank.items():
         assert [dealing.owner(block) for block in blocks] == [rank] * len(blocks)
         assert dealing.owners(np.array(blocks, dtype=np.int64)).tolist() == [rank] * len(blocks)
-        assert dealing.count(rank) == sum(
+        assert dealing.counts[rank] == sum(
             min(dealing.block, dealing.samples - block * dealing.block) for block in blocks
         )
 
@@ -186,8 +191,8 @@ def test_as_many_samples_as_anybody_has_take_no_memory(scheme):
         for rank in range(4):
             last = dealing.block_count(rank) - 1
             assert dealing.owner(dealing.block_of(rank, last)) == rank
-            numbers = np.array([0, dealing.count(rank) // 2, dealing.count(rank) - 1])
-            assert dealing.owners(dealing.places(rank, numbers) // block).tolist() == [rank] * 3
+            numbers = np.array([0, dealing.counts[rank] // 2, dealing.counts[rank] - 1])
+            assert dealing.owners(dealing.positions(rank, numbers) // block).tolist() == [rank] * 3
         assert sum(dealing.counts) == samples
 
     ask(10**3, 1)  # what is imported and cached at first
@@ -241,7 +246,7 @@ def test_what_is_not_there_is_refused(ask, said):
 
 @pytest.mark.parametrize(("samples", "block"), [(100_000, 32), (100_000, 1)], ids=["one by one", "at once"])
 def test_ten_thousand_draws_spread_as_they_should(samples, block):
-    assert (samples // block > COUNTED) == (block == 1)
+    assert (samples // block > MAX_DRAWN_BLOCKS) == (block == 1)
     shares = RankShares.of(UNEVEN, 4)
     draws = [BlockDispatch(samples, shares, block, "random", seed).counts for seed in range(10_000)]
     found = np.array(draws) / samples
@@ -254,7 +259,11 @@ def test_ten_thousand_draws_spread_as_they_should(samples, block):
     assert together == pytest.approx(-math.sqrt(0.25 * 0.4 / (0.75 * 0.6)), abs=0.03)
 
 
-@given(given_shares=any_shares(), blocks=st.sampled_from([0, 1, 50, COUNTED, COUNTED + 1, 10**15]), key=SEEDS)
+@given(
+    given_shares=any_shares(),
+    blocks=st.sampled_from([0, 1, 50, MAX_DRAWN_BLOCKS, MAX_DRAWN_BLOCKS + 1, 10**15]),
+    key=SEEDS,
+)
 @settings(deadline=None)
 def test_all_blocks_are_drawn_and_none_for_a_share_of_nothing(given_shares, blocks, key):
     found = draw_block_counts(blocks, given_shares, key)
@@ -321,4 +330,4 @@ def test_the_same_on_every_platform(name):
     dealing = BlockDispatch(**arguments, shares=RankShares((5, 5, 2, 8)))
     assert dealing.counts == counts
     assert dealing.owners(np.arange(12)).tolist() == owners
-    assert dealing.places(2, np.arange(8)).tolist() == places
+    assert dealing.positions(2, np.arange(8)).tolist() == places

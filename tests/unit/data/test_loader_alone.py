@@ -130,7 +130,7 @@ def test_length_is_the_number_of_steps():
     assert len(in_order(10, 4, uneven="drop")) == 2
     assert len(in_order(10, 4, uneven="rebalance")) == 3
     assert len(list(loader)) == 3
-    with pytest.raises(TypeError, match="an iterable dataset tells no length"):
+    with pytest.raises(TypeError, match="an iterable dataset has no length"):
         len(paceline.Loader(Numbers(3)))
 
 
@@ -186,7 +186,7 @@ def test_two_loops_at_once_are_refused(dataset, first):
     one = iter(loader)
     list(islice(one, first))
     two = iter(loader)
-    with pytest.raises(UsageError, match="another iteration of this loader began before this one ended"):
+    with pytest.raises(UsageError, match="another iteration of this loader started before this one ended"):
         next(one)
     assert len(list(two)) == 8
 

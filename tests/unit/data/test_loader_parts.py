@@ -19,17 +19,16 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from paceline.data.counted_batch import with_samples
-from paceline.data.sampling.rank_shares import (
-    DAMPING,
-    FINEST,
-    LEAST,
-    MOST,
-    RankShares,
-    ThroughputEstimate,
-    blended,
-    largest_change,
-    shares_of,
+from paceline.data.measured_shares import (
+    MAX_MULTIPLE,
+    MIN_MULTIPLE,
+    SMOOTHING,
+    MeasuredShares,
+    blend_speeds,
+    largest_share_change,
+    shares_from_speeds,
 )
+from paceline.data.sampling.rank_shares import MAX_PARTS, RankShares
 from paceline.errors import UsageError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -176,7 +175,7 @@ def test_a_number_of_the_batches_own_may_be_of_any_kind(number):
 def test_what_is_called_samples_and_is_no_number_is_refused(data):
     for samples in (8, 0):
         with pytest.raises(
-            UsageError, match=rf"type Counted has .samples .* no number but {type(data).__name__}"
+            UsageError, match=rf"type Counted has its own .samples, .* not a number but {type(data).__name__}"
         ):
             with_samples(Counted(1, data), samples)
 
@@ -202,9 +201,9 @@ def test_a_filler_shares_the_tensors_memory():
 
 CHECKSUMS = """
 import torch
-from paceline.data.stream_reader import checksum
+from paceline.data.stream_reader import sample_checksum
 text = torch.arange(6.0), {"x": torch.ones(2, 3, dtype=torch.bfloat16), "name": "a"}
-print([checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
+print([sample_checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
 """
 
 
@@ -222,48 +221,52 @@ speeds_of_ranks = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
 
 def test_a_pace_is_the_median_of_its_steps():
-    pace = ThroughputEstimate()
+    measured = MeasuredShares()
     for samples, seconds in ((10, 1.0), (10, 1.25), (10, 50.0), (0, 1.0), (5, 0.0), (5, -1.0)):
-        pace.note(samples, seconds)
-    assert pace.take() == 8.0
-    assert pace.take() == 0.0, "it begins anew"
+        measured.record(samples, seconds)
+    assert measured.take_rate() == 8.0
+    assert measured.take_rate() == 0.0, "steps count once"
 
 
 @given(speeds_of_ranks, st.floats(1e-3, 1e6))
 def test_new_speeds_count_half(before, new):
-    after = blended(before, [new] * len(before))
-    assert after == pytest.approx([old + DAMPING * (new - old) for old in before])
-    assert blended(None, before) == before
-    assert blended(before, [0.0] * len(before)) == before
-    assert blended([0.0] * len(before), before) == before
+    after = blend_speeds(before, [new] * len(before))
+    assert after == pytest.approx([old + SMOOTHING * (new - old) for old in before])
+    assert blend_speeds(None, before) == before
+    assert blend_speeds(before, [0.0] * len(before)) == before
+    assert blend_speeds([0.0] * len(before), before) == before
 
 
 @given(speeds_of_ranks)
 def test_learnt_shares_are_within_bounds_and_follow_speeds(speeds):
-    ranks, off = len(speeds), 1 / FINEST
-    shares = list(shares_of(speeds))
+    ranks, off = len(speeds), 1 / MAX_PARTS
+    shares = list(shares_from_speeds(speeds))
     assert sum(shares) == pytest.approx(1)
-    assert all(LEAST / ranks - off <= share <= MOST / ranks + off for share in shares)
+    assert all(MIN_MULTIPLE / ranks - off <= share <= MAX_MULTIPLE / ranks + off for share in shares)
     pairs = list(zip(shares, speeds, strict=True))
     for (share, speed), (other_share, other_speed) in itertools.permutations(pairs, 2):
         if speed <= other_speed:
             assert share <= other_share + off
-        if all(LEAST / ranks + off < each < MOST / ranks - off for each in (share, other_share)):
+        if all(
+            MIN_MULTIPLE / ranks + off < each < MAX_MULTIPLE / ranks - off for each in (share, other_share)
+        ):
             assert abs(share * other_speed - other_share * speed) <= off * (speed + other_speed)
 
 
 @given(st.lists(st.floats(100, 180), min_size=1, max_size=9))
 def test_speeds_that_differ_little_are_followed_exactly(speeds):
-    for share, speed in zip(shares_of(speeds), speeds, strict=True):
-        assert share == pytest.approx(speed / sum(speeds), abs=1 / FINEST)
+    for share, speed in zip(shares_from_speeds(speeds), speeds, strict=True):
+        assert share == pytest.approx(speed / sum(speeds), abs=1 / MAX_PARTS)
 
 
 def test_learnt_shares_of_known_cases():
-    assert list(shares_of([30.0, 10.0])) == [0.75, 0.25]
-    assert list(shares_of([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
-    assert list(shares_of([1e6, 1.0, 1.0, 1.0])) == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6], abs=1e-4)
-    assert shares_of([3.0, 0.0]) == RankShares.equal(2), "while one is not known, all are equal"
-    assert list(shares_of([5.0])) == [1.0]
+    assert list(shares_from_speeds([30.0, 10.0])) == [0.75, 0.25]
+    assert list(shares_from_speeds([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
+    assert list(shares_from_speeds([1e6, 1.0, 1.0, 1.0])) == pytest.approx(
+        [0.5, 1 / 6, 1 / 6, 1 / 6], abs=1e-4
+    )
+    assert shares_from_speeds([3.0, 0.0]) == RankShares.equal(2), "while one is not known, all are equal"
+    assert list(shares_from_speeds([5.0])) == [1.0]
 
 
 parts = st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any)
@@ -273,8 +276,8 @@ parts = st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any)
 def test_the_largest_change_is_a_fraction_of_what_was(before, data):
     after = data.draw(st.lists(st.integers(0, 50), min_size=len(before), max_size=len(before)).filter(any))
     left, right = RankShares(tuple(before)), RankShares(tuple(after))
-    change = largest_change(left, right)
-    assert largest_change(left, left) == 0
+    change = largest_share_change(left, right)
+    assert largest_share_change(left, left) == 0
     assert (change == 0) == (list(left) == pytest.approx(list(right)))
     for old, new in zip(left, right, strict=True):
         assert abs(new - old) <= change * old + 1e-12 or (old == 0 and change >= 1)
@@ -282,6 +285,6 @@ def test_the_largest_change_is_a_fraction_of_what_was(before, data):
 
 def test_the_largest_change_of_known_cases():
     halves, uneven = RankShares.of([0.5, 0.5], 2), RankShares.of([0.25, 0.75], 2)
-    assert largest_change(halves, uneven) == 0.5
-    assert largest_change(uneven, halves) == 1.0
-    assert largest_change(RankShares((1, 0)), halves) == 1.0
+    assert largest_share_change(halves, uneven) == 0.5
+    assert largest_share_change(uneven, halves) == 1.0
+    assert largest_share_change(RankShares((1, 0)), halves) == 1.0

@@ -99,7 +99,7 @@ def test_a_loop_does_not_go_on_from_a_place_that_it_was_not_at(kind, sent):
     batches = iter(loader)
     next(batches)
     loader.load_state_dict(place) if sent == "load" else loader.set_epoch(3)
-    with pytest.raises(UsageError, match="or it was sent to another place"):
+    with pytest.raises(UsageError, match="or its position was changed"):
         next(batches)
     assert len(told(loader)) == 6
     assert loader.epoch == (0 if sent == "load" else 3)

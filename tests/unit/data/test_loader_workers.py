@@ -187,7 +187,7 @@ def refuse(samples):
         ("silent", 2, r"batch 2 of epoch 0 .*ValueError \(samples 6, 7, 8\)"),
         ("stop", 0, r"batch 2 of epoch 0 ended the iteration \(samples 6, 7, 8\)"),
         ("stop", 2, r"batch 2 of epoch 0 ended the iteration \(samples 6, 7, 8\)"),
-        ("exit", 2, r"a worker ended while batch 2 of epoch 0 was waited for: .*exited unexpectedly"),
+        ("exit", 2, r"a worker ended while batch 2 of epoch 0 was loaded: .*exited unexpectedly"),
         ("sleep", 2, r"batch 2 of epoch 0 .*timed out after 2 seconds \(samples 6, 7, 8\)"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_sample_that_cannot_be_loaded_is_named_with_rank_and_batch(way, worker
         ("value", 0, "batch 2 of epoch 0 .*ValueError: no such file: cat.png"),
         ("value", 2, "batch 4 of epoch 0 .*look there"),
         ("key", 0, "batch 2 of epoch 0 .*KeyError"),
-        ("exit", 2, "a worker ended while batch 4 of epoch 0 was waited for"),
+        ("exit", 2, "a worker ended while batch 4 of epoch 0 was loaded"),
     ],
 )
 def test_a_stream_that_breaks_is_named_with_rank_and_batch(way, workers, message):

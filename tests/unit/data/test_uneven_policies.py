@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy, tell
+from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy, list_or_range
 from paceline.errors import UnevenData, UsageError
 
 COUNTS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any).map(tuple)
@@ -129,8 +129,8 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
 @pytest.mark.parametrize(
     ("counts", "size", "policy", "said"),
     [
-        ((10, 4), 4, "join", "3 steps on every rank; every sample is used once; ranks that run dry take part "
-         "without data (2 of 6 batches are empty)"),
+        ((10, 4), 4, "join", "3 steps on every rank; every sample is used once; ranks that run out of data take "
+         "part without (2 of 6 batches are empty)"),
         ((8, 8), 4, "join", "2 steps on every rank; every sample is used once"),
         ((8, 7), 4, "error", "2 steps on every rank; every sample is used once"),
         ((4, 4), 4, "join", "1 step on every rank; every sample is used once"),
@@ -143,12 +143,12 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
     ],
 )  # fmt: skip
 def test_what_is_told(counts, size, policy, said):
-    assert RankPortions(counts, size, policy).tell() == said
+    assert RankPortions(counts, size, policy).describe() == said
 
 
 def test_many_numbers_are_told_as_a_range():
-    assert tell([3, 4, 4]) == "3, 4, 4"
-    assert tell(list(range(5, 20))) == "5 to 19"
+    assert list_or_range([3, 4, 4]) == "3, 4, 4"
+    assert list_or_range(list(range(5, 20))) == "5 to 19"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class Setup:
     def from_json(cls, stored: Mapping[str, Any]) -> Setup:
         """Return what `to_json` gave."""
         epoch = LoaderPosition.of(stored["position"]).epoch
-        return cls(Balance(epoch.dealing, epoch.portions.batch_size), stored["timeout"], stored["backend"])
+        return cls(Balance(epoch.dispatch, epoch.portions.batch_size), stored["timeout"], stored["backend"])
 
     def told(self) -> dict[str, Any]:
         """Return it for a result: plain values that a reader understands."""
