@@ -39,7 +39,7 @@ __all__ = ["IterableLoader", "StreamSettings"]
 log = logging.getLogger("paceline.data")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StreamSettings:
     """How a stream is assigned to ranks and cut into batches.
 

@@ -126,11 +126,13 @@ class Loader:
             if measured is not None or shuffle == "blocks":
                 option = "shares='measured'" if measured is not None else "shuffle='blocks'"
                 raise UsageError(f"{option} with an iterable dataset", remedy=_NEEDS_LENGTH)
-            _check_stream(stream, dispatch, block, fixed, batch_size, uneven)
+            _check_stream(stream, dispatch, block, fixed, batch_size=batch_size, uneven=uneven)
             divided = (
                 _stream_shares(dispatch, block, fixed, uneven, self._place[1]) if stream == "whole" else None
             )
-            settings = StreamSettings(divided, block, dispatch, seed, batch_size, uneven)
+            settings = StreamSettings(
+                shares=divided, block=block, scheme=dispatch, seed=seed, batch_size=batch_size, uneven=uneven
+            )
             self._source = IterableLoader(dataset, settings, self._place, self.group, options)
         else:
             if stream is not None:
@@ -276,7 +278,7 @@ def _length_of(dataset: Any) -> int:
 
 
 def _check_stream(
-    stream: str | None, dispatch: str, block: int, shares: object, batch_size: int, uneven: str
+    stream: str | None, dispatch: str, block: int, shares: object, *, batch_size: int, uneven: str
 ) -> None:
     """Raise for options that need a length, or that have no effect if each rank reads its own stream."""
     if stream not in (None, "own", "whole"):

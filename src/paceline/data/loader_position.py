@@ -157,7 +157,7 @@ class _LayerState(_DispatchState):
             raise ValueError(f"taken {self.taken} of {counts}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _PositionState:
     samples: int
     seed: int

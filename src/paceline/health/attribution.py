@@ -18,7 +18,7 @@ waits for: a long call may hold Python's lock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.step_state import PHASES
 from paceline.health.heartbeat import FailureNotice, Heartbeat
@@ -76,6 +76,7 @@ class RankObservation:
     host: str
     heartbeat: Heartbeat | None = None
     silent: float = 0.0
+    _: KW_ONLY
     link: str = "open"
     link_seconds: float = 0.0
     unanswered: float = 0.0

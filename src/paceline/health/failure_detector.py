@@ -149,9 +149,8 @@ class FailureDetector:
             self.pending = failure, now
             if not failure.certain and failure.rank is not None:
                 own, others = self._mesh.own.rank, failure.others
-                self.publish(
-                    FailureNotice("verdict", failure.rank, own, failure.seconds, failure.kind, others=others)
-                )
+                verdict = {"name": failure.kind, "others": others}
+                self.publish(FailureNotice("verdict", failure.rank, own, failure.seconds, **verdict))
         return failure if now - self.pending[1] >= SETTLE_SECONDS[failure.certain] else None
 
     def _is_unremarkable(self, now: float) -> bool:

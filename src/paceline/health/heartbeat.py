@@ -12,7 +12,7 @@ import dataclasses
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from paceline._core.json_codec import Finite, Meta, decode
@@ -66,6 +66,7 @@ class Heartbeat:
 
     rank: Integer
     sequence: Integer
+    _: KW_ONLY
     step: Integer = 0
     phase: Name = "outside"
     task: Name = ""
@@ -121,6 +122,7 @@ class FailureNotice:
     rank: Integer
     by: Integer
     ago: Finite = 0.0
+    _: KW_ONLY
     name: Annotated[str, Meta(max_length=200)] = ""
     text: Annotated[str, Meta(max_length=LARGEST_NBYTES)] = ""
     code: Integer | None = None

@@ -14,7 +14,7 @@ __all__ = ["LOOPBACK", "PeerEndpoint", "open_listener", "watchdog_address"]
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PeerEndpoint:
     """Identity of a rank, gathered by all ranks before the watchdogs start.
 

@@ -19,7 +19,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from paceline.health.heartbeat import FrameParser, MalformedFrame, encode_frame
@@ -67,6 +67,7 @@ class PeerLink:
 
     rank: int
     socket: socket.socket
+    _: KW_ONLY
     state: str = "open"
     since: float = field(default_factory=time.monotonic)
     parser: FrameParser = field(default_factory=FrameParser)

@@ -124,9 +124,7 @@ class Watchdog:
         self._monitor.in_block = False
         failed = None
         if error is not None:
-            with contextlib.suppress(
-                MemoryError
-            ):  # maybe `error` itself; then the end of the process reports it
+            with contextlib.suppress(MemoryError):  # maybe `error` itself; the end of the process reports it
                 failed = self._report(error, trace)
         self.close()
         if failed is not None and failed is not error:
@@ -286,15 +284,15 @@ def _open_mesh(lost: float) -> PeerMesh:
     assert listener is not None, "every host has an address"
     pid = os.getpid()
     own = PeerEndpoint(
-        rank,
-        os.uname().nodename,
-        host_key(),
-        pid,
-        process_start_ticks(pid),
-        threading.get_ident(),
-        LOOPBACK if one_host else watchdog_address(),
-        listener.getsockname()[1],
-        secrets.token_hex(16),
+        rank=rank,
+        host=os.uname().nodename,
+        host_key=host_key(),
+        pid=pid,
+        start_ticks=process_start_ticks(pid),
+        thread_ident=threading.get_ident(),
+        address=LOOPBACK if one_host else watchdog_address(),
+        port=listener.getsockname()[1],
+        token=secrets.token_hex(16),
     )
     endpoints = [PeerEndpoint(**json.loads(text)) for text in gather_texts(json.dumps(asdict(own)))]
     assert len(endpoints) == ranks

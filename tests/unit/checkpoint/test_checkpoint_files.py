@@ -44,7 +44,14 @@ def write(folder, step, tensors=TENSORS):
         for name in ("model.safetensors", "state-rank0.safetensors")
     }
     weights = {"model": StoredWeights(["model.safetensors"], {"tied": "weight"})}
-    manifest = Manifest(step, {"windows": 32}, files, weights, [{"a": {"$tensor": "flag"}}], {"at": "now"})
+    manifest = Manifest(
+        step=step,
+        facts={"windows": 32},
+        files=files,
+        weights=weights,
+        states=[{"a": {"$tensor": "flag"}}],
+        written={"at": "now"},
+    )
     return checkpoints.complete_with(staging, manifest)
 
 

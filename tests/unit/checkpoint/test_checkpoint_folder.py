@@ -19,7 +19,7 @@ from paceline.errors import CheckpointError, UsageError
 def complete(folder, step, keep=2):
     staging = folder.staging(step, "mark")
     staging.mkdir(parents=True)
-    final = folder.complete_with(staging, Manifest(step, {}, {}, {}, [{}], {}))
+    final = folder.complete_with(staging, Manifest(step=step, facts={}, files={}, weights={}, states=[{}]))
     folder.remove_old(keep)
     return final
 
@@ -67,7 +67,8 @@ def test_a_file_of_the_wrong_size_completes_no_checkpoint(tmp_path):
     staging = folder.staging(1, "mark")
     staging.mkdir()
     (staging / "model.safetensors").write_bytes(b"12")
-    manifest = Manifest(1, {}, {"model.safetensors": TensorFile(3, 3, "", {})}, {}, [{}], {})
+    files = {"model.safetensors": TensorFile(3, 3, "", {})}
+    manifest = Manifest(step=1, facts={}, files=files, weights={}, states=[{}])
     with pytest.raises(OSError, match="shorter or longer"):
         folder.complete_with(staging, manifest)
     assert folder.complete() == []

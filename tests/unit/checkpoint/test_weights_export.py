@@ -115,7 +115,10 @@ def test_what_can_not_be_read_or_written(tmp_path):
     with pytest.raises(UsageError, match="can't be read as safetensors"):
         read_weights(tmp_path / "pickle.pt")
     saved(tmp_path / "run")
-    for name, words in (("a.pt", "not the name of a safetensors file"), ("no/where/a.safetensors", "can't write")):
+    for name, words in (
+        ("a.pt", "not the name of a safetensors file"),
+        ("no/where/a.safetensors", "can't write"),
+    ):
         with pytest.raises(UsageError, match=words):
             paceline.export_weights(tmp_path / "run", tmp_path / name)
     with pytest.raises(UsageError, match="not the name of a safetensors file"):  # before anything is read

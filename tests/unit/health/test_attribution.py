@@ -94,7 +94,7 @@ def test_if_all_ranks_wait_for_the_same_it_is_the_network():
 
 
 def test_an_exception_is_certain_at_once():
-    raised = FailureNotice("raised", 1, 1, 0.0, "ValueError")
+    raised = FailureNotice("raised", 1, 1, name="ValueError")
     assert found(world(waiting(0, 0), busy(1), waiting(2, 0)), [raised]) == ("raised", 1)
 
 
@@ -305,8 +305,8 @@ def test_after_a_connection_error_weaker_evidence_counts(how):
 
 def test_all_ranks_share_an_announced_attribution():
     told = [
-        FailureNotice("verdict", 2, 3, 1.0, "stalled"),
-        FailureNotice("verdict", 1, 0, 0.5, "stopped", others=(3,)),
+        FailureNotice("verdict", 2, 3, 1.0, name="stalled"),
+        FailureNotice("verdict", 1, 0, 0.5, name="stopped", others=(3,)),
     ]
     observations = world(*map(busy, range(4)))
     assert attribute_failure(0, observations, told, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)

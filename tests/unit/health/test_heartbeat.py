@@ -21,8 +21,32 @@ from paceline.health.heartbeat import (
     encode_frame,
 )
 
-HEARTBEAT = Heartbeat(1, 5, 20, "backward", "eval", 3, True, 0.25, 1.5, 19, 12.5, False, (0, 2))
-NOTICE = FailureNotice("raised", 2, 2, 0.5, "ValueError: no", "Traceback …\n", None, 20, "forward", -1, (0,))
+HEARTBEAT = Heartbeat(
+    1,
+    5,
+    step=20,
+    phase="backward",
+    task="eval",
+    bucket=3,
+    waiting=True,
+    age=0.25,
+    still=1.5,
+    rounds=19,
+    busy_seconds=12.5,
+    sees_waiting=False,
+    stopped=(0, 2),
+)
+NOTICE = FailureNotice(
+    "raised",
+    2,
+    2,
+    0.5,
+    name="ValueError: no",
+    text="Traceback …\n",
+    step=20,
+    phase="forward",
+    others=(0,),
+)
 
 
 def parse_frames(data, *cuts):

@@ -47,6 +47,21 @@ def test_the_topology_is_symmetric_and_has_a_small_diameter(ranks):
     assert max(map(len, near)) <= max(FULL_MESH - 1, 2 * ranks.bit_length())
 
 
+def endpoint(rank, listener, *, start_ticks=0, ident=0, token=""):
+    address, port = listener.getsockname()[:2]
+    return PeerEndpoint(
+        rank=rank,
+        host=f"pc{rank}",
+        host_key="same",
+        pid=os.getpid(),
+        start_ticks=start_ticks,
+        thread_ident=ident,
+        address=address,
+        port=port,
+        token=token,
+    )
+
+
 @pytest.fixture
 def meshes():
     made = []
@@ -54,16 +69,12 @@ def meshes():
     def make(ranks, lost=5.0):
         listeners = [open_listener(LOOPBACK) for _ in range(ranks)]
         pid, ident = os.getpid(), threading.get_ident()
-        ticks = process_start_ticks(pid)
         endpoints = [
-            PeerEndpoint(
-                rank, f"pc{rank}", "same", pid, ticks, ident, *each.getsockname()[:2], f"token {rank}"
-            )
+            endpoint(rank, each, start_ticks=process_start_ticks(pid), ident=ident, token=f"token {rank}")
             for rank, each in enumerate(listeners)
         ]
         made.extend(
-            PeerMesh(endpoint, endpoints, each, lost)
-            for endpoint, each in zip(endpoints, listeners, strict=True)
+            PeerMesh(own, endpoints, each, lost) for own, each in zip(endpoints, listeners, strict=True)
         )
         for mesh in made:
             assert mesh.connect() == []
@@ -97,8 +108,8 @@ def test_messages_go_to_all_or_to_one(meshes):
 
 def test_messages_that_arrive_with_the_hello_are_kept():
     listener = open_listener(LOOPBACK)
-    endpoint = PeerEndpoint(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
-    mesh = PeerMesh(endpoint, [endpoint, endpoint], listener, 5.0)
+    own = endpoint(0, listener, token="secret")
+    mesh = PeerMesh(own, [own, own], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(encode_frame({"hello": [1, "secret", "beats"]}) + encode_frame({"ack": [7]}))
         assert heard(mesh) == [(1, {"ack": [7]})]
@@ -127,8 +138,8 @@ NOT_UTF8 = rb'{"hello":[1,"\ud800","beats"]}'  # JSON that no encoding has
 )
 def test_callers_without_a_valid_hello_are_closed(greeting):
     listener = open_listener(LOOPBACK)
-    endpoint = PeerEndpoint(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
-    mesh = PeerMesh(endpoint, [endpoint, endpoint], listener, 5.0)
+    own = endpoint(0, listener, token="secret")
+    mesh = PeerMesh(own, [own, own], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(greeting)
         caller.settimeout(0.01)

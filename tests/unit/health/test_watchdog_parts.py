@@ -235,9 +235,20 @@ def test_the_slowest_is_at_least_as_slow_as_the_others(seconds):
 # ------------------------------------------------------------------ error texts
 
 ENDPOINTS = [
-    PeerEndpoint(rank, f"pc{rank // 2}", f"key{rank // 2}", 100 + rank, 0, 0, "", 0, "") for rank in range(4)
+    PeerEndpoint(
+        rank=rank,
+        host=f"pc{rank // 2}",
+        host_key=f"key{rank // 2}",
+        pid=100 + rank,
+        start_ticks=0,
+        thread_ident=0,
+        address="",
+        port=0,
+        token="",
+    )
+    for rank in range(4)
 ]
-STATE = Heartbeat(1, 1, 20, "backward", "", 3)
+STATE = Heartbeat(1, 1, step=20, phase="backward", bucket=3)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +314,7 @@ def test_error_text_of_each_kind_of_failure(failure, notices, text):
 
 
 def test_a_step_that_other_ranks_reached_counts_for_a_silent_rank():
-    heartbeats = [Heartbeat(0, 1, 22, "exchange", "", 0, True), STATE]
+    heartbeats = [Heartbeat(0, 1, step=22, phase="exchange", bucket=0, waiting=True), STATE]
     observations = [RankObservation(0, "pc0", heartbeats[0]), RankObservation(1, "pc0", heartbeats[1])]
     error = peer_failed(Attribution("gone", 1), ENDPOINTS[:2], observations, [])
     assert (error.step, error.phase, error.bucket) == (22, "", -1)

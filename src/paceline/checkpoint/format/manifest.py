@@ -97,7 +97,7 @@ class StoredWeights:
     aliases: Mapping[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of a checkpoint.
 
