@@ -1,4 +1,4 @@
-"""Weights for use elsewhere, and from there: what torch and safetensors alone can load, and nothing that harms."""
+"""Exported and imported weights: files that torch and safetensors alone load, and damaged files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(one, other):
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
 
-def test_what_is_exported_loads_with_torch_alone(tmp_path):
+def test_an_exported_file_loads_with_torch_alone(tmp_path):
     net = saved(tmp_path / "run", steps=(1, 2))["model"]
     paceline.export_weights(tmp_path / "run", tmp_path / "out.safetensors")
     other = Tied()
@@ -48,7 +48,7 @@ def test_what_is_exported_loads_with_torch_alone(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "run", "file", "folder", "dict"])
-def test_weights_come_from_anywhere(tmp_path, form):
+def test_weights_are_imported_from_any_source(tmp_path, form):
     net = saved(tmp_path / "run" / "checkpoint")["model"]
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     save_file(state, tmp_path / "all.safetensors")
@@ -64,7 +64,7 @@ def test_weights_come_from_anywhere(tmp_path, form):
         assert same(net, getattr(other, "module", other))
 
 
-def test_floating_weights_are_cast(tmp_path):
+def test_floating_point_weights_are_cast(tmp_path):
     net = nn.Linear(2, 1).half()
     paceline.import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1, dtype=torch.float64)})
     assert net.weight.dtype is torch.float16
@@ -98,7 +98,7 @@ def test_one_of_several_models(tmp_path):
         ({"weight": [[1.0, 2.0]]}, "'weight' of the state_dict is a list, not a tensor"),
     ],
 )
-def test_weights_of_something_else_are_refused(source, words):
+def test_weights_of_another_model_are_refused(source, words):
     net = nn.Linear(2, 1)
     before = [param.clone() for param in net.parameters()]
     with pytest.raises(UsageError) as caught:
@@ -107,7 +107,7 @@ def test_weights_of_something_else_are_refused(source, words):
     assert all(map(torch.equal, before, net.parameters()))
 
 
-def test_what_can_not_be_read_or_written(tmp_path):
+def test_unreadable_and_unwritable_files_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="neither checkpoints nor safetensors"):
         read_weights(tmp_path / "empty")
@@ -125,7 +125,7 @@ def test_what_can_not_be_read_or_written(tmp_path):
         paceline.export_weights(tmp_path / "nowhere", tmp_path / "a.pt")
 
 
-def test_damage_is_passed_over_or_told(tmp_path):
+def test_damaged_checkpoints_are_skipped_or_named(tmp_path):
     saved(tmp_path, steps=(1, 2))
     file = tmp_path / "step-00000002" / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -141,8 +141,8 @@ def test_damage_is_passed_over_or_told(tmp_path):
         read_weights(tmp_path)
 
 
-def test_10_000_safetensors_files_that_are_none(tmp_path):
-    """Headers changed at random: read or refused, without memory that the file's size does not explain."""
+def test_10_000_damaged_safetensors_files(tmp_path):
+    """Headers changed at random: read or refused, with memory in proportion to the file."""
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(3, 4), "b": torch.ones(2, dtype=torch.int64)}, path)
     whole, chance, refused = path.read_bytes(), random.Random(11), 0

@@ -1,4 +1,4 @@
-"""Parts of the loader: batches that carry their number of samples, checksums of samples, learnt shares."""
+"""Parts of the loader: batches that carry their number of samples, checksums of samples, measured shares."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Frozen:
 
 
 class Mapped(dict):
-    """A mapping of somebody's own."""
+    """A user-defined mapping."""
 
 
 # ------------------------------------------------------------------ what a batch is, it stays
@@ -69,7 +69,7 @@ class Mapped(dict):
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_a_batch_keeps_its_type_and_what_is_in_it(batch):
+def test_a_batch_keeps_its_type_and_contents(batch):
     carried = with_samples(batch, 7)
     assert carried.samples == 7
     assert isinstance(carried, type(batch))
@@ -79,7 +79,7 @@ def test_a_batch_keeps_its_type_and_what_is_in_it(batch):
     assert type(carried).__name__ == type(batch).__name__
 
 
-def test_tuples_unpack_and_dicts_are_read_as_ever():
+def test_tuples_unpack_and_dicts_are_read_as_before():
     x, y = with_samples((1, 2), 3)
     assert (x, y) == (1, 2)
     assert with_samples([1, 2], 3) + [3] == [1, 2, 3]
@@ -99,7 +99,7 @@ def test_a_packed_sequence_still_packs():
     assert (padded.shape, lengths.tolist()) == ((3, 2), [3, 2])
 
 
-def test_tensors_and_objects_take_it_as_they_are():
+def test_tensors_and_objects_take_the_attribute_themselves():
     tensor, thing = torch.arange(3), Plain(1)
     assert with_samples(tensor, 3) is tensor
     assert with_samples(thing, 3) is thing
@@ -110,7 +110,7 @@ def test_tensors_and_objects_take_it_as_they_are():
     "batch", [(1, 2), [1, 2], {"x": 1}, Pair(1, 2), Plain(1), torch.ones(2)], ids=lambda b: type(b).__name__
 )
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
-def test_copies_and_pickles_carry_it_too(batch, way):
+def test_copies_and_pickles_keep_the_attribute(batch, way):
     carried = with_samples(batch, 5)
     again = way(carried)
     assert again.samples == 5
@@ -133,7 +133,7 @@ def test_copies_and_pickles_carry_it_too(batch, way):
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_trees_of_tensors_go_through_it(batch):
+def test_pytrees_keep_the_attribute(batch):
     carried = with_samples(batch, 5)
     assert len(pytree.tree_leaves(carried)) == len(pytree.tree_leaves(batch))
     moved = pytree.tree_map(lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) else leaf, carried)
@@ -146,7 +146,7 @@ def test_trees_of_tensors_go_through_it(batch):
 
 
 @pytest.mark.parametrize("batch", [np.ones(3), 3, "text", Frozen(1), torch.ones(2, 2).max(0), None, b"bytes"])
-def test_what_takes_no_attribute_is_refused_by_type(batch):
+def test_a_batch_without_attributes_is_refused_by_type(batch):
     with pytest.raises(UsageError, match=rf"type {type(batch).__qualname__} can't carry .samples"):
         with_samples(batch, 3)
 
@@ -154,25 +154,25 @@ def test_what_takes_no_attribute_is_refused_by_type(batch):
 # ------------------------------------------------------------------ batches with a number of their own
 
 
-def test_a_number_of_the_batches_own_is_kept_unless_it_only_fills_a_place():
+def test_a_batchs_own_number_is_kept_except_in_placeholders():
     tokens = Plain(1)
     tokens.samples = 1024
     assert with_samples(tokens, 8).samples == 1024
-    filler = with_samples(tokens, 0)
-    assert (filler.samples, filler.x) == (0, 1)
-    assert tokens.samples == 1024, "the filler is another object: this one may come again"
+    placeholder = with_samples(tokens, 0)
+    assert (placeholder.samples, placeholder.x) == (0, 1)
+    assert tokens.samples == 1024, "the placeholder is another object: this one may be served again"
     counted = Counted(1, 1024)
     assert with_samples(counted, 8).samples == 1024
     assert with_samples(counted, 0) == Counted(1, 0)
 
 
 @pytest.mark.parametrize("number", [3, 2.5, np.int64(3), np.float32(3), torch.tensor(3), True])
-def test_a_number_of_the_batches_own_may_be_of_any_kind(number):
+def test_a_batchs_own_number_may_have_any_numeric_type(number):
     assert with_samples(Counted(1, number), 8).samples is number
 
 
 @pytest.mark.parametrize("data", [torch.ones(3), [1, 2], "three", None])
-def test_what_is_called_samples_and_is_no_number_is_refused(data):
+def test_an_attribute_samples_that_is_no_number_is_refused(data):
     for samples in (8, 0):
         with pytest.raises(
             UsageError, match=rf"type Counted has its own .samples, .* not a number but {type(data).__name__}"
@@ -181,20 +181,20 @@ def test_what_is_called_samples_and_is_no_number_is_refused(data):
 
 
 @pytest.mark.parametrize("batch", [torch.ones(2), Plain(1)], ids=lambda batch: type(batch).__name__)
-def test_a_batch_that_is_handed_out_again_is_counted_again(batch):
+def test_a_batch_that_is_served_again_is_counted_again(batch):
     """A collate function may return what the dataset keeps: ``lambda samples: samples[0]``."""
     first = with_samples(batch, 4)
-    filler = with_samples(batch, 0)
-    assert (first.samples, filler.samples) == (4, 0)
+    placeholder = with_samples(batch, 0)
+    assert (first.samples, placeholder.samples) == (4, 0)
     assert with_samples(batch, 3).samples == 3
-    assert type(filler) is type(batch)
+    assert type(placeholder) is type(batch)
 
 
-def test_a_filler_shares_the_tensors_memory():
+def test_a_placeholder_shares_the_tensors_memory():
     tensor = torch.arange(4.0)
-    filler = with_samples(tensor, 0)
-    assert torch.equal(filler, tensor)
-    assert filler.data_ptr() == tensor.data_ptr()
+    placeholder = with_samples(tensor, 0)
+    assert torch.equal(placeholder, tensor)
+    assert placeholder.data_ptr() == tensor.data_ptr()
 
 
 # ------------------------------------------------------------------ the first sample of a stream
@@ -207,12 +207,12 @@ print([sample_checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2
 """
 
 
-def test_checksums_tell_samples_apart_and_are_the_same_in_every_process():
+def test_checksums_differ_between_samples_and_not_between_processes():
     command = [sys.executable, "-c", CHECKSUMS]
-    told = [eval(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2)]
-    assert told[0] == told[1]
-    assert len(set(told[0])) == 5
-    assert told[0][-1] == 0, "a function can't be told from another"
+    results = [eval(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2)]
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 5
+    assert results[0][-1] == 0, "a function has no checksum"
 
 
 # ------------------------------------------------------------------ speeds
@@ -220,7 +220,7 @@ def test_checksums_tell_samples_apart_and_are_the_same_in_every_process():
 speeds_of_ranks = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
 
-def test_a_pace_is_the_median_of_its_steps():
+def test_a_rate_is_the_median_over_steps():
     measured = MeasuredShares()
     for samples, seconds in ((10, 1.0), (10, 1.25), (10, 50.0), (0, 1.0), (5, 0.0), (5, -1.0)):
         measured.record(samples, seconds)
@@ -229,7 +229,7 @@ def test_a_pace_is_the_median_of_its_steps():
 
 
 @given(speeds_of_ranks, st.floats(1e-3, 1e6))
-def test_new_speeds_count_half(before, new):
+def test_new_speeds_are_smoothed(before, new):
     after = blend_speeds(before, [new] * len(before))
     assert after == pytest.approx([old + SMOOTHING * (new - old) for old in before])
     assert blend_speeds(None, before) == before
@@ -238,7 +238,7 @@ def test_new_speeds_count_half(before, new):
 
 
 @given(speeds_of_ranks)
-def test_learnt_shares_are_within_bounds_and_follow_speeds(speeds):
+def test_measured_shares_are_within_bounds_and_follow_speeds(speeds):
     ranks, off = len(speeds), 1 / MAX_PARTS
     shares = list(shares_from_speeds(speeds))
     assert sum(shares) == pytest.approx(1)
@@ -254,12 +254,12 @@ def test_learnt_shares_are_within_bounds_and_follow_speeds(speeds):
 
 
 @given(st.lists(st.floats(100, 180), min_size=1, max_size=9))
-def test_speeds_that_differ_little_are_followed_exactly(speeds):
+def test_shares_are_proportional_to_similar_speeds(speeds):
     for share, speed in zip(shares_from_speeds(speeds), speeds, strict=True):
         assert share == pytest.approx(speed / sum(speeds), abs=1 / MAX_PARTS)
 
 
-def test_learnt_shares_of_known_cases():
+def test_measured_shares_of_known_cases():
     assert list(shares_from_speeds([30.0, 10.0])) == [0.75, 0.25]
     assert list(shares_from_speeds([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
     assert list(shares_from_speeds([1e6, 1.0, 1.0, 1.0])) == pytest.approx(
@@ -273,7 +273,7 @@ parts = st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any)
 
 
 @given(parts, st.data())
-def test_the_largest_change_is_a_fraction_of_what_was(before, data):
+def test_the_largest_change_is_relative_to_the_previous_share(before, data):
     after = data.draw(st.lists(st.integers(0, 50), min_size=len(before), max_size=len(before)).filter(any))
     left, right = RankShares(tuple(before)), RankShares(tuple(after))
     change = largest_share_change(left, right)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dispatch_strategies import dealings
+from dispatch_strategies import dispatches
 from paceline._core.keyed_random import derive_key
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks, draw_block_counts
 from paceline.data.sampling.rank_shares import RankShares
@@ -71,7 +71,7 @@ def test_in_turns_there_is_no_chance():
     assert (found.drawn, found.drawn_worst, found.draws) == (None, None, 0)
 
 
-@given(dealings(least=1))
+@given(dispatches(least=1))
 @settings(deadline=None)
 def test_nobody_is_a_block_above_the_share_in_turns(dealing):
     in_turns = BlockDispatch(dealing.samples, dealing.shares, dealing.block)
