@@ -12,7 +12,7 @@ import shutil
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from torch import Tensor
 from paceline._core.file_lock import FolderLock
 from paceline._core.step_state import step_state
 from paceline._core.version import __version__
-from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers, RankSnapshot
+from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers
 from paceline.checkpoint.contents import collect_contents, restore_contents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
 from paceline.checkpoint.named_objects import NamedObjects
@@ -220,7 +220,6 @@ class Checkpoint:
         head = {
             "step": self.step,
             "facts": dict(self.facts),
-            "weights": contents.weights,
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
@@ -230,7 +229,8 @@ class Checkpoint:
         self._latest = BackgroundSave(
             self._folder,
             self._folder.staging(self.step, self._run_id),
-            RankSnapshot(files, contents.state, head),
+            replace(contents, files=files),
+            head,
             rank=self._rank,
             ranks=self._ranks,
             keep=self._keep,

@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,15 @@ from torch import Tensor
 from paceline._core.file_lock import FolderLock
 from paceline._core.files import write_text
 from paceline._core.json_codec import decode
+from paceline.checkpoint.contents import CheckpointContents
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, TensorFile
-from paceline.checkpoint.format.safetensors_writer import write_safetensors
+from paceline.checkpoint.format.tensor_files import write_safetensors
 
-__all__ = ["BackgroundSave", "HostBuffers", "RankSnapshot"]
+__all__ = ["BackgroundSave", "HostBuffers"]
 
 _POLL_SECONDS = 0.02
 _EXIT_SECONDS = 60.0  # for which rank 0's thread waits for parts after the main thread has ended
-
-
-@dataclass(frozen=True)
-class RankSnapshot:
-    """What a rank writes.
-
-    Attributes:
-        files: copied tensors by file and label.
-        state: everything else that this rank saves, as JSON values.
-        head: on rank 0, the manifest's step, facts, weights and written.
-    """
-
-    files: Mapping[str, Mapping[str, Tensor]]
-    state: Any
-    head: Mapping[str, Any]
 
 
 class HostBuffers:
@@ -88,7 +74,8 @@ class BackgroundSave:
     Args:
         folder: the run's checkpoints.
         staging: the folder that is written.
-        snapshot: what this rank writes.
+        contents: what this rank writes, with copied tensors.
+        head: on rank 0, the manifest's step, facts and written.
         rank, ranks: this rank, and the number of ranks.
         keep: number of complete checkpoints to keep.
         lock: of the folder, on rank 0; referenced until the end, so that it stays held.
@@ -102,7 +89,8 @@ class BackgroundSave:
         self,
         folder: CheckpointFolder,
         staging: Path,
-        snapshot: RankSnapshot,
+        contents: CheckpointContents,
+        head: Mapping[str, Any],
         *,
         rank: int,
         ranks: int,
@@ -111,7 +99,7 @@ class BackgroundSave:
     ) -> None:
         self.failure = ""
         self.path: Path | None = None
-        self._folder, self._staging, self._snapshot = folder, staging, snapshot
+        self._folder, self._staging, self._contents, self._head = folder, staging, contents, head
         self._rank, self._ranks, self._keep, self._lock = rank, ranks, keep, lock
         self._written, self._finished, self._abandoned = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(target=self._run, name="paceline-checkpoint")
@@ -165,9 +153,9 @@ class BackgroundSave:
         self._staging.mkdir(exist_ok=True)
         files = {
             name: asdict(write_safetensors(self._staging / name, tensors))
-            for name, tensors in self._snapshot.files.items()
+            for name, tensors in self._contents.files.items()
         }
-        return {"files": files, "state": self._snapshot.state}
+        return {"files": files, "state": self._contents.state}
 
     def _complete(self) -> None:
         """Wait for the parts of all ranks, and make them the newest checkpoint."""
@@ -177,7 +165,8 @@ class BackgroundSave:
         written = [part for part in parts if part is not None]
         files = decode([part["files"] for part in written], list[dict[str, TensorFile]], "part")
         by_name = {name: file for each in files for name, file in each.items()}
-        manifest = Manifest(files=by_name, states=[part["state"] for part in written], **self._snapshot.head)
+        states = [part["state"] for part in written]
+        manifest = Manifest(files=by_name, states=states, weights=self._contents.weights, **self._head)
         for rank in range(self._ranks):
             os.unlink(self._part_file(rank))
         self.path = self._folder.complete_with(self._staging, manifest)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from paceline._core.units import MIB
-from paceline.checkpoint.format.safetensors_writer import dtype_name
+from paceline.checkpoint.format.tensor_files import dtype_name
 from paceline.checkpoint.named_objects import unwrap
 from paceline.checkpoint.optimizer_state import partition_by_size
 from paceline.errors import UsageError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, state_file
-from paceline.checkpoint.format.verified_reader import VerifiedReader
+from paceline.checkpoint.format.tensor_files import VerifiedReader
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
 __all__ = ["ResumePoint", "SkippedCheckpoint", "find_problem", "find_resume_point"]

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from paceline._core.files import write_atomic
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import MANIFEST, Manifest
-from paceline.checkpoint.format.safetensors_writer import dtype_name, write_safetensors
-from paceline.checkpoint.format.verified_reader import VerifiedReader
+from paceline.checkpoint.format.tensor_files import VerifiedReader, dtype_name, write_safetensors
 from paceline.checkpoint.model_weights import check_weights, load_weights
 from paceline.errors import DamagedCheckpoint, UsageError
 

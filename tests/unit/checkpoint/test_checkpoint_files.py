@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, Manifest, StoredWeights
-from paceline.checkpoint.format.safetensors_writer import write_safetensors
-from paceline.checkpoint.format.verified_reader import VerifiedReader
+from paceline.checkpoint.format.tensor_files import VerifiedReader, write_safetensors
 from paceline.checkpoint.resume import find_problem, find_resume_point
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
