@@ -96,7 +96,7 @@ class EpochLayer:
 
     @cached_property
     def _took_prefix(self) -> bool:
-        """Whether the ranks have taken a prefix of the sequence; of a random assignment never."""
+        """True if the ranks have taken a prefix of the sequence; never for a random assignment."""
         taken = replace(self.dispatch, samples=sum(self.taken))
         return self.dispatch.scheme != "random" and taken.counts == self.taken
 

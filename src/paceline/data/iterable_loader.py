@@ -125,7 +125,7 @@ class IterableLoader:
 
     @property
     def lossless(self) -> bool:
-        """Whether the policy uses every sample once; that a rank may run out is not known before."""
+        """True if the policy uses every sample once; that a rank may run out is not known before."""
         return self.settings.uneven in ("join", "error")
 
     def facts(self) -> list[str]:

@@ -125,7 +125,7 @@ class MapLoader:
 
     @property
     def lossless(self) -> bool:
-        """Whether every sample is used once, and no rank runs out."""
+        """True if every sample is used once, and no rank runs out."""
         portions = self.position.epoch.portions
         return not (portions.dropped or portions.repeated or portions.empty)
 

@@ -44,7 +44,7 @@ class StreamState:
 
     @property
     def per_rank(self) -> bool:
-        """Whether every rank has its own stream."""
+        """True if every rank has its own stream."""
         return self.layers[-1].shares is None
 
     @property

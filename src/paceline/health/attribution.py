@@ -58,7 +58,7 @@ _LONG_TASKS = ("checkpoint", "eval")
 
 @dataclass(frozen=True)
 class RankObservation:
-    """What this rank knows of a rank.
+    """Evidence about a rank.
 
     Attributes:
         rank: its number.
@@ -134,7 +134,7 @@ class Attribution:
 
     @property
     def certain(self) -> bool:
-        """Whether more evidence can't change it."""
+        """True if more evidence can't change it."""
         return self.kind in CERTAIN
 
 

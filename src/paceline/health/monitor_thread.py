@@ -35,9 +35,7 @@ log = logging.getLogger("paceline.watch")
 HEARTBEAT_SECONDS = 0.2
 _RELAY_SECONDS = 1.0  # between heartbeats where they are relayed
 _QUIET_SECONDS = 0.5  # without a heartbeat of a rank on this host, before its process is checked
-_DUMP_SECONDS = (
-    1.5  # without a turn, at least, before stacks are dumped without the lock; below two intervals
-)
+_DUMP_SECONDS = 1.5  # least time without a turn before stacks are dumped without the lock
 _ABSENCE_SECONDS = 1.0
 _ACKNOWLEDGE_SECONDS = 1.0
 _SHUTDOWN_SECONDS = 1.0  # wait for evidence of the reason after the launcher's request to exit
@@ -262,7 +260,7 @@ class MonitorThread:
         elif self.detector.pending is None and (
             request == "changed" or (request and now - self._shutdown_since > _SHUTDOWN_SECONDS)
         ):  # let the launcher end this rank, without the others reporting it as failed
-            self.detector.publish(self.detector.own_notice("leaves", name="the launcher asked"))
+            self.detector.publish(self.detector.own_notice("leaves", name="the launcher requested the exit"))
             self._exiting = True
             self._shutdown.done()
 

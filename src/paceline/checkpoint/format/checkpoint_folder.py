@@ -4,7 +4,7 @@
         lock                       held by rank 0 of the run that writes here
         step-00000200/             complete: renamed to this only once everything in it is on the disk
         step-00000300.tmp-5f0c…/   being written, or left by a run that died: removed by the next run
-        step-00000100.damaged/     skipped by a resume: kept until enough newer ones are there
+        step-00000100.damaged/     skipped by a resume: kept until enough newer ones exist
 
 Folders are renamed, never overwritten, so the file system must rename a folder atomically. Most do; those over object
 stores copy file by file, and are refused.

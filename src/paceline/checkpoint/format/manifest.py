@@ -103,7 +103,7 @@ class Manifest:
 
     Attributes:
         step: number of optimizer steps.
-        facts: values that the program asked to keep.
+        facts: the program's own values.
         files: all files of tensors by name.
         weights: per model.
         states: per rank, everything else, as `state_tree.pack` returns it.

@@ -4,7 +4,7 @@ Every rank has its own number of samples, and all ranks take part in every step.
 steps, and in what ranks with fewer or more batches do:
 
     join       until the last rank runs out; ranks that ran out take part with 0 samples: exact
-    rebalance  as many steps as the whole data needs; batch sizes in proportion to each rank's samples: exact
+    rebalance  the fewest steps for all data; batch sizes in proportion to each rank's samples: exact
     truncate   until the first rank runs out; remaining samples of the others are dropped
     drop       the same, counting full batches only
     pad        until the last rank runs out; ranks that ran out repeat their own samples from the first
