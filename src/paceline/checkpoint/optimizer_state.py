@@ -44,15 +44,16 @@ def optimizer_state(
         {**{key: value for key, value in group.items() if key != "params"}, "params": names}
         for group, names in zip(optimizer.param_groups, group_names, strict=True)
     ]
-    if isinstance(optimizer, ShardedOptimizer):
+    shards = _shards(optimizer)
+    if shards is None:
+        pieces = _pieces(optimizer, param_names, rank, ranks)
+    else:
         names = _names_by_slot(group_names)
         pieces = [
             (names[slot], part["start"], part["stop"], part["state"])
-            for slot, parts in optimizer.shards().items()
+            for slot, parts in shards.items()
             for part in parts
         ]
-    else:
-        pieces = _pieces(optimizer, param_names, rank, ranks)
     return {"groups": groups, "pieces": pieces}
 
 
@@ -94,7 +95,7 @@ def load_optimizer(
     for piece in pieces:
         pieces_of.setdefault(piece[0], []).append(piece)
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if isinstance(optimizer, ShardedOptimizer):
+    if _shards(optimizer) is not None:
         shards = {
             slot: [
                 {"start": start, "stop": stop, "state": dict(state)}
@@ -127,6 +128,11 @@ def _group_names(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str
                     remedy="pass the model that it belongs to as well",
                 )
     return [[param_names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+
+
+def _shards(optimizer: torch.optim.Optimizer) -> dict[str, list[dict[str, Any]]] | None:
+    """Return the shards of an optimizer; None if its strategy does not shard."""
+    return optimizer.shards() if isinstance(optimizer, ShardedOptimizer) else None
 
 
 def _names_by_slot(group_names: Sequence[Sequence[str]]) -> dict[str, str]:
