@@ -121,7 +121,7 @@ def play_stuck(tell):
         notes.write("began", step=0)
         time.sleep(1000)
 
-    scene_program.run_ranks, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
+    scene_program.play, scene_program._PATIENCE_SECONDS = sleep_for_ever, 0.5
     told = scene_program.show(SCENES[0], Setup(EXAMPLE, 1.0)).to_json()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
