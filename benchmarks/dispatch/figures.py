@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bench_harness.markdown import fill, table
 from paceline._core.keyed_random import derive_key
-from paceline.data.sampling.block_dispatch import draw_counts
+from paceline.data.sampling.block_dispatch import draw_block_counts
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.tools.plan.dispatch_text import in_short, percent, ranges
@@ -43,7 +43,7 @@ def beside_draws(block: int) -> dict[str, Any]:
     """Return what was seen with this block size beside 10,000 draws of ours."""
     blocks, mean = SAMPLES // block, SAMPLES / 7
     keys = (derive_key(number, block, 5) for number in range(DRAWS))
-    drawn = np.array([draw_counts(blocks, SEVEN, key) for key in keys]) * block
+    drawn = np.array([draw_block_counts(blocks, SEVEN, key) for key in keys]) * block
     seen = np.array(SEEN[block])
     left = lost(drawn)
     return {

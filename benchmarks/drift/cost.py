@@ -27,7 +27,7 @@ import typer
 import paceline
 from bench_harness.program import run_program
 from paceline._core.files import write_json
-from paceline.health.replica_check import digest_of
+from paceline.health.replica_check import tensor_digest
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.parallel.engine.finite_check import peak_of
 from paceline.tools.bench.progress_bar import ProgressBar
@@ -107,7 +107,7 @@ def take_turns(strategy: str, rounds: int, rank: int, tick: Callable[[], object]
         "strategy": strategy,
         "step_ms": {name: median(each) * 1e3 for name, each in seconds.items()},
         "ratio": {name: {"median": r.median, "low": r.low, "high": r.high} for name, r in ratios.items()},
-        "hash_ms": alone_ms(model, digest_of),
+        "hash_ms": alone_ms(model, tensor_digest),
         "peak_ms": alone_ms(model, peak_of),
         "compared_mb": sum(param.nbytes for param in model.parameters()) / 1e6,
         "seconds": seconds,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline._core.files import write_json
-from paceline.checkpoint.weights_export import weights_in
+from paceline.checkpoint.weights_export import read_weights
 from paceline.testing.netlab import Lab, LabJob
 from paceline.tools.result_files import result_head
 
@@ -87,7 +87,7 @@ def one(lab: Lab, folder: Path, name: str) -> dict[str, Any]:
 
 def difference(folder: Path, calm: Path) -> float:
     """Return the largest difference of a weight between two runs."""
-    ours, theirs = weights_in(folder / "checkpoint"), weights_in(calm / "checkpoint")
+    ours, theirs = read_weights(folder / "checkpoint"), read_weights(calm / "checkpoint")
     return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from training import used_once
 
 from paceline._core.files import write_json
-from paceline.checkpoint.weights_export import weights_in
+from paceline.checkpoint.weights_export import read_weights
 from paceline.tools.result_files import result_head
 
 HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ def disturb(folder: Path, kinds: list[str], chance: random.Random) -> dict[str, 
 
 def same_weights(folder: Path, other: Path) -> bool:
     """Tell whether two runs ended with the same weights, to the bit."""
-    ours, theirs = (weights_in(each / "checkpoint") for each in (folder, other))
+    ours, theirs = (read_weights(each / "checkpoint") for each in (folder, other))
     return ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
 
 

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline._core.files import write_json
-from paceline.data.epoch_plan import BatchRow
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.epoch_plan import SampleOrder
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.launch.process.local_ranks import run_ranks
 from paceline.tools.result_files import result_head
@@ -68,8 +68,8 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def plan(uneven: str) -> list[list[list[int]]]:
     """Return the samples that each rank takes in each step, from the pure parts alone."""
     shares = dispatch_blocks(SAMPLES, len(SHARES), shares=SHARES).shares
-    recipe = LoaderRecipe(shares, BLOCK, "round_robin", BATCH, uneven)
-    epoch = LoaderPosition.start(BatchRow(SAMPLES), recipe).epoch
+    recipe = DispatchSettings(shares, BLOCK, "round_robin", BATCH, uneven)
+    epoch = LoaderPosition.start(SampleOrder(SAMPLES), recipe).epoch
     steps = range(epoch.portions.steps)
     return [[epoch.batch(rank, step).tolist() for rank in range(len(SHARES))] for step in steps]
 

@@ -1,4 +1,4 @@
-"""Hosts that are cut off, killed or stopped, and ranks on them that raise: every other rank names whom and where."""
+"""Hosts that are cut off, killed or stopped, and ranks on them that raise: every other rank names rank and host."""
 
 from __future__ import annotations
 
@@ -10,124 +10,119 @@ import pytest
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
-HOSTS, RANKS, VICTIM = 3, 2, 1
+HOSTS, RANKS, FAULTY_HOST = 3, 2, 1
 STEP = 30
-MINE = range(VICTIM * RANKS, (VICTIM + 1) * RANKS)  # ranks of the victim
+FAULTY = range(FAULTY_HOST * RANKS, (FAULTY_HOST + 1) * RANKS)
+OTHERS = [rank for rank in range(HOSTS * RANKS) if rank not in FAULTY]
 
 
-def both(call):
-    return "; ".join(call.format(rank=rank) for rank in MINE)
+def on_faulty_ranks(fault):
+    return "; ".join(fault.format(rank=rank) for rank in FAULTY)
 
 
-DRILLS = [
-    ("gloo", f"fail_at(rank=3, step={STEP})"),
-    ("paceline", f"fail_at(rank=3, step={STEP}, how='memory')"),
-    ("gloo", both(f"fail_at(rank={{rank}}, step={STEP}, how='kill')")),
-    ("paceline", both(f"stall_at(rank={{rank}}, step={STEP}, how='stop')")),
-    ("gloo", ""),  # the host is cut off
-    ("paceline", ""),
-]
-
-
-def until(condition, what, seconds=90.0):
+def until(condition, explain, seconds=90.0):
     deadline = time.monotonic() + seconds
     while not (found := condition()):
-        assert time.monotonic() < deadline, what()
+        assert time.monotonic() < deadline, explain()
         time.sleep(0.02)
     return found
 
 
-class Course:
-    """The drills, one after another, on three hosts."""
+class Drill:
+    """A training on all hosts of a lab, with a fault on one of them."""
 
-    def __init__(self, lab, folder):
-        self.lab, self.folder = lab, folder
-        listed = [{"backend": b, "faults": f, "stall": 5.0, "lost": 2.0} for b, f in DRILLS]
-        (folder / "drills.json").write_text(json.dumps(listed))
-        self.jobs = []
-        for host in range(HOSTS):
-            line = [
-                sys.executable,
-                "-m",
-                "bench_harness.fire_drill",
-                str(folder),
-                *map(str, (host, HOSTS, RANKS)),
-            ]
-            self.jobs.append(lab.start(line, on=host))
+    def __init__(self, lab, folder, backend, faults):
+        self.lab, self.folder, self.faults = lab, folder, faults
+        settings = {"backend": backend, "faults": faults, "stall": 5.0, "lost": 2.0}
+        (folder / "drills.json").write_text(json.dumps([settings]))
+        command = [sys.executable, "-m", "paceline.bench_harness.fire_drill", str(folder)]
+        self.jobs = [
+            lab.start([*command, str(host), str(HOSTS), str(RANKS)], on=host) for host in range(HOSTS)
+        ]
 
-    def there(self, name, number, ranks):
-        def all_there():
-            paths = [self.folder / f"{name}-{number}-{rank}" for rank in ranks]
-            return [json.loads(p.read_text()) for p in paths] if all(p.exists() for p in paths) else None
+    def wait_for(self, name, ranks):
+        """Return what these ranks wrote to their files of this name."""
+        paths = [self.folder / f"{name}-0-{rank}" for rank in ranks]
 
-        return until(all_there, lambda: "\n".join(line for job in self.jobs for _, line in job.lines()))
+        def read_all():
+            return (
+                [json.loads(path.read_text()) for path in paths]
+                if all(path.exists() for path in paths)
+                else None
+            )
 
-    def run(self, number):
-        """Return what the ranks of other hosts told, those of the victim if they could, and if its fault came true."""
-        others = [rank for rank in range(HOSTS * RANKS) if rank not in MINE]
-        fault = DRILLS[number][1]
-        if not fault:
-            self.there("training", number, range(HOSTS * RANKS))
-            self.lab.cut(VICTIM)
-        told = self.there("told", number, others)
-        own = self.there("told", number, MINE) if "kill" not in fault and "stop" not in fault else []
-        (self.folder / f"over-{number}").touch()
-        if not fault:
-            self.lab.mend(VICTIM)
-        return told, own
+        return until(read_all, lambda: "\n".join(line for job in self.jobs for _, line in job.lines()))
+
+    def run(self):
+        """Return the errors on the ranks of other hosts, and on those of the faulty host that could write theirs."""
+        if not self.faults:
+            self.wait_for("training", range(HOSTS * RANKS))
+            self.lab.cut(FAULTY_HOST)
+        others = self.wait_for("told", OTHERS)
+        can_write = "kill" not in self.faults and "stop" not in self.faults
+        faulty = self.wait_for("told", FAULTY) if can_write else []
+        (self.folder / "over-0").touch()
+        return others, faulty
 
 
-@pytest.fixture(scope="module")
-def course(shared, tmp_path_factory):
-    made = Course(shared, tmp_path_factory.mktemp("drills"))
-    yield made
-    for job in made.jobs:
-        job.end()
+@pytest.fixture
+def run_drill(lab, tmp_path):
+    drills = []
+
+    def run(backend, faults):
+        drills.append(Drill(lab, tmp_path, backend, faults))
+        return drills[-1].run()
+
+    yield run
+    for drill in drills:
+        for job in drill.jobs:
+            job.end()
 
 
-def named(told, ranks=MINE):
-    """Check that all say the same of the victim, and return one of them."""
-    for each in told:
+def same_failure(errors, ranks=FAULTY):
+    """Check that all errors name the same rank of the faulty host, and return one of them."""
+    for each in errors:
         assert each["error"] == "PeerFailed", each
         assert each["rank"] in ranks, each
-        assert each["host"] == f"host{VICTIM}", each
-        assert f"rank {each['rank']} on host host{VICTIM} (process {each['pid']}" in each["text"], each
-    assert len({(each["kind"], each["rank"]) for each in told}) == 1, told
-    return told[0]
+        assert each["host"] == f"host{FAULTY_HOST}", each
+        assert f"rank {each['rank']} on host host{FAULTY_HOST} (process {each['pid']}" in each["text"], each
+    assert len({(each["kind"], each["rank"]) for each in errors}) == 1, errors
+    return errors[0]
 
 
-def test_a_rank_that_raises(course):
-    told, own = course.run(0)
-    one = named(told + own[:1], [3])
+def test_a_rank_that_raises(run_drill):
+    others, faulty = run_drill("gloo", f"fail_at(rank=3, step={STEP})")
+    one = same_failure(others + faulty[:1], [3])
     assert (one["kind"], one["step"], one["phase"]) == ("raised", STEP, "forward")
     assert "RuntimeError: a fault on purpose" in one["stack"]
-    assert own[1]["error"] == "RuntimeError"
+    assert faulty[1]["error"] == "RuntimeError"
 
 
-def test_a_rank_that_runs_out_of_memory(course):
-    told, own = course.run(1)
-    one = named(told + own[:1], [3])
+def test_a_rank_that_runs_out_of_memory(run_drill):
+    others, faulty = run_drill("paceline", f"fail_at(rank=3, step={STEP}, how='memory')")
+    one = same_failure(others + faulty[:1], [3])
     assert (one["kind"], one["step"]) == ("raised", STEP)
     assert "_run_out_of_memory" in one["stack"]
-    assert own[1]["error"] == "MemoryError"
+    assert faulty[1]["error"] == "MemoryError"
 
 
-def test_a_host_whose_ranks_are_killed(course):
-    told, _ = course.run(2)
-    assert named(told)["kind"] == "gone"
-    assert {each["step"] for each in told} <= {STEP - 1, STEP}
+def test_a_host_whose_ranks_are_killed(run_drill):
+    others, _ = run_drill("gloo", on_faulty_ranks(f"fail_at(rank={{rank}}, step={STEP}, how='kill')"))
+    assert same_failure(others)["kind"] == "gone"
+    assert {each["step"] for each in others} <= {STEP - 1, STEP}
 
 
-def test_a_host_whose_ranks_are_stopped(course):
-    told, _ = course.run(3)
-    assert named(told)["kind"] == "stopped"
-    assert {each["step"] for each in told} <= {STEP - 1, STEP}
+def test_a_host_whose_ranks_are_stopped(run_drill):
+    others, _ = run_drill("paceline", on_faulty_ranks(f"stall_at(rank={{rank}}, step={STEP}, how='stop')"))
+    assert same_failure(others)["kind"] == "stopped"
+    assert {each["step"] for each in others} <= {STEP - 1, STEP}
 
 
-@pytest.mark.parametrize("number", [4, 5])
-def test_a_host_that_is_cut_off(course, number):
-    told, own = course.run(number)
-    assert named(told)["kind"] == "unreachable"
-    for each in own:
-        assert (each["error"], each["kind"], each["host"]) == ("PeerFailed", "cut off", f"host{VICTIM}"), each
-        assert "it seems to be cut off" in each["text"]
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_a_host_that_is_cut_off(run_drill, backend):
+    others, faulty = run_drill(backend, "")
+    assert same_failure(others)["kind"] == "unreachable"
+    for each in faulty:
+        found = (each["error"], each["kind"], each["host"])
+        assert found == ("PeerFailed", "cut off", f"host{FAULTY_HOST}"), each
+        assert "seems to be cut off" in each["text"]

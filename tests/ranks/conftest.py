@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from killable_ranks import Nursery
+from killable_ranks import KillableRanks
 from rank_pool import Staff
 
 
@@ -20,9 +20,9 @@ def pool() -> Iterator[Staff]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """`nursery.play(scene)` runs a scene of ranks that may be killed; see nursery.py."""
-    warm = Nursery()
+def killable() -> Iterator[KillableRanks]:
+    """`killable.run_ranks(scenario)` runs ranks that may be killed; see killable_ranks.py."""
+    warm = KillableRanks()
     yield warm
     warm.close()
 

@@ -45,7 +45,7 @@ def belongings():
 def ranks_of(fork, size, work, *args):
     """Fork ranks and return what each tells."""
     children = [fork(work, rank, size, *args) for rank in range(size)]
-    told = [child.hear() for child in children]
+    told = [child.receive() for child in children]
     assert [child.wait() for child in children] == [0] * size
     return told
 

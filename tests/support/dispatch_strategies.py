@@ -1,4 +1,4 @@
-"""Dealings of all kinds for property tests, and what they mean, listed one by one."""
+"""Hypothesis strategies for `BlockDispatch`, and its positions listed one by one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme
+from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 
-SCHEMES = st.sampled_from(get_args(Scheme))
+SCHEMES = st.sampled_from(get_args(DispatchScheme))
 SEEDS = st.integers(0, 2**64 - 1)
 
 
@@ -23,19 +23,19 @@ def shares(draw):
 
 
 @st.composite
-def dealings(draw, least=0):
-    """Draw a dealing of `least` to a few hundred samples."""
+def dispatches(draw, least=0):
+    """Draw an assignment of `least` to a few hundred samples."""
     samples = draw(st.integers(least, 300))
     return BlockDispatch(samples, draw(shares()), draw(st.integers(1, 40)), draw(SCHEMES), draw(SEEDS))
 
 
-def rows_of_rank(dealing: BlockDispatch) -> list[list[int]]:
-    """Return where the samples of each rank stand, from nothing but the owner of every block."""
-    rows: list[list[int]] = [[] for _ in range(dealing.ranks)]
-    for block in range(dealing.blocks):
-        first = block * dealing.block
-        rows[dealing.owner(block)] += range(first, min(first + dealing.block, dealing.samples))
-    return rows
+def positions_of_rank(dispatch: BlockDispatch) -> list[list[int]]:
+    """Return the positions of each rank's samples, from the rank of every block."""
+    positions: list[list[int]] = [[] for _ in range(dispatch.ranks)]
+    for block in range(dispatch.blocks):
+        first = block * dispatch.block
+        positions[dispatch.owner(block)] += range(first, min(first + dispatch.block, dispatch.samples))
+    return positions
 
 
 def chi_squared(found: Sequence[int] | np.ndarray, expected: float) -> float:

@@ -1,18 +1,18 @@
-"""Ranks that may be killed: forked from one process that has imported torch and started no thread.
+"""Ranks that may be killed: forked from one warm process that has imported torch and started no thread.
 
-    def scene(fork, folder, *args):              # runs in the warm process; at the top level of the test module
+    def scenario(fork, folder, *args):           # runs in the warm process; at the top level of the test module
         ranks = [fork(rank_main, rank) for rank in range(3)]
         ranks[1].kill()
-        return ranks[0].hear()                   # what the rank told
+        return ranks[0].receive()                # what the rank sent
 
-    def rank_main(tell, rank):                   # runs in a process of its own, and ends as a program ends
-        tell("I am here")
+    def rank_main(send, rank):                   # runs in a process of its own, and ends as a program ends
+        send("ready")
 
-    def test_it(nursery):
-        assert nursery.play(scene) == "I am here"
+    def test_it(killable):
+        assert killable.run_ranks(scenario) == "ready"
 
-Forking costs milliseconds where starting Python and importing torch costs seconds. What a scene leaves
-running is killed at its end; the warm process itself dies with pytest.
+Forking takes milliseconds where starting Python and importing torch takes seconds. Ranks that still run at the end of
+a scenario are killed; the warm process itself dies with pytest.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from typing import Any
 
 from warm_start import die_with, import_what_ranks_need, start_warm
 
-__all__ = ["Child", "Nursery", "SceneError"]
+__all__ = ["KillableRanks", "RankProcess", "ScenarioError"]
 
 
-class SceneError(Exception):
-    """A scene failed; the text is the traceback there."""
+class ScenarioError(Exception):
+    """A scenario failed; the text is its traceback."""
 
 
-class Nursery:
-    """The warm process, as the test sees it; starts when first needed."""
+class KillableRanks:
+    """The warm process, seen from the test; starts when first needed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
 
-    def play(self, scene: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
-        """Run ``scene(fork, folder, *args)`` in the warm process and return what it returns.
+    def run_ranks(self, scenario: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
+        """Run ``scenario(fork, folder, *args)`` in the warm process and return its result.
 
         Raises:
-            SceneError: the scene raised, or did not end in time.
+            ScenarioError: the scenario raised, or did not end in time.
         """
         pipe = self._start()
-        pipe.send_bytes(pickle.dumps((list(sys.path), pickle.dumps((scene, args)))))
+        pipe.send_bytes(pickle.dumps((list(sys.path), pickle.dumps((scenario, args)))))
         if not pipe.poll(timeout):
             self.close()
-            raise SceneError(f"the scene was not over after {timeout:g} s")
-        well, value = pickle.loads(pipe.recv_bytes())
-        if not well:
-            raise SceneError(value)
+            raise ScenarioError(f"the scenario did not end within {timeout:g} s")
+        succeeded, value = pickle.loads(pipe.recv_bytes())
+        if not succeeded:
+            raise ScenarioError(value)
         return value
 
     def _start(self) -> Connection:
@@ -82,8 +82,8 @@ class Nursery:
 # In the warm process.
 
 
-class Child:
-    """A process that a scene forked."""
+class RankProcess:
+    """A process that a scenario forked."""
 
     def __init__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._pipe, theirs = Pipe()
@@ -92,28 +92,29 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             die_with(parent)
-            raise _Begin(work, theirs, args)
+            raise _BecomeRank(work, theirs, args)
         theirs.close()
 
-    def hear(self, timeout: float = 30.0) -> Any:
-        """Return the next thing that the child tells.
+    def receive(self, timeout: float = 30.0) -> Any:
+        """Return the next object that the process sends.
 
         Raises:
-            EOFError: it ended. TimeoutError: it told nothing in time.
+            EOFError: it ended.
+            TimeoutError: it sent nothing in time.
         """
         if not self._pipe.poll(timeout):
-            raise TimeoutError(f"process {self.pid} told nothing for {timeout:g} s")
+            raise TimeoutError(f"process {self.pid} sent nothing for {timeout:g} s")
         return pickle.loads(self._pipe.recv_bytes())
 
     def kill(self, number: int = signal.SIGKILL) -> float:
-        """Send a signal, if it has not been waited for, and return when (CLOCK_MONOTONIC)."""
+        """Send a signal unless the process was waited for; return the time (CLOCK_MONOTONIC)."""
         at = time.monotonic()
         if self._code is None:
             os.kill(self.pid, number)
         return at
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Return the exit code, −n where signal n ended it; kill it after `timeout` and raise."""
+        """Return the exit code, −n for signal n; kill the process after `timeout` and raise."""
         deadline = time.monotonic() + timeout
         while self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
@@ -128,25 +129,25 @@ class Child:
         return self._code
 
 
-class _Begin(BaseException):
-    """In a child that was just forked: leave all that the parent was in the middle of."""
+class _BecomeRank(BaseException):
+    """Unwinds the stack of the warm process in a child that was just forked."""
 
 
-def _play(scene: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    children: list[Child] = []
+def _run(scenario: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    ranks: list[RankProcess] = []
 
-    def fork(work: Callable[..., Any], *args: Any) -> Child:
-        children.append(Child(work, args))
-        return children[-1]
+    def fork(work: Callable[..., Any], *args: Any) -> RankProcess:
+        ranks.append(RankProcess(work, args))
+        return ranks[-1]
 
-    folder = tempfile.mkdtemp(prefix="paceline-nursery-")
+    folder = tempfile.mkdtemp(prefix="paceline-ranks-")
     try:
-        outcome = True, scene(fork, folder, *args)
-    except Exception:  # noqa: BLE001 — the test shows it; in a child, _Begin passes
+        outcome = True, scenario(fork, folder, *args)
+    except Exception:  # noqa: BLE001 — the test shows it; in a child, _BecomeRank passes
         outcome = False, traceback.format_exc()
-    for child in children:
-        child.kill()
-        child.wait()
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
     shutil.rmtree(folder, ignore_errors=True)
     return outcome
 
@@ -156,12 +157,12 @@ def _serve(pipe: Connection) -> None:
     pipe.send_bytes(b"ready")
     while True:
         sys.path[:], call = pickle.loads(pipe.recv_bytes())
-        scene, args = pickle.loads(call)
-        pipe.send_bytes(pickle.dumps(_play(scene, args)))
+        scenario, args = pickle.loads(call)
+        pipe.send_bytes(pickle.dumps(_run(scenario, args)))
 
 
 def main() -> None:
-    """Play scenes until the other end of the pipe is closed; in a child, be a rank."""
+    """Run scenarios until the other end of the pipe is closed; in a child, be a rank."""
     fd, parent = map(int, sys.argv[1:])
     die_with(parent)
     pipe = Connection(fd)
@@ -169,14 +170,14 @@ def main() -> None:
         _serve(pipe)
     except EOFError:
         return
-    except _Begin as begin:
+    except _BecomeRank as begin:
         work, own, args = begin.args
     pipe.close()
 
-    def tell(what: Any) -> None:
-        own.send_bytes(pickle.dumps(what))
+    def send(value: Any) -> None:
+        own.send_bytes(pickle.dumps(value))
 
-    work(tell, *args)
+    work(send, *args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Data that are their own numbers, and what batches of them hold."""
+"""A dataset of consecutive numbers, and the contents of batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Numbers(IterableDataset):
-    """The numbers from 0 on, each worker its own ones."""
+    """The numbers from 0 on, divided among workers."""
 
     def __init__(self, size):
         self.size = size
@@ -16,7 +16,7 @@ class Numbers(IterableDataset):
         return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
 
 
-def told(batches):
+def batches_of(batches):
     """Return the samples of each batch."""
     return [batch.tolist() for batch in batches]
 

@@ -1,4 +1,4 @@
-"""Iterable datasets of numbers, and what a loader serves of them."""
+"""Iterable datasets of numbers, and the batches that a loader serves of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 
 class Stream(IterableDataset):
-    """The numbers from `first` on, each worker its own ones; raises at `bad`, from the given time on."""
+    """The numbers from `first` on, divided among workers; raises at `bad`, from the given time on."""
 
     def __init__(self, first, size, bad=None, times=0):
         self.first, self.size, self.bad, self.times = first, size, bad, times

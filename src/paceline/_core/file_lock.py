@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError
 
 __all__ = ["FileLock", "FolderLock", "LockHolder"]
 
@@ -97,16 +97,26 @@ class FolderLock:
     Args:
         path: the file to lock, in the folder, which exists.
         owner: the kind of process, for messages: ``"hub"``.
+        timeout: seconds to wait for another process to end.
+        busy: type of the error if a process holds the lock.
 
     Raises:
-        UsageError: another process, which is named, holds the lock; or the file can't be locked.
+        PacelineError: of type `busy`: a process, which is named, holds the lock.
+        UsageError: the file can't be locked.
     """
 
-    def __init__(self, path: Path, owner: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        owner: str,
+        *,
+        timeout: float | None = None,
+        busy: type[PacelineError] = UsageError,
+    ) -> None:
         self._lock: FileLock | None = None
         try:
             self._lock = FileLock(path)
-            holder = self._lock.acquire(_TIMEOUT_SECONDS, _RETRY_SECONDS)
+            holder = self._lock.acquire(_TIMEOUT_SECONDS if timeout is None else timeout, _RETRY_SECONDS)
         except OSError as error:
             self.close()
             raise UsageError(
@@ -119,7 +129,7 @@ class FolderLock:
         if holder is not None:
             self.close()
             own = holder.own
-            raise UsageError(
+            raise busy(
                 f"{str(path.parent)!r} is in use by {'this' if own else 'another'} {owner}: {holder.description}",
                 remedy=f"{'close it' if own else f'end that {owner}'} first, or name another folder",
             )

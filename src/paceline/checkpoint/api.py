@@ -1,17 +1,18 @@
-"""`Checkpoint`: the state of a training on the disk, whole at every instant, and back from there.
+"""`Checkpoint`: saves the state of a training run in the background, and resumes it exactly.
 
-How a checkpoint comes about is told in `saving`, what it consists of in `manifest`, which one a run resumes from in
-`recovery`.
+`background_saver` writes checkpoints, `contents` collects and restores the state, and `resume` finds the checkpoint
+that a run resumes from.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline._core import __version__
+from paceline._core.file_lock import FolderLock
 from paceline._core.step_state import step_state
-from paceline.checkpoint.background_saver import BackgroundSave, Buffers, RankShare
-from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, CheckpointLock, name_of
-from paceline.checkpoint.parts.checkpoint_contents import contents_of, take_up
-from paceline.checkpoint.parts.named_objects import NamedObjects
-from paceline.checkpoint.resume import SkippedCheckpoint, find
-from paceline.checkpoint.save_cadence import cadence
+from paceline.checkpoint.background_saver import BackgroundSave, HostBuffers
+from paceline.checkpoint.contents import collect_contents, restore_contents
+from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder, checkpoint_name
+from paceline.checkpoint.named_objects import NamedObjects
+from paceline.checkpoint.resume import SkippedCheckpoint, find_resume_point
+from paceline.checkpoint.save_cadence import save_cadence
 from paceline.errors import CheckpointError, PacelineError, UsageError
 from paceline.world.object_collectives import gather_texts, rank_and_size, sum_over_ranks
 
@@ -39,14 +41,14 @@ log = logging.getLogger("paceline.checkpoint")
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run went on from.
+    """The checkpoint that a run resumed from.
 
     Attributes:
         path: the checkpoint.
-        step: optimizer steps that had been taken.
-        ranks: how many ranks wrote it.
-        facts: what the program wanted to be remembered.
-        passed_over: newer checkpoints that are not intact, and why.
+        step: its number of optimizer steps.
+        ranks: number of ranks that wrote it.
+        facts: the program's own values, saved with it.
+        passed_over: newer checkpoints that were skipped because they are not intact.
     """
 
     path: Path
@@ -57,33 +59,33 @@ class Resumed:
 
 
 class Checkpoint:
-    """Saves a training every so often, without stopping it for longer than a copy takes, and resumes it exactly.
+    """Saves a training run regularly, pausing it only for a copy of its state, and resumes it exactly.
 
-    All ranks make one, with the same arguments, and call its methods at the same places. It saves models, optimizers
-    (sharded state too, re-dealt when the number of ranks changes), loaders, schedulers, anything with ``state_dict()``
-    and ``load_state_dict()``, and the random numbers of every rank. Of things that are neither models nor optimizers,
-    rank 0's state is saved, and given to all; of `LocalSGD` and its kin, and of what compression has left out, every
-    rank's.
+    All ranks create it with the same arguments and call its methods at the same places. It saves models, optimizers
+    (with sharded state, resharded if the number of ranks changes), loaders, schedulers, any object with
+    ``state_dict()`` and ``load_state_dict()``, and the random generators of every rank. Of objects that are neither
+    models nor optimizers, rank 0's state is saved and loaded on all ranks; of `LocalSGD` and related ones, and of
+    compression residuals, every rank's.
 
     Args:
-        folder: where this run's checkpoints go; on a disk that all ranks share.
-        objects: what is saved, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or class.
-        every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: where `save` is called.
-        keep: complete checkpoints that stay, 1 or more. With 2 there is another one if a disk damages the newest.
-        asynchronous: False: training waits until a checkpoint is complete, and no memory is taken for copies.
-        facts: what else is to be remembered, as JSON can say it: no NaN.
-        group: the ranks, as a process group; None: all.
-        named: objects under names of their own.
+        folder: for this run's checkpoints, on a disk that all ranks share.
+        objects: to save, named by kind: ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"loader"``, or by class.
+        every: optimizer steps between two checkpoints, or a time such as ``"10min"``; None: only `save` saves.
+        keep: number of complete checkpoints to keep, 1 or more. With 2, one is left if a disk damages the newest.
+        asynchronous: False: training waits until a checkpoint is complete, and no memory is used for copies.
+        facts: further values to save, as JSON; no NaN.
+        group: process group of the ranks; None: all.
+        named: objects to save under given names.
 
     Attributes:
-        folder: where the checkpoints go.
-        step: optimizer steps so far, those before a restart included (of the first optimizer, where there are several).
-        epoch: epochs that `resume` has served whole.
+        folder: the folder.
+        step: number of optimizer steps, including those before a restart (of the first optimizer if there are several).
+        epoch: number of epochs that `resume` has completed.
         resumed: what `load` found; None: nothing.
 
     Raises:
-        UsageError: the folder can't be written or is not shared, its file system does not rename in one step, an object
-            has no state, `facts` are more than JSON can say, or `every` or `keep` make no sense.
+        UsageError: the folder can't be written or is not shared, its file system does not rename atomically, an object
+            has no state, `facts` can't be encoded as JSON, or `every` or `keep` are invalid.
         CheckpointError: another run writes to the folder.
 
     Example:
@@ -105,246 +107,246 @@ class Checkpoint:
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise UsageError(f"keep={keep!r}", remedy="keep at least 1 checkpoint")
-        self.subjects = NamedObjects.of(objects, named)
+        self._objects = NamedObjects.of(objects, named)
         self.folder = Path(folder)
         self.step, self.epoch = 0, 0
         self.resumed: Resumed | None = None
-        self.facts = _checked(facts or {})
+        self.facts = _check_facts(facts or {})
         self._group, (self._rank, self._ranks) = group, rank_and_size(group)
-        self._cadence = cadence(every, self._rank_0s)
+        self._cadence = save_cadence(every, self._share_from_rank_0)
         self._keep, self._asynchronous = keep, asynchronous
         self._folder = CheckpointFolder(folder)
-        self._lock: CheckpointLock | None = None
-        self._mark = self._open()
-        self._buffers = Buffers()
-        self._under_way: tuple[int, BackgroundSave] | None = None
+        self._lock: FolderLock | None = None
+        self._run_id = self._open()
+        self._buffers = HostBuffers()
+        self._pending: tuple[int, BackgroundSave] | None = None
         self._latest: BackgroundSave | None = None
         self._closed = False
-        self._loaded = False  # a state was looked for
-        self._fresh = False  # one was found, and nobody has gone on from it
-        self._saved_at, self._ticked = -1, 0
-        for optimizer in list(self.subjects.optimizers.values())[:1]:
-            _have_counted(optimizer, weakref.ref(self))
+        self._loaded = False  # load() was called
+        self._resume_epoch = False  # load() found a checkpoint, and no epoch has begun since
+        self._saved_at, self._checked_at = -1, 0  # steps
+        for optimizer in list(self._objects.optimizers.values())[:1]:
+            _count_steps(optimizer, weakref.ref(self))
 
     # ------------------------------------------------------------------ the loop
 
     def resume(self, loader: Any, *, epochs: int | None = None) -> Iterator[Any]:
-        """Yield the batches of `loader` from where the run stands, and save when it is due.
+        """Yield the remaining batches of `loader`, and save when a checkpoint is due.
 
         The state is loaded before the first batch, unless `load` was called. A checkpoint is due after the body of the
         loop, if an optimizer made a step in it; and at the end of every epoch.
 
         Args:
-            loader: anything that can be iterated over; if it has a state it belongs to the checkpoint.
-            epochs: serve epochs until there were so many since the training began; None: what is left of one.
+            loader: any iterable; if it has a state, that belongs to the checkpoint.
+            epochs: total number of epochs since training began; None: the rest of one epoch.
 
         Raises:
-            PacelineError: what `load` raises.
+            PacelineError: see `load`.
         """
-        self._adopt(loader)
+        self._add_loader(loader)
         if not self._loaded:
             self.load()
-        if self._fresh and hasattr(loader, "set_epoch"):
-            loader.set_epoch(self.epoch)  # of which nothing may be left
-        self._fresh = False
+        if self._resume_epoch and hasattr(loader, "set_epoch"):
+            loader.set_epoch(self.epoch)  # which may have no batches left
+        self._resume_epoch = False
         while epochs is None or self.epoch < epochs:
             for batch in loader:
                 yield batch
-                self._tick()
+                if self.step != self._checked_at:
+                    self._checked_at = self.step
+                    if self._cadence is not None and self._cadence.due(self.step):
+                        self.save()
             self.epoch += 1
             if self._cadence is not None:
                 self.save()
             if epochs is None:
                 return
 
-    def _adopt(self, loader: Any) -> None:
-        """Make `loader` part of the checkpoint, if it is not."""
-        if any(each is loader for each in self.subjects.others.values()):
+    def _add_loader(self, loader: Any) -> None:
+        """Make `loader` part of the checkpoint, unless it is already."""
+        if any(each is loader for each in self._objects.others.values()):
             return
         if hasattr(loader, "state_dict") and not self._loaded:
-            self.subjects = self.subjects.with_other("loader", loader)
+            self._objects = self._objects.with_other("loader", loader)
         elif not self._loaded:
             log.warning(
-                "a %s has no state_dict(): a run that is resumed begins its epoch again; paceline.Loader goes on "
+                "a %s has no state_dict(): a resumed run repeats its epoch from the start; paceline.Loader continues "
                 "with the next batch",
                 type(loader).__qualname__,
             )
         elif hasattr(loader, "state_dict"):
             log.warning(
-                "the loader was not there when load() was called, so it is not saved: a run that is resumed begins its "
-                "epoch again; give it to paceline.Checkpoint too"
+                "the loader was not part of the checkpoint when load() was called, so it is not saved: a resumed run "
+                "repeats its epoch from the start; pass it to paceline.Checkpoint too"
             )
-
-    def _tick(self) -> None:
-        """Save if that is due; after the body of the loop."""
-        if self.step != self._ticked:
-            self._ticked = self.step
-            if self._cadence is not None and self._cadence.due(self.step):
-                self.save()
 
     # ------------------------------------------------------------------ save
 
     def save(self, *, wait: bool = False) -> None:
-        """Begin a checkpoint of the state as it is; return when it is copied. All ranks call this.
+        """Start a checkpoint of the present state; return when it is copied. All ranks call this.
 
-        If the checkpoint before can't be completed (a full disk), a warning says so, training goes on, and what was
-        complete stays. At a step that was saved already nothing is done.
+        If the previous checkpoint can't be completed (a full disk), a warning is logged, training continues, and
+        complete checkpoints stay. A step that is saved already is not saved again.
 
         Args:
             wait: return when it is complete.
 
         Raises:
-            CheckpointError: with `wait`, it can't be completed; or this is closed: the folder may be another run's now.
+            CheckpointError: with `wait`, it can't be completed; or this is closed, and another run may use the folder.
         """
         if self._closed:
             raise CheckpointError(
                 f"save() into {self.folder} after close()",
                 rank=self._rank,
                 step=self.step,
-                remedy="close at the end, or make another paceline.Checkpoint",
+                remedy="close at the end, or create another paceline.Checkpoint",
             )
         if self.step != self._saved_at:
-            self._settle()
+            self._finish_pending()
             with step_state.running_task("checkpoint"):
-                self._begin()
-        if (wait or not self._asynchronous) and (failure := self._settle()) and wait:
+                self._start()
+        if (wait or not self._asynchronous) and (failure := self._finish_pending()) and wait:
             raise CheckpointError(
                 failure,
                 rank=self._rank,
                 step=self.step,
-                remedy="the checkpoint before it is untouched: make room, and resume from that",
+                remedy="the previous checkpoint is untouched: make room, and resume from that",
             )
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._warn_of_newer()
-        contents = contents_of(self.subjects, self._rank, self._ranks, epoch=self.epoch)
-        files = self._buffers.copy(contents.files) if self._asynchronous else _on_cpu(contents.files)
-        about = {
+        contents = collect_contents(self._objects, self._rank, self._ranks, epoch=self.epoch)
+        files = self._buffers.copy(contents.files) if self._asynchronous else _to_cpu(contents.files)
+        head = {
             "step": self.step,
             "facts": dict(self.facts),
-            "weights": contents.weights,
             "written": {
                 "at": datetime.now().astimezone().isoformat(timespec="seconds"),
                 "paceline": __version__,
                 "torch": torch.__version__,
             },
         }
-        share = RankShare(files, contents.state, about)
-        growing = self._folder.growing(self.step, self._mark)
-        saving = BackgroundSave(self._folder, growing, share, self._rank, self._ranks, self._keep, self._lock)
-        self._under_way, self._latest, self._saved_at = (self.step, saving), saving, self.step
+        self._latest = BackgroundSave(
+            self._folder,
+            self._folder.staging(self.step, self._run_id),
+            replace(contents, files=files),
+            head,
+            rank=self._rank,
+            ranks=self._ranks,
+            keep=self._keep,
+            lock=self._lock,
+        )
+        self._pending, self._saved_at = (self.step, self._latest), self.step
         if self._cadence is not None:
             self._cadence.saved()
 
     def _warn_of_newer(self) -> None:
-        """Say so where another run has left checkpoints that count as newer than what this one saves."""
+        """Warn of another run's checkpoints that count as newer than the ones of this run."""
         if self._loaded or self._rank != 0:
             return
         newest = next(iter(self._folder.complete()), None)
-        if newest is not None and newest.name >= name_of(self.step):
+        if newest is not None and newest.name >= checkpoint_name(self.step):
             log.warning(
-                "%s is there already, and this run did not begin with it: what is saved up to that step is removed "
-                "as older; call load() before training, or name another folder",
+                "%s already exists, and this run did not load it: checkpoints up to that step are removed as older "
+                "ones; call load() before training, or name another folder",
                 newest,
             )
 
-    def _settle(self) -> str:
-        """See the checkpoint under way through to its end; return why it can't be completed, if so."""
-        if self._under_way is None:
+    def _finish_pending(self) -> str:
+        """Wait for the pending checkpoint; return why it can't be completed, or an empty text."""
+        if self._pending is None:
             return ""
-        (step, saving), self._under_way = self._under_way, None
-        failures = gather_texts(saving.wait_written(), self._group)
-        broken = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why]
-        saving.finish(given_up=bool(broken))
-        last = gather_texts(saving.failure if self._rank == 0 and not broken else "", self._group)[0]
-        broken += [f"rank 0: {last}"] if last else []
-        if not broken:
+        (step, pending), self._pending = self._pending, None
+        failures = gather_texts(pending.wait_written(), self._group)
+        reasons = [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why]
+        pending.finish(abandon=bool(reasons))
+        last = gather_texts(pending.failure if self._rank == 0 and not reasons else "", self._group)[0]
+        reasons += [f"rank 0: {last}"] if last else []
+        if not reasons:
             return ""
         self._saved_at = -1
-        failure = f"the checkpoint of step {step} can't be written to {str(self._folder.path)!r}: {'; '.join(broken)}"
+        failure = f"the checkpoint of step {step} can't be written to {str(self._folder.path)!r}: {'; '.join(reasons)}"
         if self._rank == 0:
-            log.warning("%s; training goes on, and what was complete stays", failure)
+            log.warning("%s; training continues, and complete checkpoints stay", failure)
         return failure
+
+    def wait(self) -> None:
+        """Return when the pending checkpoint is complete, or has failed with a warning. All ranks call this."""
+        self._finish_pending()
 
     # ------------------------------------------------------------------ load
 
     def load(self) -> Resumed | None:
-        """Go on from the newest intact checkpoint, if there is one. All ranks call this, before training.
+        """Load the newest intact checkpoint, if there is one. All ranks call this, before training.
 
-        A newer one that is not intact is passed over: the log says why, and `Resumed.passed_over`.
+        Newer checkpoints that are not intact are skipped; the log and `Resumed.passed_over` say why.
 
         Returns:
-            What was found; None where the folder holds no checkpoint.
+            The checkpoint that was loaded; None: the folder holds none.
 
         Raises:
             CheckpointError: there are checkpoints, but none is intact.
-            UsageError: the checkpoint is of another model, of another optimizer, or of a newer format; nothing
-                was changed.
+            UsageError: the checkpoint belongs to another model or optimizer, or has a newer format; nothing was
+                changed.
         """
-        found = find(self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group))
+        found = find_resume_point(
+            self._folder, self._rank, self._ranks, lambda text: gather_texts(text, self._group)
+        )
         self._loaded = True
         if found is None:
             return None
         if self._rank == 0:
-            for one in found.passed_over:
-                log.warning("passed over %s, which is not intact: %s", one.path, one.why)
-                self._folder.set_aside(one.path)
+            for skipped in found.skipped:
+                log.warning("skipped %s, which is not intact: %s", skipped.path, skipped.why)
+                self._folder.set_aside(skipped.path)
+        self._resume_epoch = True
+        self.epoch = restore_contents(found, self._objects, self._rank, self._ranks)
         manifest = found.manifest
-        self._fresh = True
-        self.epoch = take_up(found.path, manifest, found.reader, self.subjects, self._rank, self._ranks)
-        self.step = self._saved_at = self._ticked = manifest.step
+        self.step = self._saved_at = self._checked_at = manifest.step
         self.resumed = Resumed(
-            found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.passed_over)
+            found.path, manifest.step, manifest.ranks, manifest.facts, tuple(found.skipped)
         )
         if self._rank == 0:
             log.info("resumed at step %d from %s, written by %d ranks", self.step, found.path, manifest.ranks)
         return self.resumed
 
-    # ------------------------------------------------------------------ begin and end
+    # ------------------------------------------------------------------ open and close
 
     def _open(self) -> str:
-        """Make sure that this run, and no other, can write to the folder from all ranks; return the run's mark.
-
-        Raises: as the class.
-        """
-        mark, error = uuid.uuid4().hex[:12], None
+        """Check that only this run, and all of its ranks, can write to the folder; return an id of the run."""
+        run_id, error = uuid.uuid4().hex[:12], None
         if self._rank == 0:
             try:
                 self._folder.prepare()
-                self._lock = CheckpointLock(self._folder.path)
-                self._folder.sweep()
-                self._folder.probe(mark).mkdir()
+                self._lock = self._folder.lock()
+                self._folder.remove_incomplete()
+                self._folder.probe(run_id).mkdir()
             except PacelineError as refused:
                 error = refused
-        answer = gather_texts(json.dumps([mark, str(error or "")]) if self._rank == 0 else "", self._group)[0]
-        mark, refusal = json.loads(answer)
+        own = json.dumps([run_id, str(error or "")]) if self._rank == 0 else ""
+        run_id, refusal = json.loads(gather_texts(own, self._group)[0])
         if error is not None:
             raise error
         if refusal:
             raise UsageError(f"rank 0 can't use the folder: {refusal}", rank=self._rank)
-        probe = self._folder.probe(mark)
-        unseen = [
-            rank for rank, text in enumerate(gather_texts("" if probe.is_dir() else "x", self._group)) if text
-        ]
+        probe = self._folder.probe(run_id)
+        answers = gather_texts("" if probe.is_dir() else "x", self._group)
+        unseen = [str(rank) for rank, text in enumerate(answers) if text]
         if self._rank == 0:
-            self._folder.remove(probe)
+            shutil.rmtree(probe, ignore_errors=True)
         if unseen:
             raise UsageError(
-                f"what rank 0 writes to {str(self._folder.path)!r} is not there on rank {', '.join(map(str, unseen))}",
+                f"rank 0 writes to {str(self._folder.path)!r}, but its files are not there on rank {', '.join(unseen)}",
                 remedy="name a folder on a disk that all hosts share",
             )
-        return mark
-
-    def wait(self) -> None:
-        """Return when the checkpoint under way is complete, or has failed with a warning. All ranks call this."""
-        self._settle()
+        return run_id
 
     def close(self) -> None:
-        """See the checkpoint under way through, and let other runs write to the folder; all ranks call this."""
-        self._settle()
+        """Wait for the pending checkpoint, and let other runs write to the folder. All ranks call this."""
+        self._finish_pending()
         self._closed = True
         if self._latest is not None:
-            self._latest.end()
+            self._latest.join()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -358,26 +360,24 @@ class Checkpoint:
         if error is None:
             self.close()
 
-    def _rank_0s(self, numbers: list[float]) -> list[float]:
-        """Return rank 0's numbers on all ranks."""
+    def _share_from_rank_0(self, numbers: list[float]) -> list[float]:
         mine = numbers if self._rank == 0 else [0.0] * len(numbers)
         return sum_over_ranks(torch.tensor(mine, dtype=torch.float64), self._group).tolist()
 
 
-def _checked(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `facts`, once it is clear that a manifest can hold them."""
+def _check_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(dict(facts), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f"the facts of a checkpoint are more than JSON can say: {error}",
-            remedy="give texts, finite numbers, True, False, None, and lists and dicts of them",
+            f"the facts of a checkpoint can't be encoded as JSON: {error}",
+            remedy="pass strings, finite numbers, True, False, None, and lists and dicts of them",
         ) from error
     return dict(facts)
 
 
-def _have_counted(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkpoint]) -> None:
-    """Count the steps of `optimizer`, as long as the checkpoint that counts them is there."""
+def _count_steps(optimizer: torch.optim.Optimizer, reference: weakref.ref[Checkpoint]) -> None:
+    """Count the steps of `optimizer` as long as the checkpoint exists."""
 
     def count(*_: Any) -> None:
         checkpoint = reference()
@@ -387,8 +387,8 @@ def _have_counted(optimizer: torch.optim.Optimizer, reference: weakref.ref[Check
     optimizer.register_step_post_hook(count)
 
 
-def _on_cpu(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors, contiguous on the CPU, without copying those that are so already."""
+def _to_cpu(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors, contiguous on the CPU; without a copy where they already are."""
     return {
         file: {label: tensor.detach().cpu().contiguous() for label, tensor in tensors.items()}
         for file, tensors in files.items()

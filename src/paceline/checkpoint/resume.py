@@ -1,7 +1,7 @@
-"""Where to resume: the newest intact checkpoint, found by all ranks together.
+"""Finds the newest intact checkpoint, on all ranks together.
 
-Every rank reads the manifest; the files are dealt, so that each is read and summed once, and the ranks tell one
-another what they found. A checkpoint that is not intact is passed over, with the reason.
+Every rank reads the manifest; the files are divided among the ranks, so that each file is read and hashed once, and
+the ranks exchange what they found. A checkpoint that is not intact is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from pathlib import Path
 
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest, state_file
-from paceline.checkpoint.format.verified_reader import VerifiedReader
+from paceline.checkpoint.format.tensor_files import VerifiedReader
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 
-__all__ = ["ResumePoint", "SkippedCheckpoint", "find", "find_problem"]
+__all__ = ["ResumePoint", "SkippedCheckpoint", "find_problem", "find_resume_point"]
 
 GatherTexts = Callable[[str], list[str]]
-"""Returns every rank's text, by rank."""
-
+"""Returns the texts of all ranks, in rank order."""
 
 _REFUSED = "refused: "
-"""Begins what is said of a checkpoint that is intact, but not for this version to read or to pass over."""
+"""Prefix of the problem of an intact checkpoint that this version can't read, and that must not be skipped."""
 
 
 @dataclass(frozen=True)
@@ -41,56 +40,58 @@ class ResumePoint:
     path: Path
     manifest: Manifest
     reader: VerifiedReader
-    passed_over: Sequence[SkippedCheckpoint]
+    skipped: Sequence[SkippedCheckpoint]
 
 
-def find(folder: CheckpointFolder, rank: int, ranks: int, gather: GatherTexts) -> ResumePoint | None:
-    """Return the newest intact checkpoint; None where there never was one. All ranks call this.
+def find_resume_point(
+    folder: CheckpointFolder, rank: int, ranks: int, gather: GatherTexts
+) -> ResumePoint | None:
+    """Return the newest intact checkpoint; None if there is no checkpoint. All ranks call this.
 
     Raises:
         CheckpointError: there are checkpoints, but none is intact.
-        UsageError: the newest is of a newer format.
+        UsageError: the newest has a newer format.
     """
-    mine = [path.name for path in folder.complete()] if rank == 0 else []
-    names: list[str] = json.loads(gather(json.dumps(mine) if rank == 0 else "")[0])
-    passed: list[SkippedCheckpoint] = []
+    own = json.dumps([path.name for path in folder.complete()]) if rank == 0 else ""
+    names: list[str] = json.loads(gather(own)[0])
+    skipped: list[SkippedCheckpoint] = []
     for name in names:
         path = folder.path / name
-        opened, problem = _look(path, rank, ranks)
-        told = [text for text in gather(problem) if text]
-        refusals = [text for text in told if text.startswith(_REFUSED)]
-        if refusals:
-            raise UsageError(f"{str(path)!r} is {refusals[0].removeprefix(_REFUSED)}", rank=rank)
-        if not told and opened is not None:
-            return ResumePoint(path, *opened, passed)
-        passed.append(SkippedCheckpoint(path, told[0]))
-    if passed:
+        opened, problem = _open(path, rank, ranks)
+        problems = [text for text in gather(problem) if text]
+        for text in problems:
+            if text.startswith(_REFUSED):
+                raise UsageError(f"{str(path)!r} is {text.removeprefix(_REFUSED)}", rank=rank)
+        if not problems and opened is not None:
+            return ResumePoint(path, *opened, skipped)
+        skipped.append(SkippedCheckpoint(path, problems[0]))
+    if skipped:
         raise CheckpointError(
-            f"none of the {len(passed)} checkpoints in {str(folder.path)!r} is intact: "
-            + "; ".join(f"{one.path.name}: {one.why}" for one in passed),
-            remedy="put a copy of one back, or name another folder to start anew",
+            f"none of the {len(skipped)} checkpoints in {str(folder.path)!r} is intact: "
+            + "; ".join(f"{each.path.name}: {each.why}" for each in skipped),
+            remedy="restore a copy of one, or name another folder to start anew",
         )
     return None
 
 
 def find_problem(path: Path) -> str:
-    """Return what is wrong with the checkpoint at `path`; an empty text: it is intact."""
-    return _look(path, 0, 1, keep=False)[1].removeprefix(_REFUSED)
+    """Return what is wrong with the checkpoint at `path`; empty: it is intact."""
+    return _open(path, 0, 1, keep=False)[1].removeprefix(_REFUSED)
 
 
-def _look(
+def _open(
     path: Path, rank: int, ranks: int, *, keep: bool = True
 ) -> tuple[tuple[Manifest, VerifiedReader] | None, str]:
-    """Return the manifest with a reader of the files, and what is wrong with it or with the files dealt to `rank`.
+    """Return manifest and reader, or the problem with the manifest or with this rank's part of the files.
 
-    The file of its own state is always dealt to a rank, which keeps what is in it.
+    A rank always verifies the file with its own state, and keeps the tensors in it.
     """
     try:
         manifest = Manifest.read(path)
         own = state_file(rank)
-        mine = [name for number, name in enumerate(manifest.files) if number % ranks == rank or name == own]
+        names = [name for number, name in enumerate(manifest.files) if number % ranks == rank or name == own]
         reader = VerifiedReader(path, manifest.files)
-        reader.check(mine, keep=[own] if keep else [])
+        reader.verify(names, keep=[own] if keep else [])
     except DamagedCheckpoint as error:
         return None, str(error)
     except UsageError as error:

@@ -1,13 +1,12 @@
-"""Weights as others know them: out of a checkpoint into one safetensors file, and from such files into a model.
+"""Exports the weights in a checkpoint to one safetensors file, and imports weights from such files.
 
-What is exported loads with torch and safetensors alone, under the names of the bare module's ``state_dict()``:
+An exported file loads with torch and safetensors alone, under the names of the bare module's ``state_dict()``:
 
     net.load_state_dict(safetensors.torch.load_file("model.safetensors"))
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,26 +16,24 @@ from torch import Tensor, nn
 from paceline._core.files import write_atomic
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import MANIFEST, Manifest
-from paceline.checkpoint.format.safetensors_writer import dtype_name, write_file
-from paceline.checkpoint.format.verified_reader import VerifiedReader
-from paceline.checkpoint.parts.checkpoint_contents import places_of
-from paceline.checkpoint.parts.model_weights import check_weights, load_weights
+from paceline.checkpoint.format.tensor_files import VerifiedReader, dtype_name, write_safetensors
+from paceline.checkpoint.model_weights import check_weights, load_weights
 from paceline.errors import DamagedCheckpoint, UsageError
 
-__all__ = ["export_weights", "import_weights", "weights_in"]
+__all__ = ["export_weights", "import_weights", "read_weights"]
 
 
 def export_weights(source: str | Path, path: str | Path, *, model: str = "model") -> Path:
     """Write the weights in a checkpoint to one safetensors file, and return its path.
 
     Args:
-        source: a checkpoint, or the folder of a run's, of which the newest intact one is taken.
-        path: the file; one that is there is replaced once the new one is complete.
-        model: which, where the checkpoint holds several.
+        source: a checkpoint, or a run's folder, whose newest intact checkpoint is used.
+        path: the file; an existing one is replaced once the new one is complete.
+        model: which model, if the checkpoint holds several.
 
     Raises:
         UsageError: there is no such checkpoint or model, or the file can't be written.
-        DamagedCheckpoint: it is not intact.
+        DamagedCheckpoint: the checkpoint is not intact.
 
     Example:
         >>> export_weights("runs/train/checkpoint", "model.safetensors")  # doctest: +SKIP
@@ -44,11 +41,11 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
     target = Path(path)
     if target.suffix != ".safetensors":
         raise UsageError(
-            f"{str(path)!r} is no safetensors file", remedy="name one that ends with .safetensors"
+            f"{str(path)!r} is not the name of a safetensors file", remedy="use the suffix .safetensors"
         )
-    weights = weights_in(source, model=model)
+    weights = read_weights(source, model=model)
     try:
-        write_atomic(target, lambda beside: write_file(beside, weights))
+        write_atomic(target, lambda temporary: write_safetensors(temporary, weights))
     except OSError as error:
         raise UsageError(
             f"can't write {str(path)!r}: {error.strerror or error}",
@@ -58,22 +55,22 @@ def export_weights(source: str | Path, path: str | Path, *, model: str = "model"
 
 
 def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) -> None:
-    """Fill a model with weights from elsewhere; all ranks call this, before training.
+    """Fill a model with weights; all ranks call this, before training.
 
     Args:
-        model: any module, wrapped or not; floating-point weights are cast to its own dtypes.
+        model: any module, wrapped or not; floating-point weights are cast to its dtypes.
         source: a state_dict of the bare module, a safetensors file, a folder of such files (as Hugging Face's), a
-            checkpoint, or the folder of a run's.
+            checkpoint, or a run's folder.
 
     Raises:
-        UsageError: the weights are of another model, or can't be read; nothing was changed.
+        UsageError: the weights belong to another model, or can't be read; nothing was changed.
         DamagedCheckpoint: the checkpoint is not intact.
 
     Example:
         >>> net = nn.Linear(2, 1)
         >>> import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
     """
-    weights = dict(source) if isinstance(source, Mapping) else weights_in(source)
+    weights = dict(source) if isinstance(source, Mapping) else read_weights(source)
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
             raise UsageError(
@@ -86,49 +83,55 @@ def import_weights(model: nn.Module, source: str | Path | Mapping[str, Tensor]) 
         dtype = wanted.get(name, tensor.dtype)
         if tensor.is_floating_point() and dtype.is_floating_point:
             weights[name] = tensor.to(dtype)
-    what = "the state_dict" if isinstance(source, Mapping) else repr(str(source))
+    described = "the state_dict" if isinstance(source, Mapping) else repr(str(source))
     kinds = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in weights.items()}
-    check_weights(model, kinds, what)
+    check_weights(model, kinds, described)
     load_weights(model, weights.__getitem__)
 
 
-def weights_in(source: str | Path, *, model: str = "model") -> dict[str, Tensor]:
-    """Return the weights in a safetensors file, a folder of such files, or a checkpoint, each under all its names.
+def read_weights(source: str | Path, *, model: str = "model") -> dict[str, Tensor]:
+    """Return weights under all their names, from any source that `import_weights` accepts except a dict.
 
     Args:
-        source: as for `import_weights`.
-        model: which, where a checkpoint holds several.
+        source: the file or folder.
+        model: which model, if a checkpoint holds several.
 
     Raises:
-        UsageError, DamagedCheckpoint: as for `import_weights`.
+        UsageError: there is no such source or model, or it can't be read.
+        DamagedCheckpoint: the checkpoint is not intact.
     """
     path = Path(source)
     if path.is_file():
-        return _tensors_in(path)
+        return _read_file(path)
     if not path.is_dir():
-        raise UsageError(f"there is no {str(path)!r}", remedy="name a checkpoint, or a safetensors file")
-    if not (path / MANIFEST).exists():
-        if complete := CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoint").complete():
-            return _newest(complete, model)
-        return _tensors_in_folder(path)
-    return _of_checkpoint(path, model)
+        raise UsageError(f"{str(path)!r} does not exist", remedy="name a checkpoint, or a safetensors file")
+    if (path / MANIFEST).exists():
+        return _read_checkpoint(path, model)
+    if complete := CheckpointFolder(path).complete() or CheckpointFolder(path / "checkpoint").complete():
+        return _read_newest(complete, model)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UsageError(
+            f"{str(path)!r} holds neither checkpoints nor safetensors files",
+            remedy="name the folder of a run's checkpoints, or of safetensors files",
+        )
+    return {name: tensor for file in files for name, tensor in _read_file(file).items()}
 
 
-def _newest(complete: list[Path], model: str) -> dict[str, Tensor]:
-    """Return the weights of the first checkpoint that is intact."""
+def _read_newest(complete: list[Path], model: str) -> dict[str, Tensor]:
     problems = []
     for path in complete:
         try:
-            return _of_checkpoint(path, model)
+            return _read_checkpoint(path, model)
         except DamagedCheckpoint as error:
             problems.append(f"{path.name}: {error}")
     raise DamagedCheckpoint(
         f"no checkpoint in {str(complete[0].parent)!r} is intact: {'; '.join(problems)}",
-        remedy="put a copy of one back",
+        remedy="restore a copy of one",
     )
 
 
-def _of_checkpoint(path: Path, model: str) -> dict[str, Tensor]:
+def _read_checkpoint(path: Path, model: str) -> dict[str, Tensor]:
     manifest = Manifest.read(path)
     if model not in manifest.weights:
         raise UsageError(
@@ -136,26 +139,16 @@ def _of_checkpoint(path: Path, model: str) -> dict[str, Tensor]:
             remedy=f"it holds: {', '.join(manifest.weights) or 'none'}",
         )
     reader = VerifiedReader(path, manifest.files)
-    reader.check(manifest.weights[model]["files"])
-    return {name: reader.tensor(*place) for name, place in places_of(manifest, model).items()}
+    reader.verify(manifest.weights[model].files)
+    return {name: reader.tensor(*where) for name, where in manifest.weight_locations(model).items()}
 
 
-def _tensors_in_folder(path: Path) -> dict[str, Tensor]:
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UsageError(
-            f"{str(path)!r} holds neither checkpoints nor safetensors files",
-            remedy="name the folder of a run's checkpoints, or of safetensors files",
-        )
-    return {name: tensor for file in files for name, tensor in _tensors_in(file).items()}
-
-
-def _tensors_in(path: Path) -> dict[str, Tensor]:
+def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it is no mapping
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         raise UsageError(
-            f"{os.fspath(path)!r} can't be read as safetensors: {error}",
-            remedy="a file of torch.save has to be turned into safetensors first, where it is trusted",
+            f"{str(path)!r} can't be read as safetensors: {error}",
+            remedy="convert a file of torch.save to safetensors first, if it is trusted",
         ) from error

@@ -1,1 +1,1 @@
-"""Data: who gets which samples, what that does to batches, and a loader that serves them exactly once."""
+"""Data loading that assigns each sample to one rank, with exact resume and policies for uneven data."""

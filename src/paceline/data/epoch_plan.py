@@ -1,13 +1,13 @@
-"""One epoch: which samples make each batch of each rank, from the beginning or from where it was left.
+"""Samples of each batch of each rank in an epoch, from its start or from where it was interrupted.
 
-A row of places is shuffled (which sample stands where), dealt to ranks, and cut into batches. Where ranks
-stop in the middle and go on as another number of ranks, or with other shares, what is left over is a new,
-shorter row. That row is dealt and cut in turn. So an epoch is a pile of layers, each a dealing and how much of it
-every rank has taken, and no list of samples anywhere.
+A sequence of samples is shuffled, assigned to ranks, and cut into batches. If an epoch is interrupted and continued
+by another number of ranks, or with other shares, the remaining samples are a new, shorter sequence, which is assigned
+and cut in turn. So an epoch is a stack of layers, each an assignment and the number of samples that every rank has
+taken; samples are never listed.
 
-Dealt in turns, ranks that are equally far have taken the row's beginning: what is left is the rest of the row, in its
-order, so that other ranks with the same global batch make the batches that these would have made. Otherwise it is
-rank 0's rest, then rank 1's, and so on.
+With round-robin, ranks that are equally far have taken a prefix of the sequence: the remaining samples keep their
+order, so that other ranks with the same global batch size make the same global batches. Otherwise rank 0's remaining
+samples come first, then rank 1's, and so on.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline._core.keyed_random import derive_key
 from paceline.data.sampling.block_dispatch import BlockDispatch
-from paceline.data.sampling.shuffle import LARGEST, Shuffle
+from paceline.data.sampling.shuffle import MAX_SIZE, Indices, Shuffle
 from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.errors import UsageError, unknown
 
-__all__ = ["BatchRow", "Epoch", "EpochLayer", "ShuffleMode", "left_of"]
+__all__ = ["EpochLayer", "EpochPlan", "SampleOrder", "ShuffleMode", "remaining_samples"]
 
-Numbers = NDArray[np.int64]
 ShuffleMode = Literal["samples", "blocks", "none"]
 
 
 @dataclass(frozen=True)
-class BatchRow:
-    """All samples of a dataset, in the order of one epoch.
+class SampleOrder:
+    """Order of a dataset's samples in one epoch.
 
     Attributes:
-        samples: how many.
-        shuffle: ``"samples"`` puts every sample anywhere; ``"blocks"`` shuffles whole blocks and leaves the
-            samples of each together, for storage that reads neighbours faster; ``"none"`` keeps the order.
-        block: samples of a block, where blocks are shuffled.
-        seed, epoch: another epoch, or seed, is another order.
+        samples: size of the dataset.
+        shuffle: ``"samples"`` shuffles all samples; ``"blocks"`` shuffles whole blocks and keeps the samples of each
+            together, for storage that reads neighbours faster; ``"none"`` keeps the order.
+        block: samples per block for ``"blocks"``.
+        seed, epoch: each pair gives another order.
 
     Raises:
-        UsageError: an unknown shuffle mode, or a number that makes no sense.
+        UsageError: the shuffle mode is unknown, or a number out of range.
     """
 
     samples: int
@@ -56,19 +54,19 @@ class BatchRow:
     def __post_init__(self) -> None:
         if self.shuffle not in get_args(ShuffleMode):
             raise unknown("shuffle mode", self.shuffle, get_args(ShuffleMode))
-        if not 0 <= self.samples <= LARGEST:
-            raise UsageError(f"{self.samples} samples", remedy=f"pass a whole number from 0 to {LARGEST}")
-        if not 1 <= self.block <= LARGEST:
+        if not 0 <= self.samples <= MAX_SIZE:
+            raise UsageError(f"{self.samples} samples", remedy=f"pass a whole number from 0 to {MAX_SIZE}")
+        if not 1 <= self.block <= MAX_SIZE:
             raise UsageError(f"block={self.block}", remedy="a block has at least 1 sample")
 
-    def at(self, places: Numbers) -> Numbers:
-        """Return which samples stand at `places`."""
+    def at(self, positions: Indices) -> Indices:
+        """Return the samples at `positions`."""
         if self.shuffle == "none":
-            return places
+            return positions
         if self.shuffle == "samples":
-            return self._bijection(places)
-        blocks, rest = np.divmod(places, self.block)
-        whole = self.samples // self.block  # the short block, if there is one, stays the last
+            return self._bijection(positions)
+        blocks, rest = np.divmod(positions, self.block)
+        whole = self.samples // self.block  # a short block stays the last
         inside = blocks < whole
         blocks[inside] = self._bijection(blocks[inside])
         return blocks * self.block + rest
@@ -81,95 +79,95 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class EpochLayer:
-    """A row that was dealt, of which every rank has taken its first samples.
+    """An assignment of which every rank has used its first samples.
 
     Attributes:
-        dealing: of the row.
+        dispatch: the assignment.
         taken: per rank, how many of its own samples it has used.
     """
 
-    dealing: BlockDispatch
+    dispatch: BlockDispatch
     taken: tuple[int, ...]
 
     @cached_property
-    def _ends(self) -> Numbers:
-        left = [count - taken for count, taken in zip(self.dealing.counts, self.taken, strict=True)]
+    def _ends(self) -> Indices:
+        left = [count - taken for count, taken in zip(self.dispatch.counts, self.taken, strict=True)]
         return np.cumsum(np.array(left, dtype=np.int64))
 
     @cached_property
-    def _took_the_beginning(self) -> bool:
-        """Whether what the ranks took is the beginning of the row; by chance it never is."""
-        taken = replace(self.dealing, samples=sum(self.taken))
-        return self.dealing.scheme != "random" and tuple(taken.counts) == self.taken
+    def _took_prefix(self) -> bool:
+        """True if the ranks have taken a prefix of the sequence; never for a random assignment."""
+        taken = replace(self.dispatch, samples=sum(self.taken))
+        return self.dispatch.scheme != "random" and taken.counts == self.taken
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Samples that no rank has used."""
         return int(self._ends[-1])
 
-    def places(self, numbers: Numbers) -> Numbers:
-        """Return where in this layer's row the samples stand that have these `numbers` in the rest."""
-        if self._took_the_beginning:
-            return numbers + sum(self.taken)
-        ranks = np.searchsorted(self._ends, numbers, side="right")
-        places = np.empty_like(numbers)
+    def positions(self, indices: Indices) -> Indices:
+        """Return the positions in this layer's sequence of the remaining samples with these `indices`."""
+        if self._took_prefix:
+            return indices + sum(self.taken)
+        ranks = np.searchsorted(self._ends, indices, side="right")
+        positions = np.empty_like(indices)
         for rank in np.unique(ranks):
             mine = ranks == rank
-            left = self.dealing.count(rank) - self.taken[rank]
-            own = numbers[mine] - (self._ends[rank] - left) + self.taken[rank]
-            places[mine] = self.dealing.places(int(rank), own)
-        return places
+            left = self.dispatch.counts[rank] - self.taken[rank]
+            own = indices[mine] - (self._ends[rank] - left) + self.taken[rank]
+            positions[mine] = self.dispatch.positions(int(rank), own)
+        return positions
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """The batches of all ranks in what is left of an epoch.
+class EpochPlan:
+    """Batches of all ranks in the rest of an epoch.
 
     Attributes:
-        row: all samples.
-        layers: what was done before, oldest first.
-        dealing: how the rest is dealt.
-        portions: how that is cut into batches.
+        order: of all samples.
+        layers: earlier assignments, oldest first.
+        dispatch: assignment of the remaining samples.
+        portions: batches that they are cut into.
 
     Raises:
-        UsageError: a dealing, of a layer or of the rest, is not one of what was left before it.
+        UsageError: an assignment does not cover the samples that remain before it.
     """
 
-    row: BatchRow
+    order: SampleOrder
     layers: tuple[EpochLayer, ...]
-    dealing: BlockDispatch
+    dispatch: BlockDispatch
     portions: RankPortions
 
     def __post_init__(self) -> None:
-        for done, dealing in enumerate([*(layer.dealing for layer in self.layers), self.dealing]):
-            left = left_of(self.row, self.layers[:done])
-            if dealing.samples != left:
+        for done, dispatch in enumerate([*(layer.dispatch for layer in self.layers), self.dispatch]):
+            remaining = remaining_samples(self.order, self.layers[:done])
+            if dispatch.samples != remaining:
                 raise UsageError(
-                    f"a dealing of {dealing.samples} samples, where {left} are left",
-                    remedy="deal what is left",
+                    f"an assignment of {dispatch.samples} samples, but {remaining} remain",
+                    remedy="assign the remaining samples",
                 )
 
-    def samples(self, rank: int, first: int, end: int) -> Numbers:
-        """Return which samples `rank` takes as its `first`-th to ``end - 1``-th; see `RankPortions.bounds`."""
-        numbers = np.arange(first, end, dtype=np.int64)
-        count = self.dealing.count(rank)
+    def samples(self, rank: int, first: int, end: int) -> Indices:
+        """Return samples ``first … end - 1`` of `rank`; see `RankPortions.bounds`."""
+        indices = np.arange(first, end, dtype=np.int64)
+        count = self.dispatch.counts[rank]
         if end > count:
-            numbers %= count  # repeated, to pad
-        places = self.dealing.places(rank, numbers)
+            indices %= count  # repeated, to pad
+        positions = self.dispatch.positions(rank, indices)
         for layer in reversed(self.layers):
-            places = layer.places(places)
-        return self.row.at(places)
+            positions = layer.positions(positions)
+        return self.order.at(positions)
 
-    def batch(self, rank: int, step: int) -> Numbers:
-        """Return which samples `rank` takes in `step`; none where it ran dry."""
+    def batch(self, rank: int, step: int) -> Indices:
+        """Return the samples of `rank` in `step`; none after it ran out."""
         return self.samples(rank, *self.portions.bounds(rank, step))
 
     def after(self, step: int) -> EpochLayer:
-        """Return this epoch's dealing as a layer of which `step` steps are done."""
-        ranks = range(self.dealing.ranks)
-        return EpochLayer(self.dealing, tuple(self.portions.taken(rank, step) for rank in ranks))
+        """Return this assignment as a layer of which `step` steps are done."""
+        ranks = range(self.dispatch.ranks)
+        return EpochLayer(self.dispatch, tuple(self.portions.taken(rank, step) for rank in ranks))
 
 
-def left_of(row: BatchRow, layers: Sequence[EpochLayer]) -> int:
-    """Return how many samples of `row` are left after `layers`."""
-    return layers[-1].left if layers else row.samples
+def remaining_samples(order: SampleOrder, layers: Sequence[EpochLayer]) -> int:
+    """Return the number of samples that remain after `layers`."""
+    return layers[-1].remaining if layers else order.samples

@@ -1,4 +1,4 @@
-"""`Loader`: serves every rank its part of the data, so that no rank waits for one that will not come."""
+"""`Loader`: serves every rank its part of the data, with the same number of steps on all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset
 
 from paceline._core.step_state import step_state, wait_counters
-from paceline.data.epoch_plan import BatchRow, ShuffleMode
-from paceline.data.iterable_loader import IterableLoader, StreamRecipe
-from paceline.data.loader_position import LoaderRecipe
-from paceline.data.map_loader import Learning, MapLoader
-from paceline.data.sampling.block_dispatch import Scheme, dispatch_blocks
+from paceline.data.epoch_plan import SampleOrder, ShuffleMode
+from paceline.data.iterable_loader import IterableLoader, StreamSettings
+from paceline.data.loader_position import DispatchSettings
+from paceline.data.map_loader import MapLoader
+from paceline.data.measured_shares import MeasuredShares
+from paceline.data.sampling.block_dispatch import DispatchScheme, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.sampling.uneven_policies import UnevenPolicy, check_cut
+from paceline.data.sampling.uneven_policies import UnevenPolicy, check_batching
 from paceline.data.torch_dataloader import LoaderOptions
 from paceline.errors import UsageError, unknown
 from paceline.world.object_collectives import rank_and_size, verify_same
@@ -26,44 +27,46 @@ __all__ = ["Loader"]
 
 log = logging.getLogger("paceline.data")
 
-_MODES: dict[Any, ShuffleMode] = {True: "samples", False: "none", "blocks": "blocks"}
+_SHUFFLE_MODES: dict[Any, ShuffleMode] = {True: "samples", False: "none", "blocks": "blocks"}
+_SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
+_NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
 
 
 class Loader:
-    """Batches of a dataset for this rank; all ranks make the same number of steps, whatever they have.
+    """Batches of a dataset for this rank; all ranks make the same number of steps, however uneven their data.
 
-    Built on ``torch.utils.data.DataLoader``, whose options of the same names it takes. Every rank is given the
-    same dataset; the loader deals its samples, each to one rank, in another order each epoch. A batch is what
-    `collate_fn` made, with one attribute more: ``batch.samples``, the number of its samples. A rank that ran dry
-    gets a batch with ``samples == 0`` that only fills the place: ``model.backward(loss,
-    samples=batch.samples)`` is exact all the same.
+    Built on ``torch.utils.data.DataLoader``, whose options of the same names it accepts. Every rank passes the same
+    dataset; the loader assigns each sample to one rank, in another order each epoch. A batch is the result of
+    `collate_fn`, with one more attribute: ``batch.samples``, its number of samples. A rank that has run out of data
+    gets a placeholder batch with ``samples == 0``: ``model.backward(loss, samples=batch.samples)`` is exact all the
+    same.
 
     At the start of every epoch the ranks compare what they are about to serve, with one small gather.
 
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``), or a ``torch.utils.data.IterableDataset``.
         batch_size: samples of a rank's full batch; with ``uneven="rebalance"`` the mean over ranks.
-        dispatch: ``"round_robin"`` deals blocks in turns, ``"random"`` by chance, ``"shares"`` in turns by shares.
-        block: consecutive samples dealt together.
-        shares: of each rank, 1 in all; None: equal ones; ``"measured"``: in proportion to how fast each rank is,
-            learnt while training, its batches as large as its share.
-        uneven: what happens where ranks have unequal amounts. ``"join"``: ranks that ran dry take part without
-            data; ``"rebalance"``: batches as large as each rank's amount asks; both use every sample once.
-            ``"truncate"`` ends with the first rank that runs dry, ``"drop"`` with its last full batch, ``"pad"``
-            repeats samples, ``"error"`` refuses.
-        seed: decides the order of samples and random dealing.
-        shuffle: another order each epoch: of samples (True), of whole blocks (``"blocks"``), or none (False).
-            Iterable datasets have the order that they have.
-        num_workers: as in torch's DataLoader, as are the next ones.
+        dispatch: ``"round_robin"`` assigns blocks in turns, ``"random"`` draws, ``"shares"`` takes turns by shares.
+        block: consecutive samples that are assigned together.
+        shares: of each rank, with sum 1; None: equal ones; ``"measured"``: in proportion to each rank's throughput,
+            measured while training, with batch sizes in proportion.
+        uneven: policy for ranks with unequal amounts of data. ``"join"``: ranks that run out take part without data;
+            ``"rebalance"``: batch sizes in proportion to each rank's data; both use every sample once.
+            ``"truncate"`` ends when the first rank runs out, ``"drop"`` with its last full batch, ``"pad"``
+            repeats samples, ``"error"`` raises.
+        seed: of the order of samples and of random assignment.
+        shuffle: each epoch: samples (True), whole blocks (``"blocks"``), or nothing (False). Iterable datasets keep
+            their own order.
+        num_workers: as in torch's DataLoader, like the following ones.
         collate_fn, pin_memory, timeout: as there.
         worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers: as there.
-        redeal_every: with ``shares="measured"``, steps between two looks at the speeds; None: between epochs.
-        stream: of an iterable dataset: ``"own"``: every rank reads its own stream, split before; ``"whole"``: all
+        redeal_every: with ``shares="measured"``, steps between two updates of the shares; None: between epochs.
+        stream: of an iterable dataset: ``"own"``: every rank reads its own stream, split beforehand; ``"whole"``: all
             ranks read the same one, and each keeps its blocks.
-        group: the ranks, as a process group or the data axis of a device mesh; None: all.
+        group: process group of the ranks, or the data axis of a device mesh; None: all.
 
     Raises:
-        UsageError: a value that makes no sense, an empty dataset, shares that do not fit.
+        UsageError: an argument is invalid, the dataset is empty, or the shares do not match the ranks.
         UnevenData: the policy is ``"error"``, and ranks have unequal numbers of batches.
 
     Example:
@@ -77,7 +80,7 @@ class Loader:
         dataset: Any,
         batch_size: int = 64,
         *,
-        dispatch: Scheme = "round_robin",
+        dispatch: DispatchScheme = "round_robin",
         block: int = 1,
         shares: Sequence[float] | Literal["measured"] | None = None,
         uneven: UnevenPolicy = "join",
@@ -99,45 +102,62 @@ class Loader:
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
         self._place = rank_and_size(self.group)
         if self._place[0] < 0:
-            raise UsageError("this process is not in the group", remedy="make the Loader on its members only")
-        _check_said(shuffle, seed, shares)
-        fetch = LoaderOptions(
-            num_workers,
-            collate_fn,
-            pin_memory,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            prefetch_factor,
-            persistent_workers,
-        )
-        learning = _learning(shares, uneven, redeal_every)
+            raise UsageError(
+                "this process is not in the group", remedy="create the Loader on its members only"
+            )
+        if not isinstance(shuffle, bool | str) or shuffle not in _SHUFFLE_MODES:
+            raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
+        if not isinstance(seed, int):
+            raise UsageError(f"seed={seed!r}", remedy="pass a whole number, the same on every rank")
+        measured = _measured_shares(shares, uneven, redeal_every)
         fixed = RankShares.equal(self._place[1]) if isinstance(shares, str) else shares
-        self._course: MapLoader | IterableLoader
+        options = LoaderOptions(
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+        )
+        self._source: MapLoader | IterableLoader
         if isinstance(dataset, IterableDataset):
-            if learning is not None or shuffle == "blocks":
-                what = "shares='measured'" if learning is not None else "shuffle='blocks'"
-                raise UsageError(f"{what} with an iterable dataset", remedy=_NEEDS_LENGTH)
-            recipe = _stream_recipe(stream, dispatch, block, fixed, seed, batch_size, uneven, self._place[1])
-            self._course = IterableLoader(dataset, recipe, self._place, self.group, fetch)
+            if measured is not None or shuffle == "blocks":
+                option = "shares='measured'" if measured is not None else "shuffle='blocks'"
+                raise UsageError(f"{option} with an iterable dataset", remedy=_NEEDS_LENGTH)
+            _check_stream(stream, dispatch, block, fixed, batch_size=batch_size, uneven=uneven)
+            divided = (
+                _stream_shares(dispatch, block, fixed, uneven, self._place[1]) if stream == "whole" else None
+            )
+            settings = StreamSettings(
+                shares=divided, block=block, scheme=dispatch, seed=seed, batch_size=batch_size, uneven=uneven
+            )
+            self._source = IterableLoader(dataset, settings, self._place, self.group, options)
         else:
             if stream is not None:
                 raise UsageError(f"stream={stream!r} with a map-style dataset", remedy="leave stream out")
             samples = _length_of(dataset)
-            row = BatchRow(samples, _MODES[shuffle], block if shuffle == "blocks" else 1, seed)
-            dealing = dispatch_blocks(
+            first = dispatch_blocks(
                 samples, self._place[1], block=block, scheme=dispatch, shares=fixed, seed=seed
             )
-            cut: UnevenPolicy = uneven if learning is None else "rebalance"
-            recipe = LoaderRecipe(dealing.shares, block, dispatch, batch_size, cut)
-            self._course = MapLoader(dataset, row, recipe, self._place, self.group, fetch, learning)
+            policy: UnevenPolicy = uneven if measured is None else "rebalance"
+            self._source = MapLoader(
+                dataset,
+                SampleOrder(samples, _SHUFFLE_MODES[shuffle], block if shuffle == "blocks" else 1, seed),
+                DispatchSettings(first.shares, block, dispatch, batch_size, policy),
+                place=self._place,
+                group=self.group,
+                options=options,
+                measured=measured,
+            )
         self._iteration = 0
-        self._told = False
+        self._logged = False
 
     # ------------------------------------------------------------------ batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin what is left of the epoch, or the next one; all ranks do this together.
+        """Start the rest of the epoch, or the next one; all ranks do this together.
 
         Raises:
             MismatchError: ranks are about to serve different data; names the first difference and the ranks.
@@ -146,67 +166,62 @@ class Loader:
             raise UsageError(
                 f"this loader was made for rank {self._place[0]} of {self._place[1]}; "
                 f"this process is now rank {rank_and_size(self.group)[0]} of {rank_and_size(self.group)[1]}",
-                remedy="call paceline.init() before making a Loader",
+                remedy="call paceline.init() before creating a Loader",
             )
         self._iteration += 1
-        self._course.begin()
-        if self._place[1] > 1:  # alone, listing the facts would cost more than all else here
-            verify_same(self._course.facts(), "the loader", self.group, remedy=_SAME_DATA)
-        self._tell()
-        return self._served(self._iteration)
+        self._source.begin()
+        if self._place[1] > 1:  # on one rank, listing the facts would cost more than everything else here
+            verify_same(self._source.facts(), "the loader", self.group, remedy=_SAME_DATA)
+        if self._place[0] == 0 and not self._logged:
+            log.log(logging.INFO if self._source.lossless else logging.WARNING, "%s", self)
+        self._logged = True
+        return self._serve(self._iteration)
 
-    def _served(self, iteration: int) -> Iterator[Any]:
+    def _serve(self, iteration: int) -> Iterator[Any]:
         try:
-            if iteration != self._iteration:
-                raise self._left_behind()
+            self._check_iteration(iteration)
             step_state.enter_phase("data")
-            for batch in self._course.batches():
+            for batch in self._source.batches():
                 wait_counters.samples = batch.samples
                 step_state.enter_phase("outside")
                 yield batch
                 step_state.enter_phase("data")
-                if iteration != self._iteration:
-                    raise self._left_behind()
+                self._check_iteration(iteration)
             step_state.enter_phase("outside")
         finally:
             wait_counters.samples = None
 
-    def _left_behind(self) -> UsageError:
-        return UsageError(
-            "another iteration of this loader began before this one ended, or it was sent to another place",
-            rank=self._place[0],
-            remedy="make a Loader for each of two loops that run at the same time; leave a loop before loading",
-        )
-
-    def _tell(self) -> None:
-        """Say once what becomes of the data: aloud where something is lost, repeated or idle."""
-        if self._place[0] == 0 and not self._told:
-            log.log(logging.INFO if self._course.harmless else logging.WARNING, "%s", self)
-        self._told = True
+    def _check_iteration(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            raise UsageError(
+                "another iteration of this loader started before this one ended, or its position was changed",
+                rank=self._place[0],
+                remedy="create a Loader for each of two loops that run at the same time; leave a loop before loading",
+            )
 
     def __len__(self) -> int:
-        """Return the steps of the epoch under way, the same on all ranks.
+        """Return the steps of the present epoch, the same on all ranks.
 
         Raises:
             TypeError: the dataset is iterable.
         """
-        return self._course.steps
+        return self._source.steps
 
     def __str__(self) -> str:
-        """Tell what becomes of the data."""
-        return self._course.tell()
+        """Describe the use of the data."""
+        return self._source.describe()
 
     # ------------------------------------------------------------------ epochs and positions
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch under way, counted from 0; every new iteration begins the next one."""
-        return self._course.epoch
+        """Number of the present epoch, counted from 0; every new iteration starts the next one."""
+        return self._source.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration serve `epoch` from its beginning; from the loaded state, where that is in it.
+        """Let the next iteration serve `epoch` from its start; if the loaded state is within it, the rest.
 
-        So a loop over epochs that begins with the loaded state's serves what was left of that: maybe nothing.
+        So a loop over epochs that starts with the loaded state's serves the rest of that, which may be empty.
 
         Raises:
             UsageError: a negative number.
@@ -214,38 +229,27 @@ class Loader:
         if not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"epoch {epoch!r}", remedy="epochs are counted from 0")
         self._iteration += 1
-        self._course.set_epoch(epoch)
+        self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this loader stands, as plain JSON; the same on all ranks, after any batch."""
-        return self._course.state()
+        """Return the position as plain JSON; the same on all ranks, after any batch."""
+        return self._source.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go where `state` stands: the next iteration serves what was left, each sample once.
+        """Go to the position of `state`: the next iteration serves the remaining samples, each once.
 
-        What is left is dealt to the present ranks, by this loader's batch size, shares and policy.
+        They are assigned to the present ranks, by this loader's batch size, shares and policy.
 
         Raises:
-            UsageError: a state of another dataset, seed or order, or a damaged one.
+            UsageError: the state is of another dataset, seed or order, or is invalid.
         """
         self._iteration += 1
-        self._course.load(state)
+        self._source.load(state)
 
 
-_SAME_DATA = "give every rank the same whole dataset, the same arguments and the same state"
-_NEEDS_LENGTH = "that needs a dataset with a length; use a map-style one, or leave it out"
-
-
-def _check_said(shuffle: object, seed: object, shares: object) -> None:
-    if not isinstance(shuffle, bool | str) or shuffle not in _MODES:
-        raise unknown("shuffle", shuffle, ["True", "False", "'blocks'"])
-    if not isinstance(seed, int):
-        raise UsageError(f"seed={seed!r}", remedy="pass a whole number, the same on every rank")
+def _measured_shares(shares: object, uneven: str, every: int | None) -> MeasuredShares | None:
     if isinstance(shares, str) and shares != "measured":
         raise unknown("shares", shares, ["measured"])
-
-
-def _learning(shares: object, uneven: str, every: int | None) -> Learning | None:
     if shares != "measured":
         if every is not None:
             raise UsageError(f"redeal_every={every!r} without shares='measured'", remedy="leave it out")
@@ -253,19 +257,14 @@ def _learning(shares: object, uneven: str, every: int | None) -> Learning | None
     if uneven not in ("join", "rebalance"):
         raise UsageError(
             f"shares='measured' with uneven={uneven!r}",
-            remedy="learnt shares come with batches in proportion: leave uneven out, or use 'rebalance'",
+            remedy="measured shares need batch sizes in proportion: leave uneven out, or use 'rebalance'",
         )
     if every is not None and (not isinstance(every, int) or every < 1):
         raise UsageError(f"redeal_every={every!r}", remedy="pass a number of steps, 1 or more, or None")
-    return Learning(every)
+    return MeasuredShares(every)
 
 
 def _length_of(dataset: Any) -> int:
-    """Return the number of samples.
-
-    Raises:
-        UsageError: there are none, or it can't be told.
-    """
     try:
         samples = len(dataset)
     except TypeError as error:
@@ -278,41 +277,38 @@ def _length_of(dataset: Any) -> int:
     return samples
 
 
-def _stream_recipe(
-    stream: str | None,
-    dispatch: Scheme,
-    block: int,
-    shares: Sequence[float] | RankShares | None,
-    seed: int,
-    batch_size: int,
-    uneven: UnevenPolicy,
-    ranks: int,
-) -> StreamRecipe:
-    """Return how an iterable dataset is dealt and cut.
-
-    Raises:
-        UsageError: options that need a length, or that a stream for each rank has no use for.
-    """
+def _check_stream(
+    stream: str | None, dispatch: str, block: int, shares: object, *, batch_size: int, uneven: str
+) -> None:
+    """Raise for options that need a length, or that have no effect if each rank reads its own stream."""
     if stream not in (None, "own", "whole"):
         raise unknown("stream", stream, ["own", "whole"])
-    check_cut(batch_size, uneven)
+    check_batching(batch_size, uneven)
     if uneven == "rebalance":
         raise UsageError("uneven='rebalance' with an iterable dataset", remedy=_NEEDS_LENGTH)
-    if stream == "whole":
-        dealt = dispatch_blocks(0, ranks, block=block, scheme=dispatch, shares=shares, seed=seed).shares
-        if uneven in ("truncate", "drop", "pad") and 0 in dealt.parts:
-            rank = dealt.parts.index(0)
-            raise UsageError(
-                f"the share of rank {rank} is 0, and uneven={uneven!r} asks for samples on every rank",
-                rank=rank,
-                remedy="use uneven='join', or a share above 0",
-            )
-        return StreamRecipe(dealt, block, dispatch, seed, batch_size, uneven)
     given = {"dispatch": dispatch != "round_robin", "block": block != 1, "shares": shares is not None}
     for name, is_given in given.items():
-        if is_given:
+        if is_given and stream != "whole":
             raise UsageError(
                 f"{name} with an iterable dataset of which every rank reads its own stream",
-                remedy="let the loader deal one stream that all ranks read (stream='whole'), or leave it out",
+                remedy="let the loader divide one stream that all ranks read (stream='whole'), or leave it out",
             )
-    return StreamRecipe(None, 1, "round_robin", seed, batch_size, uneven)
+
+
+def _stream_shares(
+    dispatch: DispatchScheme,
+    block: int,
+    shares: Sequence[float] | RankShares | None,
+    uneven: UnevenPolicy,
+    ranks: int,
+) -> RankShares:
+    """Return the shares of a stream that all ranks read."""
+    found = dispatch_blocks(0, ranks, block=block, scheme=dispatch, shares=shares).shares
+    if uneven in ("truncate", "drop", "pad") and 0 in found.parts:
+        rank = found.parts.index(0)
+        raise UsageError(
+            f"the share of rank {rank} is 0, and uneven={uneven!r} requires samples on every rank",
+            rank=rank,
+            remedy="use uneven='join', or a share above 0",
+        )
+    return found

@@ -1,12 +1,12 @@
-"""Where a loader stands, as plain JSON: enough to serve every sample that is left exactly once.
+"""Position of a loader in an epoch; as plain JSON it suffices to serve each remaining sample exactly once.
 
     {"format": 2, "samples": 50000, "seed": 0, "shuffle": "samples", "shuffle_block": 1, "epoch": 3,
      "done":  [{"samples": …, "parts": […], "block": …, "scheme": …, "seed": …, "taken": […]}, …],
      "dealt":  {"samples": …, "parts": […], "block": …, "scheme": …, "seed": …},
      "batch_size": 64, "uneven": "join", "step": 117}
 
-It is the same on all ranks. `done` are the layers of `Epoch`, `dealt` is the dealing under way, `step` how
-many of its steps are done.
+It is the same on all ranks. `done` are the layers of `EpochPlan`, `dealt` is its present assignment, and `step` the
+number of its steps that are done.
 """
 
 from __future__ import annotations
@@ -14,93 +14,98 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
+from paceline._core.json_codec import decode
 from paceline._core.keyed_random import derive_key
-from paceline.data.epoch_plan import BatchRow, Epoch, EpochLayer, left_of
-from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme
+from paceline.data.epoch_plan import EpochLayer, EpochPlan, SampleOrder, ShuffleMode, remaining_samples
+from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions, UnevenPolicy
 from paceline.errors import UsageError
 
-__all__ = ["FORMAT", "LoaderPosition", "LoaderRecipe"]
+__all__ = ["FORMAT", "DispatchSettings", "LoaderPosition", "decode_state"]
 
 FORMAT = 2
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class LoaderRecipe:
-    """How an epoch, or what is left of one, is dealt and cut.
+class DispatchSettings:
+    """How the samples of an epoch are assigned and cut into batches.
 
     Attributes:
-        shares: of the ranks; their number is the number of ranks.
+        shares: of the ranks.
         block, scheme: as in `BlockDispatch`.
         batch_size, uneven: as in `RankPortions`.
     """
 
     shares: RankShares
     block: int
-    scheme: Scheme
+    scheme: DispatchScheme
     batch_size: int
     uneven: UnevenPolicy
 
 
 @dataclass(frozen=True)
 class LoaderPosition:
-    """A place in an epoch.
+    """A position in an epoch.
 
     Attributes:
         epoch: its batches.
-        step: how many of them are done.
+        step: number of steps that are done.
     """
 
-    epoch: Epoch
+    epoch: EpochPlan
     step: int = 0
 
     @classmethod
-    def start(cls, row: BatchRow, recipe: LoaderRecipe) -> LoaderPosition:
-        """Return the beginning of the epoch `row`."""
-        return cls(_dealt(row, (), recipe))
+    def start(cls, order: SampleOrder, settings: DispatchSettings) -> LoaderPosition:
+        """Return the start of an epoch."""
+        return cls(_plan(order, (), settings))
 
     @property
-    def left(self) -> int:
-        """Steps that are left."""
+    def remaining(self) -> int:
+        """Number of remaining steps."""
         return self.epoch.portions.steps - self.step
 
-    def dealt_again(self, recipe: LoaderRecipe) -> LoaderPosition:
-        """Return this place, with what is left dealt anew by `recipe`; the same where nothing changes.
+    def redistribute(self, settings: DispatchSettings) -> LoaderPosition:
+        """Return this position with the remaining samples assigned by `settings`; itself if they are unchanged.
 
         Raises:
-            UsageError: nothing is left, or it can't be dealt so.
+            UsageError: no samples remain, or the settings do not fit.
         """
-        if recipe == self.recipe:
+        if settings == self.settings:
             return self
         epoch = self.epoch
         layers = (*epoch.layers, epoch.after(self.step)) if self.step else epoch.layers
-        return LoaderPosition(_dealt(epoch.row, layers, recipe))
+        return LoaderPosition(_plan(epoch.order, layers, settings))
 
     @property
-    def recipe(self) -> LoaderRecipe:
-        """How what is left is dealt and cut."""
-        dealing, portions = self.epoch.dealing, self.epoch.portions
-        return LoaderRecipe(
-            dealing.shares, dealing.block, dealing.scheme, portions.batch_size, portions.policy
+    def settings(self) -> DispatchSettings:
+        """The present settings."""
+        dispatch, portions = self.epoch.dispatch, self.epoch.portions
+        return DispatchSettings(
+            dispatch.shares, dispatch.block, dispatch.scheme, portions.batch_size, portions.policy
         )
 
     # ------------------------------------------------------------------ as JSON
 
     def state(self) -> dict[str, Any]:
-        """Return the place as numbers, strings and lists."""
-        row, portions = self.epoch.row, self.epoch.portions
+        """Return the position as numbers, strings and lists."""
+        order, portions = self.epoch.order, self.epoch.portions
         return {
             "format": FORMAT,
-            "samples": row.samples,
-            "seed": row.seed,
-            "shuffle": row.shuffle,
-            "shuffle_block": row.block,
-            "epoch": row.epoch,
-            "done": [{**_plain(layer.dealing), "taken": list(layer.taken)} for layer in self.epoch.layers],
-            "dealt": _plain(self.epoch.dealing),
+            "samples": order.samples,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "shuffle_block": order.block,
+            "epoch": order.epoch,
+            "done": [
+                {**_dispatch_state(layer.dispatch), "taken": list(layer.taken)} for layer in self.epoch.layers
+            ],
+            "dealt": _dispatch_state(self.epoch.dispatch),
             "batch_size": portions.batch_size,
             "uneven": portions.policy,
             "step": self.step,
@@ -108,86 +113,102 @@ class LoaderPosition:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> LoaderPosition:
-        """Return the place that `state` tells.
+        """Return the position with this `state`.
 
         Raises:
-            UsageError: it is of another format, or tells no place that could be.
+            UsageError: it has another format, or is invalid.
         """
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
             raise UsageError(
                 f"a loader's state of format {found!r}", remedy=f"this version reads format {FORMAT}"
             )
-        try:
-            row = BatchRow(
-                _whole(state["samples"]),
-                state["shuffle"],
-                _whole(state["shuffle_block"]),
-                seed=_whole(state["seed"]),
-                epoch=_whole(state["epoch"]),
-            )
-            layers = tuple(_layer(each) for each in state["done"])
-            dealing = _dealing(state["dealt"])
-            portions = RankPortions(dealing.counts, _whole(state["batch_size"]), state["uneven"])
-            step = _whole(state["step"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise UsageError(
-                f"a loader's state that is incomplete or damaged: {error!r}",
-                remedy="pass what Loader.state_dict() gave",
-            ) from error
-        if not 0 <= step <= portions.steps:
-            raise UsageError(f"a loader's state at step {step} of {portions.steps}")
-        return cls(Epoch(row, layers, dealing, portions), step)
+        read = decode_state(state, _PositionState)
+        order = SampleOrder(read.samples, read.shuffle, read.shuffle_block, read.seed, read.epoch)
+        layers = tuple(EpochLayer(layer.dispatch(), layer.taken) for layer in read.done)
+        dispatch = read.dealt.dispatch()
+        portions = RankPortions(dispatch.counts, read.batch_size, read.uneven)
+        if not 0 <= read.step <= portions.steps:
+            raise UsageError(f"a loader's state at step {read.step} of {portions.steps}")
+        return cls(EpochPlan(order, layers, dispatch, portions), read.step)
 
 
-def _dealt(row: BatchRow, layers: tuple[EpochLayer, ...], recipe: LoaderRecipe) -> Epoch:
-    left = left_of(row, layers)
-    if not left:
-        raise UsageError("no samples are left to deal", remedy="begin the next epoch")
-    return Epoch(
-        row, layers, *_cut(left, recipe, _seed(row, len(layers)) if recipe.scheme == "random" else 0)
-    )
+@dataclass(frozen=True)
+class _DispatchState:
+    samples: int
+    parts: tuple[int, ...]
+    block: int
+    scheme: DispatchScheme
+    seed: int
+
+    def dispatch(self) -> BlockDispatch:
+        return BlockDispatch(self.samples, RankShares(self.parts), self.block, self.scheme, self.seed)
 
 
-def _seed(row: BatchRow, layer: int) -> int:
-    """Return what decides a dealing by chance; the first one's is the seed itself, as in a forecast."""
-    return derive_key(row.seed, row.epoch, layer, 6) if row.epoch or layer else row.seed
+@dataclass(frozen=True)
+class _LayerState(_DispatchState):
+    taken: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        counts = self.dispatch().counts
+        if len(self.taken) != len(counts) or any(
+            not 0 <= taken <= count for taken, count in zip(self.taken, counts, strict=True)
+        ):
+            raise ValueError(f"taken {self.taken} of {counts}")
 
 
-@lru_cache(maxsize=8)  # dealt in turns, every epoch is cut alike
-def _cut(samples: int, recipe: LoaderRecipe, seed: int) -> tuple[BlockDispatch, RankPortions]:
-    dealing = BlockDispatch(samples, recipe.shares, min(recipe.block, samples), recipe.scheme, seed)
-    return dealing, RankPortions(dealing.counts, recipe.batch_size, recipe.uneven)
+@dataclass(frozen=True, kw_only=True)
+class _PositionState:
+    samples: int
+    seed: int
+    shuffle: ShuffleMode
+    shuffle_block: int
+    epoch: int
+    done: list[_LayerState]
+    dealt: _DispatchState
+    batch_size: int
+    uneven: UnevenPolicy
+    step: int
 
 
-def _plain(dealing: BlockDispatch) -> dict[str, Any]:
+def decode_state(state: object, kind: type[T]) -> T:
+    """Return a loader's state as a value of type `kind`.
+
+    Raises:
+        UsageError: a field is missing or invalid.
+    """
+    try:
+        return decode(state, kind, "the loader's state")
+    except UsageError as error:
+        problem = str(error).partition("\n")[0]
+        raise UsageError(problem, remedy="pass a state that Loader.state_dict() returned") from error
+
+
+def _dispatch_state(dispatch: BlockDispatch) -> dict[str, Any]:
     return {
-        "samples": dealing.samples,
-        "parts": list(dealing.shares.parts),
-        "block": dealing.block,
-        "scheme": dealing.scheme,
-        "seed": dealing.seed,
+        "samples": dispatch.samples,
+        "parts": list(dispatch.shares.parts),
+        "block": dispatch.block,
+        "scheme": dispatch.scheme,
+        "seed": dispatch.seed,
     }
 
 
-def _dealing(plain: Mapping[str, Any]) -> BlockDispatch:
-    shares = RankShares(tuple(_whole(part) for part in plain["parts"]))
-    samples, block, seed = (_whole(plain[name]) for name in ("samples", "block", "seed"))
-    return BlockDispatch(samples, shares, block, plain["scheme"], seed)
+def _plan(order: SampleOrder, layers: tuple[EpochLayer, ...], settings: DispatchSettings) -> EpochPlan:
+    remaining = remaining_samples(order, layers)
+    if not remaining:
+        raise UsageError("no samples remain to assign", remedy="start the next epoch")
+    seed = _dispatch_seed(order, len(layers)) if settings.scheme == "random" else 0
+    return EpochPlan(order, layers, *_assign(remaining, settings, seed))
 
 
-def _layer(plain: Mapping[str, Any]) -> EpochLayer:
-    dealing, taken = _dealing(plain), tuple(_whole(each) for each in plain["taken"])
-    if len(taken) != dealing.ranks or any(
-        not 0 <= each <= count for each, count in zip(taken, dealing.counts, strict=True)
-    ):
-        raise ValueError(f"taken {taken} of {dealing.counts}")
-    return EpochLayer(dealing, taken)
+def _dispatch_seed(order: SampleOrder, layer: int) -> int:
+    """Return the seed of a random assignment; of the first one the loader's seed itself, as in a forecast."""
+    return derive_key(order.seed, order.epoch, layer, 6) if order.epoch or layer else order.seed
 
 
-def _whole(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} where a whole number is due")
-    return value
+@lru_cache(maxsize=8)  # with round-robin, every epoch is assigned alike
+def _assign(samples: int, settings: DispatchSettings, seed: int) -> tuple[BlockDispatch, RankPortions]:
+    block = min(settings.block, samples)
+    dispatch = BlockDispatch(samples, settings.shares, block, settings.scheme, seed)
+    return dispatch, RankPortions(dispatch.counts, settings.batch_size, settings.uneven)

@@ -1,4 +1,4 @@
-"""Serving a map-style dataset: every rank computes which samples are its own, and fetches those."""
+"""Serves a map-style dataset: every rank computes the indices of its own samples, and fetches those."""
 
 from __future__ import annotations
 
@@ -8,123 +8,97 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.utils.data import Sampler
 
 from paceline._core.step_state import wait_counters
 from paceline.data.counted_batch import with_samples
-from paceline.data.epoch_plan import BatchRow
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
-from paceline.data.sampling.rank_shares import (
-    WORTH_IT,
-    ThroughputEstimate,
-    blended,
-    largest_change,
-    shares_of,
-)
+from paceline.data.epoch_plan import SampleOrder
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
+from paceline.data.measured_shares import MeasuredShares
 from paceline.data.torch_dataloader import BatchFetcher, LoaderOptions
 from paceline.errors import DataError, UsageError
-from paceline.world.object_collectives import gather_rows
 
-__all__ = ["Learning", "MapLoader"]
+__all__ = ["MapLoader"]
 
 log = logging.getLogger("paceline.data")
 
-CHUNK = 16384
-"""Samples whose numbers are computed at once."""
-
-FILLER = 2
-"""Samples of a batch that only fills a place: one alone is too few for BatchNorm."""
-
-_UNSEEN = (
-    "shares stay as they are: how long ranks wait for one another is known with paceline.DataParallel "
-    "on CPUs only, and not with full-shard"
-)
+_CHUNK = 16384  # samples whose indices are computed at once
+_PLACEHOLDER_SAMPLES = 2  # of a batch without own samples: one alone is too few for BatchNorm
 
 
-class Numbers(Sampler[list[int]]):
-    """The numbers of the samples of each batch of one rank, from a position to the end of its epoch."""
+class BatchIndices(Sampler[list[int]]):
+    """Yields the indices of the samples in each batch of a rank, from a position to the end of its epoch.
+
+    Attributes:
+        position: from which to start.
+        sizes: number of samples in each batch that was fetched and not served yet.
+    """
 
     def __init__(self, rank: int, position: LoaderPosition) -> None:
-        self.rank, self.position = rank, position
+        self._rank, self.position = rank, position
         self.sizes: deque[int] = deque()
-        """How many samples the batches have that were asked for and not handed out."""
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, step = self.position.epoch, self.position.step
-        portions, rank = epoch.portions, self.rank
-        filler = list(range(min(FILLER, epoch.row.samples)))
-        at_once = max(1, CHUNK // portions.batch_size)
+        portions, rank = epoch.portions, self._rank
+        placeholder = list(range(min(_PLACEHOLDER_SAMPLES, epoch.order.samples)))
+        at_once = max(1, _CHUNK // portions.batch_size)
         self.sizes.clear()
         while step < portions.steps:
             end = min(step + at_once, portions.steps)
             first, *ends = portions.edges(rank, step, end)
-            numbers, low = epoch.samples(rank, first, ends[-1]).tolist(), 0
+            indices, low = epoch.samples(rank, first, ends[-1]).tolist(), 0
             for each in ends:
                 high = each - first
                 self.sizes.append(high - low)
-                yield numbers[low:high] or filler
+                yield indices[low:high] or placeholder
                 low = high
             step = end
 
 
-@dataclass
-class Learning:
-    """Shares that are learnt from the ranks' speeds.
-
-    Attributes:
-        every: steps between two looks at them; None: between epochs.
-        speeds: samples per second of each rank; None: not known.
-    """
-
-    every: int | None = None
-    speeds: list[float] | None = None
-
-
 class MapLoader:
-    """The course of one rank through a map-style dataset.
+    """Serves one rank's batches of a map-style dataset.
 
     Args:
         dataset: with ``__len__`` and ``__getitem__``.
-        row: its samples in the order of the first epoch.
-        recipe: how they are dealt and cut.
+        order: of its samples in the first epoch.
+        settings: assignment and batches.
         place: (rank, ranks) of this process.
         group: the ranks.
-        fetch: how samples become batches.
-        learning: how shares are learnt; None: they are not.
+        options: of torch's DataLoader.
+        measured: derives shares from throughput; None: they are fixed.
     """
 
     def __init__(
         self,
         dataset: Any,
-        row: BatchRow,
-        recipe: LoaderRecipe,
+        order: SampleOrder,
+        settings: DispatchSettings,
+        *,
         place: tuple[int, int],
         group: ProcessGroup | None,
-        fetch: LoaderOptions,
-        learning: Learning | None,
+        options: LoaderOptions,
+        measured: MeasuredShares | None,
     ) -> None:
-        self.dataset, self.group, self.learning = dataset, group, learning
+        self.dataset, self.group, self.measured = dataset, group, measured
         self.rank, self.ranks = place
-        self.recipe = recipe
-        self.position = LoaderPosition.start(row, recipe)
-        self._pace, self._waits = ThroughputEstimate(), wait_counters.waits
-        self._begun = False  # an iteration from this position has begun
-        self._asked = False  # for this epoch, though nothing may be left of it
-        self._said = False  # that speeds can't be seen
-        self._earlier = 0  # steps of this epoch before it was dealt again
-        self._numbers = Numbers(self.rank, self.position)
-        self._fetcher = BatchFetcher(dataset, fetch, self.rank, row.seed, batch_sampler=self._numbers)
+        self.settings = settings
+        self.position = LoaderPosition.start(order, settings)
+        self._started = False  # an iteration from this position
+        self._epoch_set = False  # explicitly, though it may have no batches left
+        self._earlier_steps = 0  # of this epoch, before its samples were redistributed
+        self._indices = BatchIndices(self.rank, self.position)
+        self._fetcher = BatchFetcher(dataset, options, self.rank, order.seed, batch_sampler=self._indices)
 
-    # ------------------------------------------------------------------ where it stands
+    # ------------------------------------------------------------------ position
 
     @property
     def position(self) -> LoaderPosition:
-        """The place in the epoch."""
+        """Position in the epoch."""
         if self._position.step != self._step:
             self._position = LoaderPosition(self._position.epoch, self._step)
         return self._position
@@ -136,56 +110,57 @@ class MapLoader:
     @property
     def epoch(self) -> int:
         """Number of the epoch."""
-        return self.position.epoch.row.epoch
+        return self.position.epoch.order.epoch
 
     @property
     def steps(self) -> int:
-        """Steps of the epoch, as it is dealt now."""
-        return self._earlier + self.position.epoch.portions.steps
+        """Steps of the epoch, as it is assigned now."""
+        return self._earlier_steps + self.position.epoch.portions.steps
 
-    def tell(self) -> str:
-        """Return what becomes of the data in this epoch."""
+    def describe(self) -> str:
+        """Return one sentence on the use of the data in this epoch."""
         epoch = self.position.epoch
-        shares = "" if len(set(epoch.dealing.shares.parts)) == 1 else f", shares {epoch.dealing.shares}"
-        return f"{epoch.dealing.samples} samples to {self.ranks} ranks{shares}: {epoch.portions.tell()}"
+        shares = "" if len(set(epoch.dispatch.shares.parts)) == 1 else f", shares {epoch.dispatch.shares}"
+        return f"{epoch.dispatch.samples} samples to {self.ranks} ranks{shares}: {epoch.portions.describe()}"
 
     @property
-    def harmless(self) -> bool:
-        """Whether every sample is used once, and no rank runs dry."""
+    def lossless(self) -> bool:
+        """True if every sample is used once, and no rank runs out."""
         portions = self.position.epoch.portions
         return not (portions.dropped or portions.repeated or portions.empty)
 
     def facts(self) -> list[str]:
-        """Return what must be the same on all ranks before an epoch begins."""
-        recipe, state = self.recipe, self.position.state()
+        """Return what must be the same on all ranks before an epoch starts."""
+        settings, state = self.settings, self.position.state()
+        measured = self.measured
         return [
             f"{len(self.dataset)} samples",
             f"seed={state['seed']}, shuffle={state['shuffle']!r}",
-            f"batch_size={recipe.batch_size}, uneven={recipe.uneven!r}",
-            f"dispatch={recipe.scheme!r}, block={recipe.block}, shares {recipe.shares}",
-            f"learning {self.learning}",
+            f"batch_size={settings.batch_size}, uneven={settings.uneven!r}",
+            f"dispatch={settings.scheme!r}, block={settings.block}, shares {settings.shares}",
+            f"measured shares: {measured and f'redeal_every={measured.every}, speeds={measured.speeds}'}",
             f"epoch {state['epoch']}, step {state['step']}",
             f"position {json.dumps(state)}",
         ]
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of `epoch`, unless a loaded state stands in it."""
-        if self._begun or epoch != self.epoch:
-            self._start(epoch)
-        self._asked = True
+        """Go to the start of `epoch`, unless a loaded state is within it."""
+        if self._started or epoch != self.epoch:
+            self._go_to(epoch)
+        self._epoch_set = True
 
     def state(self) -> dict[str, Any]:
-        """Return the position, as plain JSON."""
+        """Return the position as plain JSON."""
         state = self.position.state()
-        if self.learning is not None:
-            state["speeds"] = self.learning.speeds
+        if self.measured is not None:
+            state["speeds"] = self.measured.speeds
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go to the position that `state` tells, dealt to the present ranks.
+        """Go to the position of `state`, assigned to the present ranks.
 
         Raises:
-            UsageError: it is of another dataset, order or seed, or damaged.
+            UsageError: it belongs to another dataset, order or seed, or is invalid.
         """
         if isinstance(state, Mapping) and state.get("kind") == "stream":
             raise UsageError(
@@ -193,121 +168,108 @@ class MapLoader:
                 remedy="resume with the dataset that the state was taken with",
             )
         found = LoaderPosition.of(state)
-        _check_same_row(found.epoch.row, self.position.epoch.row)
-        if self.learning is not None and found.recipe.shares.ranks == self.ranks:
-            self.learning.speeds = _speeds_in(state, self.ranks)
-            self.recipe = replace(self.recipe, shares=found.recipe.shares)
-        self.position, self._earlier = self._dealt_again(found), 0
-        self._begun = self._asked = False
+        _check_same_order(found.epoch.order, self.position.epoch.order)
+        if self.measured is not None and found.settings.shares.ranks == self.ranks:
+            self.measured.speeds = _read_speeds(state, self.ranks)
+            self.settings = replace(self.settings, shares=found.settings.shares)
+        self.position, self._earlier_steps = self._redistribute(found), 0
+        self._started = self._epoch_set = False
 
-    def _dealt_again(self, found: LoaderPosition) -> LoaderPosition:
-        """Return `found`, dealt to the present ranks; its end, where that leaves no step to be made."""
-        if not found.left:
+    def _redistribute(self, found: LoaderPosition) -> LoaderPosition:
+        """Return `found`, assigned to the present ranks; the end of its epoch if too little is left for a step."""
+        if not found.remaining:
             return found
         try:
-            return found.dealt_again(self.recipe)
+            return found.redistribute(self.settings)
         except UsageError:
-            if self.recipe.uneven not in ("truncate", "drop"):
+            if self.settings.uneven not in ("truncate", "drop"):
                 raise
             log.warning(
-                "what is left of epoch %d makes no step on %d ranks", found.epoch.row.epoch, self.ranks
+                "the rest of epoch %d is too small for a step on %d ranks",
+                found.epoch.order.epoch,
+                self.ranks,
             )
             return LoaderPosition(found.epoch, found.epoch.portions.steps)
 
     def begin(self) -> None:
-        """Go on from the place that was loaded or asked for, else to the next epoch."""
-        if self._begun or not (self.position.left or self._asked):
-            self._start(self.epoch + 1)
-        self._begun, self._asked = True, False
+        """Start an iteration: from the loaded position, or the epoch that was set, or the next epoch."""
+        if self._started or not (self.position.remaining or self._epoch_set):
+            self._go_to(self.epoch + 1)
+        self._started, self._epoch_set = True, False
 
-    def _start(self, epoch: int) -> None:
-        row = replace(self.position.epoch.row, epoch=epoch)
-        self.position, self._earlier = LoaderPosition.start(row, self.recipe), 0
-        self._begun = False
+    def _go_to(self, epoch: int) -> None:
+        order = replace(self.position.epoch.order, epoch=epoch)
+        self.position, self._earlier_steps = LoaderPosition.start(order, self.settings), 0
+        self._started = False
 
     # ------------------------------------------------------------------ batches
 
     def batches(self) -> Iterator[Any]:
-        """Yield what is left of the epoch."""
-        there, before = len(self.dataset), self.position.epoch.row.samples
-        if there != before:
+        """Yield the rest of the epoch."""
+        samples, before = len(self.dataset), self.position.epoch.order.samples
+        if samples != before:
             raise UsageError(
-                f"the dataset had {before} samples, and now has {there}",
+                f"the dataset had {before} samples, and now has {samples}",
                 rank=self.rank,
-                remedy="make a new Loader for a dataset of another length",
+                remedy="create a new Loader for a dataset of another length",
             )
-        self._learn()
-        while self.position.left:
-            yield from self._until_dealt_again()
+        self._update_shares()
+        while self.position.remaining:
+            yield from self._batches_until_redistributed()
 
-    def _until_dealt_again(self) -> Iterator[Any]:
+    def _batches_until_redistributed(self) -> Iterator[Any]:
         epoch, first = self.position.epoch, self.position.step
-        self._numbers.position = self.position
-        learning, sizes, started, waited = self.learning, self._numbers.sizes, 0.0, 0.0
-        every = learning.every if learning is not None else None
-        fetched = self._fetcher.run((epoch.row.epoch, len(epoch.layers)), first, self._contents)
-        if learning is not None:
+        self._indices.position = self.position
+        measured, sizes, started, waited = self.measured, self._indices.sizes, 0.0, 0.0
+        every = measured.every if measured is not None else None
+        fetched = self._fetcher.run((epoch.order.epoch, len(epoch.layers)), first, self._list_samples)
+        if measured is not None:
             started, waited = time.perf_counter(), wait_counters.waited_seconds
         for step, batch in enumerate(fetched, first):
             samples = sizes.popleft()
             self._step = step + 1
             yield with_samples(batch, samples)
-            if learning is None:
+            if measured is None:
                 continue
-            if step > first:  # what is slow only once, at the start, says nothing
-                self._pace.note(
-                    samples, time.perf_counter() - started - (wait_counters.waited_seconds - waited)
-                )
-            if every is not None and (step + 1) % every == 0 and self._learn():
+            if step > first:  # the first step includes one-time costs
+                seconds = time.perf_counter() - started - (wait_counters.waited_seconds - waited)
+                measured.record(samples, seconds)
+            if every is not None and (step + 1) % every == 0 and self._update_shares():
                 return
             started, waited = time.perf_counter(), wait_counters.waited_seconds
         if self._step < epoch.portions.steps:
+            contents = self._list_samples(self._step)
             raise DataError(
-                f"batch {self._step} of epoch {epoch.row.epoch} ended the iteration{self._contents(self._step)}",
+                f"batch {self._step} of epoch {epoch.order.epoch} ended the iteration{contents}",
                 rank=self.rank,
                 remedy="let the dataset or collate_fn raise another exception than StopIteration",
             )
 
-    def _contents(self, step: int) -> str:
+    def _list_samples(self, step: int) -> str:
         epoch = self.position.epoch
         if not epoch.portions.size(self.rank, step):
             return ""
-        numbers = epoch.batch(self.rank, step).tolist()
-        return f" (samples {', '.join(map(str, numbers[:8]))}{', …' * (len(numbers) > 8)})"
+        samples = epoch.batch(self.rank, step).tolist()
+        return f" (samples {', '.join(map(str, samples[:8]))}{', …' * (len(samples) > 8)})"
 
-    # ------------------------------------------------------------------ shares that are learnt
-
-    def _learn(self) -> bool:
-        """Deal what is left by the speeds that were measured; return whether that changed anything.
-
-        All ranks come here at the same step. One gather tells all of them every speed.
-        """
-        if self.learning is None or self.ranks == 1 or not self.position.left:
+    def _update_shares(self) -> bool:
+        """Redistribute the remaining samples by measured throughput; return whether that changed anything."""
+        measured = self.measured
+        if measured is None or self.ranks == 1 or not self.position.remaining:
             return False
-        waits, self._waits = wait_counters.waits - self._waits, wait_counters.waits
-        told = torch.tensor([self._pace.take(), float(waits)], dtype=torch.float64)
-        speeds, waits_of_rank = zip(*(row.tolist() for row in gather_rows(told, self.group)), strict=True)
-        if not any(speeds):
+        shares = measured.update(self.settings.shares, self.rank, self.group)
+        if shares is None:
             return False
-        if not all(waits_of_rank):
-            if self.rank == 0 and not self._said:
-                log.warning(_UNSEEN)
-            self._said = True
-            return False
-        self.learning.speeds = blended(self.learning.speeds, speeds)
-        shares = shares_of(self.learning.speeds)
-        if largest_change(self.recipe.shares, shares) <= WORTH_IT:
-            return False
-        self.recipe = replace(self.recipe, shares=shares)
-        self._earlier += self.position.step
-        self.position = self.position.dealt_again(self.recipe)
+        self.settings = replace(self.settings, shares=shares)
+        self._earlier_steps += self.position.step
+        self.position = self.position.redistribute(self.settings)
         if self.rank == 0:
-            measured = ", ".join(f"{speed:.4g}" for speed in self.learning.speeds)
-            log.info("ranks reach %s samples/s: dealt again, %s", measured, self.tell())
+            speeds = ", ".join(f"{speed:.4g}" for speed in measured.speeds or ())
+            log.info("ranks reach %s samples/s: data redistributed, %s", speeds, self.describe())
         return True
 
 
-def _speeds_in(state: Mapping[str, Any], ranks: int) -> list[float] | None:
+def _read_speeds(state: Mapping[str, Any], ranks: int) -> list[float] | None:
     speeds = state.get("speeds")
     if speeds is None:
         return None
@@ -318,22 +280,22 @@ def _speeds_in(state: Mapping[str, Any], ranks: int) -> list[float] | None:
     ):
         raise UsageError(
             f"a loader's state with speeds {speeds!r} of {ranks} ranks",
-            remedy="pass what Loader.state_dict() gave",
+            remedy="pass a state that Loader.state_dict() returned",
         )
     return speeds
 
 
-def _check_same_row(found: BatchRow, own: BatchRow) -> None:
-    """Raise unless both are the same samples in the same order, but for the epoch."""
-    for name, told in (
+def _check_same_order(found: SampleOrder, own: SampleOrder) -> None:
+    """Raise unless both are the same samples in the same order, except for the epoch."""
+    for name, description in (
         ("samples", "a dataset of {} samples"),
         ("seed", "seed={}"),
         ("shuffle", "shuffle={!r}"),
     ):
-        theirs, mine = getattr(found, name), getattr(own, name)
-        if theirs != mine:
+        theirs, ours = getattr(found, name), getattr(own, name)
+        if theirs != ours:
             raise UsageError(
-                f"the state is of {told.format(theirs)}; this loader has {told.format(mine)}",
+                f"the state is of {description.format(theirs)}; this loader has {description.format(ours)}",
                 remedy="resume with the dataset, seed and shuffle that the state was taken with",
             )
     if found.shuffle == "blocks" and found.block != own.block:

@@ -1,24 +1,24 @@
-"""Whose fault it is: a function from what is known of the ranks to a verdict.
+"""Failure attribution: a pure function from what is known of all ranks to the rank that failed, and how.
 
 Evidence, from certain to weak:
 
-    raised        a rank announced its own exception
-    gone          its process is no more: told by its host, or by its connections
-    stopped       its process is stopped, or does nothing though its host answers, and others wait for it
-    unreachable   its host does not answer; where no other host answers, this rank's own is cut off
+    raised        the rank announced its own exception
+    gone          its process has ended: reported by its host, or by the end of its connections
+    stopped       its process is stopped, or does nothing although its host answers, and others wait for it
+    unreachable   its host does not answer; if no other host answers either, this rank's own is cut off
     held          one of its threads holds Python's lock, so that it can't answer, and others wait for it
     finished      it left its loop, and others wait for it
     stalled       it is behind, stands still, and others wait for it
-    elsewhere     all were heard of just now and wait, but not for the same thing: the one that is least advanced
+    elsewhere     all ranks sent heartbeats just now and wait, but not for the same thing: the least advanced one
 
-A connection error is none of them: it is what the others see of one. And silence of a rank for which nobody waits is no
-fault: a long call may hold Python's lock.
+A connection error is no evidence: it is how other ranks see one of these. Nor is the silence of a rank that nobody
+waits for: a long call may hold Python's lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.step_state import PHASES
 from paceline.health.heartbeat import FailureNotice, Heartbeat
@@ -29,100 +29,100 @@ __all__ = [
     "RankObservation",
     "StallLimits",
     "attribute_failure",
-    "late",
-    "position",
-    "waited",
+    "find_late_rank",
+    "progress_of",
+    "waited_seconds",
 ]
 
 CERTAIN = ("raised", "gone")
-"""Verdicts that need no waiting."""
+"""Kinds that more evidence can't change."""
 
-
-_AT_ONCE_SECONDS = 0.5
-"""An exception that came so soon after a process had ended may be what its rank saw of that."""
-
+_CONSEQUENCE_SECONDS = 0.5
+"""An exception this soon after the end of another process may be a consequence of it."""
 
 _TOGETHER_SECONDS = 0.3
-"""Processes that end within this time end together, as a host's do: all ranks are to name the same one of them."""
-
+"""Processes that end within this time end together, as a host's do: all ranks are to name the same one."""
 
 _ABORTED = -6
 """Ended by SIGABRT: C++ gave up, perhaps because of another rank."""
 
+_URGENT_SECONDS = 1.5
+"""Limit for waits and silence once a connection of this rank has failed."""
 
-_HURRIED_SECONDS = 1.5
-"""How long is too long for a rank whose connection has failed already."""
-
-
-_LEAST_BEATS = 1.75
-"""So long all ranks of a lost host are silent, and not only some; see `StallLimits.sooner`."""
-
+_LEAST_HEARTBEATS = 1.75
+"""After this many intervals all ranks of a lost host are silent, not only some; see `StallLimits.minus`."""
 
 _LONG_TASKS = ("checkpoint", "eval")
-"""Tasks that one rank may well do alone while the others wait, and that take as long as they take."""
+"""Tasks that one rank may do alone while others wait, for as long as it takes."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """What this rank knows of a rank.
+    """Evidence about a rank.
 
     Attributes:
-        rank, host: who; hosts may have one name, so this is what tells them apart.
-        row: the latest that came; None: none yet.
-        silent: seconds since it came, 0 for this rank itself.
-        link: ``"open"``, ``"closed"`` (its end is gone), ``"lost"`` (its host does not answer), ``"none"`` (others
-            tell of it).
+        rank: its number.
+        host: key of its host; names of hosts need not be unique.
+        heartbeat: the latest; None: none yet.
+        silent: seconds since it arrived; 0 for this rank itself.
+        link: ``"open"``, ``"closed"`` (by the other end), ``"lost"`` (its host does not answer), or ``"none"``
+            (heartbeats come through other ranks).
         link_seconds: since the link is closed or lost.
-        unanswered: seconds since its host acknowledged what was sent, as far as that can be told.
-        dumped: it has told where it stands since it fell silent, by the thread that needs no lock of Python's.
+        unanswered: seconds since its host acknowledged sent bytes, as far as known.
+        dumped: since it fell silent, it wrote its stack by the thread that needs no lock of Python's.
     """
 
     rank: int
     host: str
-    row: Heartbeat | None = None
+    heartbeat: Heartbeat | None = None
     silent: float = 0.0
+    _: KW_ONLY
     link: str = "open"
     link_seconds: float = 0.0
     unanswered: float = 0.0
     dumped: bool = False
 
 
+Observations = Sequence[RankObservation]
+Notices = Sequence[FailureNotice]
+
+
 @dataclass(frozen=True)
 class StallLimits:
-    """How long is too long.
+    """Time limits.
 
     Attributes:
         stall: seconds for which ranks may wait for one that stands still.
         lost: seconds without a sign of life of a stopped process or an unreachable host.
-        beat: seconds between two rows, with what may delay them.
+        interval: seconds between two heartbeats, with usual delays.
     """
 
     stall: float = 60.0
     lost: float = 15.0
-    beat: float = 1.0
+    interval: float = 1.0
 
-    def sooner(self, seconds: float, beat: float) -> StallLimits:
-        """Return when to suspect a rank that is to be named within these limits, if naming takes `seconds` more.
+    def minus(self, seconds: float, interval: float) -> StallLimits:
+        """Return when to suspect a rank so that it is named within these limits if naming takes `seconds` more.
 
-        Short limits stay: a suspicion needs some beats, to tell apart who is silent.
+        Short limits stay: telling which ranks are silent takes some heartbeats.
         """
-        least = _LEAST_BEATS * beat
+        least = _LEAST_HEARTBEATS * interval
         return StallLimits(
             max(self.stall - seconds, min(self.stall, least)),
             max(self.lost - seconds, min(self.lost, least)),
-            beat,
+            interval,
         )
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Who is to blame.
+    """A failure and the rank that caused it.
 
     Attributes:
-        kind: as listed above, or ``"cut off"``: this rank's own host.
-        rank: who; None: no single rank.
-        seconds: for how long, or how long ago.
-        others: ranks that share its fate.
+        kind: one of those listed above, or ``"cut off"``: this rank's own host.
+        rank: the rank at fault; None: no single one.
+        seconds: how long it has lasted, or how long ago it happened.
+        others: ranks with the same failure.
         waiting: a rank that waits for it, None if none does.
     """
 
@@ -134,194 +134,199 @@ class Attribution:
 
     @property
     def certain(self) -> bool:
-        """Whether more evidence can't change it."""
+        """True if more evidence can't change it."""
         return self.kind in CERTAIN
 
 
 def attribute_failure(
-    me: int,
-    seen: Sequence[RankObservation],
-    notices: Sequence[FailureNotice],
+    rank: int,
+    observations: Observations,
+    notices: Notices,
     limits: StallLimits,
     *,
-    hurried: bool = False,
+    urgent: bool = False,
 ) -> Attribution | None:
-    """Return who is to blame, None if nobody is.
+    """Return the failure that the evidence shows, None if it shows none.
 
     Args:
-        me: the rank that judges.
-        seen: of all ranks, by rank.
-        notices: what is known to have happened.
-        limits: how long is too long.
-        hurried: this rank has seen a connection fail: whatever speaks against a rank now is worth saying.
+        rank: this rank.
+        observations: of all ranks, in rank order.
+        notices: known events.
+        limits: time limits.
+        urgent: a connection of this rank has failed, so weaker evidence counts.
     """
-    if (certain := _certain(seen, notices, limits)) is not None:
+    if (certain := _certain(observations, notices, limits)) is not None:
         return certain
-    told = [notice for notice in notices if notice.kind == "verdict"]
-    if told:
-        return _shared(min(told, key=lambda each: (each.rank, each.by)))
-    patience = limits
-    if hurried:
-        patience = StallLimits(
-            min(limits.stall, _HURRIED_SECONDS), min(limits.lost, _HURRIED_SECONDS), limits.beat
+    shared = [notice for notice in notices if notice.kind == "verdict"]
+    if shared:
+        first = min(shared, key=lambda each: (each.rank, each.by))
+        return Attribution(
+            first.name, first.rank if first.rank >= 0 else None, first.ago, first.others, first.by
         )
-    out = _out(notices)
-    there = [each for each in seen if each.rank not in out]
-    for evidence in (_stopped, _unreachable):
-        if (verdict := evidence(me, there, patience)) is not None:
-            return verdict
-    return _behind(there, notices, patience)
+    if urgent:
+        limits = StallLimits(
+            min(limits.stall, _URGENT_SECONDS), min(limits.lost, _URGENT_SECONDS), limits.interval
+        )
+    present = _present(observations, notices)
+    return (
+        _stopped(present, limits) or _unreachable(rank, present, limits) or _stalled(present, notices, limits)
+    )
 
 
-def late(
-    seen: Sequence[RankObservation],
-    notices: Sequence[FailureNotice],
+def find_late_rank(
+    observations: Observations,
+    notices: Notices,
     seconds: float,
-    beat: float = StallLimits.beat,
+    interval: float = StallLimits.interval,
 ) -> Attribution | None:
-    """Return for whom others have waited `seconds`, whether or not it is at work: worth a word."""
-    out = _out(notices)
-    there = [each for each in seen if each.rank not in out]
-    return _behind(there, notices, StallLimits(seconds, seconds, beat), at_work=True)
+    """Return the rank that others have waited `seconds` for, even if it is working; a reason for a warning."""
+    limits = StallLimits(seconds, seconds, interval)
+    return _stalled(_present(observations, notices), notices, limits, working_counts=True)
 
 
-def waited(seen: RankObservation, limits: StallLimits) -> float:
-    """Return for how long a rank has waited for others, 0 if it does not, or was not heard of late."""
-    if seen.row is None or not seen.row.waiting or _is_silent(seen, limits):
+def waited_seconds(observed: RankObservation, limits: StallLimits) -> float:
+    """Return how long a rank has waited for others; 0 if it does not, or is silent."""
+    heartbeat = observed.heartbeat
+    if heartbeat is None or not heartbeat.waiting or _is_silent(observed, limits):
         return 0.0
-    return seen.row.age + seen.silent
+    return heartbeat.age + observed.silent
 
 
-def _is_silent(seen: RankObservation, limits: StallLimits) -> bool:
-    """Return whether a rank is silent for so long that its stack would have come, if it can tell it."""
-    return seen.silent > 2 * limits.beat
-
-
-def position(row: Heartbeat | None) -> tuple[int, int, int]:
-    """Return how far a rank has come: step, phase, bucket; one that was never heard of, not at all."""
-    if row is None:
+def progress_of(heartbeat: Heartbeat | None) -> tuple[int, int, int]:
+    """Return how far a rank is, comparable: step, phase, bucket; a rank without heartbeat comes first."""
+    if heartbeat is None:
         return -1, 0, -1
-    return row.step, PHASES.index(row.phase) if row.phase in PHASES else len(PHASES), row.bucket
+    phase = PHASES.index(heartbeat.phase) if heartbeat.phase in PHASES else len(PHASES)
+    return heartbeat.step, phase, heartbeat.bucket
 
 
-def _out(notices: Sequence[FailureNotice]) -> set[int]:
-    """Return the ranks that left in order, or because of another one."""
-    return {notice.rank for notice in notices if notice.kind in ("done", "leaves")}
+def _is_silent(observed: RankObservation, limits: StallLimits) -> bool:
+    """Return whether a rank has been silent so long that its stack dump would have arrived, if it can write one."""
+    return observed.silent > 2 * limits.interval
 
 
-def _shared(notice: FailureNotice) -> Attribution:
-    rank = notice.rank if notice.rank >= 0 else None
-    return Attribution(notice.name, rank, notice.ago, notice.others, notice.by)
+def _ranks_with(notices: Notices, *kinds: str) -> set[int]:
+    return {notice.rank for notice in notices if notice.kind in kinds}
 
 
-def _certain(
-    seen: Sequence[RankObservation], notices: Sequence[FailureNotice], limits: StallLimits
-) -> Attribution | None:
-    """Return the first failure that somebody knows of for certain."""
-    out = _out(notices)
+def _present(observations: Observations, notices: Notices) -> list[RankObservation]:
+    """Return the ranks that have not left, in order or because of another rank."""
+    left = _ranks_with(notices, "done", "leaves")
+    return [each for each in observations if each.rank not in left]
+
+
+def _certain(observations: Observations, notices: Notices, limits: StallLimits) -> Attribution | None:
+    """Return the earliest failure that some rank knows for certain."""
+    left, done = _ranks_with(notices, "done", "leaves"), _ranks_with(notices, "done")
     raised = {notice.rank: notice.ago for notice in notices if notice.kind == "raised"}
+    ends = [(notice.rank, notice.ago) for notice in notices if notice.kind == "gone"]
+    ends += [
+        (each.rank, each.link_seconds)
+        for each in observations
+        if each.link == "closed" and each.rank not in left
+    ]
     gone: dict[int, float] = {}
-    for notice in notices:
-        if notice.kind == "gone" and notice.rank not in raised:
-            gone[notice.rank] = max(notice.ago, gone.get(notice.rank, 0.0))
-    for each in seen:
-        if each.link == "closed" and each.rank not in raised and each.rank not in out:
-            gone[each.rank] = max(each.link_seconds, gone.get(each.rank, 0.0))
-    waiting = _longest(seen, limits)  # who left in order may end, unless somebody still needs it
-    needed = waiting is not None and waited(waiting, limits) > limits.beat
-    gone = {rank: ago for rank, ago in gone.items() if rank not in out or (needed and _done(notices, rank))}
+    for rank, ago in ends:
+        if rank not in raised:
+            gone[rank] = max(ago, gone.get(rank, 0.0))
+    longest = _longest_waiting(observations, limits)
+    needed = longest is not None and waited_seconds(longest, limits) > limits.interval
+    may_end = left - done if needed else left
+    gone = {rank: ago for rank, ago in gone.items() if rank not in may_end}
     if not raised and not gone:
         return None
-    began = raised | {rank: ago + _AT_ONCE_SECONDS for rank, ago in gone.items()}
+    began = raised | {rank: ago + _CONSEQUENCE_SECONDS for rank, ago in gone.items()}
     codes = {notice.rank: notice.code for notice in notices if notice.kind == "gone"}
-    by_itself = [rank for rank in began if not _was_asked(codes.get(rank))] or list(began)
-    first = max(by_itself, key=lambda rank: (began[rank], -rank))
+    spontaneous = [rank for rank in began if not _was_terminated(codes.get(rank))] or list(began)
+    first = max(spontaneous, key=lambda rank: (began[rank], -rank))
     if first in raised:
         return Attribution("raised", first, raised[first])
-    together = [rank for rank in by_itself if rank in gone and gone[first] - gone[rank] < _TOGETHER_SECONDS]
+    together = [rank for rank in spontaneous if rank in gone and gone[first] - gone[rank] < _TOGETHER_SECONDS]
     first = min(together, key=lambda rank: (codes.get(rank) == _ABORTED, rank))
     return Attribution("gone", first, gone[first], tuple(sorted(rank for rank in gone if rank != first)))
 
 
-def _was_asked(code: int | None) -> bool:
-    """Return whether a process was asked to end (SIGINT, SIGTERM), as launchers do with those that remain."""
+def _was_terminated(code: int | None) -> bool:
+    """Return whether SIGINT or SIGTERM ended a process: launchers end remaining ranks so."""
     return code in (-2, -15)
 
 
-def _done(notices: Sequence[FailureNotice], rank: int) -> bool:
-    return any(notice.kind == "done" and notice.rank == rank for notice in notices)
+def _longest_waiting(observations: Observations, limits: StallLimits) -> RankObservation | None:
+    waiting = [each for each in observations if waited_seconds(each, limits) > 0.0]
+    return max(waiting, key=lambda each: (waited_seconds(each, limits), -each.rank), default=None)
 
 
-def _longest(seen: Sequence[RankObservation], limits: StallLimits) -> RankObservation | None:
-    """Return the rank that has waited longest, None if none waits."""
-    waiting = [each for each in seen if waited(each, limits) > 0.0]
-    return max(waiting, key=lambda each: (waited(each, limits), -each.rank)) if waiting else None
-
-
-def _stopped(me: int, seen: Sequence[RankObservation], limits: StallLimits) -> Attribution | None:
-    """Return a rank whose process is stopped, where others wait for it."""
-    found = {rank for each in seen if each.row is not None for rank in each.row.stopped}
-    silent = {each.rank: each.silent for each in seen if each.rank in found and each.silent > limits.beat}
-    if not silent:
+def _stopped(observations: Observations, limits: StallLimits) -> Attribution | None:
+    """Return a rank whose process is stopped while others wait for it."""
+    stopped = {rank for each in observations if each.heartbeat for rank in each.heartbeat.stopped}
+    silent = {
+        each.rank: each for each in observations if each.rank in stopped and each.silent > limits.interval
+    }
+    waiting = _longest_waiting([each for each in observations if each.rank not in silent], limits)
+    if not silent or waiting is None:
         return None
-    waiting = _longest([each for each in seen if each.rank not in silent], limits)
-    rank = max(silent, key=lambda each: (silent[each], -each))
-    if waiting is None or min(silent[rank], waited(waiting, limits)) < limits.lost:
+    first = max(silent.values(), key=lambda each: (each.silent, -each.rank))
+    if min(first.silent, waited_seconds(waiting, limits)) < limits.lost:
         return None
-    others = tuple(sorted(each for each in silent if each != rank))
-    return Attribution("stopped", rank, silent[rank], others, waiting.rank)
+    return Attribution(
+        "stopped", first.rank, first.silent, tuple(sorted({*silent} - {first.rank})), waiting.rank
+    )
 
 
-def _unreachable(me: int, seen: Sequence[RankObservation], limits: StallLimits) -> Attribution | None:
-    """Return a rank whose host does not answer; nobody of it must have been heard."""
-    mine = next((each.host for each in seen if each.rank == me), "")
+def _unreachable(rank: int, observations: Observations, limits: StallLimits) -> Attribution | None:
+    """Return the first rank of a host that does not answer and of which all ranks are silent."""
+    own_host = next((each.host for each in observations if each.rank == rank), "")
     by_host: dict[str, list[RankObservation]] = {}
-    for each in seen:
-        if each.host != mine:
+    for each in observations:
+        if each.host != own_host:
             by_host.setdefault(each.host, []).append(each)
-    lost = {host: ranks for host, ranks in by_host.items() if all(_is_lost(each, limits) for each in ranks)}
+    lost = [ranks for ranks in by_host.values() if all(_is_lost(each, limits) for each in ranks)]
     if not lost:
         return None
-    doubtful = [host for host, ranks in by_host.items() if all(each.silent > limits.beat for each in ranks)]
-    if len(doubtful) == len(by_host) > 1:  # no other host is heard: is it this one?
+    silent = [ranks for ranks in by_host.values() if all(each.silent > limits.interval for each in ranks)]
+    if len(silent) == len(by_host) > 1:  # no other host is heard, so this one may be cut off
         if len(lost) < len(by_host):
             return None
-        seconds = min(each.silent for ranks in lost.values() for each in ranks)
-        return Attribution("cut off", None, seconds, tuple(each.rank for each in seen if each.host == mine))
-    ranks = max(lost.values(), key=lambda ranks: (max(each.silent for each in ranks), -ranks[0].rank))
-    first = ranks[0]
-    return Attribution("unreachable", first.rank, first.silent, tuple(each.rank for each in ranks[1:]))
+        seconds = min(each.silent for ranks in lost for each in ranks)
+        own = tuple(each.rank for each in observations if each.host == own_host)
+        return Attribution("cut off", None, seconds, own)
+    first, *others = max(lost, key=lambda ranks: (max(each.silent for each in ranks), -ranks[0].rank))
+    return Attribution("unreachable", first.rank, first.silent, tuple(each.rank for each in others))
 
 
-def _is_lost(each: RankObservation, limits: StallLimits) -> bool:
-    if each.link == "lost" or _is_unanswered(each, limits):
-        return each.silent >= limits.lost
-    return each.link == "none" and each.row is not None and each.silent >= limits.lost + 2 * limits.beat
+def _is_lost(observed: RankObservation, limits: StallLimits) -> bool:
+    if observed.link == "lost" or _is_unanswered(observed, limits):
+        return observed.silent >= limits.lost
+    relayed = observed.link == "none" and observed.heartbeat is not None
+    return relayed and observed.silent >= limits.lost + 2 * limits.interval
 
 
-def _is_unanswered(each: RankObservation, limits: StallLimits) -> bool:
-    return each.link == "open" and each.unanswered > limits.beat
+def _is_unanswered(observed: RankObservation, limits: StallLimits) -> bool:
+    return observed.link == "open" and observed.unanswered > limits.interval
 
 
-def _behind(
-    seen: Sequence[RankObservation],
-    notices: Sequence[FailureNotice],
+def _stalled(
+    observations: Observations,
+    notices: Notices,
     limits: StallLimits,
     *,
-    at_work: bool = False,
+    working_counts: bool = False,
 ) -> Attribution | None:
     """Return the rank that others have waited for too long."""
-    rows: Mapping[int, Heartbeat] = {each.rank: each.row for each in seen if each.row is not None}
-    waiting = _longest(seen, limits)
+    waiting = _longest_waiting(observations, limits)
     if waiting is None:
         return None
-    seconds = waited(waiting, limits)
+    seconds = waited_seconds(waiting, limits)
     busy = [
-        each for each in seen if _is_silent(each, limits) or (each.row is not None and not each.row.waiting)
+        each
+        for each in observations
+        if _is_silent(each, limits) or (each.heartbeat is not None and not each.heartbeat.waiting)
     ]
     if busy:
-        first = min(busy, key=lambda each: (not _is_silent(each, limits), position(each.row), each.rank))
-        return _of_busy(first, seconds, waiting.rank, limits, at_work=at_work)
+        first = min(
+            busy, key=lambda each: (not _is_silent(each, limits), progress_of(each.heartbeat), each.rank)
+        )
+        return _busy(first, seconds, waiting.rank, limits, working_counts=working_counts)
     if seconds < limits.stall:
         return None
     done = [notice for notice in notices if notice.kind == "done"]
@@ -329,35 +334,37 @@ def _behind(
         earliest = min(done, key=lambda notice: (notice.step, notice.rank))
         others = tuple(sorted(notice.rank for notice in done if notice is not earliest))
         return Attribution("finished", earliest.rank, seconds, others, waiting.rank)
-    first = min(rows, key=lambda rank: (_place(rows[rank]), rank))
-    if all(_place(row) == _place(rows[first]) for row in rows.values()):
+    awaited = {each.rank: _awaited(each.heartbeat) for each in observations if each.heartbeat is not None}
+    first = min(awaited, key=lambda rank: (awaited[rank], rank))
+    if all(each == awaited[first] for each in awaited.values()):
         return None
-    if any(each.silent > limits.beat for each in seen):
-        return None  # it may have moved on since it was heard, and be silent for another reason: a moment will show
-    ahead = max(rows, key=lambda rank: (_place(rows[rank]), -rank))
+    if any(each.silent > limits.interval for each in observations):
+        return None  # it may have moved on since its latest heartbeat; more time will show
+    ahead = max(awaited, key=lambda rank: (awaited[rank], -rank))
     return Attribution("elsewhere", first, seconds, (), ahead)
 
 
-def _place(row: Heartbeat) -> tuple[int, str, int, int]:
-    """Return what a rank waits for, comparable with what another one waits for."""
-    step, phase, bucket = position(row)
-    return step, row.task, phase, bucket
+def _awaited(heartbeat: Heartbeat) -> tuple[int, str, int, int]:
+    """Return what a rank waits for, comparable between ranks."""
+    step, phase, bucket = progress_of(heartbeat)
+    return step, heartbeat.task, phase, bucket
 
 
-def _of_busy(
-    each: RankObservation, seconds: float, waiting: int, limits: StallLimits, *, at_work: bool
+def _busy(
+    observed: RankObservation, seconds: float, waiting: int, limits: StallLimits, *, working_counts: bool
 ) -> Attribution | None:
-    """Return the verdict on a rank that others wait for, and that does not wait itself."""
-    if _is_silent(each, limits):
-        if _is_unanswered(each, limits) or each.link == "lost":
-            return None  # whether it is its host's fault, its host's silence will show
-        if min(seconds, each.silent) < (limits.stall if each.dumped else limits.lost):
+    """Return the attribution to a rank that others wait for and that does not wait itself."""
+    if _is_silent(observed, limits):
+        if _is_unanswered(observed, limits) or observed.link == "lost":
+            return None  # the silence of its host will show whether that is the cause
+        if min(seconds, observed.silent) < (limits.stall if observed.dumped else limits.lost):
             return None
-        return Attribution("held" if each.dumped else "stopped", each.rank, each.silent, (), waiting)
-    if each.silent > limits.beat:
-        return None  # whether it is, a moment will show
-    assert each.row is not None, "who is not silent was heard of"
-    stands = seconds if at_work else min(seconds, each.row.still + each.silent)
-    if stands < limits.stall or (each.row.task in _LONG_TASKS and not at_work):
+        kind = "held" if observed.dumped else "stopped"
+        return Attribution(kind, observed.rank, observed.silent, (), waiting)
+    if observed.silent > limits.interval:
+        return None  # more time will show whether it is silent
+    assert observed.heartbeat is not None, "a rank that is not silent has sent one"
+    still = seconds if working_counts else min(seconds, observed.heartbeat.still + observed.silent)
+    if still < limits.stall or (observed.heartbeat.task in _LONG_TASKS and not working_counts):
         return None
-    return Attribution("stalled", each.rank, stands, (), waiting)
+    return Attribution("stalled", observed.rank, still, (), waiting)

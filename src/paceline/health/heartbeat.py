@@ -1,244 +1,218 @@
-"""What the watchers of ranks tell each other: rows several times a second, notices when something happened.
+"""Messages between the watchdogs of all ranks: heartbeats several times per second, notices of single events.
 
-A message is four bytes of length and a JSON object: nothing that comes in can do more than be wrong, and what is wrong
-is refused with its connection. A row replaces the one before of its rank; a notice is passed on once by everybody, so
-that all have it even where a connection is missing.
+A message is a 4-byte length and a JSON object. A malformed message closes its connection. A heartbeat replaces the
+previous one of its rank. Every rank forwards each notice once, so notices also reach ranks without a connection.
 
-    | length: 4 | {"row": […]}  or  {"note": {…}}  or  {"ack": […]}  or  {"hello": {…}} |
+    | length: 4 | {"row": […]}  or  {"note": {…}}  or  {"ack": […]}  or  {"hello": […]} |
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from paceline._core.json_codec import Finite, Meta, decode
+from paceline.errors import UsageError
 
 __all__ = [
-    "KINDS",
     "LARGEST_NBYTES",
+    "NOTICE_KINDS",
     "FailureNotice",
     "FrameParser",
     "Heartbeat",
     "MalformedFrame",
-    "clipped",
-    "pack",
+    "clip_text",
+    "encode_frame",
 ]
 
 LARGEST_NBYTES = 128 << 10
-"""Of one message."""
+"""Limit for one message."""
 
 _LENGTH = struct.Struct(">I")
-_TEXT_LENGTH = 16_000  # six bytes each at most
-_MOST_RANKS = 1 << 20
+_TEXT_LENGTH = 16_000  # characters; at most six bytes each as JSON
+_LARGEST_INT = (1 << 62) - 1
 
-KINDS = ("raised", "thread", "gone", "done", "leaves", "stack", "verdict")
-"""What a notice may tell of a rank: its exception, that of another thread of it, the end of its process, the end of its
-loop, that it ends because of somebody else, where it stands, or a verdict on it that all shall share."""
+T = TypeVar("T")
+Integer = Annotated[int, Meta(ge=-_LARGEST_INT, le=_LARGEST_INT)]
+Name = Annotated[str, Meta(max_length=40)]
+NoticeKind = Literal["raised", "thread", "gone", "done", "leaves", "stack", "verdict"]
+
+NOTICE_KINDS: tuple[NoticeKind, ...] = get_args(NoticeKind)
+"""An exception in the training thread, one in another thread, the end of the process, the end of the training loop,
+exit because of another rank, a stack, an attribution that all ranks are to share."""
 
 
 class MalformedFrame(ValueError):
-    """What came is no message of ours."""
+    """Received bytes are not a valid message."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank is doing.
+    """State of a rank.
 
     Attributes:
-        rank, sequence: who tells, and how often it has told.
+        rank: the sender.
+        sequence: number of this heartbeat.
         step, phase, task, bucket, waiting: as in `paceline._core.step_state`.
-        age: seconds since that changed.
-        still: seconds for which its Python stack has been the same.
-        rounds, busy_seconds, sees_waiting: as there.
-        stopped: ranks of its host whose process is stopped.
+        age: seconds since one of these changed.
+        still: seconds for which the Python stack of the training thread has not changed.
+        rounds, busy_seconds, sees_waiting: as in `paceline._core.step_state`.
+        stopped: ranks of the same host whose processes are stopped.
     """
 
-    rank: int
-    sequence: int
-    step: int = 0
-    phase: str = "outside"
-    task: str = ""
-    bucket: int = -1
+    rank: Integer
+    sequence: Integer
+    _: KW_ONLY
+    step: Integer = 0
+    phase: Name = "outside"
+    task: Name = ""
+    bucket: Integer = -1
     waiting: bool = False
-    age: float = 0.0
-    still: float = 0.0
-    rounds: int = 0
-    busy_seconds: float = 0.0
+    age: Finite = 0.0
+    still: Finite = 0.0
+    rounds: Integer = 0
+    busy_seconds: Finite = 0.0
     sees_waiting: bool = True
-    stopped: tuple[int, ...] = ()
+    stopped: tuple[Integer, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """Return this row as a message."""
-        return {"row": [getattr(self, name) for name in _ROW]}
+        """Return this heartbeat as a message."""
+        return {"row": [getattr(self, name) for name in _HEARTBEAT_FIELDS]}
 
     @classmethod
-    def of(cls, values: object, ranks: int) -> Heartbeat:
-        """Return the row that a message holds.
+    def parse(cls, values: object, ranks: int) -> Heartbeat:
+        """Return the heartbeat in a message from a world of `ranks` ranks.
 
         Raises:
-            Malformed: it is none of a world of `ranks` ranks.
+            MalformedFrame: a field is missing or invalid.
         """
-        if not isinstance(values, list) or len(values) != len(_ROW):
-            raise MalformedFrame("a row of another length")
-        found = dict(zip(_ROW, values, strict=True))
-        if not isinstance(found["stopped"], list):
-            raise MalformedFrame("stopped ranks that are no list")
-        found["stopped"] = tuple(_rank(each, ranks) for each in found["stopped"])
-        _rank(found["rank"], ranks)
-        for name in ("sequence", "step", "bucket", "rounds"):
-            _whole(name, found[name])
-        for name in ("age", "still", "busy_seconds"):
-            found[name] = _real(name, found[name])
-        for name in ("waiting", "sees_waiting"):
-            if not isinstance(found[name], bool):
-                raise MalformedFrame(f"{name}={found[name]!r}")
-        for name in ("phase", "task"):
-            found[name] = _text(name, found[name], 40)
-        return cls(**found)
+        if not isinstance(values, list) or len(values) != len(_HEARTBEAT_FIELDS):
+            raise MalformedFrame(f"a heartbeat is a list of {len(_HEARTBEAT_FIELDS)} values")
+        found = _decode(dict(zip(_HEARTBEAT_FIELDS, values, strict=True)), cls)
+        _check_ranks((found.rank, *found.stopped), ranks)
+        return dataclasses.replace(
+            found,
+            age=max(0.0, found.age),
+            still=max(0.0, found.still),
+            busy_seconds=max(0.0, found.busy_seconds),
+        )
 
 
 @dataclass(frozen=True)
 class FailureNotice:
-    """Something that happened to a rank.
+    """An event on a rank.
 
     Attributes:
-        kind: one of `KINDS`.
-        rank: to which.
-        by: who tells.
+        kind: one of `NOTICE_KINDS`.
+        rank: where it happened; −1: on no single rank.
+        by: the rank that reported it.
         ago: seconds since it happened.
-        name: of the exception, or of what the verdict is.
-        text: what to say of it: message and traceback, or where the rank stands.
-        code: exit code of its process; −n: ended by signal n; None: not known.
-        step, phase, bucket: where it was.
-        others: ranks that share its fate.
+        name: of the exception or attribution.
+        text: message and traceback, or a stack.
+        code: exit code of the process; −n: ended by signal n; None: unknown.
+        step, phase, bucket: state of the rank at that time.
+        others: ranks with the same failure.
     """
 
-    kind: str
-    rank: int
-    by: int
-    ago: float = 0.0
-    name: str = ""
-    text: str = ""
-    code: int | None = None
-    step: int = 0
-    phase: str = ""
-    bucket: int = -1
-    others: tuple[int, ...] = ()
+    kind: NoticeKind
+    rank: Integer
+    by: Integer
+    ago: Finite = 0.0
+    _: KW_ONLY
+    name: Annotated[str, Meta(max_length=200)] = ""
+    text: Annotated[str, Meta(max_length=LARGEST_NBYTES)] = ""
+    code: Integer | None = None
+    step: Integer = 0
+    phase: Name = ""
+    bucket: Integer = -1
+    others: tuple[Integer, ...] = ()
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells notices apart: a rank tells each kind of thing about another once; stacks, each once."""
+        """Identity: a rank reports each kind of event of another rank once, and each stack once."""
         return self.kind, str(self.rank), str(self.by), self.name if self.kind == "stack" else ""
 
     def message(self) -> dict[str, Any]:
         """Return this notice as a message."""
-        return {"note": asdict(self)}
+        return {"note": {name: getattr(self, name) for name in _NOTICE_FIELDS}}
 
     @classmethod
-    def of(cls, found: object, ranks: int) -> FailureNotice:
-        """Return the notice that a message holds.
+    def parse(cls, values: object, ranks: int) -> FailureNotice:
+        """Return the notice in a message from a world of `ranks` ranks.
 
         Raises:
-            Malformed: it is none of a world of `ranks` ranks.
+            MalformedFrame: a field is missing, unknown or invalid.
         """
-        if not isinstance(found, dict) or set(found) != _NOTICE:
-            raise MalformedFrame("a notice with other fields")
-        if found["kind"] not in KINDS:
-            raise MalformedFrame(f"a notice of kind {found['kind']!r}"[:80])
-        _rank(found["by"], ranks)
-        if found["rank"] != -1:  # of no single rank
-            _rank(found["rank"], ranks)
-        for name in ("step", "bucket"):
-            _whole(name, found[name])
-        if found["code"] is not None:
-            _whole("code", found["code"])
-        if not isinstance(found["others"], list):
-            raise MalformedFrame("others that are no list")
-        return cls(
-            **found
-            | {
-                "ago": _real("ago", found["ago"]),
-                "name": _text("name", found["name"], 200),
-                "text": _text("text", found["text"], LARGEST_NBYTES),
-                "phase": _text("phase", found["phase"], 40),
-                "others": tuple(_rank(each, ranks) for each in found["others"]),
-            }
-        )
+        if not isinstance(values, dict) or set(values) != set(_NOTICE_FIELDS):
+            raise MalformedFrame(f"a notice has the fields {', '.join(_NOTICE_FIELDS)}")
+        found = _decode(values, cls)
+        _check_ranks((found.by, *found.others, *([found.rank] if found.rank != -1 else [])), ranks)
+        return dataclasses.replace(found, ago=max(0.0, found.ago))
 
 
-_ROW = tuple(field.name for field in fields(Heartbeat))
-_NOTICE = {field.name for field in fields(FailureNotice)}
+_HEARTBEAT_FIELDS = tuple(field.name for field in fields(Heartbeat))
+_NOTICE_FIELDS = tuple(field.name for field in fields(FailureNotice))
 
 
-def pack(message: dict[str, Any]) -> bytes:
-    """Return `message` as bytes to send."""
+def _decode(values: object, kind: type[T]) -> T:
+    try:
+        return decode(values, kind, kind.__name__)
+    except UsageError as error:
+        raise MalformedFrame(str(error).partition("\n")[0]) from None
+
+
+def _check_ranks(found: tuple[int, ...], ranks: int) -> None:
+    for rank in found:
+        if not 0 <= rank < ranks:
+            raise MalformedFrame(f"rank {rank} of {ranks}")
+
+
+def encode_frame(message: dict[str, Any]) -> bytes:
+    """Return `message` as the bytes to send."""
     data = json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode()
     assert len(data) <= LARGEST_NBYTES, "texts are clipped"
     return _LENGTH.pack(len(data)) + data
 
 
-def clipped(text: str, most: int = _TEXT_LENGTH) -> str:
-    """Return `text` without its middle where it is longer than `most`, and without what can't be encoded."""
+def clip_text(text: str, limit: int = _TEXT_LENGTH) -> str:
+    """Return `text` without characters that UTF-8 lacks, and without its middle where it exceeds `limit`."""
     text = text.encode(errors="replace").decode()
-    if len(text) <= most:
+    if len(text) <= limit:
         return text
-    return f"{text[: most // 4]}\n… {len(text) - most} characters left out …\n{text[-(most - most // 4) :]}"
+    head = limit // 4
+    return f"{text[:head]}\n… {len(text) - limit} characters left out …\n{text[head - limit :]}"
 
 
 class FrameParser:
-    """Turns the bytes of a connection into messages."""
+    """Splits the bytes of a connection into messages."""
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Take bytes in, and yield the messages that are complete.
+        """Append `data`, and yield the messages that are complete.
 
         Raises:
-            Malformed: what came is no message.
+            MalformedFrame: the bytes are not a valid message.
         """
-        self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
             if length > LARGEST_NBYTES:
-                raise MalformedFrame(f"a message of {length} bytes")
-            if len(self._data) < _LENGTH.size + length:
+                raise MalformedFrame(f"a message of {length} bytes; the limit is {LARGEST_NBYTES}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
                 return
-            body = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
-            del self._data[: _LENGTH.size + length]
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
             try:
                 message = json.loads(body)
             except (ValueError, RecursionError) as error:
                 raise MalformedFrame(f"no JSON: {error}") from None
             if not isinstance(message, dict):
-                raise MalformedFrame("no object")
+                raise MalformedFrame("no JSON object")
             yield message
-
-
-def _whole(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 62:
-        raise MalformedFrame(f"{name}={value!r}"[:80])
-    return value
-
-
-def _rank(value: object, ranks: int) -> int:
-    if not 0 <= _whole("rank", value) < min(ranks, _MOST_RANKS):
-        raise MalformedFrame(f"rank {value!r}"[:80])
-    return value  # pyright: ignore[reportReturnType] — it was checked
-
-
-def _real(name: str, value: object) -> float:
-    if isinstance(value, int):
-        return max(0.0, float(_whole(name, value)))
-    if not isinstance(value, float) or not math.isfinite(value):
-        raise MalformedFrame(f"{name}={value!r}"[:80])
-    return max(0.0, value)
-
-
-def _text(name: str, value: object, most: int) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        raise MalformedFrame(f"{name} is no text of up to {most} characters")
-    return value

@@ -1,8 +1,4 @@
-"""`NonFiniteGuard`: an optimizer never steps on a gradient that is NaN or infinite, and the rank it came from is named.
-
-What is found where is told in `finite_check`. This is what becomes of it: a hook before the optimizer's step, the
-same on all ranks since all know the same.
-"""
+"""`NonFiniteGuard`: keeps the optimizer from stepping on NaN or infinite gradients, and names their source."""
 
 from __future__ import annotations
 
@@ -25,33 +21,33 @@ _ACTIONS = ("skip", "stop")
 
 
 class NonFiniteGuard:
-    """Looks at the synchronised gradient before every optimizer step, and lets none through that is not finite.
+    """Checks the synchronised gradient before every optimizer step, and prevents steps on NaN or infinity.
 
-    It hooks onto the optimizer and wraps nothing. Every rank measures what it brings to the sum, so the message
-    names the parameters and the ranks whose own gradient was NaN or infinite. Where the gradient is clipped by
-    ``model.clip_grad_norm_``, ``source=False`` saves even that.
+    It hooks onto the optimizer and wraps nothing. Every rank measures its own gradient before the reduction, so
+    messages name the parameters and the ranks whose own gradient was not finite. Where the gradient is clipped by
+    ``model.clip_grad_norm_``, ``source=False`` saves that measurement too.
 
     Args:
         model: the wrapped model.
-        optimizer: its optimizer: a torch one, or `ShardedOptimizer`.
+        optimizer: its optimizer: one of torch's, or a `ShardedOptimizer`.
         action: ``"skip"`` drops the gradients on all ranks, so that this step changes nothing, with a warning;
             ``"stop"`` raises on all ranks, parameters and gradients untouched.
-        in_a_row: so many skipped steps, one after another, raise all the same.
-        source: measure what each rank brings from the first step on; False: only after a first gradient that was
-            not finite, of which the ranks are named whose loss was not; until then the norm of the gradient tells,
-            which clipping computes anyway.
+        in_a_row: number of consecutive skipped steps that raises as well.
+        source: measure each rank's gradient from the first step on. False: only after a first gradient that was
+            not finite, for which the ranks with a non-finite loss are named; until then the norm of the gradient
+            decides, which clipping computes anyway.
 
     Attributes:
-        skipped: steps skipped so far.
-        latest: what was wrong with the latest gradient that was not finite, None before there was one.
+        skipped: number of skipped steps.
+        latest: report on the latest gradient that was not finite; None before the first.
 
     Raises:
         UsageError: `action` is unknown, `in_a_row` is less than 1, the model is not wrapped, or the optimizer
-            is another model's.
-        NonFiniteGradient: from ``optimizer.step()``, on every rank alike.
+            belongs to another model.
+        NonFiniteGradient: from ``optimizer.step()``, on all ranks alike.
 
     Example:
-        >>> finite = NonFiniteGuard(model, optim, "skip", in_a_row=5)
+        >>> guard = NonFiniteGuard(model, optim, "skip", in_a_row=5)
     """
 
     def __init__(
@@ -66,17 +62,17 @@ class NonFiniteGuard:
         if action not in _ACTIONS:
             raise unknown("action", action, _ACTIONS)
         if not isinstance(in_a_row, int) or in_a_row < 1:
-            raise UsageError(f"in_a_row={in_a_row!r} is no number of steps", remedy="give 1 or more")
-        check_optimizer_owned("Finite", model, optimizer)
+            raise UsageError(f"in_a_row={in_a_row!r} is not a number of steps", remedy="pass 1 or more")
+        check_optimizer_owned("NonFiniteGuard", model, optimizer)
         self.skipped = 0
         self.latest: NonFiniteReport | None = None
-        self._model, self._action, self._most = model, action, in_a_row
-        self._row = 0
-        model.engine.finite_check = FiniteCheck(_largest(model), measures=source)
+        self._model, self._action, self._limit = model, action, in_a_row
+        self._consecutive = 0
+        model.engine.finite_check = FiniteCheck(_largest_number(model), measures=source)
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
     def remove(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._hook.remove()
         self._model.engine.finite_check = None
 
@@ -84,55 +80,52 @@ class NonFiniteGuard:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         engine = self._model.engine
-        if any(given is not None for given in (*args[1:], *kwargs.values())):
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise UsageError(
-                "Finite can't look at a gradient that step(closure) computes",
+                "NonFiniteGuard can't check a gradient that step(closure) computes",
                 rank=engine.comm.rank,
                 step=engine.step,
                 remedy="run backward before step(), without a closure",
             )
         if getattr(optimizer, "found_inf", None) is not None:
-            return  # a GradScaler has this optimizer skip the step by itself
-        finite_check = engine.finite_check
-        if (
-            finite_check is not None
-            and not finite_check.measures
-            and engine.non_finite is None
-            and finite_check.norm is None
-        ):
-            note_norm(engine, global_norm(engine))  # nobody clipped
+            return  # a GradScaler makes this optimizer skip the step
+        check = engine.finite_check
+        if check is not None and not check.measures and engine.non_finite is None and check.norm is None:
+            note_norm(engine, global_norm(engine))  # no clipping has computed it
         if engine.non_finite is None:
-            self._row = 0
+            self._consecutive = 0
             return
         self.latest = engine.non_finite
-        if finite_check is not None:
-            finite_check.measures = True  # the next one's source is to be known
+        if check is not None:
+            check.measures = True  # so that the next report names its source
         if self._action == "stop":
             raise _error(self.latest, "")
         self.skipped += 1
-        self._row += 1
-        row = self._row
-        if row >= self._most:
-            raise _error(self.latest, f", the {row}th step in a row" if row > 3 else f", {row} in a row")
+        self._consecutive += 1
+        count = self._consecutive
+        if count >= self._limit:
+            raise _error(
+                self.latest, f", the {count}th step in a row" if count > 3 else f", {count} in a row"
+            )
         if engine.comm.rank == 0 or engine.local_only:
-            log.warning("step %d is skipped: %s (%d in a row)", self.latest.step, self.latest, row)
+            log.warning("step %d is skipped: %s (%d in a row)", self.latest.step, self.latest, count)
         engine.drop()
         for group in optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
 
 
-def _largest(model: DataParallel) -> float:
-    """Return the largest number of all dtypes that the model's gradients are kept in."""
-    kinds = {param.dtype for param in model.parameters() if param.requires_grad}
-    kinds |= {model.engine.reduce_dtype} - {None}
-    return min((torch.finfo(kind).max for kind in kinds if kind is not None), default=math.inf)
+def _largest_number(model: DataParallel) -> float:
+    """Return the smallest maximum of the dtypes that gradients are stored or reduced in."""
+    dtypes = {param.dtype for param in model.parameters() if param.requires_grad}
+    dtypes |= {model.engine.reduce_dtype} - {None}
+    return min((torch.finfo(dtype).max for dtype in dtypes if dtype is not None), default=math.inf)
 
 
-def _error(broken: NonFiniteReport, more: str) -> NonFiniteGradient:
+def _error(report: NonFiniteReport, suffix: str) -> NonFiniteGradient:
     return NonFiniteGradient(
-        f"{broken}{more}",
-        rank=broken.ranks[0] if broken.ranks else None,
-        step=broken.step,
-        remedy="look at that rank's batch and loss; else a smaller learning rate, or clip the gradient",
+        f"{report}{suffix}",
+        rank=report.ranks[0] if report.ranks else None,
+        step=report.step,
+        remedy="inspect that rank's batch and loss; else lower the learning rate, or clip the gradient",
     )

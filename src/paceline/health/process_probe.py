@@ -1,42 +1,34 @@
-"""Processes of this host that are not our children: whether they run, are stopped, or are gone.
-
-How this rank stands, as it tells the others: what its training thread wrote down, and whether that thread moves.
-"""
+"""State of processes on this host that are not our children: running, stopped or gone."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
-import time
-from dataclasses import dataclass
 from typing import Literal
 
 from paceline._core.process_exit import exit_status_of, has_ended
-from paceline._core.step_state import step_state
-from paceline.health import stack_probe
-from paceline.health.heartbeat import Heartbeat
 from paceline.world.environment import boot_id
 
-__all__ = ["ProbedProcess", "RankState", "host_key", "start_of"]
+__all__ = ["LocalProcess", "host_key", "process_start_ticks"]
 
 
 def host_key() -> str:
-    """Return what processes have in common that see each other's process ids, and nobody else."""
-    spaces = []
+    """Return a text that only processes share that see each other's process ids."""
+    namespaces = []
     for name in ("pid", "net"):
         with contextlib.suppress(OSError):
-            spaces.append(os.readlink(f"/proc/self/ns/{name}"))
-    return " ".join([socket.gethostname(), boot_id(), *spaces])
+            namespaces.append(os.readlink(f"/proc/self/ns/{name}"))
+    return " ".join([socket.gethostname(), boot_id(), *namespaces])
 
 
-def start_of(pid: int) -> int:
-    """Return when a process began, in ticks since the boot; 0 if it is gone, or the system does not tell."""
-    return _stat(pid)[1]
+def process_start_ticks(pid: int) -> int:
+    """Return the start time of a process in clock ticks since boot; 0 if it is gone or the system lacks /proc."""
+    return _state_and_start(pid)[1]
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """Return state and start of a process (proc(5)), ("", 0) if it is gone."""
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state letter and start time of a process (proc(5)); ("", 0) if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -45,84 +37,37 @@ def _stat(pid: int) -> tuple[str, int]:
         return "", 0
 
 
-@dataclass
-class ProbedProcess:
-    """A process of this host.
+class LocalProcess:
+    """A process on this host.
 
     Args:
-        pid: its number.
-        start: when it began, as `start_of` told it: numbers are used again.
+        pid: process id.
+        start_ticks: from `process_start_ticks`; identifies the process, since ids are reused.
     """
 
-    pid: int
-    start: int
-
-    def __post_init__(self) -> None:
+    def __init__(self, pid: int, start_ticks: int) -> None:
+        self.pid, self.start_ticks = pid, start_ticks
         self.pidfd = -1
         with contextlib.suppress(OSError, AttributeError):
-            self.pidfd = os.pidfd_open(self.pid)
+            self.pidfd = os.pidfd_open(pid)
 
     def state(self) -> Literal["runs", "stopped", "gone"]:
-        """Return how it is."""
+        """Return the present state."""
         if has_ended(self.pidfd):
             return "gone"
-        letter, start = _stat(self.pid)
+        letter, start_ticks = _state_and_start(self.pid)
         if letter in ("T", "t"):
             return "stopped"
-        known = self.start != 0  # else this system tells nothing of processes
-        return "gone" if known and (letter in ("", "Z", "X") or start != self.start) else "runs"
+        has_proc = self.start_ticks != 0
+        ended = letter in ("", "Z", "X") or start_ticks != self.start_ticks
+        return "gone" if has_proc and ended else "runs"
 
-    def code(self) -> int | None:
-        """Return how it ended: its exit code, −n where signal n ended it, None if nobody can tell."""
+    def exit_code(self) -> int | None:
+        """Return the exit code; −n if signal n ended the process, None if unknown."""
         return exit_status_of(self.pidfd, self.pid).code
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the descriptor."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
-
-
-class RankState:
-    """Of the training thread.
-
-    Args:
-        ident: the thread.
-
-    Attributes:
-        fingerprint: of its stack, when it was looked at last.
-        since: when it was found to have moved, a value of ``time.monotonic()``.
-    """
-
-    def __init__(self, ident: int) -> None:
-        self._ident = ident
-        self.fingerprint, self.since = 0, time.monotonic()
-        self._called_since = 0.0  # a collective that nobody wrote down
-
-    def row(self, rank: int, sequence: int, stopped: tuple[int, ...]) -> Heartbeat:
-        """Look at the thread, and return the row that tells of it."""
-        now, frame = time.monotonic(), stack_probe.frame_of(self._ident)
-        fingerprint = stack_probe.fingerprint(frame)
-        if fingerprint != self.fingerprint:
-            self.fingerprint, self.since = fingerprint, now
-        waiting, age = step_state.waiting, time.perf_counter() - step_state.since
-        if waiting or not stack_probe.in_collective(frame):
-            self._called_since = 0.0
-        else:
-            self._called_since = self._called_since or now
-            waiting, age = True, now - self._called_since
-        return Heartbeat(
-            rank,
-            sequence,
-            step_state.step,
-            step_state.phase,
-            step_state.task,
-            step_state.bucket,
-            waiting,
-            max(0.0, age),
-            now - self.since,
-            step_state.rounds,
-            step_state.busy_seconds,
-            step_state.sees_waiting,
-            stopped,
-        )

@@ -1,4 +1,4 @@
-"""Which rank is slow: by the time that each works in a step, not counting what it waits for others."""
+"""The slowest rank: compares the time that each rank works in a step, without its waits for others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-__all__ = ["StepPaces", "Straggler", "slowest_of"]
+__all__ = ["StepTimes", "Straggler", "find_slowest"]
 
-_LATEST = 25
-"""Looks at a rank that count, each at one step or, where steps are short, at some."""
+_WINDOW = 25
+"""Samples kept per rank; each covers one step, or several short ones."""
 
 _FEWEST = 3
-"""Looks without which nothing is said."""
+"""Samples below which a rank's time counts as unknown."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class Straggler:
     """The rank that the others wait for.
 
     Attributes:
-        rank, host: who.
-        factor: its working time of a step over the median of the other ranks'.
-        seconds: that time.
+        rank: its number.
+        host: the name of its host.
+        factor: its working time per step over the median of the other ranks'.
+        seconds: that working time.
     """
 
     rank: int
@@ -32,33 +33,33 @@ class Straggler:
     seconds: float
 
 
-class StepPaces:
-    """Working seconds a step of every rank, over its latest steps."""
+class StepTimes:
+    """Working seconds per step of every rank, over its latest steps."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[int, float]] = {}
-        self._seconds: dict[int, deque[float]] = {}
+        self._samples: dict[int, deque[float]] = {}
 
-    def note(self, rank: int, rounds: int, busy_seconds: float) -> None:
-        """Note how many steps a rank has made in all, and how long it has worked for them."""
+    def add(self, rank: int, rounds: int, busy_seconds: float) -> None:
+        """Record how many steps a rank has made in total, and the seconds that it worked for them."""
         before = self._latest.get(rank)
         if before is not None and rounds <= before[0]:
             return
         self._latest[rank] = rounds, busy_seconds
-        if before is not None and rounds > before[0] > 0:  # the first step builds things
-            of_one = (busy_seconds - before[1]) / (rounds - before[0])
-            self._seconds.setdefault(rank, deque(maxlen=_LATEST)).append(of_one)
+        if before is not None and before[0] > 0:  # the first step builds things
+            per_step = (busy_seconds - before[1]) / (rounds - before[0])
+            self._samples.setdefault(rank, deque(maxlen=_WINDOW)).append(per_step)
 
-    def seconds(self) -> dict[int, float]:
-        """Return the median working seconds of a step, by rank, of those that are known well enough."""
-        return {rank: median(each) for rank, each in self._seconds.items() if len(each) >= _FEWEST}
+    def medians(self) -> dict[int, float]:
+        """Return the median working seconds per step, of the ranks with enough samples."""
+        return {rank: median(each) for rank, each in self._samples.items() if len(each) >= _FEWEST}
 
 
-def slowest_of(seconds: Mapping[int, float]) -> tuple[int, float] | None:
-    """Return the slowest rank and how often the others' median it needs; None with fewer than two.
+def find_slowest(seconds: Mapping[int, float]) -> tuple[int, float] | None:
+    """Return the slowest rank and the ratio of its time to the median of the others'; None for fewer than two.
 
     Example:
-        >>> slowest_of({0: 1.0, 1: 1.3, 2: 1.0})
+        >>> find_slowest({0: 1.0, 1: 1.3, 2: 1.0})
         (1, 1.3)
     """
     if len(seconds) < 2:

@@ -1,16 +1,13 @@
-"""`Watchdog`: a stall, a death or an exception on one rank is named on every rank, within seconds.
+"""`Watchdog`: names a rank that stalls, ends or raises on every other rank, within seconds.
 
-The training thread writes down where it is (`paceline._core.step_state`), and does no more. A thread beside it does the
-rest:
+The training thread only writes its state (`paceline._core.step_state`). A monitor thread does the rest:
 
-    watch.py       the user's side: around the loop, and where an exception passes
-    watcher.py     the thread: tell, hear, judge, leave
-    culprit.py     whose fault it is, as a function                words.py       and how to say it
-    beat.py        what is told                                    mesh.py        over which connections
-    processes.py   the processes of this host                      stacks.py      where a thread stands
-    standing.py    how this rank stands                            straggler.py   which rank is slow
-    leave.py       freeing a thread that waits for ever            reach.py       addresses
-    symptoms.py    errors that tell of others
+    monitor_thread.py     sends and receives heartbeats; ends the training
+    failure_detector.py   collects evidence; attribution.py decides on it; failure_text.py writes the error
+    heartbeat.py, peer_mesh.py, peer_endpoint.py   messages, connections, addresses
+    process_probe.py, thread_probe.py              state of local processes and of the training thread
+    abort_collectives.py  ends waits in collectives
+    straggler.py          finds the slowest rank
 """
 
 from __future__ import annotations
@@ -29,48 +26,59 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import torch.distributed as dist
+
 from paceline._core.graceful_shutdown import ShutdownListener
-from paceline.errors import PeerFailed, UsageError, unknown
+from paceline.errors import (
+    BackwardFailed,
+    CollectiveError,
+    EnvelopeError,
+    MismatchError,
+    PeerFailed,
+    SyncError,
+    UsageError,
+    unknown,
+)
 from paceline.health.attribution import StallLimits
 from paceline.health.monitor_thread import MonitorThread
-from paceline.health.peer_mesh import LOOPBACK, MeshCard, PeerMesh, listen, own_address
-from paceline.health.process_probe import host_key, start_of
-from paceline.health.stack_probe import exception_text
-from paceline.health.straggler import Straggler, slowest_of
-from paceline.health.symptoms import is_symptom
+from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener, watchdog_address
+from paceline.health.peer_mesh import PeerMesh
+from paceline.health.process_probe import host_key, process_start_ticks
+from paceline.health.straggler import Straggler, find_slowest
+from paceline.health.thread_probe import format_exception
 from paceline.world.object_collectives import gather_texts, rank_and_size
 
-__all__ = ["Watchdog"]
+__all__ = ["Watchdog", "is_symptom"]
 
-_CAUSE_SECONDS = 2.0
-"""How long a rank whose connection failed waits for the cause to be known."""
+_ATTRIBUTION_SECONDS = 2.0
+"""How long a rank whose connection failed waits for an attribution by others."""
 
 
 class Watchdog:
-    """Watches all ranks while the block runs, and raises the same error on all when one of them is lost.
+    """Watches all ranks while the block runs, and raises the same error on all when one of them fails.
 
-    An exception on one rank, a process that ends or is stopped, a host that can't be reached, a rank that stands still
-    while the others wait for it: every other rank raises `PeerFailed`, which names the rank, its host, step and
-    phase, what happened, and its traceback or where it stands. A thread that waits in a collective is freed for
-    that. All ranks make a Watch at the same place; in a world of one it does nothing.
+    When a rank raises, ends, is stopped, becomes unreachable, or stands still while the others wait for it, every
+    other rank raises `PeerFailed` with the rank, its host, step and phase, what happened, and its traceback or stack.
+    Threads that wait in collectives are freed for that. All ranks make a Watchdog at the same place; in a world of
+    one it does nothing.
 
     Args:
-        stall: seconds within which a rank that stands still is named, if others wait for it so long. A rank that
-            moves on from line to line is at work; evaluating and writing checkpoints never count as standing still.
-        lost: seconds within which a stopped process or an unreachable host is named; below 3, up to a second later.
+        stall: seconds after which a rank that stands still is named, if others wait for it. A rank whose stack
+            changes is working; evaluation and checkpoints never count as standing still.
+        lost: seconds after which a stopped process or an unreachable host is named; below 3, up to a second later.
         on_stall: ``"leave"``: a stall ends the training on all ranks; ``"tell"``: it is only logged.
-        warn: seconds of waiting after which the stall to come is logged, once; None: a quarter of `stall`.
-        grace: seconds to free a rank that is to end; one that still stands then writes the error to standard error
-            and exits with code 70.
+        warn: seconds of waiting after which a warning is logged, once per step; None: a quarter of `stall`.
+        grace: seconds to free the training thread of a rank that is to end; a thread that still has not moved is
+            ended with its process: the error on standard error, exit code 70.
 
     Raises:
-        UsageError: a value that makes no sense.
-        PeerFailed: at the end of the block: a rank was lost.
+        UsageError: an argument is invalid.
+        PeerFailed: a rank failed; at the end of the block.
 
     Example:
-        >>> with Watchdog(stall=30) as watch:
+        >>> with Watchdog(stall=30) as watchdog:
         ...     for step in range(3):
-        ...         slowest = watch.slowest()
+        ...         slowest = watchdog.slowest()
     """
 
     def __init__(
@@ -84,135 +92,135 @@ class Watchdog:
     ) -> None:
         for name, value in {"stall": stall, "lost": lost, "warn": warn, "grace": grace}.items():
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise UsageError(f"{name}={value!r} is no time to wait", remedy="give seconds > 0")
+                raise UsageError(f"{name}={value!r} is not a valid time", remedy="pass seconds > 0")
         if on_stall not in ("leave", "tell"):
             raise unknown("on_stall", on_stall, ["leave", "tell"])
-        self._watcher: MonitorThread | None = None
+        self._monitor: MonitorThread | None = None
         self._pid = os.getpid()
         if rank_and_size()[1] == 1:
             return
-        warn = stall / 4 if warn is None else warn
-        self._watcher = MonitorThread(
-            _meet(lost),
+        self._monitor = MonitorThread(
+            _open_mesh(lost),
             StallLimits(stall, lost),
-            leaves_stalls=on_stall == "leave",
-            warn=warn,
+            leave_on_stall=on_stall == "leave",
+            warn=stall / 4 if warn is None else warn,
             grace=grace,
-            launcher=ShutdownListener(),
+            shutdown=ShutdownListener(),
         )
-        self._hook()
-        _watches.add(self)
-        self._watcher.start()
+        self._install_hooks()
+        _open_watchdogs.add(self)
+        self._monitor.start()
 
     def __enter__(self) -> Self:
-        if self._watcher is not None:
-            self._watcher.inside = True
+        if self._monitor is not None:
+            self._monitor.in_block = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watcher is None:
+        if self._monitor is None:
             return
-        self._watcher.inside = False
+        self._monitor.in_block = False
         failed = None
         if error is not None:
-            with contextlib.suppress(MemoryError):  # it may be what `error` is: then its end has to tell
-                failed = self._explain(error, trace)
+            with contextlib.suppress(MemoryError):  # maybe `error` itself; the end of the process reports it
+                failed = self._report(error, trace)
         self.close()
         if failed is not None and failed is not error:
             raise failed from error
 
     def close(self) -> None:
-        """Stop watching and being watched; closing twice is closing once."""
-        watcher, self._watcher = self._watcher, None
-        if watcher is None or os.getpid() != self._pid:
+        """Stop watching and being watched; may be called twice."""
+        monitor, self._monitor = self._monitor, None
+        if monitor is None or os.getpid() != self._pid:
             return
-        self._unhook()
-        _watches.discard(self)
-        if not watcher.decided.is_set():
-            watcher.publish(watcher.notice_of("done"))
-        watcher.close()
+        self._remove_hooks()
+        _open_watchdogs.discard(self)
+        if not monitor.decided.is_set():
+            monitor.publish(monitor.detector.own_notice("done"))
+        monitor.close()
 
     def slowest(self) -> Straggler | None:
-        """Return the rank that works longest in a step, with how much longer than the others; None: not known.
+        """Return the rank that works longest per step, compared with the others; None: unknown.
 
-        Waiting for other ranks is no work. It is told from work on CPUs only, and not with full-shard.
+        Waiting for other ranks does not count as work. Known on CPUs only, and not with full-shard.
 
         Example:
             >>> Watchdog().slowest() is None
             True
         """
-        watcher = self._watcher
-        seconds = watcher.paces() if watcher is not None else {}
-        found = slowest_of(seconds)
-        if watcher is None or found is None:
+        if self._monitor is None:
+            return None
+        seconds = self._monitor.step_seconds()
+        found = find_slowest(seconds)
+        if found is None:
             return None
         rank, factor = found
-        return Straggler(rank, watcher.cards[rank].host, factor, seconds[rank])
+        return Straggler(rank, self._monitor.endpoints[rank].host, factor, seconds[rank])
 
     # ------------------------------------------------------------------ exceptions
 
-    def _explain(self, error: BaseException, trace: TracebackType | None) -> PeerFailed | None:
-        """Tell the others of an exception that passes, and return what is to be raised in its place, if anything."""
-        watcher = self._watcher
-        if watcher is None or isinstance(error, PeerFailed):
+    def _report(self, error: BaseException, trace: TracebackType | None) -> PeerFailed | None:
+        """Report an exception of the training thread; return the error to raise in its place, if any."""
+        monitor = self._monitor
+        if monitor is None or isinstance(error, PeerFailed):
             return None
         if isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
             return None
-        if is_symptom(error) and not watcher.decided.wait(_CAUSE_SECONDS):
-            failed = watcher.hurry()
+        if is_symptom(error) and not monitor.decided.wait(_ATTRIBUTION_SECONDS):
+            failed = monitor.attribute_now()
             if failed is None:
-                watcher.publish(watcher.notice_of("leaves", name=type(error).__name__[:200]))
+                monitor.publish(monitor.detector.own_notice("leaves", name=type(error).__name__[:200]))
             return failed
-        if watcher.decided.is_set() and not isinstance(error, KeyboardInterrupt):
-            return watcher.error
-        name = _first_line(error)
-        watcher.publish(watcher.notice_of("raised", name=name, text=exception_text(error, trace)), wait=True)
+        if monitor.decided.is_set() and not isinstance(error, KeyboardInterrupt):
+            return monitor.error
+        text = format_exception(error, trace)
+        monitor.publish(monitor.detector.own_notice("raised", name=_first_line(error), text=text), wait=True)
         return None
 
-    def _hook(self) -> None:
-        """Hear of exceptions that nobody catches."""
-        self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = sys.excepthook, threading.excepthook
-        before, before_in_thread = self._hooks
+    def _report_thread(self, thread: threading.Thread | None, error: BaseException) -> None:
+        """Report an exception of a thread: as the rank's own if it is the training thread."""
+        monitor = self._monitor
+        if monitor is None or isinstance(error, SystemExit):
+            return
+        if thread is not None and thread.ident == monitor.own.thread_ident:
+            self._report(error, error.__traceback__)
+            return
+        text = format_exception(error, error.__traceback__)
+        monitor.publish(monitor.detector.own_notice("thread", name=_first_line(error), text=text))
+
+    def _install_hooks(self) -> None:
+        """Report exceptions that nothing catches."""
+        self._previous: tuple[Callable[..., Any], Callable[..., Any]] = sys.excepthook, threading.excepthook
+        previous, previous_in_thread = self._previous
         reference = weakref.ref(self)
 
-        def pass_on(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            watch = reference()
-            if watch is not None and watch._watcher is not None and os.getpid() == watch._pid:
-                failed = watch._explain(error, trace)
-                watch.close()
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            watchdog = reference()
+            if watchdog is not None and watchdog._monitor is not None and os.getpid() == watchdog._pid:
+                failed = watchdog._report(error, trace)
+                watchdog.close()
                 if failed is not None:
                     failed.__cause__ = error
                     kind, error, trace = type(failed), failed, failed.__traceback__
-            before(kind, error, trace)
+            previous(kind, error, trace)
 
-        def pass_on_in_thread(told: threading.ExceptHookArgs) -> None:
-            watch = reference()
-            if watch is not None and os.getpid() == watch._pid and told.exc_value is not None:
-                watch._hear_of_thread(told.thread, told.exc_value)
-            before_in_thread(told)
+        def report_thread(args: threading.ExceptHookArgs) -> None:
+            watchdog = reference()
+            if watchdog is not None and os.getpid() == watchdog._pid and args.exc_value is not None:
+                watchdog._report_thread(args.thread, args.exc_value)
+            previous_in_thread(args)
 
-        self._own_hooks = pass_on, pass_on_in_thread
-        sys.excepthook, threading.excepthook = pass_on, pass_on_in_thread
+        self._hooks = report, report_thread
+        sys.excepthook, threading.excepthook = self._hooks
 
-    def _hear_of_thread(self, thread: threading.Thread | None, error: BaseException) -> None:
-        """Tell the others of an exception in a thread: the rank's own, if that is the one that trains."""
-        watcher = self._watcher
-        if watcher is None or isinstance(error, SystemExit):
-            return
-        if thread is not None and thread.ident == watcher.me.ident:
-            self._explain(error, error.__traceback__)
-            return
-        text = exception_text(error, error.__traceback__)
-        watcher.publish(watcher.notice_of("thread", name=_first_line(error), text=text))
-
-    def _unhook(self) -> None:
-        """Take the hooks back, unless somebody has put others over them."""
-        if sys.excepthook is self._own_hooks[0]:
-            sys.excepthook = self._hooks[0]
-        if threading.excepthook is self._own_hooks[1]:
-            threading.excepthook = self._hooks[1]
+    def _remove_hooks(self) -> None:
+        """Restore the previous hooks, unless others were installed since."""
+        if sys.excepthook is self._hooks[0]:
+            sys.excepthook = self._previous[0]
+        if threading.excepthook is self._hooks[1]:
+            threading.excepthook = self._previous[1]
 
 
 def _first_line(error: BaseException) -> str:
@@ -222,53 +230,89 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:200].encode(errors="replace").decode().removesuffix(": ")
 
 
-def _meet(lost: float) -> PeerMesh:
-    """Tell all ranks where this one is, hear where they are, and return the connections to them; a collective."""
+# ------------------------------------------------------------------ symptoms of failures elsewhere
+
+_SYMPTOM_TEXTS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "wait timeout",
+    "socket timeout",
+    "socket closed",
+    "gloo/transport",
+    "nccl error",
+    "nccl communicator",
+    "remote process exited",
+    "another rank ended or stopped answering",
+)
+
+
+def is_symptom(error: BaseException | None) -> bool:
+    """Return whether `error`, or one of its causes, is the consequence of a failure on another rank.
+
+    Example:
+        >>> is_symptom(RuntimeError("Connection reset by peer")), is_symptom(RuntimeError("shape mismatch"))
+        (True, False)
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if not isinstance(error, MismatchError | EnvelopeError):
+            if isinstance(error, CollectiveError | BackwardFailed | dist.DistError):
+                return True
+            text = str(error).lower() if isinstance(error, RuntimeError | ConnectionError | SyncError) else ""
+            if any(symptom in text for symptom in _SYMPTOM_TEXTS):
+                return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+# ------------------------------------------------------------------ set-up and process exit
+
+
+def _open_mesh(lost: float) -> PeerMesh:
+    """Listen, and return the mesh of the endpoints of all ranks; a collective."""
     rank, ranks = rank_and_size()
-    keys = _told_by_all({"key": host_key()})
-    alone = len({each["key"] for each in keys}) == 1
+    one_host = len(set(gather_texts(host_key()))) == 1
     listener = None
-    for address in (LOOPBACK,) if alone else (own_address(), "0.0.0.0"):
+    for address in (LOOPBACK,) if one_host else (watchdog_address(), "0.0.0.0"):
         with contextlib.suppress(OSError):
-            listener = listen(address)
+            listener = open_listener(address)
             break
-    assert listener is not None, "every host has addresses of its own"
-    host, pid = os.uname().nodename, os.getpid()
-    mine = MeshCard(
-        rank,
-        host,
-        host_key(),
-        pid,
-        start_of(pid),
-        threading.get_ident(),
-        LOOPBACK if alone else own_address(),
-        listener.getsockname()[1],
-        secrets.token_hex(16),
+    assert listener is not None, "every host has an address"
+    pid = os.getpid()
+    own = PeerEndpoint(
+        rank=rank,
+        host=os.uname().nodename,
+        host_key=host_key(),
+        pid=pid,
+        start_ticks=process_start_ticks(pid),
+        thread_ident=threading.get_ident(),
+        address=LOOPBACK if one_host else watchdog_address(),
+        port=listener.getsockname()[1],
+        token=secrets.token_hex(16),
     )
-    cards = [MeshCard(**each) for each in _told_by_all(asdict(mine))]
-    assert len(cards) == ranks, "one of each"
-    return PeerMesh(mine, cards, listener, lost)
+    endpoints = [PeerEndpoint(**json.loads(text)) for text in gather_texts(json.dumps(asdict(own)))]
+    assert len(endpoints) == ranks
+    return PeerMesh(own, endpoints, listener, lost)
 
 
-def _told_by_all(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what every rank tells, by rank."""
-    return [json.loads(text) for text in gather_texts(json.dumps(facts))]
-
-
-_watches: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+_open_watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    for watch in list(_watches):
-        watch.close()
+    for watchdog in list(_open_watchdogs):
+        watchdog.close()
 
 
-def _forsake_all() -> None:
-    for watch in list(_watches):
-        if watch._watcher is not None:
-            watch._watcher.forsake()
-            watch._watcher = None
+def _detach_all_after_fork() -> None:
+    for watchdog in list(_open_watchdogs):
+        if watchdog._monitor is not None:
+            watchdog._monitor.mesh.close(forked=True)
+            watchdog._monitor = None
 
 
-os.register_at_fork(after_in_child=_forsake_all)
+os.register_at_fork(after_in_child=_detach_all_after_fork)

@@ -49,8 +49,8 @@ def late_in_the_middle(report, rank, size, folder):
     report((kind, text, all(bool(each.eq(7).all()) for each in again)))
 
 
-def test_memory_of_a_failed_call_is_not_reused(nursery):
-    zero, one = nursery.play(late_scene)
+def test_memory_of_a_failed_call_is_not_reused(killable):
+    zero, one = killable.run_ranks(late_scene)
     assert zero[0] == "CollectiveTimeout"
     assert "rank 1 on host" in zero[1]
     assert "did not arrive within the timeout of 0.5 s (its process is alive)" in zero[1]
@@ -74,8 +74,8 @@ def late_small_scene(fork, folder):
     return ranks_of(fork, 2, late_for_a_small_call, folder)
 
 
-def test_a_rank_that_arrives_too_late_raises(nursery):
-    assert nursery.play(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
+def test_a_rank_that_arrives_too_late_raises(killable):
+    assert killable.run_ranks(late_small_scene) == [["CollectiveTimeout"] * 2] * 2
 
 
 def failing_during_a_call(report, rank, size, folder):
@@ -97,8 +97,8 @@ def failing_scene(fork, folder):
     return ranks_of(fork, 3, failing_during_a_call, folder)
 
 
-def test_an_error_during_a_call_reaches_the_others(nursery):
-    zero, one, two = nursery.play(failing_scene)
+def test_an_error_during_a_call_reaches_the_others(killable):
+    zero, one, two = killable.run_ranks(failing_scene)
     assert two == ("MemoryError", "no memory for the scratch")
     for kind, text in (zero, one):
         assert kind == "PeerLost"
@@ -127,18 +127,18 @@ def interrupted(report, rank, size, folder, asynchronous):
 
 def interrupt_scene(fork, folder, asynchronous):
     ranks = [fork(interrupted, rank, 2, folder, asynchronous) for rank in range(2)]
-    assert [each.hear() for each in ranks] == ["ready"] * 2
+    assert [each.receive() for each in ranks] == ["ready"] * 2
     time.sleep(0.2)
     ranks[0].kill(signal.SIGINT)
-    reports = [ranks[0].hear()]
+    reports = [ranks[0].receive()]
     codes = [ranks[0].wait()]
-    reports.append(ranks[1].hear())
+    reports.append(ranks[1].receive())
     return reports, [*codes, ranks[1].wait()]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_interrupt_ends_the_wait_and_the_process(nursery, asynchronous):
-    (zero, one), codes = nursery.play(interrupt_scene, asynchronous)
+def test_an_interrupt_ends_the_wait_and_the_process(killable, asynchronous):
+    (zero, one), codes = killable.run_ranks(interrupt_scene, asynchronous)
     assert zero[0] == "KeyboardInterrupt"
     assert codes == [130, 0]
     assert one[0] == "PeerLost"
@@ -187,17 +187,17 @@ def pending_scene(fork, folder, how):
 
 
 @pytest.mark.parametrize(("how", "result"), [("no wait", "made"), ("destroyed", True)])
-def test_pending_calls_complete_and_do_not_delay_the_exit(nursery, how, result):
-    assert nursery.play(pending_scene, how) == [result] * 3
+def test_pending_calls_complete_and_do_not_delay_the_exit(killable, how, result):
+    assert killable.run_ranks(pending_scene, how) == [result] * 3
 
 
-def test_a_rank_may_exit_while_its_call_waits_for_the_others(nursery):
-    _, one, two = nursery.play(pending_scene, "left alone")
+def test_a_rank_may_exit_while_its_call_waits_for_the_others(killable):
+    _, one, two = killable.run_ranks(pending_scene, "left alone")
     assert one == two == (0, 0)
 
 
-def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(nursery):
-    zero, one, two = nursery.play(pending_scene, "aborted")
+def test_a_group_may_be_aborted_while_its_call_waits_for_the_others(killable):
+    zero, one, two = killable.run_ranks(pending_scene, "aborted")
     assert zero[0] == "CollectiveError"
     assert "left" in zero[1]
     assert one == two == (0, None), "it left the group"
@@ -236,6 +236,6 @@ def forking_scene(fork, folder):
     return ranks_of(fork, 3, forks_a_child, folder)
 
 
-def test_a_forked_child_is_not_a_rank_and_disturbs_none(nursery):
-    text, *_ = nursery.play(forking_scene)
+def test_a_forked_child_is_not_a_rank_and_disturbs_none(killable):
+    text, *_ = killable.run_ranks(forking_scene)
     assert text.count("this process was forked from rank 0 and is not a rank") == 2

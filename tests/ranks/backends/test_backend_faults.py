@@ -100,20 +100,20 @@ def one_rank(report, rank, size, folder, seed, victim, how, delay):
 def lose_one(fork, folder, size, seed, victim, how, delay):
     """Return when and at which step the victim ended, its exit code, and the reports of the survivors."""
     ranks = [fork(one_rank, rank, size, folder, seed, victim, how, delay) for rank in range(size)]
-    assert [each.hear() for each in ranks] == ["ready"] * size
+    assert [each.receive() for each in ranks] == ["ready"] * size
     others = [each for rank, each in enumerate(ranks) if rank != victim]
     gone = {}
     if how in ("killed", "stops"):
         time.sleep(delay)
         gone["at"] = ranks[victim].kill(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     else:
-        gone = ranks[victim].hear()
+        gone = ranks[victim].receive()
     gone["code"] = ranks[victim].wait() if how in ("killed", "exits", "raises") else None
-    reports = [each.hear() for each in others]
-    left = [each.hear() for each in others]
+    reports = [each.receive() for each in others]
+    left = [each.receive() for each in others]
     if how == "stops":
         ranks[victim].kill(signal.SIGCONT)
-        gone["report"] = ranks[victim].hear()
+        gone["report"] = ranks[victim].receive()
     codes = [each.wait() for each in others]
     return gone, reports, left, codes
 
@@ -134,12 +134,12 @@ EXPECTED = {
 @pytest.mark.parametrize(
     ("how", "number"), [(how, number) for how, runs in RUNS.items() for number in range(runs)]
 )
-def test_every_survivor_names_the_lost_rank_and_can_continue(nursery, how, number):
+def test_every_survivor_names_the_lost_rank_and_can_continue(killable, how, number):
     seed = list(RUNS).index(how) * 1000 + number
     rng = random.Random(seed)
     size = rng.randint(2, 4)
     victim, delay = rng.randrange(size), rng.random() * 0.2
-    gone, reports, left, codes = nursery.play(lose_one, size, seed, victim, how, delay, timeout=60)
+    gone, reports, left, codes = killable.run_ranks(lose_one, size, seed, victim, how, delay, timeout=60)
     kind, exit_code, text = EXPECTED[how]
     assert len(reports) == size - 1
     for each in reports:

@@ -69,8 +69,8 @@ def descriptors_scene(fork, folder):
     return ranks_of(fork, 2, out_of_descriptors, folder)
 
 
-def test_a_rank_without_descriptors_is_reported(nursery):
-    zero, one = nursery.play(descriptors_scene)
+def test_a_rank_without_descriptors_is_reported(killable):
+    zero, one = killable.run_ranks(descriptors_scene)
     assert one[0] == "OSError"
     assert "raise the limit (ulimit -n)" in one[1]
     assert zero[0] == "PeerLost"
@@ -113,10 +113,10 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", REASONS)
-def test_without_shared_memory_gloo_is_used_and_one_rank_warns(nursery, how):
+def test_without_shared_memory_gloo_is_used_and_one_rank_warns(killable, how):
     if how == "another user" and os.getuid() != 0:
         pytest.skip("only root can be another user")
-    results = nursery.play(fallback_scene, how)
+    results = killable.run_ranks(fallback_scene, how)
     assert [value for _, value in results] == [3.0] * 3
     warned = [text for texts, _ in results for text in texts]
     assert len(warned) == 1, warned

@@ -1,4 +1,4 @@
-"""`Checkpoint` on real ranks: what is resumed goes on as if nothing had happened, on any number of ranks."""
+"""`Checkpoint` on real ranks: resumed runs equal uninterrupted ones, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Set:
-    """A training of `Net`: everything that a program holds."""
+    """All objects of a program that trains `Net`."""
 
     def __init__(self, folder, sync="sharded", *, net=Net, batch=4, optimizer=torch.optim.AdamW, **options):
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ class Set:
         self.keep.wait()
         return self
 
-    def told(self):
+    def results(self):
         """Close, and return (losses, weights, random number, learning rate, epochs, step)."""
         self.keep.close()
         weights = [param.clone() for param in self.model.whole_parameters()]
@@ -78,7 +78,7 @@ class Set:
 
 def train(rank, size, folder, sync, stop=None, every=5, batch=4):
     paceline.init()
-    return Set(folder, sync, every=every, batch=batch).run(stop=stop).told()
+    return Set(folder, sync, every=every, batch=batch).run(stop=stop).results()
 
 
 def equal(found, expected):
@@ -89,7 +89,7 @@ def equal(found, expected):
 
 
 @pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded", "full-shard"])
-def test_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, sync):
+def test_a_resumed_run_is_bitwise_equal(pool, tmp_path, sync):
     """Weights, optimizer, schedule, loader, dropout after a stop in the middle of an epoch; buffers are rank 0's.
 
     14 samples a step: what the first step after a resume is weighted by shows in the last bits.
@@ -108,11 +108,11 @@ def test_a_resumed_run_is_the_same_to_the_bit(pool, tmp_path, sync):
 def steps_of(rank, size, folder, sync, batch, stop):
     paceline.init()
     each = Set(folder, sync, every=3, batch=batch, net=Steady).run(stop=stop)
-    return each.losses, each.told()[1]
+    return each.losses, each.results()[1]
 
 
 class Steady(nn.Module):
-    """Without what differs with the number of ranks: dropout, BatchNorm."""
+    """A model without layers that depend on the number of ranks (dropout, BatchNorm)."""
 
     def __init__(self):
         super().__init__()
@@ -123,22 +123,22 @@ class Steady(nn.Module):
 
 
 @pytest.mark.parametrize("syncs", [["sharded"] * 4, ["sharded", "full-shard", "bucketed", "sharded"]])
-def test_2_then_4_then_1_then_3_ranks_do_what_one_does(pool, tmp_path, syncs):
-    """A global batch of 12, dealt to ever other ranks: the same losses, every sample once; checkpoints at 3, 6, 9."""
+def test_2_then_4_then_1_then_3_ranks_equal_one(pool, tmp_path, syncs):
+    """A global batch of 12, on changing numbers of ranks: the same losses, every sample once."""
     expected, weights = pool(1).run(steps_of, tmp_path / "whole", "bucketed", 12, None)[0]
     assert len(expected) == 2 * -(-SAMPLES // 12)
     losses: list[float] = []
     for ranks, stop, sync in zip((2, 4, 1, 3), (4, 7, 10, None), syncs, strict=True):
         found = pool(ranks).run(steps_of, tmp_path / "many", sync, 12 // ranks, stop)
         losses = losses[: len(losses) - bool(losses)]  # the step after the checkpoint is taken again
-        losses += [sum(each) for each in zip(*(told[0] for told in found), strict=True)]
+        losses += [sum(each) for each in zip(*(results[0] for results in found), strict=True)]
     assert losses == pytest.approx(expected, rel=1e-9)
     for ours, theirs in zip(found[0][1], weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
 def by_hand(rank, size, folder):
-    """Epochs in the program's own loop, a plain torch optimizer, two models, saves where the program wants them."""
+    """Epochs in the program's own loop, a plain torch optimizer, two models, explicit saves."""
     paceline.init()
     torch.manual_seed(0)
     one, two = (paceline.DataParallel(Steady().double()) for _ in range(2))
@@ -161,7 +161,7 @@ def by_hand(rank, size, folder):
     return len(served), keep.step, keep.epoch, found and (found.step, found.ranks, found.facts)
 
 
-def test_epochs_in_the_programs_own_loop(pool, tmp_path):
+def test_a_program_with_its_own_loop_over_epochs(pool, tmp_path):
     first = pool(2).run(by_hand, tmp_path)[0]
     assert first[1:] == (6, 2, None)
     names = {path.name for path in tmp_path.glob("step-*/*")}
@@ -172,7 +172,7 @@ def test_epochs_in_the_programs_own_loop(pool, tmp_path):
 
 
 def everything_alone(rank, size, folder):
-    """A world of one with a bare module; what is stored loads into it with torch and safetensors alone."""
+    """A world of one with a bare module; its weights load with torch and safetensors alone."""
     torch.manual_seed(0)
     net = Net()
     optim = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -185,7 +185,7 @@ def everything_alone(rank, size, folder):
     return net.state_dict(), keep.step
 
 
-def test_a_bare_module_and_what_others_read(pool, tmp_path):
+def test_a_bare_module_and_its_safetensors_file(pool, tmp_path):
     state, step = pool(1).run(everything_alone, tmp_path)[0]
     assert step == 1
     stored = load_file(tmp_path / "step-00000001" / "model.safetensors")
@@ -217,7 +217,7 @@ def refused(rank, size, folder, other):
     return "resumed"
 
 
-def test_a_checkpoint_of_something_else_is_refused_by_name(pool, tmp_path):
+def test_a_checkpoint_of_other_objects_is_refused_by_name(pool, tmp_path):
     pool(2).run(train, tmp_path, "sharded", 6)
     said = pool(2).run(refused, tmp_path, {"net": Wider})
     assert all(
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(pool, tmp_path):
 
 def bad_arguments(rank, size, folder):
     net = Net()
-    told = []
+    results = []
     for arguments, options in (
         ((net,), {"every": 0}),
         ((net,), {"keep": 0}),
@@ -243,12 +243,12 @@ def bad_arguments(rank, size, folder):
             keep = paceline.Checkpoint(folder, *arguments, **options)
             keep.save()
         except UsageError as error:
-            told.append(str(error))
-    return told
+            results.append(str(error))
+    return results
 
 
 def test_bad_arguments(pool, tmp_path):
-    told = pool(1).run(bad_arguments, tmp_path)[0]
+    results = pool(1).run(bad_arguments, tmp_path)[0]
     words = [
         "every=0",
         "keep=0",
@@ -256,8 +256,8 @@ def test_bad_arguments(pool, tmp_path):
         "has no state_dict",
         "none of the models",
     ]
-    assert len(told) == len(words)
-    for word, text in zip(words, told, strict=True):
+    assert len(results) == len(words)
+    for word, text in zip(words, results, strict=True):
         assert word in text
 
 
@@ -277,9 +277,9 @@ def elsewhere(rank, size, folder):
 def test_a_folder_that_is_not_shared_is_refused(pool, tmp_path):
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
-    for told in pool(3).run(elsewhere, tmp_path):
-        assert "not there on rank 1, 2" in told
-        assert "share" in told
+    for results in pool(3).run(elsewhere, tmp_path):
+        assert "not there on rank 1, 2" in results
+        assert "share" in results
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(RankError) as caught:
@@ -308,24 +308,24 @@ def full_disk(rank, size, folder):
                 fault_injection.disk_full(after_nbytes=50, rank=1)
 
         made.run(before=fill)
-        told = made.told()
+        results = made.results()
     finally:
         logging.getLogger("paceline.checkpoint").removeHandler(handler)
         fault_injection.disarm()
-    return told, lines, sorted(path.name for path in Path(folder).iterdir())
+    return results, lines, sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_a_full_disk_is_told_and_training_goes_on(pool, tmp_path):
+def test_a_full_disk_is_logged_and_training_continues(pool, tmp_path):
     expected = pool(2, "paceline").run(train, tmp_path / "a", "sharded", None, 4)
     found = pool(2, "paceline").run(full_disk, tmp_path / "b")
-    told, lines, names = found[0]
-    assert told[0] == expected[0][0]
-    assert equal(told[1], expected[0][1])
+    results, lines, names = found[0]
+    assert results[0] == expected[0][0]
+    assert equal(results[1], expected[0][1])
     assert [line.split(" can't")[0] for line in lines if "can't" in line] == [
         "the checkpoint of step 4", "the checkpoint of step 8",
     ]  # fmt: skip
     assert all(
-        "rank 1: No space left on device; training goes on" in line for line in lines if "can't" in line
+        "rank 1: No space left on device; training continues" in line for line in lines if "can't" in line
     )
     assert not any("can't" in line for line in found[1][1])
     assert names == ["lock", "step-00000012", "step-00000016"]
@@ -347,10 +347,10 @@ def save_and_wait(rank, size, folder):
     return "saved"
 
 
-def test_who_waits_is_told(pool, tmp_path):
-    for told in pool(2).run(save_and_wait, tmp_path):
-        assert "the checkpoint of step 7 can't be written" in told
-        assert "rank 1: No space left" in told
+def test_save_with_wait_raises_on_all_ranks(pool, tmp_path):
+    for results in pool(2).run(save_and_wait, tmp_path):
+        assert "the checkpoint of step 7 can't be written" in results
+        assert "rank 1: No space left" in results
     assert [path.name for path in sorted(tmp_path.glob("step*"))] == ["step-00000000"]
 
 
@@ -358,11 +358,11 @@ def test_who_waits_is_told(pool, tmp_path):
 
 
 def killed(fork, folder, where, moments):
-    """Kill ranks of a run at these moments, start it again each time, and let it end; return what the last told."""
+    """Kill ranks of a run at these moments, restart it each time, and let it end; return the last results."""
     torch.set_num_threads(1)
     for number, (victims, seconds) in enumerate(moments):
         ranks = [fork(life, rank, where, f"{folder}/world-{number}") for rank in range(2)]
-        ranks[0].hear()
+        ranks[0].receive()
         time.sleep(seconds)
         for victim in victims:
             ranks[victim].kill(signal.SIGKILL)
@@ -370,31 +370,31 @@ def killed(fork, folder, where, moments):
             if rank not in victims:
                 child.kill(signal.SIGKILL)
     ranks = [fork(life, rank, where, f"{folder}/world-last") for rank in range(2)]
-    ranks[0].hear()
-    ranks[1].hear()
-    told = [child.hear() for child in ranks]
+    ranks[0].receive()
+    ranks[1].receive()
+    results = [child.receive() for child in ranks]
     assert [child.wait() for child in ranks] == [0, 0]
-    return told
+    return results
 
 
-def life(tell, rank, where, meeting):
+def life(send, rank, where, store):
     """One life of a run that saves at every step."""
-    paceline.init("paceline", init_method=f"file://{meeting}", rank=rank, size=2, timeout=30)
+    paceline.init("paceline", init_method=f"file://{store}", rank=rank, size=2, timeout=30)
     made = Set(where, every=1)
-    tell("going")
+    send("going")
     made.run(before=lambda _: time.sleep(0.01))
-    tell((made.keep.resumed and made.keep.resumed.step, *made.told()))
+    send((made.keep.resumed and made.keep.resumed.step, *made.results()))
     paceline.shutdown()
 
 
-def test_killed_again_and_again_it_ends_as_if_it_had_not_been(nursery, pool, tmp_path):
-    """The whole experiment, with more kills and other moments, is benchmarks/kills."""
+def test_a_run_that_is_killed_repeatedly_ends_the_same(killable, pool, tmp_path):
+    """benchmarks/kills is the whole experiment, with more kills at other times."""
     expected = pool(2, "paceline").run(train, tmp_path / "whole", "sharded", None, 1)
     moments = [((0,), 0.1), ((1,), 0.15), ((0, 1), 0.05), ((0,), 0.12)]
-    found = nursery.play(killed, str(tmp_path / "killed"), moments, timeout=120)
-    assert max(told[0] or 0 for told in found) > 0
-    for told, whole in zip(found, expected, strict=True):
-        assert equal(told[2], whole[1])
-        assert list(told[3:]) == list(whole[2:])
+    found = killable.run_ranks(killed, str(tmp_path / "killed"), moments, timeout=120)
+    assert max(results[0] or 0 for results in found) > 0
+    for results, whole in zip(found, expected, strict=True):
+        assert equal(results[2], whole[1])
+        assert list(results[3:]) == list(whole[2:])
     left = sorted(path.name for path in (tmp_path / "killed").iterdir())
     assert left == ["lock", "step-00000015", "step-00000016"]

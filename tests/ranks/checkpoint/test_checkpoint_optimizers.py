@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: of any of torch's optimizers, for parameters however they lie in memory."""
+"""Optimizer state in checkpoints: of all of torch's optimizers, for parameters of any memory layout."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def step(net, optimizer, x):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
-def test_state_that_is_no_number_per_element_comes_back(tmp_path, kind):
-    """Adafactor keeps a number per row and per column, LBFGS vectors as long as all parameters together."""
+def test_state_of_other_shapes_is_restored(tmp_path, kind):
+    """Adafactor keeps a number per row and per column, LBFGS vectors with the size of all parameters."""
 
     def made():
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ def test_state_that_is_no_number_per_element_comes_back(tmp_path, kind):
 
 
 class Waves(nn.Module):
-    """A weight whose elements lie in another order than they are counted in, and a complex one."""
+    """A weight with a non-contiguous layout, and a complex one."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Waves(nn.Module):
 
 
 def one_step_more(rank, size, folder, sync, saves):
-    """Take a step, the first with a save after it, or go on from there; return the weights."""
+    """Take a step, the first with a save after it, or resume from there; return the weights."""
     paceline.init()
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
@@ -77,7 +77,7 @@ def one_step_more(rank, size, folder, sync, saves):
     ("before", "after", "ranks"),
     [("sharded", "bucketed", 2), ("bucketed", "sharded", 2), ("sharded", "sharded", 1)],
 )
-def test_parameters_of_any_layout_go_on_with_another_strategy(pool, tmp_path, before, after, ranks):
+def test_parameters_of_any_layout_resume_with_another_strategy(pool, tmp_path, before, after, ranks):
     expected = pool(2).run(one_step_more, tmp_path, before, True)[0]
     found = pool(ranks).run(one_step_more, tmp_path, after, False)[0]
     for ours, theirs in zip(found, expected, strict=True):

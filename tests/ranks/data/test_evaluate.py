@@ -54,7 +54,7 @@ def test_the_mean_is_that_of_one_process(pool, size, sync):
 
 
 def training_meanwhile(rank, size, sync):
-    """Evaluate in the middle of an epoch of training, under way with a stream."""
+    """Evaluate a stream in the middle of an epoch of training."""
 
     class Rows(IterableDataset):
         def __iter__(self):
@@ -72,14 +72,14 @@ def training_meanwhile(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded", "full-shard"])
-def test_evaluating_in_the_middle_of_training_changes_nothing(pool, sync):
+def test_evaluation_during_training_changes_nothing(pool, sync):
     for found in pool(3).run(training_meanwhile, sync):
         assert len(found) == 6
         assert found == pytest.approx([one_process()] * 6, rel=1e-13)
 
 
 def many_means(rank, size, cases):
-    """Return how far the means of random numbers are from what they should be, under random dealings."""
+    """Return the errors of means of random numbers, under random assignments."""
     worst = 0.0
     for seed, options in cases:
         numbers = torch.randn(
@@ -97,7 +97,7 @@ def many_means(rank, size, cases):
 
 
 def weighted(model, batch):
-    """Return nan where a batch only fills a place: nobody may count it."""
+    """Return nan for a placeholder batch, which must not be counted."""
     if not batch.samples:
         return {"plain": float("nan"), "weighted": (torch.tensor(float("nan")), float("nan"))}
     numbers, weights = batch
@@ -108,7 +108,7 @@ def weighted(model, batch):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_fillers_are_not_counted_and_weights_are(pool, size):
+def test_placeholders_are_ignored_and_weights_counted(pool, size):
     rng, cases = random.Random(size), []
     for seed in range(12):
         options = {"samples": rng.randint(1, 60), "batch_size": rng.choice([1, 4, 16]), "block": 1}
@@ -140,7 +140,7 @@ def kinds(rank, size):
     ]
 
 
-def test_what_may_be_measured(pool):
+def test_measures_of_all_kinds(pool):
     for found in pool(3).run(kinds):
         assert found[:4] == [4.5] * 4
         assert found[4] == found[5] == {"mean": 4.5, "half": 2.25}
@@ -164,7 +164,7 @@ def test_names_may_come_in_any_order(pool):
 
 
 def tokens(rank, size):
-    """A batch with a number of its own is weighted by that."""
+    """A batch with its own number is weighted by that."""
     loader = paceline.Loader(torch.arange(10.0), 4, collate_fn=Tokens)
     return paceline.evaluate(torch.nn.Identity(), loader, lambda model, batch: batch.mean)
 
@@ -178,12 +178,12 @@ class Tokens:
         self.mean = (numbers * numbers).sum() / self.samples if self.samples else 0.0
 
 
-def test_a_number_of_the_batches_own_is_the_weight(pool):
+def test_a_batchs_own_number_is_the_weight(pool):
     assert pool(3).run(tokens) == pytest.approx([285 / 45] * 3)
 
 
-def filler_meanwhile(rank, size):
-    """Evaluate in every step: a batch without samples is not counted as a full one afterwards either."""
+def placeholder_in_training(rank, size):
+    """Evaluate in every step: a placeholder batch is not counted as a full one afterwards."""
     model = paceline.DataParallel(torch.nn.Linear(1, 1))
     validation, outcomes = paceline.Loader(torch.arange(4.0), 4), []
     for batch in paceline.Loader(torch.arange(20.0), 4, shares=[0.8, 0.2]):
@@ -198,8 +198,8 @@ def filler_meanwhile(rank, size):
     return outcomes
 
 
-def test_evaluating_hides_no_batch_without_samples(pool):
-    results = pool(2).run(filler_meanwhile)
+def test_evaluation_does_not_hide_a_placeholder_batch(pool):
+    results = pool(2).run(placeholder_in_training)
     assert results == [[None, *[BackwardFailed] * 3], [None, *[SyncError] * 3]]
 
 
@@ -238,7 +238,7 @@ def modes(rank, size, fails):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_modes_are_as_they_were(pool, fails):
+def test_training_modes_are_restored(pool, fails):
     assert pool(2).run(modes, fails) == [(True, True, False)] * 2
 
 
@@ -246,7 +246,7 @@ def test_modes_are_as_they_were(pool, fails):
 
 
 def refused(rank, size, measures, uneven="join"):
-    """Return what each measure leads to on this rank."""
+    """Return the result or error of each measure on this rank."""
     said = []
     for measure in measures:
         loader = paceline.Loader(torch.arange(20.0), 4, uneven=uneven)
@@ -284,7 +284,7 @@ MEASURES = {
 }
 
 
-def test_what_cannot_be_measured_is_refused_on_all_ranks(pool):
+def test_invalid_results_are_refused_on_all_ranks(pool):
     both = list(MEASURES)
     first, second = (dict(zip(both, said, strict=True)) for said in pool(2).run(refused, both))
     for name, message in (
@@ -318,7 +318,7 @@ def test_policies_that_are_not_exact_are_refused(pool, uneven):
         assert f"evaluating with uneven='{uneven}', which does not use every sample once" in said[0][1]
 
 
-def test_what_is_no_loader_is_refused():
+def test_other_loaders_are_refused():
     with pytest.raises(UsageError, match=r"evaluate\(model, DataLoader, ...\)"):
         paceline.evaluate(torch.nn.Identity(), DataLoader([1.0]), lambda model, batch: batch.mean())
 
@@ -338,7 +338,7 @@ def test_a_stream_without_a_sample_has_no_mean(pool, size):
 
 
 def raises_on_one(rank, size, place):
-    """Who raises in measure leaves; who waits for it learns so."""
+    """A rank that raises in measure leaves; ranks that wait for it raise too."""
     paceline.init("paceline", init_method=f"file://{place}", rank=rank, size=size)
 
     def measure(model, batch):

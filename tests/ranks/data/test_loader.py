@@ -1,4 +1,4 @@
-"""The loader on several ranks: every sample once, exact gradients, places gone on from by other numbers of ranks."""
+"""The loader on several ranks: every sample once, exact gradients, positions resumed by other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def drawn(rng, size):
 
 
 def serve(rank, size, cases):
-    """Return, per case, what two epochs serve with the place before each, or why there is none."""
+    """Return, per case, the batches of two epochs with the position before each, or the error."""
     return [list(served(**case)) for case in cases]
 
 
@@ -63,7 +63,7 @@ def served(samples, **options):
 
 
 def check(case, results):
-    """Assert that ranks serve what the policy says: every sample once, or as `Portions` tells."""
+    """Assert that ranks serve batches by the policy: every sample once, or as `RankPortions` predicts."""
     done = 0
     for epoch in zip(*results, strict=True):
         if isinstance(epoch[0], str):
@@ -107,7 +107,7 @@ def check_sizes(portions, batches_of_rank):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_ranks_serve_what_the_policy_says(pool, size):
+def test_ranks_serve_batches_by_the_policy(pool, size):
     rng = random.Random(size)
     cases = [drawn(rng, size) for _ in range(50)]
     results = pool(size, "paceline" if size % 2 else "gloo").run(serve, cases)
@@ -115,7 +115,7 @@ def test_ranks_serve_what_the_policy_says(pool, size):
     assert sum(done) > 20, "many cases are served"
 
 
-def test_ranks_with_workers_serve_what_the_policy_says(pool):
+def test_ranks_with_workers_serve_batches_by_the_policy(pool):
     rng = random.Random(7)
     cases = [{**drawn(rng, 2), "uneven": policy, "num_workers": 2} for policy in POLICIES]
     cases += [{**case, "uneven": "join", "persistent_workers": True} for case in cases[:2]]
@@ -129,8 +129,8 @@ def test_shares_are_kept(pool):
     assert counts == [250, 250, 100, 400]
 
 
-def test_another_rank_is_another_part_of_one_order(pool):
-    """The order of an epoch does not depend on the number of ranks: only who gets which part of it."""
+def test_the_order_does_not_depend_on_the_number_of_ranks(pool):
+    """The order of an epoch does not depend on the number of ranks: only the part of each rank."""
     case = {"samples": 40, "batch_size": 5}
     alone = [batch for batch, _ in pool(1).run(serve, [case])[0][0][0][1]]
     order = [sample for batch in alone for sample in batch]
@@ -139,7 +139,7 @@ def test_another_rank_is_another_part_of_one_order(pool):
 
 
 def in_groups(rank, size):
-    """Serve two groups of ranks apart, one of them as the axis of a mesh."""
+    """Serve two separate groups of ranks, one of them as the axis of a mesh."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
     with pytest.raises(UsageError, match="this process is not in the group"):
@@ -151,7 +151,7 @@ def in_groups(rank, size):
     return found
 
 
-def test_a_group_of_ranks_shares_the_data_among_itself(pool):
+def test_a_group_of_ranks_divides_the_data(pool):
     results = pool(4).run(in_groups)
     for way in range(2):
         for pair in (results[:2], results[2:]):
@@ -171,7 +171,7 @@ def data(samples):
 
 
 def gathered(numbers):
-    """Return the samples of all ranks, of which each has a few."""
+    """Return the samples of all ranks, each of which has a few."""
     row = torch.full((64,), -1)
     row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
     return [number for each in gather_rows(row) for number in each.tolist() if number >= 0]
@@ -189,7 +189,7 @@ def one_process(parameters, dataset, numbers):
 
 
 def gradient_errors(rank, size, cases):
-    """Return, per case, the largest relative error of any step's gradient, and how the steps went."""
+    """Return, per case, the largest relative error of any step's gradient, and the outcomes of the steps."""
     return [gradient_error(size, **case) for case in cases]
 
 
@@ -242,7 +242,7 @@ def test_gradients_are_those_of_one_process(pool, backend, sync):
         assert all(exactly_once for _, exactly_once, _ in ranks), case
         if case["uneven"] == "join":
             ended = [counts.index(0) if 0 in counts else len(counts) for _, _, counts in ranks]
-            assert len(set(ended)) >= 3, "ranks run dry at different steps"
+            assert len(set(ended)) >= 3, "ranks run out at different steps"
     assert any(len(ranks[0][2]) % 2 for ranks in zip(*results, strict=True)), "some last micro-batch is odd"
 
 
@@ -275,7 +275,7 @@ def batches_through(rank, size, sync):
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "full-shard"])
-def test_a_model_may_return_the_batch_that_it_was_given(pool, sync):
+def test_a_model_may_return_its_input_batch(pool, sync):
     assert pool(2).run(batches_through, sync) == [0.0, 0.0]
 
 
@@ -283,11 +283,11 @@ def test_a_model_may_return_the_batch_that_it_was_given(pool, sync):
 
 
 def go_on(rank, size, cases):
-    """Serve some batches from each place on, and return them with the place after them."""
-    return [gone_on(rank, size, **case) for case in cases]
+    """Serve some batches from each position on, and return them with the position after them."""
+    return [resumed(rank, size, **case) for case in cases]
 
 
-def gone_on(rank, size, samples, place, steps, options, shares):
+def resumed(rank, size, samples, place, steps, options, shares):
     loader = paceline.Loader(list(range(samples)), shares=shares, **options)
     if place is not None:
         loader.load_state_dict(json.loads(place))
@@ -296,7 +296,7 @@ def gone_on(rank, size, samples, place, steps, options, shares):
 
 
 def relay(pool, rng, cases, sizes):
-    """Let each case be served by one number of ranks after the other; return what was served of the first epoch."""
+    """Let each case be served by one number of ranks after the other; return the batches of the first epoch."""
     served, over = [Counter() for _ in cases], [False] * len(cases)
     for stage, size in enumerate(sizes):
         last = stage == len(sizes) - 1
@@ -313,7 +313,7 @@ def relay(pool, rng, cases, sizes):
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 1, 3), (4, 3, 2, 1, 2, 4)])
-def test_a_place_is_gone_on_from_by_any_number_of_ranks(pool, sizes):
+def test_a_position_is_resumed_by_any_number_of_ranks(pool, sizes):
     rng = random.Random(len(sizes))
     cases = []
     for _ in range(12):
@@ -326,8 +326,8 @@ def test_a_place_is_gone_on_from_by_any_number_of_ranks(pool, sizes):
 
 
 @pytest.mark.parametrize("uneven", ["truncate", "drop", "pad"])
-def test_policies_that_lose_samples_are_gone_on_from_too(pool, uneven):
-    """What is left may be too little for another step: then the epoch is over."""
+def test_policies_that_lose_samples_are_resumed_too(pool, uneven):
+    """If the rest is too small for another step, the epoch is over."""
     rng = random.Random(3)
     cases = [
         {"samples": 60, "place": None, "options": {"batch_size": rng.randint(2, 9), "uneven": uneven}}

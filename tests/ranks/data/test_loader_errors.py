@@ -1,4 +1,4 @@
-"""What goes wrong with the loader on several ranks is told on all of them, with the rank and the batch."""
+"""Errors of the loader on several ranks: raised on all of them, with the rank and the batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Broken(Dataset):
 
 
 def mismatched(rank, size, cases):
-    """Return what each case leads to; each is (arguments, arguments on rank 1)."""
+    """Return the error of each case: (arguments, arguments on rank 1)."""
     said = []
     for common, special in cases:
         options = {"dataset": list(range(20)), "batch_size": 4, **common, **(special if rank == 1 else {})}
@@ -61,11 +61,11 @@ MISMATCHES = [
     ({}, {"uneven": "pad"}, "uneven='join'; rank 1 has batch_size=4, uneven='pad'"),
     ({}, {"dispatch": "random"}, "dispatch='round_robin'.*rank 1 has dispatch='random'"),
     ({}, {"shares": [0.5, 0.2, 0.3]}, "shares 0.3333 0.3333 0.3333; rank 1 has .*shares 0.5 0.2 0.3"),
-    ({"shares": "measured"}, {"redeal_every": 3}, r"Learning\(every=None.*rank 1 has .*every=3"),
+    ({"shares": "measured"}, {"redeal_every": 3}, "redeal_every=None.*rank 1 has .*redeal_every=3"),
 ]
 
 
-def test_what_differs_between_ranks_is_named_on_all_of_them(pool):
+def test_differences_between_ranks_are_named_on_all_of_them(pool):
     results = pool(3).run(mismatched, [case[:2] for case in MISMATCHES])
     for (_, _, message), said in zip(MISMATCHES, zip(*results, strict=True), strict=True):
         assert len(set(said)) == 1, "the same on all ranks"
@@ -73,7 +73,7 @@ def test_what_differs_between_ranks_is_named_on_all_of_them(pool):
 
 
 def on_one_rank(rank, size):
-    """Place, epoch and dataset differ."""
+    """Position, epoch and dataset differ."""
     said = []
     place = paceline.Loader(list(range(20)), 2)
     next(iter(place))
@@ -95,7 +95,7 @@ def on_one_rank(rank, size):
     return said
 
 
-def test_a_place_an_epoch_or_a_length_on_one_rank_only_is_named(pool):
+def test_a_different_position_epoch_or_length_on_one_rank_is_named(pool):
     for load, epoch, grow, step in pool(2).run(on_one_rank):
         assert "rank 0 has epoch 0, step 0; rank 1 has epoch 0, step 1" in load
         assert "rank 0 has epoch 0, step 0; rank 1 has epoch 4, step 0" in epoch
@@ -125,7 +125,7 @@ def test_one_rank_with_another_kind_of_dataset_is_named(pool):
 
 
 def refused(rank, size):
-    """Return why a number of loaders can't be made, on three ranks."""
+    """Return the errors of invalid loaders, on three ranks."""
     said = []
     for options in (
         {"shares": [0.5, 0.5]},
@@ -144,10 +144,10 @@ def refused(rank, size):
     return said
 
 
-def test_what_cannot_be_dealt_is_refused_alike_on_all_ranks(pool):
+def test_invalid_settings_are_refused_alike_on_all_ranks(pool):
     first, *others = pool(3).run(refused)
     assert all(other == first for other in others)
-    for told, message in zip(
+    for results, message in zip(
         first,
         (
             "2 shares (0.5, 0.5) for 3 ranks",
@@ -162,8 +162,8 @@ def test_what_cannot_be_dealt_is_refused_alike_on_all_ranks(pool):
         ),
         strict=True,
     ):
-        assert message in told
-        assert "\n  → " in told, "there is a remedy"
+        assert message in results
+        assert "\n  → " in results, "there is a remedy"
 
 
 # ------------------------------------------------------------------ worlds
@@ -188,7 +188,7 @@ def test_a_loader_made_before_init_is_refused(pool, tmp_path):
 
 
 def leaves_when_it_fails(rank, size, place, way, workers):
-    """Train; who gets an error leaves, and the others learn of it."""
+    """Train; a rank with an error leaves, and the others raise."""
     paceline.init("paceline", init_method=f"file://{place}", rank=rank, size=size, timeout=30.0)
     model = paceline.DataParallel(torch.nn.Linear(1, 1))
     dataset = Broken(way if rank == 1 else "")
@@ -211,9 +211,11 @@ def leaves_when_it_fails(rank, size, place, way, workers):
 def test_a_sample_that_one_rank_cannot_load_ends_all(pool, tmp_path, way, workers):
     place = str(tmp_path / "meet")
     first, broken, third = pool(3, "paceline").run(leaves_when_it_fails, place, way, workers, world=False)
-    told = {"raise": r"batch 2 of epoch 0 can't be loaded: .*no such file: cat.png \(samples 19, 22, 25\)"}
+    messages = {
+        "raise": r"batch 2 of epoch 0 can't be loaded: .*no such file: cat.png \(samples 19, 22, 25\)"
+    }
     assert broken[0] is DataError
-    assert re.search(rf"\[rank 1\] {told.get(way, 'a worker ended while batch 2 of epoch 0')}", broken[1])
+    assert re.search(rf"\[rank 1\] {messages.get(way, 'a worker ended while batch 2 of epoch 0')}", broken[1])
     for kind, said, steps in (first, third):
         assert issubclass(kind, PeerLost | SyncError)
         assert "rank 1" in said
@@ -238,8 +240,8 @@ def held(rank, size):
     return held, [tensor._use_count() > 1 for tensor in tensors]
 
 
-def test_what_is_exchanged_is_held_until_no_thread_of_gloo_needs_it(pool):
-    """See [Note: held works] in world/agree.py."""
+def test_exchanged_tensors_are_held_until_no_gloo_thread_needs_them(pool):
+    """See [Note: held works] in world/object_collectives.py."""
     assert pool(3).run(held) == [([True] * 7, [False] * 7)] * 3
 
 
@@ -264,7 +266,7 @@ def open_sockets():
     return count
 
 
-def test_what_is_held_does_not_keep_connections_open(pool, tmp_path):
+def test_held_works_do_not_keep_connections_open(pool, tmp_path):
     for before, after in pool(2).run(leave_after_exchanges, str(tmp_path / "meet"), world=False):
         assert before - after >= 2, "gloo listens once, and has one connection to the other rank"
 
@@ -275,5 +277,5 @@ def many_workers(rank, size):
     return [sum(batch.samples for batch in islice(loader, 1 + epoch % 2)) for epoch in range(6)]
 
 
-def test_workers_that_are_forked_right_after_an_exchange_begin(pool):
+def test_workers_forked_right_after_an_exchange_start(pool):
     assert pool(3).run(many_workers) == [[2, 4] * 3] * 3

@@ -1,4 +1,4 @@
-"""A hundred random set-ups, many of them faulty: each ends right or with an error on every rank, and none hangs."""
+"""A hundred random set-ups, many of them faulty: each ends correctly or with an error on every rank; none hangs."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def train(setup, rank, ranks, group):
 
 
 def all_set_ups(rank, ranks, numbers):
-    """Run set-ups one after the other, each in a group of its own; return how each ended."""
+    """Run set-ups one after the other, each in its own group; return their outcomes."""
     found = []
     for number in numbers:
         setup = drawn(number, ranks)
@@ -192,7 +192,7 @@ def check(setup, outcomes):
     assert len(kinds) == 1, (setup, outcomes)
     if kinds == {"refused"}:
         assert not any(hung for _, (_, hung, _) in outcomes), (setup, outcomes)
-        if setup.fault == "none":  # what was asked for makes no sense, and is told alike on all ranks
+        if setup.fault == "none":  # invalid settings are refused alike on all ranks
             assert {name for _, (name, _, _) in outcomes} in ({"UsageError"}, {"UnevenData"}), (
                 setup,
                 outcomes,

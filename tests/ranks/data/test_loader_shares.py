@@ -1,4 +1,4 @@
-"""Shares learnt while training: they follow how fast ranks are, and every sample and gradient is exact all the same."""
+"""Shares measured while training: they follow the ranks' throughput, and samples and gradients stay exact."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def one_rank_is_slower(rank, size, sync, every):
 
 @pytest.mark.parametrize("every", [None, 6])
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_the_faster_rank_gets_more_and_everything_stays_exact(pool, sync, every):
+def test_the_faster_rank_gets_more_and_results_stay_exact(pool, sync, every):
     fast, slow = pool(2, "paceline").run(one_rank_is_slower, sync, every)
     for worst, served, _, _, _ in (fast, slow):
         assert worst <= 1e-12
@@ -67,7 +67,7 @@ def test_the_faster_rank_gets_more_and_everything_stays_exact(pool, sync, every)
     assert second[0] > second[1], "after the first epoch"
     assert first[0] > first[1] if every else first == [1, 1]
     assert fast[3][-2] > slow[3][-2], "batches are as large as the share"
-    assert min(sizes) > 0, "nobody runs dry"
+    assert min(sizes) > 0, "no rank runs out"
     speeds = fast[4]["speeds"]
     assert speeds[0] > speeds[1] > 0
 
@@ -84,7 +84,7 @@ def gathered_all(loader):
     return [number for batch in loader for number in gathered(batch[2].tolist() if batch.samples else [])]
 
 
-def test_learnt_shares_are_gone_on_with_by_as_many_ranks(pool):
+def test_measured_shares_are_resumed_by_the_same_number_of_ranks(pool):
     state = pool(2, "paceline").run(one_rank_is_slower, "bucketed", None)[0][4]
     for shares, complete, speeds in pool(2).run(go_on, state, 1):
         assert shares == state["dealt"]["parts"]
@@ -97,7 +97,7 @@ def test_learnt_shares_are_gone_on_with_by_as_many_ranks(pool):
 
 
 def without_waiting(rank, size, sync, every):
-    """Serve, without a model that tells how long ranks wait, and return the shares and what was said."""
+    """Serve without a model that measures waits, and return the shares and the log."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -117,7 +117,7 @@ def without_waiting(rank, size, sync, every):
 
 
 @pytest.mark.parametrize(("sync", "every"), [(None, None), (None, 1), ("full-shard", 2)])
-def test_where_waiting_is_not_known_shares_stay_and_it_is_said_once(pool, sync, every):
+def test_without_known_waits_shares_stay_and_one_warning_is_logged(pool, sync, every):
     (shares, said), (others, silent) = pool(2).run(without_waiting, sync, every)
     assert shares == others == [1, 1]
     assert len(said) == 1
@@ -130,7 +130,7 @@ def alone(rank, size):
     return train(loader, epochs=1)[:3]
 
 
-def test_alone_there_is_nothing_to_learn(pool):
+def test_on_one_rank_shares_stay(pool):
     ((worst, served, shares),) = pool(1).run(alone)
     assert worst <= 1e-12
     assert served == [True]

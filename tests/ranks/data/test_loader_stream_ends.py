@@ -1,4 +1,4 @@
-"""Where streams end: ranks without a sample, what is warned of, streams that raise, places that are gone on from."""
+"""Ends of streams: ranks without a sample, warnings, streams that raise, positions that are resumed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.errors import DataError, MismatchError, UnevenData, UsageError
 # ------------------------------------------------------------------ ranks without any sample
 
 
-def fillers(rank, size, kind):
-    """Return what a rank without a sample is given, the type and what is in it."""
+def serve_placeholders(rank, size, kind):
+    """Return type and contents of the batch of a rank without a sample."""
     collate = {"tensor": None, "pair": make_pair, "dict": make_dict, "own": Own}[kind]
     found = list(paceline.Loader(Stream(1000 * rank, 0 if rank == 1 else 6), 4, collate_fn=collate))
     return [(type(batch).__name__, batch.samples, str(batch)) for batch in found]
@@ -49,7 +49,7 @@ class Own:
 
 @pytest.mark.parametrize("kind", ["tensor", "pair", "dict", "own"])
 def test_a_rank_without_samples_gets_a_batch_of_another_rank(pool, kind):
-    first, empty, third = pool(3).run(fillers, kind)
+    first, empty, third = pool(3).run(serve_placeholders, kind)
     assert [count for _, count, _ in first] == [4, 2]
     assert [count for _, count, _ in empty] == [0, 0]
     assert [count for _, count, _ in third] == [4, 2]
@@ -57,7 +57,7 @@ def test_a_rank_without_samples_gets_a_batch_of_another_rank(pool, kind):
     assert empty[0][2] == empty[1][2] == first[0][2], "the first batch of rank 0"
 
 
-def fillers_in_groups(rank, size):
+def placeholders_in_groups(rank, size):
     """Two groups of ranks, in each of which the second one has no sample."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     loader = paceline.Loader(own(rank, [6, 0, 4, 0]), 4, group=groups[rank // 2])
@@ -65,8 +65,8 @@ def fillers_in_groups(rank, size):
     return shown(loader), mean
 
 
-def test_groups_of_ranks_fill_places_among_themselves(pool):
-    (first, mean), (filled, _), (third, other), (also, _) = pool(4).run(fillers_in_groups)
+def test_placeholders_stay_within_a_group(pool):
+    (first, mean), (filled, _), (third, other), (also, _) = pool(4).run(placeholders_in_groups)
     assert first == [([0, 1, 2, 3], 4), ([4, 5], 2)]
     assert filled == [([0, 1, 2, 3], 0)] * 2
     assert third == [([2000, 2001, 2002, 2003], 4)]
@@ -82,27 +82,27 @@ class Secret(Own):
         self.lock = threading.Lock()
 
 
-def secret_filler(rank, size):
+def secret_placeholder(rank, size):
     try:
         return shown(paceline.Loader(Stream(0, 0 if rank == 0 else 6), 4, collate_fn=Secret))
     except DataError as error:
         return error.rank, str(error)
 
 
-def test_a_filler_that_cannot_be_sent_is_an_error_on_all_ranks(pool):
-    for source, told in pool(3).run(secret_filler):
+def test_a_placeholder_that_cannot_be_sent_is_an_error_on_all_ranks(pool):
+    for source, results in pool(3).run(secret_placeholder):
         assert source == 1
-        assert "rank 0 has no sample, and the batch that is to fill its place can't be sent" in told
-        assert "cannot pickle" in told
+        assert "rank 0 has no sample, and a placeholder batch can't be sent to it" in results
+        assert "cannot pickle" in results
 
 
 def kept_in_a_list(rank, size):
-    """A batch that was handed out stays what it was when another one fills a place later."""
+    """A served batch does not change when it is used as a placeholder later."""
     loaders = [paceline.Loader(own(rank, [3, 20]), 4, collate_fn=collate) for collate in (None, Own)]
     return [[batch.samples for batch in list(loader)] for loader in loaders]
 
 
-def test_batches_that_were_handed_out_keep_their_number(pool):
+def test_served_batches_keep_their_number(pool):
     short, long = pool(2).run(kept_in_a_list)
     assert short == [[3, 0, 0, 0, 0]] * 2
     assert long == [[4, 4, 4, 4, 4]] * 2
@@ -113,7 +113,7 @@ def all_empty(rank, size):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_streams_without_a_sample_are_epochs_without_a_step(pool, size):
+def test_empty_streams_are_epochs_without_a_step(pool, size):
     assert pool(size).run(all_empty) == [[[], []]] * size
 
 
@@ -121,7 +121,7 @@ def test_streams_without_a_sample_are_epochs_without_a_step(pool, size):
 
 
 def warnings_of(rank, size, firsts, stream, kind, samples=9):
-    """Serve an epoch, and return what was logged."""
+    """Serve an epoch, and return the log."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))
@@ -157,7 +157,7 @@ def len_of(samples):
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "text"])
-def test_streams_that_are_not_what_they_are_said_to_be_are_warned_of(pool, kind):
+def test_streams_that_contradict_the_option_are_warned_of(pool, kind):
     alike = (
         "all ranks' streams begin with the same sample: if they are the same, every sample is used 2 times"
     )
@@ -175,12 +175,12 @@ def test_streams_that_are_not_what_they_are_said_to_be_are_warned_of(pool, kind)
         assert not expected or first[1][1].startswith(expected)
 
 
-def test_a_stream_says_what_becomes_of_its_data(pool):
-    told = pool(2).run(warnings_of, [0, 100], None, "number")[0]
-    assert told == [
+def test_a_stream_describes_the_use_of_its_data(pool):
+    results = pool(2).run(warnings_of, [0, 100], None, "number")[0]
+    assert results == [
         (
             "INFO",
-            "every rank reads its own stream (2 ranks): every sample is used once; a rank that runs dry takes "
+            "every rank reads its own stream (2 ranks): every sample is used once; a rank that runs out takes "
             "part without data until all have",
         )
     ]
@@ -190,7 +190,7 @@ def test_a_stream_says_what_becomes_of_its_data(pool):
 
 
 def failing(rank, size, bad, workers, uneven, times):
-    """Return what is served until the error, and the error."""
+    """Return the batches until the error, and the error."""
     sizes = [20, 20, 4]
     dataset = Stream(1000 * rank, sizes[rank], 1000 * rank + bad if rank == 2 else None, times)
     found, loader = [], paceline.Loader(dataset, 3, num_workers=workers, uneven=uneven)
@@ -216,12 +216,12 @@ def test_a_stream_that_raises_on_one_rank_is_an_error_on_all(pool, bad, workers,
     assert {len(found) for found, _, _ in results} == {steps + (uneven == "pad")}
     assert [rank for _, rank, _ in results] == [2, 2, 2]
     assert "ValueError: no such file: cat.png" in results[2][2]
-    for _, _, told in results[:2]:
-        assert f"rank 2 could not load its batch {steps + (uneven == 'pad')} of epoch 0" in told
+    for _, _, error in results[:2]:
+        assert f"rank 2 could not load its batch {steps + (uneven == 'pad')} of epoch 0" in error
 
 
 def twice(rank, size):
-    """After an error that all ranks saw, all can go on with the next epoch."""
+    """After an error on all ranks, all can continue with the next epoch."""
     dataset = Stream(1000 * rank, 8, 1004 if rank == 1 else None)
     loader = paceline.Loader(dataset, 3)
     with pytest.raises(DataError):
@@ -240,10 +240,10 @@ def test_the_epoch_after_an_error_is_served(pool):
 
 
 def go_on(rank, size, cases):
-    return [gone_on(rank, **case) for case in cases]
+    return [resumed(rank, **case) for case in cases]
 
 
-def gone_on(rank, samples, place, steps, options, shares=None):
+def resumed(rank, samples, place, steps, options, shares=None):
     dataset = own(rank, samples) if isinstance(samples, list) else Stream(0, samples)
     loader = paceline.Loader(dataset, shares=shares, **options)
     if place is not None:
@@ -253,7 +253,7 @@ def gone_on(rank, samples, place, steps, options, shares=None):
 
 
 def relay(pool, rng, cases, sizes):
-    """Let each case be served by one number of ranks after the other; return what was served of the first epoch."""
+    """Let each case be served by one number of ranks after the other; return the batches of the first epoch."""
     served = [Counter() for _ in cases]
     for stage, size in enumerate(sizes):
         for case in cases:
@@ -269,7 +269,7 @@ def relay(pool, rng, cases, sizes):
     return served
 
 
-def test_one_stream_is_gone_on_from_by_any_number_of_ranks(pool):
+def test_one_stream_is_resumed_by_any_number_of_ranks(pool):
     rng, cases = random.Random(5), []
     for _ in range(10):
         options = {"stream": "whole", "batch_size": rng.choice([1, 3, 8]), "block": rng.choice([1, 4])}
@@ -280,7 +280,7 @@ def test_one_stream_is_gone_on_from_by_any_number_of_ranks(pool):
         assert found == Counter(range(case["samples"])), case
 
 
-def test_streams_of_their_own_are_gone_on_from_by_as_many_ranks(pool):
+def test_a_stream_per_rank_is_resumed_by_the_same_number_of_ranks(pool):
     rng, cases = random.Random(6), []
     for _ in range(8):
         sizes = [rng.choice([0, 1, 40, 60]), rng.randint(50, 70), 60]
@@ -292,18 +292,18 @@ def test_streams_of_their_own_are_gone_on_from_by_as_many_ranks(pool):
 
 
 def more_ranks(rank, size, place):
-    with pytest.raises(UsageError, match="the state is of 2 ranks that each had a stream; now there are 3"):
+    with pytest.raises(UsageError, match="the state is of 2 ranks with a stream each; now there are 3"):
         paceline.Loader(Stream(0, 9), 4).load_state_dict(json.loads(place))
 
 
-def test_streams_of_their_own_are_not_gone_on_from_by_more_ranks(pool):
+def test_a_stream_per_rank_is_not_resumed_by_more_ranks(pool):
     case = {"samples": [9, 9], "place": None, "options": {"batch_size": 4}, "steps": 1}
     place = pool(2).run(go_on, [case])[0][0][1]
     pool(3).run(more_ranks, place)
 
 
 def differ(rank, size):
-    """Ranks stand at different places, or cut their streams differently."""
+    """Ranks have different positions, or batch their streams differently."""
     place = paceline.Loader(own(rank, [9, 9]), 2).state_dict()
     later = {**place, "step": 3, "layers": [{**place["layers"][0], "taken": [[[0, 6]], [[0, 6]]]}]}
     loader = paceline.Loader(own(rank, [9, 9]), 2)
@@ -315,7 +315,7 @@ def differ(rank, size):
         iter(loader)
 
 
-def test_what_differs_between_ranks_is_named(pool):
+def test_differences_between_ranks_are_named(pool):
     pool(2).run(differ)
 
 
@@ -325,5 +325,5 @@ def uneven_is_refused(rank, size):
         list(loader)
 
 
-def test_the_rank_that_ran_dry_is_named(pool):
+def test_the_rank_that_ran_out_is_named(pool):
     pool(2, "paceline").run(uneven_is_refused)

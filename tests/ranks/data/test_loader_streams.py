@@ -1,4 +1,4 @@
-"""Iterable datasets on several ranks: streams of their own under each policy, and one stream that is dealt to all."""
+"""Iterable datasets on several ranks: a stream per rank under each policy, and one stream that is divided among all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICIES = ["join", "truncate", "drop", "pad", "error"]
 
 
 def serve_own(rank, size, cases):
-    """Return, per case, what two epochs serve, or the error."""
+    """Return, per case, the batches of two epochs, or the error."""
     return [list(served(own(rank, sizes), options)) for sizes, options in cases]
 
 
@@ -32,14 +32,14 @@ def served(dataset, options):
 
 
 def cut(rank, count, batch_size, drop=False):
-    """Return the batches that a rank's own stream makes."""
+    """Return the batches of a rank's own stream."""
     numbers = range(1000 * rank, 1000 * rank + count)
     batches = [list(numbers[first : first + batch_size]) for first in range(0, count, batch_size)]
     return [batch for batch in batches if len(batch) == batch_size or not drop]
 
 
 def expected_of_own(sizes, batch_size, policy):
-    """Return what each rank is served, None for a batch that only fills a place; "UnevenData" as that."""
+    """Return what each rank is served, None for a placeholder batch; or "UnevenData"."""
     batches_of_rank = [cut(rank, count, batch_size, policy == "drop") for rank, count in enumerate(sizes)]
     lengths = [len(batches) for batches in batches_of_rank]
     if policy == "error" and len(set(lengths)) > 1:
@@ -54,7 +54,7 @@ def expected_of_own(sizes, batch_size, policy):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_streams_of_their_own_are_served_as_the_policy_says(pool, size):
+def test_a_stream_per_rank_is_served_by_the_policy(pool, size):
     rng = random.Random(size)
     cases = []
     for policy in POLICIES * 8:
@@ -72,7 +72,7 @@ def test_streams_of_their_own_are_served_as_the_policy_says(pool, size):
                 assert all(len(batch) == count for batch, count in batches if count)
 
 
-def test_streams_with_workers_are_served_as_the_policy_says(pool):
+def test_streams_with_workers_are_served_by_the_policy(pool):
     cases = [
         (sizes, {"batch_size": 4, "uneven": policy, "num_workers": 2, "persistent_workers": policy == "join"})
         for policy, sizes in (
@@ -111,7 +111,7 @@ def serve_whole(rank, size, cases):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_one_stream_is_dealt_exactly_once(pool, size):
+def test_one_stream_is_divided_exactly(pool, size):
     rng = random.Random(size)
     cases = [
         (
@@ -181,10 +181,10 @@ def test_shares_of_one_stream_are_kept_throughout(pool):
 def no_share(rank, size):
     for uneven in ("truncate", "drop", "pad"):
         with pytest.raises(
-            UsageError, match=rf"the share of rank 1 is 0, and uneven='{uneven}' asks for samples"
+            UsageError, match=rf"the share of rank 1 is 0, and uneven='{uneven}' requires samples"
         ):
             paceline.Loader(Stream(0, 9), 2, stream="whole", shares=[1.0, 0.0], uneven=uneven)
 
 
-def test_a_share_of_0_of_a_stream_goes_with_exact_policies_only(pool):
+def test_a_share_of_0_of_a_stream_needs_an_exact_policy(pool):
     pool(2).run(no_share)

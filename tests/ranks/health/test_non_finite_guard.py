@@ -1,4 +1,4 @@
-"""Gradients that are NaN or infinite on some rank: named alike on all ranks, skipped or refused, on every strategy."""
+"""NaN or infinite gradients on some rank: reported alike on all ranks, skipped or refused, with every strategy."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def one_process(steps, ranks, micros=1):
 
 
 def skips(rank, size, sync, plain, clip, source):
-    """Rank 1 has a NaN in step 1, ranks 0 and 1 an infinity in step 3; of what follows nothing tells it."""
-    model, optim, finite = wrapped(sync, "skip", source=source)
+    """Rank 1 has a NaN in step 1, ranks 0 and 1 an infinity in step 3; the result is as if these steps had not been."""
+    model, optim, guard = wrapped(sync, "skip", source=source)
     bad = {1: (math.nan, [1]), 3: (math.inf, [0, 1])}
-    told = []
+    reports = []
     for step in range(5):
         factor, ranks = bad.get(step, (1.0, []))
         backward(model, rank, step, factor if rank in ranks else 1.0, plain=plain)
@@ -67,30 +67,30 @@ def skips(rank, size, sync, plain, clip, source):
         optim.step()
         optim.zero_grad()
         if ranks:
-            told.append((finite.latest.step, finite.latest.ranks, len(finite.latest.names), finite.skipped))
+            reports.append((guard.latest.step, guard.latest.ranks, len(guard.latest.names), guard.skipped))
     return (
-        told,
+        reports,
         model_zoo.apart(model.whole_parameters(), one_process([0, 2, 4], range(size))),
-        finite.latest.of,
+        guard.latest.of,
     )
 
 
 @pytest.mark.parametrize("sync", STRATEGIES, ids=str)
-def test_a_step_is_skipped_on_all_ranks_and_training_goes_on_as_if_it_had_not_been(pool, sync):
+def test_a_skipped_step_changes_nothing_on_any_rank(pool, sync):
     for plain, clip, source in (
         (False, False, True),
         (True, True, True),
         (False, False, False),
         (False, True, False),
     ):
-        for told, gap, of in pool(3, "paceline").run(skips, sync, plain, clip, source):
-            assert told == [(1, (1,), of, 1), (3, (0, 1), of, 2)]
+        for reports, gap, of in pool(3, "paceline").run(skips, sync, plain, clip, source):
+            assert reports == [(1, (1,), of, 1), (3, (0, 1), of, 2)]
             assert gap < 1e-12
 
 
 def accumulates(rank, size, sync):
     """A NaN in a micro-batch that is not the last one; then a rank without data; then too many in a row."""
-    model, optim, finite = wrapped(sync, "skip", in_a_row=2)
+    model, optim, guard = wrapped(sync, "skip", in_a_row=2)
     for step in range(3):
         with model.accumulate():
             backward(model, rank, 2 * step, math.nan if (rank, step) == (0, 1) else 1.0)
@@ -98,10 +98,10 @@ def accumulates(rank, size, sync):
         optim.step()
         optim.zero_grad()
     gap = model_zoo.apart(model.whole_parameters(), one_process([0, 2], range(size), micros=2))
-    seen = [finite.latest.ranks]
+    seen = [guard.latest.ranks]
     backward(model, rank, 8, samples=4 if rank == 1 else 0)
     optim.step(), optim.zero_grad()
-    seen.append(finite.skipped)
+    seen.append(guard.skipped)
     for step in (9, 10):
         backward(model, rank, step, math.nan, samples=4 if rank == 1 else 0)
         try:
@@ -111,7 +111,7 @@ def accumulates(rank, size, sync):
         optim.zero_grad()
     backward(model, rank, 11)
     optim.step()
-    finite.remove()
+    guard.remove()
     return seen, gap, bool(all(torch.isfinite(param).all() for param in model.whole_parameters()))
 
 
@@ -128,7 +128,7 @@ def test_accumulation_ranks_without_data_and_too_many_in_a_row(pool, sync):
 
 def stops(rank, size, sync):
     """One parameter's gradient is infinite on rank 1: all ranks raise alike, and nothing has changed."""
-    model, optim, finite = wrapped(sync, "stop")
+    model, optim, guard = wrapped(sync, "stop")
     backward(model, rank, 0)
     optim.step()
     optim.zero_grad()
@@ -148,14 +148,14 @@ def stops(rank, size, sync):
     backward(model, rank, 2)
     optim.step()
     moved = model_zoo.apart(model.whole_parameters(), before)
-    return str(caught.value), caught.value.rank, caught.value.step, finite.latest.names, same, moved
+    return str(caught.value), caught.value.rank, caught.value.step, guard.latest.names, same, moved
 
 
 @pytest.mark.parametrize("sync", ["naive", "bucketed", "sharded", "full-shard"])
-def test_stop_names_the_parameters_and_the_rank_on_all_ranks_and_changes_nothing(pool, sync):
-    told = pool(2, "paceline").run(stops, sync)
-    assert told[0] == told[1]
-    text, rank, step, names, same, moved = told[0]
+def test_stop_names_parameters_and_rank_on_all_ranks_and_changes_nothing(pool, sync):
+    results = pool(2, "paceline").run(stops, sync)
+    assert results[0] == results[1]
+    text, rank, step, names, same, moved = results[0]
     assert (rank, step) == (1, 1)
     assert "from rank 1" in text
     assert all(name.startswith("layers.0.") for name in names)
@@ -164,8 +164,8 @@ def test_stop_names_the_parameters_and_the_rank_on_all_ranks_and_changes_nothing
 
 
 def finds_later(rank, size, sync):
-    """Without measuring, a loss that is finite tells nothing; the second time the rank is known."""
-    model, optim, finite = wrapped(sync, "skip", source=False)
+    """Without measuring, a finite loss is no evidence; the second time the rank is known."""
+    model, optim, guard = wrapped(sync, "skip", source=False)
     seen = []
     for step in range(3):
         loss = model_zoo.loss_of(model, "Plain", *data(rank, step))
@@ -177,7 +177,7 @@ def finds_later(rank, size, sync):
         model.clip_grad_norm_(1.0)
         optim.step()
         optim.zero_grad()
-        seen.append(finite.latest and (finite.latest.ranks, finite.latest.names))
+        seen.append(guard.latest and (guard.latest.ranks, guard.latest.names))
     return seen
 
 
@@ -191,7 +191,7 @@ def overflows(rank, size, sync):
     """Every rank's gradient is finite, and their sum is not."""
     model = paceline.DataParallel(torch.nn.Linear(2, 1, bias=False), sync=sync)
     optim = paceline.ShardedOptimizer(model, torch.optim.SGD, lr=1e-38)
-    finite = paceline.NonFiniteGuard(model, optim)
+    guard = paceline.NonFiniteGuard(model, optim)
     before = model.whole_parameters()
     for factor in (2e38, 1e38, 1.0):  # 4 samples where 2 were expected: the sum is twice the mean
         model.backward(model(torch.ones(2, 2)).mean() * factor, samples=2)
@@ -199,9 +199,9 @@ def overflows(rank, size, sync):
         optim.zero_grad()
         moved = model_zoo.apart(model.whole_parameters(), before)
         assert (moved > 0.5) == (factor < 2e38)
-    return finite.skipped, finite.latest.ranks, finite.latest.names
+    return guard.skipped, guard.latest.ranks, guard.latest.names
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "sharded"])
-def test_a_sum_that_overflows_is_no_ranks_fault_and_one_that_does_not_is_let_through(pool, sync):
+def test_only_a_sum_that_overflows_is_skipped_and_it_names_no_rank(pool, sync):
     assert pool(2).run(overflows, sync) == [(1, (), ("weight",))] * 2

@@ -1,4 +1,4 @@
-"""One bit of one parameter flips on one rank: every rank names it, or takes the parameters of another."""
+"""One bit of one parameter flips on one rank: every rank names it, or copies the parameters of another rank."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ def step(model, optim, rank):
 
 
 def flips(rank, size, sync, victims):
-    """Return what was raised, in which step, and what the comparison before had found."""
-    model, optim, drift = wrapped(sync)
+    """Return the error, its step, and the number of comparisons before."""
+    model, optim, check = wrapped(sync)
     for _ in range(4):
         step(model, optim, rank)
-    well = drift.comparisons
+    comparisons = check.comparisons
     names = [name for name, _ in model.module.named_parameters()]
     if rank in victims:
         flip(model, names[1])
         flip(model, names[-1])
-    told = None
+    raised = None
     for number in range(5, 9):
         try:
             step(model, optim, rank)
         except ReplicasDiverged as error:
-            told = number, str(error), error.rank
+            raised = number, str(error), error.rank
             break
-    return well, told, names[1], drift.compared, len(names)
+    return comparisons, raised, names[1], check.compared, len(names)
 
 
 @pytest.mark.parametrize("sync", ["naive", "flat", "bucketed"])
-def test_a_flipped_bit_is_named_on_all_ranks_a_step_after_the_comparison(pool, sync):
-    for well, told, name, compared, params in pool(3, "paceline").run(flips, sync, [2]):
-        assert (well, compared) == (1, params)
-        number, text, rank = told
-        assert (number, rank) == (7, 2), "compared after step 6, looked at in step 7"
+def test_a_flipped_bit_is_named_on_all_ranks_one_step_later(pool, sync):
+    for comparisons, raised, name, compared, params in pool(3, "paceline").run(flips, sync, [2]):
+        assert (comparisons, compared) == (1, params)
+        number, text, rank = raised
+        assert (number, rank) == (7, 2), "hashed after step 6, compared in step 7"
         assert f"after optimizer step 6, rank 2 holds another parameter {name!r} than the majority" in text
         assert f"; 2 of {params} differ" in text
-        assert "go on from the last checkpoint" in text
+        assert "resume from the last checkpoint" in text
 
 
-def test_rank_0_may_be_the_one_and_of_two_ranks_neither_has_a_majority(pool):
+def test_rank_0_may_differ_and_two_ranks_have_no_majority(pool):
     for _, (_, text, rank), name, *_ in pool(3).run(flips, "bucketed", [0]):
         assert rank == 0
         assert f"rank 0 holds another parameter {name!r} than the majority" in text
@@ -77,15 +77,15 @@ def test_rank_0_may_be_the_one_and_of_two_ranks_neither_has_a_majority(pool):
 
 def checks(rank, size, sync):
     """Between two steps a sharded model's parameters may differ: the next step gathers them anew."""
-    model, optim, drift = wrapped(sync)
+    model, optim, check = wrapped(sync)
     step(model, optim, rank)
-    drift.check()
+    check.check()
     name = "scale" if sync == "full-shard" else "layers.0.weight"
     if rank == 1:
         flip(model, name)
     with pytest.raises(ReplicasDiverged, match=f"parameter '{name}'"):
-        drift.check()
-    return drift.compared, drift.comparisons
+        check.check()
+    return check.compared, check.comparisons
 
 
 @pytest.mark.parametrize(("sync", "compared"), [("sharded", None), ("full-shard", 1)])
@@ -96,26 +96,26 @@ def test_sharded_strategies_are_checked_on_demand(pool, sync, compared):
 
 
 def repairs(rank, size, optimizer, source):
-    """Flip a bit on rank 1 and go on; return how often it was repaired, and how far apart ranks are."""
+    """Flip a bit on rank 1 and continue; return the number of repairs, parameters, log messages and the error."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("paceline.checkpoint").addHandler(handler)
-    model, optim, drift = wrapped(optimizer=optimizer, repair=source, buffers=True)
+    model, optim, check = wrapped(optimizer=optimizer, repair=source, buffers=True)
     refused = ""
     for number in range(1, 6):
         step(model, optim, rank)
         if number == 1 and rank == 1:
             flip(model, "layers.0.weight")
     try:
-        drift.check()
+        check.check()
     except ReplicasDiverged as error:
         refused = str(error)
     logging.getLogger("paceline.checkpoint").removeHandler(handler)
-    return drift.repairs, model.whole_parameters(), records, refused
+    return check.repairs, model.whole_parameters(), records, refused
 
 
-def test_parameters_are_copied_from_a_rank_that_is_to_repair(pool):
+def test_repair_copies_parameters_from_the_given_rank(pool):
     for optimizer, suspect in ((torch.optim.SGD, False), (torch.optim.AdamW, True)):
         (times, first, said, refused), *others = pool(3).run(repairs, optimizer, 0)
         assert (times, refused) == (1, "")
@@ -125,20 +125,20 @@ def test_parameters_are_copied_from_a_rank_that_is_to_repair(pool):
                 assert model_zoo.apart(params, first) == 0
         assert len(said) == 1
         assert said[0].startswith("after optimizer step 2, rank 1 holds another parameter 'layers.0.weight'")
-        assert "all ranks have rank 0's parameters now" in said[0]
+        assert "all ranks now have rank 0's parameters" in said[0]
         assert ("its optimizer state may be wrong too" in said[0]) == suspect
 
 
 def repairs_from_the_one_that_differs(rank, size):
-    model, optim, drift = wrapped(repair=1)
+    model, optim, check = wrapped(repair=1)
     step(model, optim, rank)
     if rank == 1:
         flip(model, "layers.0.weight")
     with pytest.raises(ReplicasDiverged, match="than the majority, and rank 1 was to repair it"):
-        drift.check()
+        check.check()
 
 
-def test_nothing_is_copied_from_a_rank_that_differs_from_the_majority(pool):
+def test_repair_never_copies_from_a_rank_that_differs_from_the_majority(pool):
     pool(3).run(repairs_from_the_one_that_differs)
 
 
@@ -149,5 +149,5 @@ def other_settings(rank, size):
         paceline.ReplicaCheck(model, torch.optim.SGD(net.parameters(), lr=0.1), every=1 + rank)
 
 
-def test_ranks_that_would_compare_at_different_steps_are_refused(pool):
+def test_ranks_with_different_settings_are_refused(pool):
     pool(2).run(other_settings)

@@ -1,4 +1,4 @@
-"""Ranks that raise, end, stop, stall or run out of memory: every other rank names them, and is free again."""
+"""Ranks that raise, end, stop, stall or run out of memory: every other rank names them and can raise."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.health.abort_collectives import EXIT_CODE
 from paceline.testing import fault_effects, fault_injection
 
 STALL, LOST = 2.0, 1.5
-SIZE, VICTIM, STEP = 3, 1, 30
-TOLD = ("rank", "host", "step", "pid", "phase", "exit_code", "kind", "stack")
+SIZE, FAULTY, STEP = 3, 1, 30
+ERROR_FIELDS = ("rank", "host", "step", "pid", "phase", "exit_code", "kind", "stack")
 
 
-def enter(folder, rank, backend, sync="bucketed"):
+def set_up(folder, rank, backend, sync="bucketed"):
     paceline.init(
         backend, init_method=f"file://{folder}/world", rank=rank, size=SIZE, device="cpu", timeout=120.0
     )
@@ -43,8 +43,8 @@ def prepare():
     importlib.import_module("paceline.health.watchdog")
 
 
-def one_rank(tell, rank, folder, backend, sync, fault):
-    model, optim = enter(folder, rank, backend, sync)
+def train_with_fault(send, rank, folder, backend, sync, fault):
+    model, optim = set_up(folder, rank, backend, sync)
     fault_injection.arm(fault)
     finally_ran = False
     try:
@@ -54,22 +54,22 @@ def one_rank(tell, rank, folder, backend, sync, fault):
                     step(model, optim)
             finally:
                 finally_ran = True
-    except Exception as error:  # noqa: BLE001 — the test looks at it
-        told = {name: getattr(error, name, None) for name in TOLD}
-        tell(told | {"error": type(error).__name__, "text": str(error), "finally": finally_ran})
+    except Exception as error:  # noqa: BLE001 — the test checks it
+        fields = {name: getattr(error, name, None) for name in ERROR_FIELDS}
+        send(fields | {"error": type(error).__name__, "text": str(error), "finally": finally_ran})
     paceline.shutdown()
     os._exit(0)
 
 
-def lose_one(fork, folder, backend, sync, fault):
+def one_faulty_rank(fork, folder, backend, sync, fault):
     prepare()
-    ranks = [fork(one_rank, rank, folder, backend, sync, fault) for rank in range(SIZE)]
-    others = [each for rank, each in enumerate(ranks) if rank != VICTIM]
-    told = [each.hear() for each in others]
+    ranks = [fork(train_with_fault, rank, folder, backend, sync, fault) for rank in range(SIZE)]
+    others = [each for rank, each in enumerate(ranks) if rank != FAULTY]
+    errors = [each.receive() for each in others]
     codes = [each.wait() for each in others]
-    ranks[VICTIM].kill(signal.SIGCONT)
-    own = ranks[VICTIM].hear() if any(how in fault for how in ("stop", "raise", "memory")) else None
-    return ranks[VICTIM].pid, told, codes, own
+    ranks[FAULTY].kill(signal.SIGCONT)
+    own = ranks[FAULTY].receive() if any(how in fault for how in ("stop", "raise", "memory")) else None
+    return ranks[FAULTY].pid, errors, codes, own
 
 
 RAISES = f"fail_at(rank=1, step={STEP}, how='raise')"
@@ -80,7 +80,7 @@ STOPS = f"stall_at(rank=1, step={STEP}, how='stop')"
 SLEEPS = f"stall_at(rank=1, step={STEP}, how='sleep')"
 HOLDS = f"stall_at(rank=1, step={STEP}, how='gil')"
 
-SAID = {
+EXPECTED = {
     RAISES: ("raised", "raised RuntimeError: a fault on purpose", "in _raise", None),
     MEMORY: ("raised", "raised MemoryError", "_run_out_of_memory", None),
     EXITS: ("gone", f"ended with exit code {fault_effects.EXIT_CODE}", "", fault_effects.EXIT_CODE),
@@ -107,13 +107,13 @@ SAID = {
         ("gloo", "full-shard", KILLED),
     ],
 )
-def test_every_other_rank_names_the_culprit(nursery, backend, sync, fault):
-    kind, text, stack, code = SAID[fault]
-    pid, told, codes, own = nursery.play(lose_one, backend, sync, fault, timeout=90)
+def test_every_other_rank_names_the_faulty_one(killable, backend, sync, fault):
+    kind, text, stack, code = EXPECTED[fault]
+    pid, errors, codes, own = killable.run_ranks(one_faulty_rank, backend, sync, fault, timeout=90)
     host = socket.gethostname()
     assert codes == [0] * (SIZE - 1)
-    for each in told:
-        assert (each["error"], each["kind"], each["rank"]) == ("PeerFailed", kind, VICTIM), each
+    for each in errors:
+        assert (each["error"], each["kind"], each["rank"]) == ("PeerFailed", kind, FAULTY), each
         assert (each["host"], each["pid"]) == (host, pid), each
         assert kind == "raised" or each["exit_code"] == code, each
         assert STEP - 1 <= each["step"] <= STEP, each
@@ -122,65 +122,65 @@ def test_every_other_rank_names_the_culprit(nursery, backend, sync, fault):
         assert stack in each["stack"], each
         assert each["finally"], each
     if fault in (RAISES, MEMORY):
-        assert {(each["step"], each["phase"]) for each in told} == {(STEP, "forward")}
-        assert own["error"] in ("RuntimeError", "MemoryError"), "its own error is what the culprit raises"
-    if fault == STOPS:  # it wakes up, and hears that the others did not wait
-        assert (own["error"], own["rank"]) == ("PeerFailed", VICTIM), own
+        assert {(each["step"], each["phase"]) for each in errors} == {(STEP, "forward")}
+        assert own["error"] in ("RuntimeError", "MemoryError"), "the faulty rank raises its own error"
+    if fault == STOPS:  # once it continues, it learns that the others did not wait
+        assert (own["error"], own["rank"]) == ("PeerFailed", FAULTY), own
 
 
-# ------------------------------------------------------------------ without a with-block, and where nothing helps
+# ------------------------------------------------------------------ without a with-block, and threads that never move
 
 
-def careless(tell, rank, folder):
-    """Train without a with-block and catch nothing, until rank 1 is killed; rank 2 has left for a long call in C."""
-    sys.stderr = open(f"{folder}/stderr{rank}", "w", buffering=1)  # noqa: SIM115 — it ends with the process
+def train_without_block(send, rank, folder):
+    """Train without a with-block and catch nothing, until rank 1 is killed; rank 2 is in a long call in C."""
+    sys.stderr = open(f"{folder}/stderr{rank}", "w", buffering=1)  # noqa: SIM115 — closed with the process
     os.dup2(sys.stderr.fileno(), 2)
-    model, optim = enter(folder, rank, "gloo")
-    watch = paceline.Watchdog(stall=60.0, lost=LOST, grace=1.0)
+    model, optim = set_up(folder, rank, "gloo")
+    watchdog = paceline.Watchdog(stall=60.0, lost=LOST, grace=1.0)
     for _ in range(STEP):
         step(model, optim)
-    tell("trained")
+    send("trained")
     if rank == 2:
         time.sleep(1000)
     while True:
         step(model, optim)
-        assert watch is not None
+        assert watchdog is not None
 
 
 def kill_one(fork, folder):
     prepare()
-    ranks = [fork(careless, rank, folder) for rank in range(SIZE)]
-    assert [each.hear() for each in ranks] == ["trained"] * SIZE
-    ranks[VICTIM].kill()
+    ranks = [fork(train_without_block, rank, folder) for rank in range(SIZE)]
+    assert [each.receive() for each in ranks] == ["trained"] * SIZE
+    ranks[FAULTY].kill()
     codes = [ranks[rank].wait() for rank in (0, 2)]
     return codes, [open(f"{folder}/stderr{rank}").read() for rank in (0, 2)]
 
 
-def test_an_error_that_nobody_catches_names_the_culprit_and_a_rank_that_hears_nothing_ends(nursery):
-    codes, said = nursery.play(kill_one, timeout=90)
+def test_an_uncaught_error_names_the_faulty_rank_and_a_stuck_rank_ends(killable):
+    codes, stderr = killable.run_ranks(kill_one, timeout=90)
     assert codes == [1, EXIT_CODE]
-    assert "The above exception was the direct cause" in said[0]  # the connection error, and what it meant
-    for text in said:
+    assert "The above exception was the direct cause" in stderr[0]  # the connection error, and what it meant
+    for text in stderr:
         assert "PeerFailed: [rank 1, step" in text, text
         assert "was ended by SIGKILL" in text
-    assert "(this process could not be freed and ends)" in said[1]
-    assert "time.sleep(1000)" in said[1] or "in careless" in said[1]
+    assert "(this process could not be freed and ends)" in stderr[1]
+    assert "time.sleep(1000)" in stderr[1] or "in train_without_block" in stderr[1]
 
 
-# ------------------------------------------------------------------ nothing is wrong enough to end
+# ------------------------------------------------------------------ warnings, and ranks that finish early
 
 
-def goes_on(tell, rank, folder):
-    """Train past a stall that is only told, beside a slow rank, a thread that raises and a child that is forked."""
-    heard = []
+def train_past_a_stall(send, rank, folder):
+    """Train past a stall that is only logged, with a slow rank, a thread that raises, and a forked child."""
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("paceline.watch").addHandler(handler)
-    model, optim = enter(folder, rank, "paceline")
+    model, optim = set_up(folder, rank, "paceline")
     step(model, optim)
     hooks = sys.excepthook, threading.excepthook
     fault_injection.arm("stall_at(rank=1, step=10, seconds=1.5); slow(rank=2, seconds=0.05)")
-    with paceline.Watchdog(stall=0.8, lost=LOST, on_stall="tell", warn=0.3) as watch:
+    with paceline.Watchdog(stall=0.8, lost=LOST, on_stall="tell", warn=0.3) as watchdog:
         for at in range(60):
             step(model, optim)
             if at == 20 and rank == 0:
@@ -190,46 +190,48 @@ def goes_on(tell, rank, folder):
                 if (child := os.fork()) == 0:
                     os._exit(0)
                 os.waitpid(child, 0)
-        slowest = watch.slowest()
+        slowest = watchdog.slowest()
     assert (sys.excepthook, threading.excepthook) == hooks
     paceline.shutdown()
-    tell((heard, slowest.rank, slowest.factor, [each.name for each in threading.enumerate()]))
+    send((messages, slowest.rank, slowest.factor, [each.name for each in threading.enumerate()]))
     os._exit(0)
 
 
-def leaves_early(tell, rank, folder):
-    """Rank 1 makes fewer steps than the others, and lives on."""
-    model, optim = enter(folder, rank, "gloo")
+def finish_early(send, rank, folder):
+    """Rank 1 makes fewer steps than the others, and stays alive."""
+    model, optim = set_up(folder, rank, "gloo")
     try:
         with paceline.Watchdog(stall=1.0, grace=20.0):
-            for _ in range(STEP if rank == VICTIM else 1000):
+            for _ in range(STEP if rank == FAULTY else 1000):
                 step(model, optim)
         time.sleep(60)
     except paceline.PacelineError as error:
-        tell((getattr(error, "kind", ""), error.rank, error.step, str(error)))
+        send((getattr(error, "kind", ""), error.rank, error.step, str(error)))
     os._exit(0)
 
 
-def hear_all(fork, folder, work, speakers):
+def receive_all(fork, folder, work, senders):
     prepare()
     ranks = [fork(work, rank, folder) for rank in range(SIZE)]
-    return [ranks[rank].hear() for rank in speakers]
+    return [ranks[rank].receive() for rank in senders]
 
 
-def test_what_is_only_told_ends_nothing(nursery):
-    told = nursery.play(hear_all, goes_on, range(SIZE), timeout=90)
-    for heard, slowest, factor, threads in told:
+def test_a_stall_that_is_only_logged_does_not_end_the_training(killable):
+    results = killable.run_ranks(receive_all, train_past_a_stall, range(SIZE), timeout=90)
+    for messages, slowest, factor, threads in results:
         assert (slowest, threads) == (2, ["MainThread"])
         assert factor > 1.03
-        assert not any("can't be watched" in line or "failed, and ends" in line for line in heard), heard
-    stalls = [line for heard, *_ in told for line in heard if line.startswith("rank 1 on host")]
+        assert not any("can't watch" in line or "failed and has stopped" in line for line in messages), (
+            messages
+        )
+    stalls = [line for messages, *_ in results for line in messages if line.startswith("rank 1 on host")]
     assert stalls
     assert "has stood still" in stalls[0]
-    for heard, *_ in told[1:]:
-        assert any(line.startswith("a thread of rank 0 raised IndexError") for line in heard), heard
+    for messages, *_ in results[1:]:
+        assert any(line.startswith("a thread of rank 0 raised IndexError") for line in messages), messages
 
 
-def test_a_rank_that_has_left_its_loop_while_others_wait(nursery):
-    for kind, rank, at, text in nursery.play(hear_all, leaves_early, [0, 2], timeout=90):
-        assert (kind, rank, at) == ("finished", VICTIM, STEP - 1)
-        assert "has left its loop, and rank" in text
+def test_a_rank_that_left_its_loop_while_others_wait(killable):
+    for kind, rank, at, text in killable.run_ranks(receive_all, finish_early, [0, 2], timeout=90):
+        assert (kind, rank, at) == ("finished", FAULTY, STEP - 1)
+        assert "has left its loop; rank" in text

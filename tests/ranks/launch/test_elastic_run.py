@@ -212,9 +212,9 @@ def command(tell, words, notes):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_a_signal_ends_all(home, nursery, number, code):
+def test_a_signal_ends_all(home, killable, number, code):
     words = ["run", "--ranks", "2", *script(home, PLAIN + SLEEPS)]
-    assert nursery.play(signalled, words, str(home / "notes"), number) == code
+    assert killable.run_ranks(signalled, words, str(home / "notes"), number) == code
     assert_gone(home, ["here0", "here1"])
 
 

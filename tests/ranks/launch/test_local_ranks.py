@@ -176,7 +176,7 @@ wait_for("printed")
 
 
 def test_a_rank_that_ignores_sigterm_or_is_stopped_is_ended_too(home, monkeypatch):
-    monkeypatch.setattr("paceline._core.child_process._END_SECONDS", 0.5)
+    monkeypatch.setattr("paceline._core.child_process._TERMINATE_SECONDS", 0.5)
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note(f"ready{rank}", "")

@@ -28,7 +28,7 @@ def run_all(fork, folder, names, *settings):
     import paceline.tools.bench.starvation.starvation_worker  # noqa: F401 — in the warm process, so that each child need not
 
     children = [fork(run_one, name, *settings) for name in names]  # waiting overlaps
-    return [child.hear(timeout=150) for child in children]
+    return [child.receive(timeout=150) for child in children]
 
 
 def run_one(report, name, *settings):
@@ -41,24 +41,24 @@ def run_one(report, name, *settings):
     report(found)
 
 
-def run_cases(nursery, *names, balance=EXAMPLE_BALANCE, timeout=LONG_TIMEOUT, backend="gloo"):
-    return nursery.play(run_all, names, balance, timeout, backend, timeout=200)
+def run_cases(killable, *names, balance=EXAMPLE_BALANCE, timeout=LONG_TIMEOUT, backend="gloo"):
+    return killable.run_ranks(run_all, names, balance, timeout, backend, timeout=200)
 
 
 def kinds(outcome):
     return [(one["kind"], one["error"]) for one in outcome["ranks"]]
 
 
-def test_waiting_for_a_rank_that_has_ended_is_an_error(nursery):
-    (outcome,) = run_cases(nursery, "exits")
+def test_waiting_for_a_rank_that_has_ended_is_an_error(killable):
+    (outcome,) = run_cases(killable, "exits")
     assert kinds(outcome) == [("error", "RuntimeError"), ("finished", "")]
     assert "onnection" in outcome["ranks"][0]["message"]  # closed, or reset, by peer
     assert [one["steps"] for one in outcome["ranks"]] == [8, 8]
     assert outcome["samples_lost"] == 88
 
 
-def test_the_paceline_backend_names_the_lost_rank_and_the_calls(nursery):
-    gone, other = run_cases(nursery, "exits", "metric", backend="paceline")
+def test_the_paceline_backend_names_the_lost_rank_and_the_calls(killable):
+    gone, other = run_cases(killable, "exits", "metric", backend="paceline")
     assert [one["kind"] for one in gone["ranks"]] == ["error", "finished"]
     assert "PeerLost" in gone["ranks"][0]["message"]
     assert "rank 1" in gone["ranks"][0]["message"]
@@ -68,8 +68,8 @@ def test_the_paceline_backend_names_the_lost_rank_and_the_calls(nursery):
         assert f"rank {1 - one['rank']} calls all_reduce({theirs}" in one["message"]
 
 
-def test_waiting_for_a_rank_that_does_something_else_hangs(nursery):
-    found = run_cases(nursery, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
+def test_waiting_for_a_rank_that_does_something_else_hangs(killable):
+    found = run_cases(killable, "idles", "barrier", "fsdp2", timeout=SHORT_TIMEOUT)
     waits, goes_on = ("time-out", "RuntimeError"), ("finished", "")
     assert {outcome["scene"]: kinds(outcome) for outcome in found} == {
         "idles": [waits, goes_on],
@@ -78,8 +78,8 @@ def test_waiting_for_a_rank_that_does_something_else_hangs(nursery):
     }
 
 
-def test_collectives_of_other_sizes_end_a_process_without_an_exception(nursery):
-    for outcome in run_cases(nursery, "metric", "larger"):
+def test_collectives_of_other_sizes_end_a_process_without_an_exception(killable):
+    for outcome in run_cases(killable, "metric", "larger"):
         receiver = {"metric": 1, "larger": 0}[outcome["scene"]]  # its buffer is smaller than the message
         assert outcome["ranks"][receiver]["error"] == "SIGABRT", outcome
         assert "gloo::EnforceNotMet" in outcome["ranks"][receiver]["message"]
@@ -87,9 +87,9 @@ def test_collectives_of_other_sizes_end_a_process_without_an_exception(nursery):
 
 
 @pytest.mark.parametrize("balance", [EXAMPLE_BALANCE, SHARES], ids=["2 ranks", "4 ranks"])
-def test_finished_cases_have_these_errors(nursery, balance):
+def test_finished_cases_have_these_errors(killable, balance):
     names = ["next-epoch", "join", "join-active", "truncated", "bucketed", "sharded", "full-shard"]
-    found = {outcome["scene"]: outcome for outcome in run_cases(nursery, *names, balance=balance)}
+    found = {outcome["scene"]: outcome for outcome in run_cases(killable, *names, balance=balance)}
     for outcome in found.values():
         assert outcome["finished"], outcome
         assert outcome["replicas_apart"] <= 1e-12  # it goes unnoticed
@@ -111,7 +111,7 @@ def test_finished_cases_have_these_errors(nursery, balance):
 def stuck(fork, folder):
     import paceline.tools.bench.starvation.starvation_worker  # noqa: F401
 
-    return fork(run_stuck).hear()
+    return fork(run_stuck).receive()
 
 
 def run_stuck(report):
@@ -130,8 +130,8 @@ def run_stuck(report):
     report(outcome)
 
 
-def test_a_rank_that_no_time_out_ends_is_killed_and_reported(nursery):
-    assert kinds(nursery.play(stuck)) == [("hung", "")] * 2
+def test_a_rank_that_no_time_out_ends_is_killed_and_reported(killable):
+    assert kinds(killable.run_ranks(stuck)) == [("hung", "")] * 2
 
 
 # ---------------------------------------------------------------------- the command's own path

@@ -28,7 +28,7 @@ print("ended well", flush=True)
 """
 
 
-def play(fork, folder, *arguments):
+def run_ranks(fork, folder, *arguments):
     """Play the program on two ranks; return for each its exit code and what it wrote."""
     ranks = [fork(run, rank, folder, *arguments) for rank in range(2)]
     codes = [rank.wait(timeout=60) for rank in ranks]
@@ -47,8 +47,8 @@ def run(tell, rank, folder, *arguments):
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "sharded", "flat"])
-def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(nursery, strategy):
-    (_, zero), (_, one) = told = nursery.play(play, "batch", strategy, timeout=100)
+def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(killable, strategy):
+    (_, zero), (_, one) = told = killable.run_ranks(run_ranks, "batch", strategy, timeout=100)
     assert [code for code, _ in told] == [1, 1]
     assert "mat1 and mat2 shapes cannot be multiplied (6x5 and 4x8)" in one
     assert "rank 1" in zero
@@ -62,8 +62,8 @@ def test_a_batch_of_the_wrong_shape_on_one_rank_ends_all(nursery, strategy):
         ("none", "bukketed", "did you mean 'bucketed'?"),
     ],
 )
-def test_what_ranks_can_know_at_wrapping_is_one_message(nursery, mistake, strategy, message):
-    for code, text in nursery.play(play, mistake, strategy, timeout=100):
+def test_what_ranks_can_know_at_wrapping_is_one_message(killable, mistake, strategy, message):
+    for code, text in killable.run_ranks(run_ranks, mistake, strategy, timeout=100):
         assert code == 1
         assert message in text
         assert "ended well" not in text

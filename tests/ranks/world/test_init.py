@@ -140,14 +140,14 @@ def leaders_in_turn(fork, folder, address):
     follower, codes = fork(follow_two_leaders, address, ended), []
     for _ in range(2):
         leader = fork(lead, address)
-        assert follower.hear() == "left"
+        assert follower.receive() == "left"
         codes.append(leader.wait())
         ended.touch()
     return [*codes, follower.wait()]
 
 
-def test_a_new_process_may_take_the_place_of_rank_0(nursery):
-    assert nursery.play(leaders_in_turn, f"tcp://127.0.0.1:{free_port()}") == [0, 0, 0]
+def test_a_new_process_may_take_the_place_of_rank_0(killable):
+    assert killable.run_ranks(leaders_in_turn, f"tcp://127.0.0.1:{free_port()}") == [0, 0, 0]
 
 
 def test_a_world_of_one_keeps_the_local_rank_it_was_given(pool):

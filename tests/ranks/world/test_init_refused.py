@@ -83,9 +83,9 @@ def ranks_that_gave_up(fork, folder, address):
     return [fork(give_up, address, rank).wait() for rank in range(2)]
 
 
-def test_a_file_left_by_an_earlier_run_does_no_harm(pool, nursery, tmp_path):
+def test_a_file_left_by_an_earlier_run_does_no_harm(pool, killable, tmp_path):
     address = f"file://{tmp_path}/meet"
-    assert nursery.play(ranks_that_gave_up, address) == [0, 0]
+    assert killable.run_ranks(ranks_that_gave_up, address) == [0, 0]
     arguments = [{"init_method": address, "rank": rank, "size": 2} for rank in range(2)]
     assert [total for _, total in pool(2).run(enter_as, arguments, world=False)] == [3.0, 3.0]
 
@@ -156,8 +156,8 @@ def programs_that_differ(fork, folder, address):
     return codes, [Path(f"{script}.told").read_text() for script in scripts]
 
 
-def test_another_text_of_the_program_on_one_rank_ends_both(nursery, tmp_path):
-    codes, told = nursery.play(programs_that_differ, f"file://{tmp_path}/meet")
+def test_another_text_of_the_program_on_one_rank_ends_both(killable, tmp_path):
+    codes, told = killable.run_ranks(programs_that_differ, f"file://{tmp_path}/meet")
     assert codes == [1, 1]
     for text in told:
         assert re.search(

@@ -203,7 +203,7 @@ def test_a_hub_that_noted_nothing_has_left_no_run(tmp_path):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_two_hubs_on_one_folder_are_one_too_many(tmp_path, monkeypatch, own):
-    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline._core.file_lock._TIMEOUT_SECONDS", 0.0)
     with HubJournal.open(tmp_path, resume=False) as journal:
         journal.append({})
         journal.commit()

@@ -200,7 +200,7 @@ def test_letters_of_another_run_are_refused(tmp_path):
 
 
 def test_two_workers_on_one_folder_are_one_too_many(tmp_path, monkeypatch):
-    monkeypatch.setattr("paceline._core.file_lock._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("paceline._core.file_lock._TIMEOUT_SECONDS", 0.0)
     with Outbox(tmp_path), pytest.raises(UsageError, match=f"by this worker: process {os.getpid()} on "):
         Outbox(tmp_path)
 

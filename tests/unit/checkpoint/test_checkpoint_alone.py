@@ -1,4 +1,4 @@
-"""`Checkpoint` in a world of one: what can't be saved is told, and so is what would be lost."""
+"""`Checkpoint` in a world of one: errors for values that can't be saved, warnings of lost checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError, UsageError
 
 
 def saved(folder, step=1, **options):
-    """Save at `step` by a run of its own that loads nothing."""
+    """Save at `step` in a separate run that loads nothing."""
     keep = paceline.Checkpoint(folder, nn.Linear(2, 1), **options)
     keep.step = step
     keep.save(wait=True)
@@ -23,13 +23,13 @@ def saved(folder, step=1, **options):
 
 
 @pytest.mark.parametrize("facts", [{"loss": math.nan}, {"at": Path("a")}, {"of": {1, 2}}])
-def test_facts_that_no_manifest_can_hold_are_refused(tmp_path, facts):
-    with pytest.raises(UsageError, match="facts of a checkpoint are more than JSON can say"):
+def test_facts_that_are_no_json_are_refused(tmp_path, facts):
+    with pytest.raises(UsageError, match="facts of a checkpoint can't be encoded as JSON"):
         paceline.Checkpoint(tmp_path / "run", nn.Linear(2, 1), facts=facts)
     assert not (tmp_path / "run").exists()
 
 
-def test_facts_that_turn_bad_fail_a_save_and_hold_nobody_up(tmp_path):
+def test_facts_that_become_invalid_fail_a_save_without_a_hang(tmp_path):
     keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
     keep.facts["loss"] = math.nan
     with pytest.raises(
@@ -43,14 +43,14 @@ def test_facts_that_turn_bad_fail_a_save_and_hold_nobody_up(tmp_path):
     assert (tmp_path / "step-00000000").is_dir()
 
 
-def test_a_run_that_would_lose_what_it_saves_is_told(tmp_path, caplog):
-    """Checkpoints that it did not begin with count as newer."""
+def test_checkpoints_that_would_be_removed_as_older_are_warned_of(tmp_path, caplog):
+    """Checkpoints that the run did not load count as newer."""
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
         saved(tmp_path, 10)
         saved(tmp_path, 20)
         assert caplog.messages == []
         saved(tmp_path, 15)
-        assert [message.partition(" is there already")[0] for message in caplog.messages] == [
+        assert [message.partition(" already exists")[0] for message in caplog.messages] == [
             str(tmp_path / "step-00000020")
         ]
         assert "call load() before training" in caplog.text
@@ -63,7 +63,7 @@ def test_a_run_that_would_lose_what_it_saves_is_told(tmp_path, caplog):
         assert caplog.messages == []
 
 
-def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog):
+def test_a_loader_passed_after_load_is_warned_of(tmp_path, caplog):
     net = nn.Linear(2, 1)
     loader = paceline.Loader(torch.ones(4, 2), 2)
     keep = paceline.Checkpoint(tmp_path / "a", net)
@@ -71,7 +71,9 @@ def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog)
     with caplog.at_level(logging.WARNING, "paceline.checkpoint"):
         assert len(list(keep.resume(loader))) == 2
     keep.close()
-    assert "the loader was not there when load() was called, so it is not saved" in caplog.text
+    assert (
+        "the loader was not part of the checkpoint when load() was called, so it is not saved" in caplog.text
+    )
     caplog.clear()
     keep = paceline.Checkpoint(tmp_path / "b", net, loader)
     keep.load()
@@ -81,7 +83,7 @@ def test_a_loader_that_comes_after_load_is_told_to_be_left_out(tmp_path, caplog)
     assert caplog.messages == []
 
 
-def test_a_closed_one_writes_nothing(tmp_path):
+def test_a_closed_checkpoint_writes_nothing(tmp_path):
     keep = paceline.Checkpoint(tmp_path, nn.Linear(2, 1))
     keep.close()
     with pytest.raises(CheckpointError, match="after close"):

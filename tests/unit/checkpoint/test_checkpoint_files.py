@@ -1,4 +1,4 @@
-"""A checkpoint on the disk: files that anybody can read, and no damage that goes unseen."""
+"""Checkpoints on disk: files that other programs read, and damage that is always detected."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
-from paceline.checkpoint.format.manifest import MANIFEST, SUM, Manifest
-from paceline.checkpoint.format.safetensors_writer import write_file
-from paceline.checkpoint.format.verified_reader import VerifiedReader
-from paceline.checkpoint.resume import find, find_problem
+from paceline.checkpoint.format.manifest import CHECKSUM, MANIFEST, Manifest, StoredWeights
+from paceline.checkpoint.format.tensor_files import VerifiedReader, write_safetensors
+from paceline.checkpoint.resume import find_problem, find_resume_point
 from paceline.errors import CheckpointError, DamagedCheckpoint, UsageError
 from paceline.testing import fault_injection
 
@@ -36,27 +35,35 @@ def alone(text):
 
 def write(folder, step, tensors=TENSORS):
     """Write a checkpoint of one rank."""
-    place = CheckpointFolder(folder)
-    growing = place.growing(step, "x")
-    growing.mkdir(parents=True)
+    checkpoints = CheckpointFolder(folder)
+    staging = checkpoints.staging(step, "x")
+    staging.mkdir(parents=True)
     files = {
-        name: write_file(growing / name, tensors) for name in ("model.safetensors", "state-rank0.safetensors")
+        name: write_safetensors(staging / name, tensors)
+        for name in ("model.safetensors", "state-rank0.safetensors")
     }
-    weights = {"model": {"files": ["model.safetensors"], "aliases": {"tied": "weight"}}}
-    manifest = Manifest(step, {"windows": 32}, files, weights, [{"a": {"$tensor": "flag"}}], {"at": "now"})
-    return place.complete_with(growing, manifest)
+    weights = {"model": StoredWeights(["model.safetensors"], {"tied": "weight"})}
+    manifest = Manifest(
+        step=step,
+        facts={"windows": 32},
+        files=files,
+        weights=weights,
+        states=[{"a": {"$tensor": "flag"}}],
+        written={"at": "now"},
+    )
+    return checkpoints.complete_with(staging, manifest)
 
 
 # ------------------------------------------------------------------ files
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
-    told = write_file(tmp_path / "a.safetensors", TENSORS)
-    reader = VerifiedReader(tmp_path, {"a.safetensors": told})
-    reader.check(["a.safetensors"], keep=["a.safetensors"] if kept else [])
-    theirs = load_file(tmp_path / "a.safetensors")
-    assert theirs.keys() == TENSORS.keys()
+def test_tensors_round_trip_and_safetensors_reads_them(tmp_path, kept):
+    described = write_safetensors(tmp_path / "a.safetensors", TENSORS)
+    reader = VerifiedReader(tmp_path, {"a.safetensors": described})
+    reader.verify(["a.safetensors"], keep=["a.safetensors"] if kept else [])
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert loaded.keys() == TENSORS.keys()
     for label, tensor in TENSORS.items():
         found = reader.tensor("a.safetensors", label)
         assert found.dtype is tensor.dtype
@@ -65,33 +72,33 @@ def test_tensors_come_back_and_others_can_read_them(tmp_path, kept):
             tensor.view(torch.uint8) if tensor.dim() else tensor,
         )
         if tensor.dtype is not torch.complex128:
-            assert theirs[label].dtype is tensor.dtype
+            assert loaded[label].dtype is tensor.dtype
 
 
-def test_what_is_changed_in_memory_stays_in_memory(tmp_path):
-    told = write_file(tmp_path / "a.safetensors", TENSORS)
-    reader = VerifiedReader(tmp_path, {"a.safetensors": told})
+def test_writing_to_a_tensor_changes_no_file(tmp_path):
+    described = write_safetensors(tmp_path / "a.safetensors", TENSORS)
+    reader = VerifiedReader(tmp_path, {"a.safetensors": described})
     reader.tensor("a.safetensors", "weight").zero_()
-    reader.check(["a.safetensors"])
+    reader.verify(["a.safetensors"])
 
 
-def test_mapped_tensors_begin_where_the_processor_may_read_them(tmp_path):
-    """An address that is no multiple of the element's size ends the process where complex numbers are copied."""
+def test_mapped_tensors_are_aligned(tmp_path):
+    """Copying complex numbers from an unaligned address would end the process."""
     for length in range(1, 17):
-        told = write_file(
+        described = write_safetensors(
             tmp_path / f"{length}.safetensors", {"w" * length: torch.ones(4, dtype=torch.complex128)}
         )
-        found = VerifiedReader(tmp_path, {f"{length}.safetensors": told}).tensor(
+        found = VerifiedReader(tmp_path, {f"{length}.safetensors": described}).tensor(
             f"{length}.safetensors", "w" * length
         )
         assert found.data_ptr() % 16 == 0
 
 
-def test_a_disk_that_fills_up_is_told(tmp_path):
+def test_a_full_disk_raises(tmp_path):
     fault_injection.disk_full(after_nbytes=100)
     try:
         with pytest.raises(OSError, match="No space left"):
-            write_file(tmp_path / "a.safetensors", TENSORS)
+            write_safetensors(tmp_path / "a.safetensors", TENSORS)
     finally:
         fault_injection.disarm()
 
@@ -99,18 +106,18 @@ def test_a_disk_that_fills_up_is_told(tmp_path):
 # ------------------------------------------------------------------ damage
 
 
-def test_a_manifest_comes_back(tmp_path):
+def test_manifest_round_trip(tmp_path):
     path = write(tmp_path, 7)
     found = Manifest.read(path)
     assert (found.step, found.ranks, found.facts) == (7, 1, {"windows": 32})
-    assert found.files["model.safetensors"].tensors["weight"].shape == (3, 4)
-    assert Manifest.of(found.text()) == found
+    assert found.files["model.safetensors"].tensors["weight"].shape == [3, 4]
+    assert Manifest.from_json(found.to_json()) == found
     assert find_problem(path) == ""
 
 
-def test_300_damages_are_all_seen_and_the_newest_intact_one_is_taken(tmp_path):
+def test_300_damages_are_detected_and_the_newest_intact_checkpoint_is_used(tmp_path):
     """Files cut short at random, bits flipped at random, files removed: in the newest checkpoint, or in both newest."""
-    chance = random.Random(5)
+    rng = random.Random(5)
     pristine = tmp_path / "pristine"
     for step in (10, 20, 30):
         write(pristine, step)
@@ -120,29 +127,29 @@ def test_300_damages_are_all_seen_and_the_newest_intact_one_is_taken(tmp_path):
         shutil.copytree(pristine, folder)
         damaged = [30] if number % 3 else [20, 30]
         for step in damaged:
-            chosen = chance.choice(sorted((folder / f"step-{step:08d}").iterdir()))
-            harm(chosen, ("cut", "flip", "remove")[number // 3 % 3], chance)
+            chosen = rng.choice(sorted((folder / f"step-{step:08d}").iterdir()))
+            damage(chosen, ("cut", "flip", "remove")[number // 3 % 3], rng)
             assert find_problem(chosen.parent), chosen
-        found = find(CheckpointFolder(folder), 0, 1, alone)
+        found = find_resume_point(CheckpointFolder(folder), 0, 1, alone)
         assert found is not None
         assert found.manifest.step == (10 if len(damaged) == 2 else 20)
-        assert [one.path.name[-2:] for one in found.passed_over] == [str(step) for step in reversed(damaged)]
+        assert [each.path.name[-2:] for each in found.skipped] == [str(step) for step in reversed(damaged)]
 
 
-def harm(path, how, chance):
+def damage(path, how, rng):
     if how == "remove":
         path.unlink()
         return
     data = bytearray(path.read_bytes())
     if how == "cut":
-        del data[chance.randrange(len(data)) :]
+        del data[rng.randrange(len(data)) :]
     else:
-        at = chance.randrange(8 * len(data))
+        at = rng.randrange(8 * len(data))
         data[at // 8] ^= 1 << at % 8
     path.write_bytes(data)
 
 
-def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, monkeypatch):
+def test_an_unreadable_file_is_named(tmp_path, monkeypatch):
     path = write(tmp_path, 1)
 
     def fail(*_):
@@ -154,53 +161,53 @@ def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, monkeypatch)
     assert find_problem(path) == "model.safetensors ended while it was read"
 
 
-def test_when_none_is_intact_all_are_named(tmp_path):
-    assert find(CheckpointFolder(tmp_path), 0, 1, alone) is None
+def test_if_no_checkpoint_is_intact_all_are_named(tmp_path):
+    assert find_resume_point(CheckpointFolder(tmp_path), 0, 1, alone) is None
     for step in (1, 2):
         (write(tmp_path, step) / "model.safetensors").unlink()
     with pytest.raises(
         CheckpointError, match=r"none of the 2 .* step-00000002: model.safetensors is missing; step-0"
     ):
-        find(CheckpointFolder(tmp_path), 0, 1, alone)
+        find_resume_point(CheckpointFolder(tmp_path), 0, 1, alone)
 
 
-def test_a_newer_format_is_not_passed_over(tmp_path):
+def test_a_newer_format_is_not_skipped(tmp_path):
     write(tmp_path, 1)
     path = write(tmp_path, 2)
     text = (path / MANIFEST).read_bytes().replace(b'"format": 1', b'"format": 2')
     (path / MANIFEST).write_bytes(text)
-    (path / SUM).write_bytes(Manifest.sum_of(text))
+    (path / CHECKSUM).write_bytes(Manifest.checksum_line(text))
     with pytest.raises(UsageError, match=r"step-00000002' is a checkpoint of format 2; .* up to 1"):
-        find(CheckpointFolder(tmp_path), 0, 1, alone)
+        find_resume_point(CheckpointFolder(tmp_path), 0, 1, alone)
 
 
-def test_what_a_rank_finds_the_others_pass_over_too(tmp_path):
-    """Files are dealt: the rank that has the damaged one tells the others."""
+def test_damage_that_one_rank_finds_is_skipped_on_all(tmp_path):
+    """Files are divided among ranks: the rank that reads the damaged one reports it to the others."""
     for step in (1, 2):
         path = write(tmp_path, step)
-    harm(path / "state-rank0.safetensors", "flip", random.Random(0))
+    damage(path / "state-rank0.safetensors", "flip", random.Random(0))
     names = '["step-00000002", "step-00000001"]'
-    told = iter([[names, ""], ["", "state-rank0.safetensors: …"], ["", ""]])
-    found = find(CheckpointFolder(tmp_path), 0, 2, lambda text: next(told))
+    gathered = iter([[names, ""], ["", "state-rank0.safetensors: …"], ["", ""]])
+    found = find_resume_point(CheckpointFolder(tmp_path), 0, 2, lambda text: next(gathered))
     assert found is not None
     assert found.path.name == "step-00000001"
-    assert [one.why for one in found.passed_over] == ["state-rank0.safetensors: …"]
+    assert [each.why for each in found.skipped] == ["state-rank0.safetensors: …"]
 
 
-# ------------------------------------------------------------------ pages that make no sense
+# ------------------------------------------------------------------ invalid manifests
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A page, to be read without the checksum, which would refuse nearly all that follows."""
+    """A manifest, for reading without its checksum, which would refuse nearly all of the following."""
     return (write(tmp_path_factory.mktemp("fuzz"), 1) / MANIFEST).read_bytes()
 
 
 def read(text):
-    """Read a page: it is understood or refused, and takes no memory that its size does not explain."""
+    """Read a manifest: it is valid or refused, and takes memory in proportion to its size."""
     tracemalloc.start()
     try:
-        found = Manifest.of(text)
+        found = Manifest.from_json(text)
     except (DamagedCheckpoint, UsageError) as error:
         found = error
     finally:
@@ -210,24 +217,24 @@ def read(text):
     return found
 
 
-def test_10_000_pages_with_bytes_changed_at_random(text):
-    chance = random.Random(7)
+def test_10_000_manifests_with_random_changes(text):
+    rng = random.Random(7)
     refused = 0
     for _ in range(10_000):
         data = bytearray(text)
-        for _ in range(chance.randint(1, 4)):
-            at = chance.randrange(len(data))
-            kind = chance.randrange(4)
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(data))
+            kind = rng.randrange(4)
             if kind == 0:
-                data[at] = chance.randrange(256)
+                data[at] = rng.randrange(256)
             elif kind == 1:
-                del data[at : at + chance.randrange(1, 40)]
+                del data[at : at + rng.randrange(1, 40)]
             elif kind == 2:
-                data[at:at] = chance.choice(
+                data[at:at] = rng.choice(
                     [b"9" * 30, b"-", b"[" * 50, b'"', b"null", b"{}", b"1e999", b"NaN", b"\x00"]
                 )
             else:
-                start = chance.randrange(len(data))
+                start = rng.randrange(len(data))
                 data[at : at + 20] = data[start : start + 20]
         refused += isinstance(read(bytes(data)), Exception)
     assert refused > 5000
@@ -246,7 +253,7 @@ JSON = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_pages_with_another_value_somewhere(text, data):
+def test_manifests_with_one_changed_value(text, data):
     plain = json.loads(text)
     place, key = plain, data.draw(st.sampled_from(sorted(plain)))
     while data.draw(st.booleans()) and isinstance(place[key], dict) and place[key]:
@@ -263,7 +270,7 @@ def test_pages_with_another_value_somewhere(text, data):
         b'{"format": "1"}', b'{"format": true}', b'{"format": -1}', b'{"format": 1}', b'{"format": NaN}',
     ],
 )  # fmt: skip
-def test_pages_that_are_none(text):
+def test_files_that_are_no_manifest(text):
     assert isinstance(read(text), Exception)
 
 
@@ -282,7 +289,7 @@ def test_pages_that_are_none(text):
         (b'"states": [', b'"states": {}, "more": ['),
     ],
 )
-def test_pages_that_say_what_can_not_be(text, old, new):
+def test_contradictory_manifests(text, old, new):
     assert old in text
-    with pytest.raises(DamagedCheckpoint, match="makes no sense"):
-        Manifest.of(text.replace(old, new, 1))
+    with pytest.raises(DamagedCheckpoint, match="is invalid"):
+        Manifest.from_json(text.replace(old, new, 1))

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: alike on all ranks, whatever their clocks say."""
+"""When a checkpoint is due: alike on all ranks, independent of their clocks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.parts.optimizer_state import deal
-from paceline.checkpoint.save_cadence import EverySeconds, EverySteps, cadence
+from paceline.checkpoint.optimizer_state import partition_by_size
+from paceline.checkpoint.save_cadence import EverySeconds, EverySteps, save_cadence
 from paceline.errors import UsageError
 
 
-def test_every_so_many_steps():
-    every = cadence(5, list)
+def test_every_n_steps():
+    every = save_cadence(5, list)
     assert isinstance(every, EverySteps)
     assert [step for step in range(1, 16) if every.due(step)] == [5, 10, 15]
-    assert cadence(None, list) is None
+    assert save_cadence(None, list) is None
 
 
-def test_steps_that_are_passed_between_two_looks_count():
-    """A loop whose body makes three optimizer steps, begun anew after step 11."""
+def test_steps_between_two_checks_count():
+    """A loop whose body makes three optimizer steps, restarted after step 11."""
     every = EverySteps(4)
     assert [step for step in range(3, 25, 3) if every.due(step)] == [6, 9, 12, 18, 21, 24]
     every = EverySteps(4)
@@ -27,33 +27,33 @@ def test_steps_that_are_passed_between_two_looks_count():
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "0s", "10 apples", [], b"1"])
-def test_what_is_no_cadence(every):
+def test_invalid_cadences_are_refused(every):
     with pytest.raises(UsageError):
-        cadence(every, list)
+        save_cadence(every, list)
 
 
 @given(
     st.lists(st.floats(0.01, 30), min_size=50, max_size=200),
     st.lists(st.floats(0.01, 30), min_size=200, max_size=200),
 )
-def test_by_time_rank_0_decides_for_all(seconds_of_step, other_clock):
-    """Two ranks with clocks of their own save at the same steps, and about as often as asked."""
-    told, times = [], [0.0, 0.0]
+def test_rank_0_decides_by_time_for_all(seconds_of_step, other_clock):
+    """Two ranks with different clocks save at the same steps, about as often as requested."""
+    shared, times = [], [0.0, 0.0]
 
     def of_rank_0(numbers):
-        told.append(numbers)
+        shared.append(numbers)
         return numbers
 
     first = EverySeconds(60, of_rank_0, lambda: times[0])
-    other = EverySeconds(60, lambda _: told[-1], lambda: times[1])
+    other = EverySeconds(60, lambda _: shared[-1], lambda: times[1])
     since = 0.0
     for step, seconds in enumerate(seconds_of_step, 1):
         times[0] += seconds
         times[1] += other_clock[step - 1]
         since += seconds
-        looked = len(told)
+        checked = len(shared)
         due = first.due(step)
-        if len(told) > looked or step < other._next:
+        if len(shared) > checked or step < other._next:
             assert other.due(step) == due
         if due:
             assert since >= 60
@@ -62,7 +62,7 @@ def test_by_time_rank_0_decides_for_all(seconds_of_step, other_clock):
             since = 0.0
 
 
-def test_looks_are_rare_where_steps_are_short_and_a_save_is_not_late():
+def test_checks_are_rare_with_short_steps_and_saves_are_on_time():
     now, looks = [0.0], []
 
     def share(numbers):
@@ -80,8 +80,8 @@ def test_looks_are_rare_where_steps_are_short_and_a_save_is_not_late():
     assert len(looks) < 120
 
 
-def test_the_time_between_two_looks_at_the_clock_is_no_step():
-    """Steps of 3 s, and a clock that goes on while it is read: the second look is not a thousand steps away."""
+def test_time_between_two_reads_of_the_clock_is_no_step():
+    """Steps of 3 s, and a clock that goes on while it is read: the second check is not a thousand steps later."""
     now, saved = [0.0], []
 
     def clock():
@@ -98,8 +98,8 @@ def test_the_time_between_two_looks_at_the_clock_is_no_step():
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
-def test_dealt_sizes_are_runs_of_about_the_same_sum(sizes, ranks):
-    owners = deal(sizes, ranks)
+def test_parts_are_runs_of_about_the_same_size(sizes, ranks):
+    owners = partition_by_size(sizes, ranks)
     assert owners == sorted(owners)
     assert all(0 <= owner < ranks for owner in owners)
     sums = [

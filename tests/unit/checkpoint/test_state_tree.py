@@ -1,4 +1,4 @@
-"""States as JSON: whatever goes in comes out, and what is no state is refused by name."""
+"""States as JSON: round trips, and unsupported values named by path."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same(a, b):
 
 
 @given(STATES)
-def test_plain_states_come_back(state):
+def test_plain_states_round_trip(state):
     assert same(state, there_and_back(state))
 
 
@@ -66,12 +66,12 @@ def test_plain_states_come_back(state):
         {"": {"": []}},
     ],
 )
-def test_states_of_schedulers_and_the_like_come_back(state):
+def test_states_of_schedulers_round_trip(state):
     assert there_and_back(state) == state
     assert type(there_and_back(state).get("milestones", Counter())) is Counter
 
 
-def test_tensors_and_arrays_come_back_by_value():
+def test_tensors_and_arrays_round_trip():
     state = OrderedDict(
         a=torch.arange(6).view(2, 3),
         b=[torch.tensor(2.5), np.arange(3.0)],
@@ -85,7 +85,7 @@ def test_tensors_and_arrays_come_back_by_value():
     assert pack(state, "optimizer")[1].keys() == {"optimizer.a", "optimizer.b[0]", "optimizer.b[1]"}
 
 
-def test_tensors_of_the_same_path_have_labels_of_their_own():
+def test_tensors_with_the_same_path_have_different_labels():
     packed, tensors = pack({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})
     assert len(tensors) == 2
     found = unpack(packed, tensors.__getitem__)
@@ -96,7 +96,7 @@ def test_tensors_of_the_same_path_have_labels_of_their_own():
     "value",
     [object(), lambda: 0, torch.float32, np.array([object()]), np.array(["text"]), np.array([1.0], ">f4")],
 )
-def test_what_is_no_state_is_refused_by_its_path(value):
+def test_an_unsupported_value_is_refused_by_its_path(value):
     with pytest.raises(UsageError, match=r"scheduler\.lambdas\[1\] is a"):
         pack({"lambdas": [None, value]}, "scheduler")
 
@@ -108,6 +108,6 @@ def test_what_is_no_state_is_refused_by_its_path(value):
         {"$code": "1"}, {"$bytes": "zz"}, {"$tuple": [], "$set": []}, {"$counter": [1]},
     ],
 )  # fmt: skip
-def test_what_is_no_packed_state_is_refused(packed):
+def test_an_invalid_packed_state_is_refused(packed):
     with pytest.raises((ValueError, TypeError)):
         unpack({"a": [packed]}, {}.__getitem__)

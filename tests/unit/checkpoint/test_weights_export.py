@@ -1,4 +1,4 @@
-"""Weights for use elsewhere, and from there: what torch and safetensors alone can load, and nothing that harms."""
+"""Exported and imported weights: files that torch and safetensors alone load, and damaged files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import paceline
-from paceline.checkpoint.weights_export import weights_in
+from paceline.checkpoint.weights_export import read_weights
 from paceline.errors import DamagedCheckpoint, UsageError
 
 
@@ -39,7 +39,7 @@ def same(one, other):
     return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
 
-def test_what_is_exported_loads_with_torch_alone(tmp_path):
+def test_an_exported_file_loads_with_torch_alone(tmp_path):
     net = saved(tmp_path / "run", steps=(1, 2))["model"]
     paceline.export_weights(tmp_path / "run", tmp_path / "out.safetensors")
     other = Tied()
@@ -48,7 +48,7 @@ def test_what_is_exported_loads_with_torch_alone(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "run", "file", "folder", "dict"])
-def test_weights_come_from_anywhere(tmp_path, form):
+def test_weights_are_imported_from_any_source(tmp_path, form):
     net = saved(tmp_path / "run" / "checkpoint")["model"]
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     save_file(state, tmp_path / "all.safetensors")
@@ -64,7 +64,7 @@ def test_weights_come_from_anywhere(tmp_path, form):
         assert same(net, getattr(other, "module", other))
 
 
-def test_floating_weights_are_cast(tmp_path):
+def test_floating_point_weights_are_cast(tmp_path):
     net = nn.Linear(2, 1).half()
     paceline.import_weights(net, {"weight": torch.ones(1, 2), "bias": torch.zeros(1, dtype=torch.float64)})
     assert net.weight.dtype is torch.float16
@@ -73,9 +73,9 @@ def test_floating_weights_are_cast(tmp_path):
 
 def test_one_of_several_models(tmp_path):
     models = saved(tmp_path, one=nn.Linear(1, 1), two=nn.Linear(2, 2))
-    assert torch.equal(weights_in(tmp_path, model="two")["weight"], models["two"].weight)
+    assert torch.equal(read_weights(tmp_path, model="two")["weight"], models["two"].weight)
     with pytest.raises(UsageError, match=r"(?s)holds no model 'model'.*one, two"):
-        weights_in(tmp_path)
+        read_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_one_of_several_models(tmp_path):
             {"weight": torch.ones(1, 2), "bias": torch.ones(1, dtype=torch.int64)},
             "'bias' is int64 [1], here float32",
         ),
-        ("nowhere", "there is no 'nowhere'"),
+        ("nowhere", "'nowhere' does not exist"),
         ({"weight": [[1.0, 2.0]]}, "'weight' of the state_dict is a list, not a tensor"),
     ],
 )
-def test_weights_of_something_else_are_refused(source, words):
+def test_weights_of_another_model_are_refused(source, words):
     net = nn.Linear(2, 1)
     before = [param.clone() for param in net.parameters()]
     with pytest.raises(UsageError) as caught:
@@ -107,39 +107,42 @@ def test_weights_of_something_else_are_refused(source, words):
     assert all(map(torch.equal, before, net.parameters()))
 
 
-def test_what_can_not_be_read_or_written(tmp_path):
+def test_unreadable_and_unwritable_files_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="neither checkpoints nor safetensors"):
-        weights_in(tmp_path / "empty")
+        read_weights(tmp_path / "empty")
     torch.save({"weight": torch.ones(1)}, tmp_path / "pickle.pt")
     with pytest.raises(UsageError, match="can't be read as safetensors"):
-        weights_in(tmp_path / "pickle.pt")
+        read_weights(tmp_path / "pickle.pt")
     saved(tmp_path / "run")
-    for name, words in (("a.pt", "no safetensors file"), ("no/where/a.safetensors", "can't write")):
+    for name, words in (
+        ("a.pt", "not the name of a safetensors file"),
+        ("no/where/a.safetensors", "can't write"),
+    ):
         with pytest.raises(UsageError, match=words):
             paceline.export_weights(tmp_path / "run", tmp_path / name)
-    with pytest.raises(UsageError, match="no safetensors file"):  # before anything is read
+    with pytest.raises(UsageError, match="not the name of a safetensors file"):  # before anything is read
         paceline.export_weights(tmp_path / "nowhere", tmp_path / "a.pt")
 
 
-def test_damage_is_passed_over_or_told(tmp_path):
+def test_damaged_checkpoints_are_skipped_or_named(tmp_path):
     saved(tmp_path, steps=(1, 2))
     file = tmp_path / "step-00000002" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert weights_in(tmp_path)
-    with pytest.raises(DamagedCheckpoint, match=r"model.safetensors: the checksum of tensor .* does not fit"):
-        weights_in(tmp_path / "step-00000002")
+    assert read_weights(tmp_path)
+    with pytest.raises(DamagedCheckpoint, match=r"model.safetensors: wrong checksum of tensor"):
+        read_weights(tmp_path / "step-00000002")
     (tmp_path / "step-00000001" / "model.safetensors").unlink()
     with pytest.raises(
         DamagedCheckpoint, match=r"step-00000002: .*; step-00000001: model.safetensors is missing"
     ):
-        weights_in(tmp_path)
+        read_weights(tmp_path)
 
 
-def test_10_000_safetensors_files_that_are_none(tmp_path):
-    """Headers changed at random: read or refused, without memory that the file's size does not explain."""
+def test_10_000_damaged_safetensors_files(tmp_path):
+    """Headers changed at random: read or refused, with memory in proportion to the file."""
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(3, 4), "b": torch.ones(2, dtype=torch.int64)}, path)
     whole, chance, refused = path.read_bytes(), random.Random(11), 0
@@ -161,7 +164,7 @@ def test_10_000_safetensors_files_that_are_none(tmp_path):
                 del data[chance.randrange(len(data) + 1) :]
         path.write_bytes(data)
         try:
-            weights_in(path)
+            read_weights(path)
         except UsageError:
             refused += 1
     peak = tracemalloc.get_traced_memory()[1]

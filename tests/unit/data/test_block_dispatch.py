@@ -1,4 +1,4 @@
-"""Who gets which block: in turns by share, at random, in constant memory."""
+"""Assignment of blocks to ranks: in turns by share, at random, in constant memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatch_strategies import SEEDS, chi_squared, dealings, rows_of_rank
+from dispatch_strategies import SEEDS, chi_squared, dispatches, positions_of_rank
 from dispatch_strategies import shares as any_shares
-from paceline.data.sampling.block_dispatch import COUNTED, BlockDispatch, dispatch_blocks, draw_counts
-from paceline.data.sampling.rank_shares import FINEST, RankShares, TurnOrder, by_largest_remainder
+from paceline.data.sampling.block_dispatch import (
+    MAX_DRAWN_BLOCKS,
+    BlockDispatch,
+    dispatch_blocks,
+    draw_block_counts,
+)
+from paceline.data.sampling.rank_shares import MAX_PARTS, RankShares, TurnOrder, by_largest_remainder
 from paceline.errors import UsageError
 from paceline.tools.plan.imbalance_statistics import share_deviation
 
@@ -33,19 +38,19 @@ UNEVEN = [0.25, 0.25, 0.10, 0.40]
         ([1 / 7] * 7, (1,) * 7),
     ],
 )
-def test_fractions_are_taken_as_they_are(values, parts):
+def test_simple_fractions_are_kept_exactly(values, parts):
     assert RankShares.of(values, len(values)).parts == parts
 
 
 def test_other_shares_are_rounded_to_the_finest_part():
     values = [math.pi / 10, math.e / 10, 1 - (math.pi + math.e) / 10]
     found = RankShares.of(values, 3)
-    assert found.whole == FINEST
-    assert all(abs(share - value) < 1 / FINEST for share, value in zip(found, values, strict=True))
+    assert found.whole == MAX_PARTS
+    assert all(abs(share - value) < 1 / MAX_PARTS for share, value in zip(found, values, strict=True))
     assert str(found) == "0.3142 0.2718 0.414"
 
 
-def test_no_shares_mean_equal_ones_and_shares_stay():
+def test_none_means_equal_shares_and_shares_pass_through():
     assert RankShares.of(None, 4) == RankShares.equal(4)
     assert RankShares.of(RankShares((2, 1)), 2).parts == (2, 1)
     assert [RankShares((3, 1))[rank] for rank in (0, 1)] == [0.75, 0.25]
@@ -66,19 +71,19 @@ def test_no_shares_mean_equal_ones_and_shares_stay():
         (RankShares.equal(3), 2, "3 shares"),
     ],
 )
-def test_shares_that_make_no_sense_are_refused(values, ranks, said):
+def test_invalid_shares_are_refused(values, ranks, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
         RankShares.of(values, ranks)
 
 
-@pytest.mark.parametrize("parts", [(), (0, 0), (1, -1, 3), (FINEST, 1)])
-def test_parts_that_make_no_sense_are_refused(parts):
+@pytest.mark.parametrize("parts", [(), (0, 0), (1, -1, 3), (MAX_PARTS, 1)])
+def test_invalid_parts_are_refused(parts):
     with pytest.raises(UsageError, match="shares in parts of"):
         RankShares(parts)
 
 
 @given(values=st.lists(st.floats(0, 1), min_size=1, max_size=9).filter(any), whole=st.integers(1, 1000))
-def test_largest_remainders_sum_up_and_are_less_than_one_off(values, whole):
+def test_largest_remainders_have_the_right_sum_and_are_less_than_one_off(values, whole):
     parts = by_largest_remainder(values, whole)
     assert sum(parts) == whole
     total = math.fsum(values)
@@ -92,7 +97,7 @@ def test_largest_remainders_sum_up_and_are_less_than_one_off(values, whole):
 
 @given(any_shares())
 @settings(deadline=None)
-def test_at_every_prefix_nobody_is_a_whole_block_off(given_shares):
+def test_at_every_prefix_no_rank_is_a_whole_block_off(given_shares):
     turns, parts, whole = TurnOrder.of(given_shares), given_shares.parts, given_shares.whole
     owners = [*turns.owners, *turns.owners]
     assert len(turns.owners) == whole // math.gcd(*parts)
@@ -101,20 +106,20 @@ def test_at_every_prefix_nobody_is_a_whole_block_off(given_shares):
         had[owner] += 1
         for rank, part in enumerate(parts):
             assert had[rank] in (part * (turn + 1) // whole, -(-part * (turn + 1) // whole))
-            assert turns.count(rank, turn + 1) == had[rank]
+            assert turns.counts(rank, np.array(turn + 1)) == had[rank]
 
 
 def test_equal_shares_take_turns_in_rank_order():
     assert TurnOrder.of(RankShares.equal(5)).owners.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_finest_shares_of_many_ranks_keep_their_windows():
-    parts = by_largest_remainder([1 + rank % 7 for rank in range(500)], FINEST)
+def test_the_smallest_parts_of_many_ranks_keep_their_windows():
+    parts = by_largest_remainder([1 + rank % 7 for rank in range(500)], MAX_PARTS)
     owners = TurnOrder.of(RankShares(parts)).owners
-    turns = np.arange(1, FINEST + 1)
+    turns = np.arange(1, MAX_PARTS + 1)
     for rank in (0, 1, 6, 250, 499):
         had = np.cumsum(owners == rank)
-        assert np.abs(had * FINEST - parts[rank] * turns).max() < FINEST
+        assert np.abs(had * MAX_PARTS - parts[rank] * turns).max() < MAX_PARTS
 
 
 # ------------------------------------------------------------------ dealing
@@ -129,66 +134,66 @@ def test_the_finest_shares_of_many_ranks_keep_their_windows():
         (1000, [8000] + [7000] * 6),
     ],
 )
-def test_the_round_robin_rows(block, counts):
+def test_round_robin_counts(block, counts):
     assert list(dispatch_blocks(50_000, 7, block=block).counts) == counts
 
 
-@given(dealings())
+@given(dispatches())
 @settings(deadline=None)
-def test_every_place_belongs_to_exactly_one_rank(dealing):
-    listed = rows_of_rank(dealing)
-    assert dealing.counts == tuple(len(row) for row in listed)
+def test_every_position_belongs_to_exactly_one_rank(dispatch):
+    listed = positions_of_rank(dispatch)
+    assert dispatch.counts == tuple(len(row) for row in listed)
     for rank, row in enumerate(listed):
-        places = dealing.places(rank, np.arange(dealing.count(rank))).tolist()
+        places = dispatch.positions(rank, np.arange(dispatch.counts[rank])).tolist()
         assert sorted(places) == row
-        if dealing.scheme != "random":
+        if dispatch.scheme != "random":
             assert places == row
-    assert sorted(place for row in listed for place in row) == list(range(dealing.samples))
+    assert sorted(place for row in listed for place in row) == list(range(dispatch.samples))
 
 
-@given(dealings(least=1))
+@given(dispatches(least=1))
 @settings(deadline=None)
-def test_owner_and_block_of_are_each_others_inverse(dealing):
+def test_owner_and_block_of_are_inverse(dispatch):
     of_rank = {
-        rank: [dealing.block_of(rank, number) for number in range(dealing.block_count(rank))]
-        for rank in range(dealing.ranks)
+        rank: [dispatch.block_of(rank, number) for number in range(dispatch.block_count(rank))]
+        for rank in range(dispatch.ranks)
     }
-    assert sorted(block for blocks in of_rank.values() for block in blocks) == list(range(dealing.blocks))
+    assert sorted(block for blocks in of_rank.values() for block in blocks) == list(range(dispatch.blocks))
     for rank, blocks in of_rank.items():
-        assert [dealing.owner(block) for block in blocks] == [rank] * len(blocks)
-        assert dealing.owners(np.array(blocks, dtype=np.int64)).tolist() == [rank] * len(blocks)
-        assert dealing.count(rank) == sum(
-            min(dealing.block, dealing.samples - block * dealing.block) for block in blocks
+        assert [dispatch.owner(block) for block in blocks] == [rank] * len(blocks)
+        assert dispatch.owners(np.array(blocks, dtype=np.int64)).tolist() == [rank] * len(blocks)
+        assert dispatch.counts[rank] == sum(
+            min(dispatch.block, dispatch.samples - block * dispatch.block) for block in blocks
         )
 
 
-@given(dealings())
+@given(dispatches())
 @settings(deadline=None)
-def test_the_short_block_is_its_owners_last(dealing):
-    if dealing.samples % dealing.block:
-        last = dealing.blocks - 1
-        owner = dealing.owner(last)
-        assert dealing.block_of(owner, dealing.block_count(owner) - 1) == last
+def test_the_short_block_is_the_last_of_its_rank(dispatch):
+    if dispatch.samples % dispatch.block:
+        last = dispatch.blocks - 1
+        owner = dispatch.owner(last)
+        assert dispatch.block_of(owner, dispatch.block_count(owner) - 1) == last
 
 
 @pytest.mark.parametrize("scheme", ["round_robin", "shares", "random"])
-def test_a_share_of_nothing_gets_nothing(scheme):
+def test_a_share_of_0_gets_no_blocks(scheme):
     for values in ([0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]):
-        dealing = dispatch_blocks(1000, 3, block=3, scheme=scheme, shares=values)
-        assert [count == 0 for count in dealing.counts] == [value == 0 for value in values]
-        assert sum(dealing.counts) == 1000
+        dispatch = dispatch_blocks(1000, 3, block=3, scheme=scheme, shares=values)
+        assert [count == 0 for count in dispatch.counts] == [value == 0 for value in values]
+        assert sum(dispatch.counts) == 1000
 
 
 @pytest.mark.parametrize("scheme", ["round_robin", "shares", "random"])
-def test_as_many_samples_as_anybody_has_take_no_memory(scheme):
+def test_any_number_of_samples_takes_constant_memory(scheme):
     def ask(samples, block):
-        dealing = dispatch_blocks(samples, 4, block=block, scheme=scheme, shares=UNEVEN, seed=3)
+        dispatch = dispatch_blocks(samples, 4, block=block, scheme=scheme, shares=UNEVEN, seed=3)
         for rank in range(4):
-            last = dealing.block_count(rank) - 1
-            assert dealing.owner(dealing.block_of(rank, last)) == rank
-            numbers = np.array([0, dealing.count(rank) // 2, dealing.count(rank) - 1])
-            assert dealing.owners(dealing.places(rank, numbers) // block).tolist() == [rank] * 3
-        assert sum(dealing.counts) == samples
+            last = dispatch.block_count(rank) - 1
+            assert dispatch.owner(dispatch.block_of(rank, last)) == rank
+            numbers = np.array([0, dispatch.counts[rank] // 2, dispatch.counts[rank] - 1])
+            assert dispatch.owners(dispatch.positions(rank, numbers) // block).tolist() == [rank] * 3
+        assert sum(dispatch.counts) == samples
 
     ask(10**3, 1)  # what is imported and cached at first
     peaks = []
@@ -224,14 +229,14 @@ def test_bad_input_is_refused(arguments, said):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda dealing: dealing.owner(100), "block 100 of 100"),
-        (lambda dealing: dealing.owner(-1), "block -1 of 100"),
-        (lambda dealing: dealing.block_of(0, 34), "block 34 of rank 0, which has 34"),
-        (lambda dealing: dealing.block_count(3), "rank 3 of 3"),
-        (lambda dealing: dealing.block_count(-1), "rank -1 of 3"),
+        (lambda dispatch: dispatch.owner(100), "block 100 of 100"),
+        (lambda dispatch: dispatch.owner(-1), "block -1 of 100"),
+        (lambda dispatch: dispatch.block_of(0, 34), "block 34 of rank 0, which has 34"),
+        (lambda dispatch: dispatch.block_count(3), "rank 3 of 3"),
+        (lambda dispatch: dispatch.block_count(-1), "rank -1 of 3"),
     ],
 )
-def test_what_is_not_there_is_refused(ask, said):
+def test_blocks_and_ranks_out_of_range_are_refused(ask, said):
     with pytest.raises(UsageError, match=said):
         ask(dispatch_blocks(1000, 3, block=10))
 
@@ -240,8 +245,8 @@ def test_what_is_not_there_is_refused(ask, said):
 
 
 @pytest.mark.parametrize(("samples", "block"), [(100_000, 32), (100_000, 1)], ids=["one by one", "at once"])
-def test_ten_thousand_draws_spread_as_they_should(samples, block):
-    assert (samples // block > COUNTED) == (block == 1)
+def test_ten_thousand_draws_have_the_expected_spread(samples, block):
+    assert (samples // block > MAX_DRAWN_BLOCKS) == (block == 1)
     shares = RankShares.of(UNEVEN, 4)
     draws = [BlockDispatch(samples, shares, block, "random", seed).counts for seed in range(10_000)]
     found = np.array(draws) / samples
@@ -254,16 +259,20 @@ def test_ten_thousand_draws_spread_as_they_should(samples, block):
     assert together == pytest.approx(-math.sqrt(0.25 * 0.4 / (0.75 * 0.6)), abs=0.03)
 
 
-@given(given_shares=any_shares(), blocks=st.sampled_from([0, 1, 50, COUNTED, COUNTED + 1, 10**15]), key=SEEDS)
+@given(
+    given_shares=any_shares(),
+    blocks=st.sampled_from([0, 1, 50, MAX_DRAWN_BLOCKS, MAX_DRAWN_BLOCKS + 1, 10**15]),
+    key=SEEDS,
+)
 @settings(deadline=None)
-def test_all_blocks_are_drawn_and_none_for_a_share_of_nothing(given_shares, blocks, key):
-    found = draw_counts(blocks, given_shares, key)
+def test_all_blocks_are_drawn_and_none_for_a_share_of_0(given_shares, blocks, key):
+    found = draw_block_counts(blocks, given_shares, key)
     assert sum(found) == blocks
     assert min(found) >= 0
     assert all(not count for count, part in zip(found, given_shares.parts, strict=True) if not part)
 
 
-def test_where_a_ranks_blocks_lie_is_even_and_independent_of_its_neighbours():
+def test_positions_of_a_ranks_blocks_are_uniform_and_independent():
     owners = dispatch_blocks(100_000, 4, scheme="random", shares=UNEVEN, seed=1).owners(np.arange(100_000))
     for rank, share in enumerate(UNEVEN):
         own = owners == rank
@@ -272,7 +281,7 @@ def test_where_a_ranks_blocks_lie_is_even_and_independent_of_its_neighbours():
         assert abs(both - share**2 * 1e5) < 5 * math.sqrt(share**2 * 1e5)
 
 
-def test_seeds_give_other_draws_and_the_same_seed_the_same():
+def test_draws_depend_on_the_seed_only():
     def drawn(seed):
         return dispatch_blocks(50_000, 7, block=10, scheme="random", seed=seed)
 
@@ -318,7 +327,7 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_same_on_every_platform(name):
     arguments, counts, owners, places = GOLDEN[name]
-    dealing = BlockDispatch(**arguments, shares=RankShares((5, 5, 2, 8)))
-    assert dealing.counts == counts
-    assert dealing.owners(np.arange(12)).tolist() == owners
-    assert dealing.places(2, np.arange(8)).tolist() == places
+    dispatch = BlockDispatch(**arguments, shares=RankShares((5, 5, 2, 8)))
+    assert dispatch.counts == counts
+    assert dispatch.owners(np.arange(12)).tolist() == owners
+    assert dispatch.positions(2, np.arange(8)).tolist() == places

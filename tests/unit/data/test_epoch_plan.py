@@ -1,4 +1,4 @@
-"""An epoch and a place in it: every sample once, wherever one stops and however one goes on."""
+"""Epochs and positions in them: every sample once, wherever training stops and however it resumes."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch_strategies import SCHEMES, SEEDS, shares
-from paceline.data.epoch_plan import BatchRow, Epoch, ShuffleMode, left_of
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.epoch_plan import EpochPlan, SampleOrder, ShuffleMode, remaining_samples
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import BlockDispatch
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import RankPortions
 from paceline.errors import UsageError
 
 MODES = st.sampled_from(get_args(ShuffleMode))
-ROWS = st.builds(
-    BatchRow, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6)
+ORDERS = st.builds(
+    SampleOrder, st.integers(1, 200), MODES, st.integers(1, 30), seed=SEEDS, epoch=st.integers(0, 10**6)
 )
 
 
-def recipes(policies=("join", "rebalance")):
+def dispatch_settings(policies=("join", "rebalance")):
     return st.builds(
-        LoaderRecipe, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
+        DispatchSettings, shares(), st.integers(1, 40), SCHEMES, st.integers(1, 12), st.sampled_from(policies)
     )
 
 
 def served(position, steps):
-    """Return the samples of the next `steps` steps on all ranks, and the place after them."""
+    """Return the samples of the next `steps` steps on all ranks, and the position after them."""
     found = []
     for _ in range(steps):
-        for rank in range(position.epoch.dealing.ranks):
+        for rank in range(position.epoch.dispatch.ranks):
             found += position.epoch.batch(rank, position.step).tolist()
         position = LoaderPosition(position.epoch, position.step + 1)
     return found, position
@@ -49,27 +49,27 @@ def through_json(position):
 # ------------------------------------------------------------------ the row
 
 
-@given(row=ROWS)
+@given(order=ORDERS)
 @settings(deadline=None)
-def test_a_row_holds_every_sample_once(row):
-    found = row.at(np.arange(row.samples)).tolist()
-    assert sorted(found) == list(range(row.samples))
-    if row.shuffle == "none":
-        assert found == list(range(row.samples))
-    if row.shuffle == "blocks":
-        for first in range(0, row.samples, row.block):
-            together = found[first : first + row.block]
+def test_an_order_holds_every_sample_once(order):
+    found = order.at(np.arange(order.samples)).tolist()
+    assert sorted(found) == list(range(order.samples))
+    if order.shuffle == "none":
+        assert found == list(range(order.samples))
+    if order.shuffle == "blocks":
+        for first in range(0, order.samples, order.block):
+            together = found[first : first + order.block]
             assert together == list(range(together[0], together[0] + len(together)))
-            assert together[0] % row.block == 0
+            assert together[0] % order.block == 0
 
 
 def test_epochs_and_seeds_differ_and_repeat():
     def order(seed, epoch):
-        return tuple(BatchRow(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
+        return tuple(SampleOrder(100, seed=seed, epoch=epoch).at(np.arange(100)).tolist())
 
     assert order(1, 2) == order(1, 2)
     assert len({order(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
-    assert BatchRow(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
+    assert SampleOrder(10, seed=3, epoch=1).at(np.arange(10)).tolist() == GOLDEN_ROW
 
 
 GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
@@ -83,148 +83,166 @@ GOLDEN_ROW = [7, 6, 5, 4, 1, 2, 3, 0, 8, 9]
         ({"block": 0}, "block=0"),
     ],
 )
-def test_a_row_that_makes_no_sense_is_refused(arguments, said):
+def test_an_invalid_order_is_refused(arguments, said):
     with pytest.raises(UsageError, match=f"(?s){said}"):
-        BatchRow(**{"samples": 10} | arguments)
+        SampleOrder(**{"samples": 10} | arguments)
 
 
 # ------------------------------------------------------------------ stopping and going on
 
 
-@given(row=ROWS, recipe=recipes())
+@given(order=ORDERS, dispatch=dispatch_settings())
 @settings(deadline=None)
-def test_an_epoch_serves_every_sample_once(row, recipe):
-    start = LoaderPosition.start(row, recipe)
-    found, end = served(start, start.left)
-    assert sorted(found) == list(range(row.samples))
-    assert end.left == 0
-    assert left_of(row, [end.epoch.after(end.step)]) == 0
+def test_an_epoch_serves_every_sample_once(order, dispatch):
+    start = LoaderPosition.start(order, dispatch)
+    found, end = served(start, start.remaining)
+    assert sorted(found) == list(range(order.samples))
+    assert end.remaining == 0
+    assert remaining_samples(order, [end.epoch.after(end.step)]) == 0
 
 
-@given(row=ROWS, recipe=recipes(), others=st.lists(recipes(), max_size=4), data=st.data())
+@given(
+    order=ORDERS,
+    dispatch=dispatch_settings(),
+    others=st.lists(dispatch_settings(), max_size=4),
+    data=st.data(),
+)
 @settings(deadline=None, max_examples=300)
-def test_stopped_anywhere_and_gone_on_by_anybody_nothing_is_lost_or_repeated(row, recipe, others, data):
-    position, found = LoaderPosition.start(row, recipe), []
+def test_resumed_anywhere_by_any_ranks_no_sample_is_lost_or_repeated(order, dispatch, others, data):
+    position, found = LoaderPosition.start(order, dispatch), []
     for other in others:
-        more, position = served(position, data.draw(st.integers(0, position.left)))
+        more, position = served(position, data.draw(st.integers(0, position.remaining)))
         found += more
         position = through_json(position)
-        if len(found) == row.samples:
+        if len(found) == order.samples:
             break
-        position = position.dealt_again(other)
-    more, position = served(position, position.left)
-    assert sorted(found + more) == list(range(row.samples))
+        position = position.redistribute(other)
+    more, position = served(position, position.remaining)
+    assert sorted(found + more) == list(range(order.samples))
 
 
-@given(row=ROWS, recipe=recipes(("join", "rebalance", "truncate", "drop", "pad")), data=st.data())
+@given(
+    order=ORDERS, dispatch=dispatch_settings(("join", "rebalance", "truncate", "drop", "pad")), data=st.data()
+)
 @settings(deadline=None)
-def test_the_same_recipe_goes_on_with_the_same_batches(row, recipe, data):
+def test_resumed_with_the_same_settings_the_batches_are_the_same(order, dispatch, data):
     try:
-        start = LoaderPosition.start(row, recipe)
+        start = LoaderPosition.start(order, dispatch)
     except UsageError:
         return  # a rank without samples, or no full batch: nothing to stop
-    whole, _ = served(start, start.left)
-    before, stopped = served(start, data.draw(st.integers(0, start.left)))
-    gone_on = through_json(stopped)
-    assert gone_on == stopped
-    assert before + served(gone_on, gone_on.left)[0] == whole
+    whole, _ = served(start, start.remaining)
+    before, stopped = served(start, data.draw(st.integers(0, start.remaining)))
+    resumed = through_json(stopped)
+    assert resumed == stopped
+    assert before + served(resumed, resumed.remaining)[0] == whole
 
 
-@given(row=ROWS, recipe=recipes(("truncate", "drop", "pad")), other=recipes(), data=st.data())
+@given(
+    order=ORDERS,
+    dispatch=dispatch_settings(("truncate", "drop", "pad")),
+    other=dispatch_settings(),
+    data=st.data(),
+)
 @settings(deadline=None)
-def test_what_an_inexact_policy_left_is_still_there_for_an_exact_one(row, recipe, other, data):
+def test_samples_that_an_inexact_policy_left_remain_for_an_exact_one(order, dispatch, other, data):
     try:
-        start = LoaderPosition.start(row, recipe)
+        start = LoaderPosition.start(order, dispatch)
     except UsageError:
         return
-    found, stopped = served(start, data.draw(st.integers(0, start.left)))
-    assert recipe.uneven == "pad" or max(Counter(found).values(), default=1) == 1
-    if len(set(found)) < row.samples:
-        position = through_json(stopped).dealt_again(other)
-        more, _ = served(position, position.left)
-        assert sorted({*found, *more}) == list(range(row.samples))
+    found, stopped = served(start, data.draw(st.integers(0, start.remaining)))
+    assert dispatch.uneven == "pad" or max(Counter(found).values(), default=1) == 1
+    if len(set(found)) < order.samples:
+        position = through_json(stopped).redistribute(other)
+        more, _ = served(position, position.remaining)
+        assert sorted({*found, *more}) == list(range(order.samples))
         assert not set(found) & set(more)
         assert max(Counter(more).values()) == 1
 
 
-def test_the_first_epoch_is_dealt_as_was_forecast_with_its_seed():
-    recipe = LoaderRecipe(RankShares.equal(7), 10, "random", 64, "join")
-    first, second = (LoaderPosition.start(BatchRow(50_000, seed=3, epoch=epoch), recipe) for epoch in (0, 1))
+def test_the_first_epoch_is_assigned_as_forecast_with_its_seed():
+    dispatch = DispatchSettings(RankShares.equal(7), 10, "random", 64, "join")
+    first, second = (
+        LoaderPosition.start(SampleOrder(50_000, seed=3, epoch=epoch), dispatch) for epoch in (0, 1)
+    )
     forecast = BlockDispatch(50_000, RankShares.equal(7), 10, "random", seed=3)
-    assert first.epoch.dealing == forecast
-    assert second.epoch.dealing.counts != forecast.counts
+    assert first.epoch.dispatch == forecast
+    assert second.epoch.dispatch.counts != forecast.counts
 
 
-def test_another_number_of_ranks_takes_up_the_rest():
-    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "shares", 64, "join")
-    found, stopped = served(LoaderPosition.start(BatchRow(10_000, seed=4), recipe), 7)
+def test_another_number_of_ranks_serves_the_rest():
+    dispatch = DispatchSettings(RankShares((5, 5, 2, 8)), 10, "shares", 64, "join")
+    found, stopped = served(LoaderPosition.start(SampleOrder(10_000, seed=4), dispatch), 7)
     assert len(found) == 7 * 4 * 64
-    rest = stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 1, "round_robin", 64, "join"))
-    assert rest.epoch.dealing.samples == 10_000 - len(found)
+    rest = stopped.redistribute(DispatchSettings(RankShares.equal(3), 1, "round_robin", 64, "join"))
+    assert rest.epoch.dispatch.samples == 10_000 - len(found)
     assert rest.step == 0
-    assert rest.left == -(-rest.epoch.dealing.count(0) // 64)
-    more, _ = served(rest, rest.left)
+    assert rest.remaining == -(-rest.epoch.dispatch.counts[0] // 64)
+    more, _ = served(rest, rest.remaining)
     assert sorted(found + more) == list(range(10_000))
 
 
 @pytest.mark.parametrize(("block", "samples"), [(1, 1003), (1, 96), (2, 200)])
-def test_other_ranks_with_the_same_global_batch_make_the_same_ones(block, samples):
-    """12 samples a step, on ever other ranks: the batches are those of ranks that never changed."""
+def test_other_ranks_with_the_same_global_batch_size_make_the_same_batches(block, samples):
+    """12 samples per step on changing numbers of ranks: the batches are those of a constant number."""
 
     def by(ranks):
-        return LoaderRecipe(RankShares.equal(ranks), block, "round_robin", 12 // ranks, "join")
+        return DispatchSettings(RankShares.equal(ranks), block, "round_robin", 12 // ranks, "join")
 
     def steps(position, count):
-        ranks = range(position.recipe.shares.ranks)
+        ranks = range(position.settings.shares.ranks)
         batches = [
             [position.epoch.batch(rank, position.step + step) for rank in ranks] for step in range(count)
         ]
         return [sorted(np.concatenate(each).tolist()) for each in batches], served(position, count)[1]
 
-    start = LoaderPosition.start(BatchRow(samples, seed=4), by(2))
-    expected, _ = steps(start, start.left)
+    start = LoaderPosition.start(SampleOrder(samples, seed=4), by(2))
+    expected, _ = steps(start, start.remaining)
     found, position = steps(start, 3)
     for ranks in (3, 1, 6):
-        more, position = steps(through_json(position).dealt_again(by(ranks)), 1)
+        more, position = steps(through_json(position).redistribute(by(ranks)), 1)
         found += more
-    last = through_json(position).dealt_again(by(4 // block))
-    assert found + steps(last, last.left)[0] == expected
+    last = through_json(position).redistribute(by(4 // block))
+    assert found + steps(last, last.remaining)[0] == expected
 
 
-def test_dealt_again_before_the_first_step_leaves_no_layer():
+def test_redistribution_before_the_first_step_leaves_no_layer():
     start = LoaderPosition.start(
-        BatchRow(100), LoaderRecipe(RankShares.equal(4), 1, "round_robin", 5, "join")
+        SampleOrder(100), DispatchSettings(RankShares.equal(4), 1, "round_robin", 5, "join")
     )
-    again = start.dealt_again(LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+    again = start.redistribute(DispatchSettings(RankShares.equal(2), 1, "round_robin", 5, "join"))
     assert again.epoch.layers == ()
-    assert again.dealt_again(again.recipe) is again
+    assert again.redistribute(again.settings) is again
 
 
-def test_nothing_is_left_to_deal_after_the_last_step():
-    start = LoaderPosition.start(BatchRow(10), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
-    with pytest.raises(UsageError, match=r"(?s)no samples are left to deal.*begin the next epoch"):
-        served(start, start.left)[1].dealt_again(
-            LoaderRecipe(RankShares.equal(3), 1, "round_robin", 5, "join")
+def test_no_samples_remain_after_the_last_step():
+    start = LoaderPosition.start(
+        SampleOrder(10), DispatchSettings(RankShares.equal(2), 1, "round_robin", 5, "join")
+    )
+    with pytest.raises(UsageError, match=r"(?s)no samples remain to assign.*start the next epoch"):
+        served(start, start.remaining)[1].redistribute(
+            DispatchSettings(RankShares.equal(3), 1, "round_robin", 5, "join")
         )
 
 
-def test_no_data_make_no_epoch():
+def test_an_epoch_needs_samples():
     with pytest.raises(UsageError, match="no samples"):
-        LoaderPosition.start(BatchRow(0), LoaderRecipe(RankShares.equal(2), 1, "round_robin", 5, "join"))
+        LoaderPosition.start(
+            SampleOrder(0), DispatchSettings(RankShares.equal(2), 1, "round_robin", 5, "join")
+        )
 
 
-def test_a_dealing_of_something_else_is_refused():
+def test_an_assignment_of_other_samples_is_refused():
     dealing = BlockDispatch(90, RankShares.equal(2))
-    with pytest.raises(UsageError, match="a dealing of 90 samples, where 100 are left"):
-        Epoch(BatchRow(100), (), dealing, RankPortions(dealing.counts, 5))
+    with pytest.raises(UsageError, match="an assignment of 90 samples, but 100 remain"):
+        EpochPlan(SampleOrder(100), (), dealing, RankPortions(dealing.counts, 5))
 
 
-def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
-    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 1000, "random", 64, "join")
-    position = LoaderPosition.start(BatchRow(10**12, seed=1), recipe)
-    position = LoaderPosition(position.epoch, position.left // 2)
-    position = through_json(position).dealt_again(
-        LoaderRecipe(RankShares.equal(3), 64, "round_robin", 64, "join")
+def test_an_epoch_of_a_trillion_samples_is_resumed_at_once():
+    dispatch = DispatchSettings(RankShares((5, 5, 2, 8)), 1000, "random", 64, "join")
+    position = LoaderPosition.start(SampleOrder(10**12, seed=1), dispatch)
+    position = LoaderPosition(position.epoch, position.remaining // 2)
+    position = through_json(position).redistribute(
+        DispatchSettings(RankShares.equal(3), 64, "round_robin", 64, "join")
     )
     found, _ = served(position, 3)
     assert len(set(found)) == 3 * 3 * 64
@@ -235,15 +253,15 @@ def test_a_million_million_samples_are_stopped_and_taken_up_at_once():
 
 
 def a_state():
-    recipe = LoaderRecipe(RankShares((5, 5, 2, 8)), 10, "random", 16, "join")
-    _, stopped = served(LoaderPosition.start(BatchRow(1003, seed=4, epoch=2), recipe), 3)
+    dispatch = DispatchSettings(RankShares((5, 5, 2, 8)), 10, "random", 16, "join")
+    _, stopped = served(LoaderPosition.start(SampleOrder(1003, seed=4, epoch=2), dispatch), 3)
     _, stopped = served(
-        stopped.dealt_again(LoaderRecipe(RankShares.equal(3), 7, "round_robin", 16, "rebalance")), 2
+        stopped.redistribute(DispatchSettings(RankShares.equal(3), 7, "round_robin", 16, "rebalance")), 2
     )
     return json.loads(json.dumps(stopped.state()))
 
 
-def test_a_state_is_plain_and_told_as_documented():
+def test_a_state_has_the_documented_fields():
     state = a_state()
     assert state["format"] == 2
     assert {name: state[name] for name in ("samples", "seed", "shuffle", "epoch", "step", "uneven")} == {
@@ -278,32 +296,32 @@ def changed(path, value):
         ({}, "of format None"),
         ([], "of format 'list'"),
         (changed(["format"], 1), "of format 1.*this version reads format 2"),
-        (changed(["samples"], 1004), "a dealing of 1003 samples, where 1004 are left"),
-        (changed(["samples"], None), "incomplete or damaged: KeyError.'samples'"),
-        (changed(["samples"], 1003.0), "1003.0 where a whole number is due"),
-        (changed(["samples"], "1003"), "'1003' where a whole number is due"),
+        (changed(["samples"], 1004), "an assignment of 1003 samples, but 1004 remain"),
+        (changed(["samples"], None), "state.samples is missing"),
+        (changed(["samples"], 1003.0), "state.samples is 1003.0: expected `int`, got `float`"),
+        (changed(["samples"], "1003"), 'state.samples is "1003": expected `int`, got `str`'),
         (changed(["samples"], -1003), "-1003 samples"),
-        (changed(["seed"], float("inf")), "inf where a whole number is due"),
-        (changed(["shuffle"], "yes"), "unknown shuffle mode"),
+        (changed(["seed"], float("inf")), "state.seed is Infinity: expected `int`, got `float`"),
+        (changed(["shuffle"], "yes"), "state.shuffle is .yes.: invalid enum value"),
         (changed(["shuffle_block"], 0), "block=0"),
         (changed(["step"], 1000), "at step 1000 of"),
         (changed(["step"], -1), "at step -1 of"),
-        (changed(["step"], True), "True where a whole number is due"),
+        (changed(["step"], True), "state.step is true: expected `int`, got `bool`"),
         (changed(["batch_size"], 0), "batch_size=0"),
-        (changed(["uneven"], "maybe"), "unknown policy"),
-        (changed(["done"], 7), "incomplete or damaged"),
-        (changed(["done"], []), "a dealing of 811 samples, where 1003 are left"),
+        (changed(["uneven"], "maybe"), "state.uneven is .maybe.: invalid enum value"),
+        (changed(["done"], 7), "state.done is 7: expected `array`"),
+        (changed(["done"], []), "an assignment of 811 samples, but 1003 remain"),
         (changed(["done", 0, "taken"], [48, 48, 48]), "taken"),
         (changed(["done", 0, "taken", 2], 10**6), "taken"),
         (changed(["done", 0, "taken", 2], -1), "taken"),
-        (changed(["done", 0, "taken", 2], 47), "a dealing of 811 samples, where 812 are left"),
+        (changed(["done", 0, "taken", 2], 47), "an assignment of 811 samples, but 812 remain"),
         (changed(["done", 0, "parts"], []), "shares in parts of"),
         (changed(["dealt", "parts"], [1, -1, 3]), "shares in parts of 1, -1, 3"),
         (changed(["dealt", "parts"], [10**15, 1]), "shares in parts of"),
         (changed(["dealt", "block"], 0), "block=0"),
         (changed(["dealt", "block"], 2**70), "block="),
-        (changed(["dealt", "scheme"], ["random"]), "unknown dispatch scheme"),
-        (changed(["dealt", "samples"], 812), "a dealing of 812 samples, where 811 are left"),
+        (changed(["dealt", "scheme"], ["random"]), r"state.dealt.scheme is \[.random.\]: expected `str`"),
+        (changed(["dealt", "samples"], 812), "an assignment of 812 samples, but 811 remain"),
     ],
 )
 def test_a_damaged_state_is_refused(state, said):
@@ -325,7 +343,7 @@ ANYTHING = st.one_of(
 
 @given(path=st.sampled_from(leaves(a_state())[1:]), value=ANYTHING)
 @settings(deadline=None, max_examples=300)
-def test_whatever_was_damaged_is_refused_or_still_tells_a_place(path, value):
+def test_a_state_with_any_change_is_refused_or_a_valid_position(path, value):
     state = copy.deepcopy(a_state())
     at = state
     for key in path[:-1]:
@@ -335,7 +353,7 @@ def test_whatever_was_damaged_is_refused_or_still_tells_a_place(path, value):
         position = LoaderPosition.of(state)
     except UsageError:
         return
-    batches = [position.epoch.batch(rank, 0) for rank in range(position.epoch.dealing.ranks)]
+    batches = [position.epoch.batch(rank, 0) for rank in range(position.epoch.dispatch.ranks)]
     found = [sample for batch in batches for sample in batch.tolist()]
     assert len(found) == len(set(found)) or position.epoch.portions.policy == "pad"
-    assert all(0 <= sample < position.epoch.row.samples for sample in found)
+    assert all(0 <= sample < position.epoch.order.samples for sample in found)

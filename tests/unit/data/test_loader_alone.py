@@ -1,4 +1,4 @@
-"""The loader in a world of one: what torch's DataLoader gives, epochs, places, options, refusals."""
+"""The loader in a world of one: equality with torch's DataLoader, epochs, positions, options, errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import paceline
-from numbered_dataset import Numbers, samples_of, told
+from numbered_dataset import Numbers, batches_of, samples_of
 from paceline.errors import UsageError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -87,8 +87,8 @@ def test_batches_of_two_workers_are_those_of_torch(iterable):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_alone_no_policy_but_drop_changes_anything(policy):
-    ours = told(in_order(10, 4, uneven=policy))
+def test_on_one_rank_only_drop_changes_anything(policy):
+    ours = batches_of(in_order(10, 4, uneven=policy))
     expected = {"drop": [4, 4], "rebalance": [3, 3, 4]}.get(policy, [4, 4, 2])
     assert [len(batch) for batch in ours] == expected
     assert [sample for batch in ours for sample in batch] == list(range(sum(expected)))
@@ -96,8 +96,8 @@ def test_alone_no_policy_but_drop_changes_anything(policy):
 
 @pytest.mark.parametrize("policy", STREAM_POLICIES)
 @pytest.mark.parametrize("stream", [None, "own", "whole"])
-def test_alone_no_policy_but_drop_changes_a_stream(policy, stream):
-    ours = told(paceline.Loader(Numbers(10), 4, uneven=policy, stream=stream))
+def test_on_one_rank_only_drop_changes_a_stream(policy, stream):
+    ours = batches_of(paceline.Loader(Numbers(10), 4, uneven=policy, stream=stream))
     assert ours == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]][: 2 if policy == "drop" else 3]
 
 
@@ -113,7 +113,7 @@ def test_every_sample_comes_once_in_another_order_each_epoch(batch_size, workers
     assert epochs[0] != samples_of(paceline.Loader(list(range(101)), batch_size, seed=1))
 
 
-def test_whole_blocks_are_shuffled():
+def test_blocks_are_shuffled_as_wholes():
     order = samples_of(paceline.Loader(list(range(20)), 4, shuffle="blocks", block=4))
     blocks = [order[first : first + 4] for first in range(0, 20, 4)]
     assert all(block == list(range(block[0], block[0] + 4)) for block in blocks)
@@ -130,7 +130,7 @@ def test_length_is_the_number_of_steps():
     assert len(in_order(10, 4, uneven="drop")) == 2
     assert len(in_order(10, 4, uneven="rebalance")) == 3
     assert len(list(loader)) == 3
-    with pytest.raises(TypeError, match="an iterable dataset tells no length"):
+    with pytest.raises(TypeError, match="an iterable dataset has no length"):
         len(paceline.Loader(Numbers(3)))
 
 
@@ -147,15 +147,15 @@ def test_every_iteration_is_the_next_epoch(dataset):
         assert loader.epoch == 7
 
 
-def test_an_epoch_asked_for_begins_at_its_beginning():
+def test_set_epoch_starts_at_the_first_batch():
     loader = paceline.Loader(list(range(30)), 4)
-    epochs = [told(loader) for _ in range(4)]
+    epochs = [batches_of(loader) for _ in range(4)]
     for epoch in (2, 0, 0, 3):
         loader.set_epoch(epoch)
-        assert told(loader) == epochs[epoch]
+        assert batches_of(loader) == epochs[epoch]
     assert list(islice(loader, 2))
     loader.set_epoch(loader.epoch)
-    assert told(loader) == told(after_epochs(30, 4))
+    assert batches_of(loader) == batches_of(after_epochs(30, 4))
 
 
 def after_epochs(size, epochs):
@@ -164,15 +164,15 @@ def after_epochs(size, epochs):
     return loader
 
 
-def test_a_loop_that_names_its_epochs_sees_each_once():
+def test_a_loop_with_set_epoch_serves_each_epoch_once():
     loader, plain = paceline.Loader(list(range(30)), 4), paceline.Loader(list(range(30)), 4)
     for epoch in range(3):
         loader.set_epoch(epoch)
-        assert told(loader) == told(plain)
+        assert batches_of(loader) == batches_of(plain)
 
 
 @pytest.mark.parametrize("dataset", [list(range(30)), Numbers(30)], ids=["map", "stream"])
-def test_what_is_left_lying_is_left(dataset):
+def test_an_abandoned_iteration_is_not_continued(dataset):
     loader = paceline.Loader(dataset, 4)
     list(islice(loader, 2))
     assert len(list(loader)) == 8
@@ -186,12 +186,12 @@ def test_two_loops_at_once_are_refused(dataset, first):
     one = iter(loader)
     list(islice(one, first))
     two = iter(loader)
-    with pytest.raises(UsageError, match="another iteration of this loader began before this one ended"):
+    with pytest.raises(UsageError, match="another iteration of this loader started before this one ended"):
         next(one)
     assert len(list(two)) == 8
 
 
-def test_an_end_is_an_end():
+def test_an_exhausted_iteration_stays_exhausted():
     batches = iter(in_order(5, 4))
     assert len(list(batches)) == 2
     for _ in range(2):
@@ -202,7 +202,7 @@ def test_an_end_is_an_end():
 # ------------------------------------------------------------------ what is told
 
 
-def test_what_becomes_of_the_data_is_told_once(caplog):
+def test_the_use_of_the_data_is_logged_once(caplog):
     loader = in_order(10, 4, uneven="drop")
     assert (
         str(loader) == "10 samples to 1 ranks: 2 steps on every rank; 2 of 10 samples (20.0%) are never used"
@@ -250,7 +250,7 @@ def test_what_becomes_of_the_data_is_told_once(caplog):
     ids=str,
 )
 @pytest.mark.parametrize("dataset", [list(range(10)), Numbers(10)], ids=["map", "stream"])
-def test_arguments_that_make_no_sense_are_named(dataset, options, message):
+def test_invalid_arguments_are_named(dataset, options, message):
     more = {"stream": "whole"} if isinstance(dataset, Numbers) else {}
     if more and options.get("shares") == "measured":
         message = "shares='measured' with an iterable dataset|redeal_every"
@@ -319,14 +319,14 @@ def test_a_dataset_without_a_length_is_refused():
         paceline.Loader(number for number in range(3))
 
 
-def test_an_epoch_is_a_number_from_0_on():
+def test_epochs_are_counted_from_0():
     loader = in_order(5, 4)
     for epoch in (-1, 1.0, "1", None):
         with pytest.raises(UsageError, match="epoch"):
             loader.set_epoch(epoch)
 
 
-def test_shares_may_be_dealt_by_and_learnt():
+def test_dispatch_by_shares_accepts_measured_shares():
     assert sorted(
         samples_of(paceline.Loader(list(range(9)), 4, dispatch="shares", shares="measured"))
     ) == list(range(9))

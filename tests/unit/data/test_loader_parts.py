@@ -1,4 +1,4 @@
-"""Parts of the loader: batches that carry their number of samples, checksums of samples, learnt shares."""
+"""Parts of the loader: batches that carry their number of samples, checksums of samples, measured shares."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils import _pytree as pytree
 
 from paceline.data.counted_batch import with_samples
-from paceline.data.sampling.rank_shares import (
-    DAMPING,
-    FINEST,
-    LEAST,
-    MOST,
-    RankShares,
-    ThroughputEstimate,
-    blended,
-    largest_change,
-    shares_of,
+from paceline.data.measured_shares import (
+    MAX_MULTIPLE,
+    MIN_MULTIPLE,
+    SMOOTHING,
+    MeasuredShares,
+    blend_speeds,
+    largest_share_change,
+    shares_from_speeds,
 )
+from paceline.data.sampling.rank_shares import MAX_PARTS, RankShares
 from paceline.errors import UsageError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -51,7 +50,7 @@ class Frozen:
 
 
 class Mapped(dict):
-    """A mapping of somebody's own."""
+    """A user-defined mapping."""
 
 
 # ------------------------------------------------------------------ what a batch is, it stays
@@ -70,7 +69,7 @@ class Mapped(dict):
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_a_batch_keeps_its_type_and_what_is_in_it(batch):
+def test_a_batch_keeps_its_type_and_contents(batch):
     carried = with_samples(batch, 7)
     assert carried.samples == 7
     assert isinstance(carried, type(batch))
@@ -80,7 +79,7 @@ def test_a_batch_keeps_its_type_and_what_is_in_it(batch):
     assert type(carried).__name__ == type(batch).__name__
 
 
-def test_tuples_unpack_and_dicts_are_read_as_ever():
+def test_tuples_unpack_and_dicts_are_read_as_before():
     x, y = with_samples((1, 2), 3)
     assert (x, y) == (1, 2)
     assert with_samples([1, 2], 3) + [3] == [1, 2, 3]
@@ -100,7 +99,7 @@ def test_a_packed_sequence_still_packs():
     assert (padded.shape, lengths.tolist()) == ((3, 2), [3, 2])
 
 
-def test_tensors_and_objects_take_it_as_they_are():
+def test_tensors_and_objects_take_the_attribute_themselves():
     tensor, thing = torch.arange(3), Plain(1)
     assert with_samples(tensor, 3) is tensor
     assert with_samples(thing, 3) is thing
@@ -111,7 +110,7 @@ def test_tensors_and_objects_take_it_as_they_are():
     "batch", [(1, 2), [1, 2], {"x": 1}, Pair(1, 2), Plain(1), torch.ones(2)], ids=lambda b: type(b).__name__
 )
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
-def test_copies_and_pickles_carry_it_too(batch, way):
+def test_copies_and_pickles_keep_the_attribute(batch, way):
     carried = with_samples(batch, 5)
     again = way(carried)
     assert again.samples == 5
@@ -134,7 +133,7 @@ def test_copies_and_pickles_carry_it_too(batch, way):
     ],
     ids=lambda batch: type(batch).__name__,
 )
-def test_trees_of_tensors_go_through_it(batch):
+def test_pytrees_keep_the_attribute(batch):
     carried = with_samples(batch, 5)
     assert len(pytree.tree_leaves(carried)) == len(pytree.tree_leaves(batch))
     moved = pytree.tree_map(lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) else leaf, carried)
@@ -147,7 +146,7 @@ def test_trees_of_tensors_go_through_it(batch):
 
 
 @pytest.mark.parametrize("batch", [np.ones(3), 3, "text", Frozen(1), torch.ones(2, 2).max(0), None, b"bytes"])
-def test_what_takes_no_attribute_is_refused_by_type(batch):
+def test_a_batch_without_attributes_is_refused_by_type(batch):
     with pytest.raises(UsageError, match=rf"type {type(batch).__qualname__} can't carry .samples"):
         with_samples(batch, 3)
 
@@ -155,65 +154,65 @@ def test_what_takes_no_attribute_is_refused_by_type(batch):
 # ------------------------------------------------------------------ batches with a number of their own
 
 
-def test_a_number_of_the_batches_own_is_kept_unless_it_only_fills_a_place():
+def test_a_batchs_own_number_is_kept_except_in_placeholders():
     tokens = Plain(1)
     tokens.samples = 1024
     assert with_samples(tokens, 8).samples == 1024
-    filler = with_samples(tokens, 0)
-    assert (filler.samples, filler.x) == (0, 1)
-    assert tokens.samples == 1024, "the filler is another object: this one may come again"
+    placeholder = with_samples(tokens, 0)
+    assert (placeholder.samples, placeholder.x) == (0, 1)
+    assert tokens.samples == 1024, "the placeholder is another object: this one may be served again"
     counted = Counted(1, 1024)
     assert with_samples(counted, 8).samples == 1024
     assert with_samples(counted, 0) == Counted(1, 0)
 
 
 @pytest.mark.parametrize("number", [3, 2.5, np.int64(3), np.float32(3), torch.tensor(3), True])
-def test_a_number_of_the_batches_own_may_be_of_any_kind(number):
+def test_a_batchs_own_number_may_have_any_numeric_type(number):
     assert with_samples(Counted(1, number), 8).samples is number
 
 
 @pytest.mark.parametrize("data", [torch.ones(3), [1, 2], "three", None])
-def test_what_is_called_samples_and_is_no_number_is_refused(data):
+def test_an_attribute_samples_that_is_no_number_is_refused(data):
     for samples in (8, 0):
         with pytest.raises(
-            UsageError, match=rf"type Counted has .samples .* no number but {type(data).__name__}"
+            UsageError, match=rf"type Counted has its own .samples, .* not a number but {type(data).__name__}"
         ):
             with_samples(Counted(1, data), samples)
 
 
 @pytest.mark.parametrize("batch", [torch.ones(2), Plain(1)], ids=lambda batch: type(batch).__name__)
-def test_a_batch_that_is_handed_out_again_is_counted_again(batch):
+def test_a_batch_that_is_served_again_is_counted_again(batch):
     """A collate function may return what the dataset keeps: ``lambda samples: samples[0]``."""
     first = with_samples(batch, 4)
-    filler = with_samples(batch, 0)
-    assert (first.samples, filler.samples) == (4, 0)
+    placeholder = with_samples(batch, 0)
+    assert (first.samples, placeholder.samples) == (4, 0)
     assert with_samples(batch, 3).samples == 3
-    assert type(filler) is type(batch)
+    assert type(placeholder) is type(batch)
 
 
-def test_a_filler_shares_the_tensors_memory():
+def test_a_placeholder_shares_the_tensors_memory():
     tensor = torch.arange(4.0)
-    filler = with_samples(tensor, 0)
-    assert torch.equal(filler, tensor)
-    assert filler.data_ptr() == tensor.data_ptr()
+    placeholder = with_samples(tensor, 0)
+    assert torch.equal(placeholder, tensor)
+    assert placeholder.data_ptr() == tensor.data_ptr()
 
 
 # ------------------------------------------------------------------ the first sample of a stream
 
 CHECKSUMS = """
 import torch
-from paceline.data.stream_reader import checksum
+from paceline.data.stream_reader import sample_checksum
 text = torch.arange(6.0), {"x": torch.ones(2, 3, dtype=torch.bfloat16), "name": "a"}
-print([checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
+print([sample_checksum(each) for each in (torch.arange(6.0), text, "text", [1, 2], lambda: 0)])
 """
 
 
-def test_checksums_tell_samples_apart_and_are_the_same_in_every_process():
+def test_checksums_differ_between_samples_and_not_between_processes():
     command = [sys.executable, "-c", CHECKSUMS]
-    told = [eval(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2)]
-    assert told[0] == told[1]
-    assert len(set(told[0])) == 5
-    assert told[0][-1] == 0, "a function can't be told from another"
+    results = [eval(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2)]
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 5
+    assert results[0][-1] == 0, "a function has no checksum"
 
 
 # ------------------------------------------------------------------ speeds
@@ -221,60 +220,64 @@ def test_checksums_tell_samples_apart_and_are_the_same_in_every_process():
 speeds_of_ranks = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=9)
 
 
-def test_a_pace_is_the_median_of_its_steps():
-    pace = ThroughputEstimate()
+def test_a_rate_is_the_median_over_steps():
+    measured = MeasuredShares()
     for samples, seconds in ((10, 1.0), (10, 1.25), (10, 50.0), (0, 1.0), (5, 0.0), (5, -1.0)):
-        pace.note(samples, seconds)
-    assert pace.take() == 8.0
-    assert pace.take() == 0.0, "it begins anew"
+        measured.record(samples, seconds)
+    assert measured.take_rate() == 8.0
+    assert measured.take_rate() == 0.0, "steps count once"
 
 
 @given(speeds_of_ranks, st.floats(1e-3, 1e6))
-def test_new_speeds_count_half(before, new):
-    after = blended(before, [new] * len(before))
-    assert after == pytest.approx([old + DAMPING * (new - old) for old in before])
-    assert blended(None, before) == before
-    assert blended(before, [0.0] * len(before)) == before
-    assert blended([0.0] * len(before), before) == before
+def test_new_speeds_are_smoothed(before, new):
+    after = blend_speeds(before, [new] * len(before))
+    assert after == pytest.approx([old + SMOOTHING * (new - old) for old in before])
+    assert blend_speeds(None, before) == before
+    assert blend_speeds(before, [0.0] * len(before)) == before
+    assert blend_speeds([0.0] * len(before), before) == before
 
 
 @given(speeds_of_ranks)
-def test_learnt_shares_are_within_bounds_and_follow_speeds(speeds):
-    ranks, off = len(speeds), 1 / FINEST
-    shares = list(shares_of(speeds))
+def test_measured_shares_are_within_bounds_and_follow_speeds(speeds):
+    ranks, off = len(speeds), 1 / MAX_PARTS
+    shares = list(shares_from_speeds(speeds))
     assert sum(shares) == pytest.approx(1)
-    assert all(LEAST / ranks - off <= share <= MOST / ranks + off for share in shares)
+    assert all(MIN_MULTIPLE / ranks - off <= share <= MAX_MULTIPLE / ranks + off for share in shares)
     pairs = list(zip(shares, speeds, strict=True))
     for (share, speed), (other_share, other_speed) in itertools.permutations(pairs, 2):
         if speed <= other_speed:
             assert share <= other_share + off
-        if all(LEAST / ranks + off < each < MOST / ranks - off for each in (share, other_share)):
+        if all(
+            MIN_MULTIPLE / ranks + off < each < MAX_MULTIPLE / ranks - off for each in (share, other_share)
+        ):
             assert abs(share * other_speed - other_share * speed) <= off * (speed + other_speed)
 
 
 @given(st.lists(st.floats(100, 180), min_size=1, max_size=9))
-def test_speeds_that_differ_little_are_followed_exactly(speeds):
-    for share, speed in zip(shares_of(speeds), speeds, strict=True):
-        assert share == pytest.approx(speed / sum(speeds), abs=1 / FINEST)
+def test_shares_are_proportional_to_similar_speeds(speeds):
+    for share, speed in zip(shares_from_speeds(speeds), speeds, strict=True):
+        assert share == pytest.approx(speed / sum(speeds), abs=1 / MAX_PARTS)
 
 
-def test_learnt_shares_of_known_cases():
-    assert list(shares_of([30.0, 10.0])) == [0.75, 0.25]
-    assert list(shares_of([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
-    assert list(shares_of([1e6, 1.0, 1.0, 1.0])) == pytest.approx([0.5, 1 / 6, 1 / 6, 1 / 6], abs=1e-4)
-    assert shares_of([3.0, 0.0]) == RankShares.equal(2), "while one is not known, all are equal"
-    assert list(shares_of([5.0])) == [1.0]
+def test_measured_shares_of_known_cases():
+    assert list(shares_from_speeds([30.0, 10.0])) == [0.75, 0.25]
+    assert list(shares_from_speeds([1e6, 1.0])) == pytest.approx([1 - 1 / 16, 1 / 16], abs=1e-4)
+    assert list(shares_from_speeds([1e6, 1.0, 1.0, 1.0])) == pytest.approx(
+        [0.5, 1 / 6, 1 / 6, 1 / 6], abs=1e-4
+    )
+    assert shares_from_speeds([3.0, 0.0]) == RankShares.equal(2), "while one is not known, all are equal"
+    assert list(shares_from_speeds([5.0])) == [1.0]
 
 
 parts = st.lists(st.integers(0, 50), min_size=2, max_size=6).filter(any)
 
 
 @given(parts, st.data())
-def test_the_largest_change_is_a_fraction_of_what_was(before, data):
+def test_the_largest_change_is_relative_to_the_previous_share(before, data):
     after = data.draw(st.lists(st.integers(0, 50), min_size=len(before), max_size=len(before)).filter(any))
     left, right = RankShares(tuple(before)), RankShares(tuple(after))
-    change = largest_change(left, right)
-    assert largest_change(left, left) == 0
+    change = largest_share_change(left, right)
+    assert largest_share_change(left, left) == 0
     assert (change == 0) == (list(left) == pytest.approx(list(right)))
     for old, new in zip(left, right, strict=True):
         assert abs(new - old) <= change * old + 1e-12 or (old == 0 and change >= 1)
@@ -282,6 +285,6 @@ def test_the_largest_change_is_a_fraction_of_what_was(before, data):
 
 def test_the_largest_change_of_known_cases():
     halves, uneven = RankShares.of([0.5, 0.5], 2), RankShares.of([0.25, 0.75], 2)
-    assert largest_change(halves, uneven) == 0.5
-    assert largest_change(uneven, halves) == 1.0
-    assert largest_change(RankShares((1, 0)), halves) == 1.0
+    assert largest_share_change(halves, uneven) == 0.5
+    assert largest_share_change(uneven, halves) == 1.0
+    assert largest_share_change(RankShares((1, 0)), halves) == 1.0

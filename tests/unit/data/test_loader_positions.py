@@ -1,4 +1,4 @@
-"""Where a loader stands: plain JSON after any batch, gone on from exactly, refused where it can't be."""
+"""Positions of loaders: plain JSON after any batch, resumed exactly, refused if invalid."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from itertools import islice
 import pytest
 
 import paceline
-from numbered_dataset import Numbers, samples_of, told
+from numbered_dataset import Numbers, batches_of, samples_of
 from paceline.errors import UsageError
 
 
 def as_json(state):
-    """Return `state` as it comes back from a file."""
+    """Return `state` as it is read from a file."""
     text = json.dumps(state)
     assert json.loads(text) == state
     return json.loads(text)
@@ -33,35 +33,35 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_place_after_any_batch_is_plain_json_and_is_gone_on_from(kind):
+def test_a_position_after_any_batch_is_plain_json_and_can_be_resumed(kind):
     loader, places = LOADERS[kind](), []
     first = loader.state_dict()
     batches = []
     for batch in loader:
         batches.append(batch.tolist())
         places.append(as_json(loader.state_dict()))
-    following = told(loader)
+    following = batches_of(loader)
     for done, place in enumerate([as_json(first), *places]):
         again = LOADERS[kind]()
         again.load_state_dict(place)
         assert again.epoch == 0
         assert again.state_dict() == place
-        rest = told(again)
+        rest = batches_of(again)
         if done == len(batches) and "stream" not in place.get("kind", ""):
             assert rest == following, "an iteration from the end of an epoch serves the next one"
             continue
         assert rest == batches[done:]
-        assert told(again) == following
+        assert batches_of(again) == following
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("last", [False, True], ids=["after the last batch", "after the loop"])
-def test_a_loop_over_epochs_goes_on_from_the_end_of_one(kind, last):
+def test_a_loop_over_epochs_resumes_from_the_end_of_one(kind, last):
     loader = LOADERS[kind]()
     epochs = []
     for epoch in range(3):
         loader.set_epoch(epoch)
-        epochs.append(told(loader))
+        epochs.append(batches_of(loader))
     again = LOADERS[kind]()
     for number, _ in enumerate(again, 1):
         if number == len(epochs[0]) and not last:
@@ -71,7 +71,7 @@ def test_a_loop_over_epochs_goes_on_from_the_end_of_one(kind, last):
     rest = []
     for epoch in range(again.epoch, 3):
         again.set_epoch(epoch)
-        rest.append(told(again))
+        rest.append(batches_of(again))
     assert rest == [[], epochs[1], epochs[2]], "nothing is left of the first, nothing is served twice"
 
 
@@ -93,19 +93,19 @@ def test_a_loader_can_be_stopped_again_and_again(dataset, workers):
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("sent", ["load", "epoch"])
-def test_a_loop_does_not_go_on_from_a_place_that_it_was_not_at(kind, sent):
+def test_a_running_loop_does_not_continue_from_another_position(kind, sent):
     loader = LOADERS[kind]()
     place = loader.state_dict()
     batches = iter(loader)
     next(batches)
     loader.load_state_dict(place) if sent == "load" else loader.set_epoch(3)
-    with pytest.raises(UsageError, match="or it was sent to another place"):
+    with pytest.raises(UsageError, match="or its position was changed"):
         next(batches)
-    assert len(told(loader)) == 6
+    assert len(batches_of(loader)) == 6
     assert loader.epoch == (0 if sent == "load" else 3)
 
 
-def test_a_place_is_of_one_dataset_seed_and_order():
+def test_a_position_belongs_to_one_dataset_seed_and_order():
     place = paceline.Loader(list(range(23)), 4).state_dict()
     for options, message in (
         (
@@ -123,7 +123,7 @@ def test_a_place_is_of_one_dataset_seed_and_order():
         paceline.Loader(list(range(23)), 4, shuffle="blocks", block=4).load_state_dict(place)
 
 
-def test_a_place_in_a_stream_is_of_one_kind_and_number_of_workers():
+def test_a_position_in_a_stream_belongs_to_one_kind_and_number_of_workers():
     own, whole = (paceline.Loader(Numbers(9), 4, stream=stream) for stream in ("own", "whole"))
     with pytest.raises(UsageError, match=r"a stream for every rank .*; this loader has one stream for all"):
         whole.load_state_dict(own.state_dict())
@@ -140,7 +140,7 @@ def test_a_place_in_a_stream_is_of_one_kind_and_number_of_workers():
 
 
 def damaged(value, wrong):
-    """Yield `value` with one thing in it, however deep, left out or replaced by each of `wrong`."""
+    """Yield `value` with one entry, at any depth, left out or replaced by each of `wrong`."""
     yield from wrong
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -157,8 +157,8 @@ WRONG = [None, -1, 0, 10**30, 1.5, float("nan"), float("inf"), "text", [], {}, [
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_damaged_place_is_refused_or_is_another_place(kind):
-    """A state that can't be is refused; one that could be is served, and never anything but the data."""
+def test_a_damaged_position_is_refused_or_another_valid_one(kind):
+    """An impossible state is refused; a possible one is served, and never anything but the data."""
     loader = LOADERS[kind]()
     list(islice(loader, 2))
     place = as_json(loader.state_dict())

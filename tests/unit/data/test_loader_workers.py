@@ -1,4 +1,4 @@
-"""Workers of the loader: their random numbers, what they see, what becomes of those that raise or end."""
+"""Workers of the loader: their random numbers, the dataset that they see, exceptions and exits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.errors import DataError
 
 
 class Draws(Dataset):
-    """Random numbers of the worker that is asked."""
+    """Random numbers of the worker that reads it."""
 
     def __len__(self):
         return 40
@@ -50,7 +50,7 @@ def test_random_numbers_of_workers_follow_seed_and_epoch(dataset):
     assert drawn(loader(seed=1)) not in epochs
 
 
-def test_random_numbers_are_others_after_a_place_that_was_gone_on_from():
+def test_random_numbers_differ_after_a_resume():
     loader = paceline.Loader(Draws(), 4, num_workers=2)
     before = samples_of(islice(loader, 5))
     again = paceline.Loader(Draws(), 4, num_workers=2)
@@ -62,7 +62,7 @@ def test_random_numbers_are_others_after_a_place_that_was_gone_on_from():
     assert not {*before, *after} & {*samples_of(dealt_again)}
 
 
-def test_the_programs_own_random_numbers_are_left_alone():
+def test_the_programs_random_generators_are_not_touched():
     torch.manual_seed(5)
     expected = torch.rand(3).tolist()
     for dataset in (Numbers(9), list(range(9))):
@@ -90,7 +90,7 @@ def split_halves(worker):
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_worker_init_fn_sees_the_users_own_dataset(persistent):
+def test_worker_init_fn_sees_the_users_dataset(persistent):
     loader = paceline.Loader(
         Halves(), 4, num_workers=2, worker_init_fn=split_halves, persistent_workers=persistent, stream="whole"
     )
@@ -121,7 +121,7 @@ def test_persistent_workers_stay_for_the_next_epoch(dataset, persistent):
     assert os.getpid() not in epochs[0]
 
 
-def test_persistent_workers_serve_again_what_was_left_in_the_middle():
+def test_persistent_workers_serve_an_epoch_after_an_abandoned_one():
     loader = paceline.Loader(list(range(30)), 4, num_workers=2, persistent_workers=True)
     for _ in range(3):
         list(islice(loader, 3))
@@ -187,7 +187,7 @@ def refuse(samples):
         ("silent", 2, r"batch 2 of epoch 0 .*ValueError \(samples 6, 7, 8\)"),
         ("stop", 0, r"batch 2 of epoch 0 ended the iteration \(samples 6, 7, 8\)"),
         ("stop", 2, r"batch 2 of epoch 0 ended the iteration \(samples 6, 7, 8\)"),
-        ("exit", 2, r"a worker ended while batch 2 of epoch 0 was waited for: .*exited unexpectedly"),
+        ("exit", 2, r"a worker ended while batch 2 of epoch 0 was loaded: .*exited unexpectedly"),
         ("sleep", 2, r"batch 2 of epoch 0 .*timed out after 2 seconds \(samples 6, 7, 8\)"),
     ],
 )
@@ -207,7 +207,7 @@ def test_a_sample_that_cannot_be_loaded_is_named_with_rank_and_batch(way, worker
         ("value", 0, "batch 2 of epoch 0 .*ValueError: no such file: cat.png"),
         ("value", 2, "batch 4 of epoch 0 .*look there"),
         ("key", 0, "batch 2 of epoch 0 .*KeyError"),
-        ("exit", 2, "a worker ended while batch 4 of epoch 0 was waited for"),
+        ("exit", 2, "a worker ended while batch 4 of epoch 0 was loaded"),
     ],
 )
 def test_a_stream_that_breaks_is_named_with_rank_and_batch(way, workers, message):
@@ -220,7 +220,7 @@ def test_a_stream_that_breaks_is_named_with_rank_and_batch(way, workers, message
 
 
 @pytest.mark.parametrize("dataset", [Broken, BrokenStream])
-def test_who_holds_the_error_does_not_hold_the_workers(dataset):
+def test_a_reference_to_the_error_does_not_keep_workers_alive(dataset):
     broken = dataset("value")
     broken.may.set()
     with pytest.raises(DataError) as caught:
@@ -271,7 +271,7 @@ def test_only_the_first_samples_of_a_large_batch_are_named():
 
 
 class Growing(list):
-    """A dataset whose length is not what it was."""
+    """A dataset whose length changes."""
 
 
 def test_a_dataset_that_has_grown_is_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dispatch_strategies import chi_squared
 from paceline._core.keyed_random import derive_key, keyed_hash
-from paceline.data.sampling.shuffle import LARGEST, LISTED, Shuffle
+from paceline.data.sampling.shuffle import MAX_LISTED, MAX_SIZE, Shuffle
 from paceline.errors import UsageError
 
 MIXED = [3207296026000306913, 14232521865600346940, 4532161160992623299]
@@ -51,8 +51,8 @@ BACK = [402724923045242137, 335435695532886277]
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**64 - 1])
-def test_every_number_once_and_back(key):
-    for size in [*range(300), LISTED - 1, LISTED, LISTED + 1, 9973, 65_536]:
+def test_a_shuffle_is_a_bijection(key):
+    for size in [*range(300), MAX_LISTED - 1, MAX_LISTED, MAX_LISTED + 1, 9973, 65_536]:
         row, shuffle = np.arange(size), Shuffle(size, key)
         found = shuffle(row)
         assert found.dtype == np.int64
@@ -60,9 +60,9 @@ def test_every_number_once_and_back(key):
         assert shuffle.inverse(found).tolist() == row.tolist()
 
 
-@given(size=st.integers(1, LARGEST), key=st.integers(0, 2**64 - 1), data=st.data())
+@given(size=st.integers(1, MAX_SIZE), key=st.integers(0, 2**64 - 1), data=st.data())
 @settings(deadline=None)
-def test_there_and_back_at_any_size(size, key, data):
+def test_inverse_at_any_size(size, key, data):
     places = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20, unique=True)))
     shuffle = Shuffle(size, key)
     found = shuffle(places)
@@ -72,14 +72,14 @@ def test_there_and_back_at_any_size(size, key, data):
     assert shuffle(shuffle.inverse(places)).tolist() == places.tolist()
 
 
-@pytest.mark.parametrize("size", [LARGEST, LARGEST - 1, (1 << 30) ** 2 - (1 << 30), 3_037_000_499])
-def test_the_ends_of_the_largest(size):
+@pytest.mark.parametrize("size", [MAX_SIZE, MAX_SIZE - 1, (1 << 30) ** 2 - (1 << 30), 3_037_000_499])
+def test_first_and_last_elements_of_the_largest_size(size):
     ends = np.array([0, 1, size // 2, size - 2, size - 1])
     shuffle = Shuffle(size, 5)
     assert shuffle.inverse(shuffle(ends)).tolist() == ends.tolist()
 
 
-@pytest.mark.parametrize("size", [-1, LARGEST + 1])
+@pytest.mark.parametrize("size", [-1, MAX_SIZE + 1])
 def test_a_size_out_of_range_is_refused(size):
     with pytest.raises(UsageError, match=f"can't shuffle {size} elements"):
         Shuffle(size, 0)
@@ -89,7 +89,7 @@ def test_a_size_out_of_range_is_refused(size):
 
 
 @pytest.mark.parametrize(("size", "keys"), [(2, 1000), (3, 1200), (4, 2400), (5, 2400), (6, 7200)])
-def test_all_orders_of_a_few_are_alike(size, keys):
+def test_all_orders_of_a_few_elements_are_equally_likely(size, keys):
     weights = size ** np.arange(size)
     codes = [int(Shuffle(size, key)(np.arange(size)) @ weights) for key in range(keys)]
     found = np.unique(codes, return_counts=True)[1]
@@ -103,7 +103,7 @@ def ends_of_many_keys(size, keys):
 
 
 @pytest.mark.parametrize("size", [5, 12, 30])
-def test_every_element_at_every_place_and_every_pair_at_two(size):
+def test_positions_of_elements_and_pairs_are_uniform(size):
     keys = 3000
     found = ends_of_many_keys(size, keys)
     for place in range(3):
@@ -114,8 +114,8 @@ def test_every_element_at_every_place_and_every_pair_at_two(size):
         assert abs(chi_squared(pairs[~np.eye(size, dtype=bool)], keys / (size * (size - 1)))) < 5
 
 
-@pytest.mark.parametrize("size", [LISTED, LISTED + 1, 4999, 65_536, 10**9, LARGEST])
-def test_places_of_a_large_row_hold_any_elements(size):
+@pytest.mark.parametrize("size", [MAX_LISTED, MAX_LISTED + 1, 4999, 65_536, 10**9, MAX_SIZE])
+def test_positions_of_a_large_shuffle_hold_any_elements(size):
     keys = 3000
     tenths = ends_of_many_keys(size, keys) // -(-size // 10)
     for place in range(3):
@@ -125,14 +125,14 @@ def test_places_of_a_large_row_hold_any_elements(size):
         assert abs(chi_squared(pairs, keys / 100)) < 5
 
 
-@pytest.mark.parametrize("size", [1000, LISTED + 1, 99_991])
-def test_neighbours_of_a_row_land_anywhere(size):
+@pytest.mark.parametrize("size", [1000, MAX_LISTED + 1, 99_991])
+def test_neighbours_are_moved_anywhere(size):
     found = Shuffle(size, 3)(np.arange(size))
     cells = np.bincount(found[:-1] * 10 // size * 10 + found[1:] * 10 // size, minlength=100)
     assert abs(chi_squared(cells, (size - 1) / 100)) < 5
 
 
-@pytest.mark.parametrize("size", [1000, LISTED + 1, 100_000])
+@pytest.mark.parametrize("size", [1000, MAX_LISTED + 1, 100_000])
 def test_adjacent_keys_are_unrelated(size):
     rows = [Shuffle(size, key)(np.arange(size)) for key in range(6)]
     for one, other in pairwise(rows):

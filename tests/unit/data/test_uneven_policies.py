@@ -1,4 +1,4 @@
-"""The policies for unequal amounts: which samples are used in which step, and what is told of it."""
+"""Policies for uneven data: the samples of each step, and descriptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy, tell
+from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy, list_or_range
 from paceline.errors import UnevenData, UsageError
 
 COUNTS = st.lists(st.integers(0, 60), min_size=1, max_size=9).filter(any).map(tuple)
@@ -59,7 +59,7 @@ def portions_or_none(counts, size, policy):
 
 @given(counts=COUNTS, size=SIZES, policy=POLICIES.filter(lambda policy: policy != "rebalance"))
 @settings(deadline=None, max_examples=400)
-def test_batches_are_what_the_policy_says(counts, size, policy):
+def test_batches_follow_the_policy(counts, size, policy):
     portions, expected = portions_or_none(counts, size, policy), listed(counts, size, policy)
     assert (portions is None) == (expected is None)
     if portions is not None:
@@ -91,7 +91,7 @@ def test_exact_policies_use_every_sample_exactly_once(counts, size, policy):
 
 @given(counts=COUNTS, size=SIZES, policy=POLICIES)
 @settings(deadline=None, max_examples=400)
-def test_figures_are_those_of_a_count(counts, size, policy):
+def test_counts_match_an_enumeration(counts, size, policy):
     portions = portions_or_none(counts, size, policy)
     if portions is None:
         return
@@ -110,7 +110,7 @@ def test_figures_are_those_of_a_count(counts, size, policy):
 
 
 DRAWN = (7054, 6904, 7180, 7274, 7280, 7222, 7086)
-"""A draw in blocks of 2 that somebody has seen."""
+"""An actual draw in blocks of 2."""
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
 @pytest.mark.parametrize(
     ("counts", "size", "policy", "said"),
     [
-        ((10, 4), 4, "join", "3 steps on every rank; every sample is used once; ranks that run dry take part "
-         "without data (2 of 6 batches are empty)"),
+        ((10, 4), 4, "join", "3 steps on every rank; every sample is used once; ranks that run out of data take "
+         "part without (2 of 6 batches are empty)"),
         ((8, 8), 4, "join", "2 steps on every rank; every sample is used once"),
         ((8, 7), 4, "error", "2 steps on every rank; every sample is used once"),
         ((4, 4), 4, "join", "1 step on every rank; every sample is used once"),
@@ -142,13 +142,13 @@ def test_batches_are_counted_and_never_rounded(size, full, every):
         ((8, 8), 4, "pad", "2 steps on every rank; every sample is used once"),
     ],
 )  # fmt: skip
-def test_what_is_told(counts, size, policy, said):
-    assert RankPortions(counts, size, policy).tell() == said
+def test_descriptions(counts, size, policy, said):
+    assert RankPortions(counts, size, policy).describe() == said
 
 
-def test_many_numbers_are_told_as_a_range():
-    assert tell([3, 4, 4]) == "3, 4, 4"
-    assert tell(list(range(5, 20))) == "5 to 19"
+def test_many_numbers_are_written_as_a_range():
+    assert list_or_range([3, 4, 4]) == "3, 4, 4"
+    assert list_or_range(list(range(5, 20))) == "5 to 19"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_bad_input_is_refused(counts, size, policy, said):
         RankPortions(counts, size, policy)
 
 
-def test_unequal_batches_are_an_error_where_that_is_asked_for():
+def test_policy_error_raises_for_unequal_batches():
     with pytest.raises(UnevenData, match=r"(?s)3, 2 of up to 4.*uneven='join'"):
         RankPortions((9, 8), 4, "error")

@@ -1,4 +1,4 @@
-"""Whose fault it is: every kind of evidence, alone and against the others."""
+"""Failure attribution: every kind of evidence, alone and against the others."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from paceline.health.attribution import (
     RankObservation,
     StallLimits,
     attribute_failure,
-    late,
-    position,
-    waited,
+    find_late_rank,
+    progress_of,
+    waited_seconds,
 )
 from paceline.health.heartbeat import FailureNotice, Heartbeat
 
-LIMITS = StallLimits(stall=60.0, lost=10.0, beat=1.0)
+LIMITS = StallLimits(stall=60.0, lost=10.0, interval=1.0)
 
 
-def row(rank, **fields):
+def heartbeat(rank, **fields):
     return Heartbeat(
         rank, 1, **{"step": 7, "phase": "exchange", "bucket": 0, "waiting": True, "age": 0.1} | fields
     )
 
 
 def busy(rank, **fields):
-    return row(
+    return heartbeat(
         rank, **{"phase": "forward", "bucket": -1, "waiting": False, "age": 0.1, "still": 0.0} | fields
     )
 
 
-def world(*rows, hosts=None, **changes):
-    """Return what rank 0 knows: of all ranks, each just heard; `changes` are of Seen, by ``r<rank>``."""
-    seen = []
-    for at, each in enumerate(rows):
+def world(*heartbeats, hosts=None, **changes):
+    """Return what rank 0 observes, all ranks heard just now; `changes` to RankObservation by ``r<rank>``."""
+    observations = []
+    for at, each in enumerate(heartbeats):
         fields = {"silent": 0.1 if at else 0.0} | changes.get(f"r{at}", {})
-        seen.append(RankObservation(at, hosts[at] if hosts else "a", each, **fields))
-    return seen
+        observations.append(RankObservation(at, hosts[at] if hosts else "a", each, **fields))
+    return observations
 
 
-def found(seen, notices=(), limits=LIMITS, me=0, **options):
-    verdict = attribute_failure(me, seen, list(notices), limits, **options)
-    return None if verdict is None else (verdict.kind, verdict.rank)
+def found(observations, notices=(), limits=LIMITS, me=0, **options):
+    failure = attribute_failure(me, observations, list(notices), limits, **options)
+    return None if failure is None else (failure.kind, failure.rank)
 
 
 def waiting(rank, seconds):
-    return row(rank, age=seconds)
+    return heartbeat(rank, age=seconds)
 
 
 # ------------------------------------------------------------------ healthy ranks
@@ -59,32 +59,34 @@ def waiting(rank, seconds):
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("wait", [0.0, 0.5, 5.0, 59.0])
-def test_a_rank_that_is_slower_is_no_fault(phase, wait):
+def test_a_slower_rank_is_no_failure(phase, wait):
     assert found(world(waiting(0, wait), busy(1, phase=phase, still=wait), waiting(2, wait))) is None
 
 
 @pytest.mark.parametrize("silent", [0.2, 2.5, 9.0, 600.0])
-def test_silence_of_a_rank_for_which_nobody_waits_is_no_fault(silent):
-    seen = world(busy(0), busy(1), busy(2), r1={"silent": silent})
-    assert found(seen) is None
-    assert found(seen, hurried=True) is None
+def test_silence_is_no_failure_while_no_rank_waits(silent):
+    observations = world(busy(0), busy(1), busy(2), r1={"silent": silent})
+    assert found(observations) is None
+    assert found(observations, urgent=True) is None
 
 
 @pytest.mark.parametrize("wait", [61.0, 600.0])
-def test_a_rank_that_moves_on_is_at_work_however_long_others_wait(wait):
-    seen = world(waiting(0, wait), busy(1, age=wait, still=0.4), waiting(2, wait))
-    assert found(seen) is None
-    assert late(seen, [], 15.0) == Attribution("stalled", 1, pytest.approx(wait + 0.1), (), 2)
+def test_a_rank_whose_stack_changes_is_working_however_long_others_wait(wait):
+    observations = world(waiting(0, wait), busy(1, age=wait, still=0.4), waiting(2, wait))
+    assert found(observations) is None
+    assert find_late_rank(observations, [], 15.0) == Attribution(
+        "stalled", 1, pytest.approx(wait + 0.1), (), 2
+    )
 
 
 @pytest.mark.parametrize("task", ["checkpoint", "eval"])
-def test_long_tasks_of_one_rank_are_only_told(task):
-    seen = world(waiting(0, 100), busy(1, task=task, still=100.0))
-    assert found(seen) is None
-    assert late(seen, [], 15.0).rank == 1
+def test_long_tasks_of_one_rank_are_only_warned_about(task):
+    observations = world(waiting(0, 100), busy(1, task=task, still=100.0))
+    assert found(observations) is None
+    assert find_late_rank(observations, [], 15.0).rank == 1
 
 
-def test_all_wait_for_the_same_so_it_is_the_network():
+def test_if_all_ranks_wait_for_the_same_it_is_the_network():
     assert found(world(waiting(0, 100), waiting(1, 90), waiting(2, 80))) is None
 
 
@@ -92,7 +94,7 @@ def test_all_wait_for_the_same_so_it_is_the_network():
 
 
 def test_an_exception_is_certain_at_once():
-    raised = FailureNotice("raised", 1, 1, 0.0, "ValueError")
+    raised = FailureNotice("raised", 1, 1, name="ValueError")
     assert found(world(waiting(0, 0), busy(1), waiting(2, 0)), [raised]) == ("raised", 1)
 
 
@@ -103,50 +105,55 @@ def test_the_first_exception_counts(first, second):
 
 
 @pytest.mark.parametrize(("gone", "raised", "blamed"), [(1.0, 0.9, 2), (0.1, 1.9, 1), (0.9, 1.2, 2)])
-def test_an_exception_right_after_an_end_is_what_its_rank_saw_of_that(gone, raised, blamed):
+def test_an_exception_right_after_an_exit_is_its_consequence(gone, raised, blamed):
     notices = [FailureNotice("raised", 1, 1, raised), FailureNotice("gone", 2, 0, gone, code=-9)]
     assert found(world(*map(busy, range(3))), notices)[1] == blamed
 
 
-def test_who_raises_and_ends_has_raised():
+def test_a_rank_that_raised_and_exited_has_raised():
     notices = [FailureNotice("raised", 1, 1, 0.5), FailureNotice("gone", 1, 0, 0.1, code=1)]
     assert found(world(*map(busy, range(3)), r1={"link": "closed"}), notices) == ("raised", 1)
 
 
 @pytest.mark.parametrize("wait", [0.0, 3.0])
-def test_a_connection_that_ended_without_a_word_is_an_end(wait):
-    seen = world(waiting(0, wait), busy(1), waiting(2, wait), r1={"link": "closed", "link_seconds": 0.2})
-    assert found(seen) == ("gone", 1)
+def test_a_connection_closed_without_a_notice_is_an_exit(wait):
+    observations = world(
+        waiting(0, wait), busy(1), waiting(2, wait), r1={"link": "closed", "link_seconds": 0.2}
+    )
+    assert found(observations) == ("gone", 1)
 
 
 @pytest.mark.parametrize("kind", ["done", "leaves"])
-def test_who_took_its_leave_may_end(kind):
-    seen = world(busy(0), busy(1), busy(2), r1={"link": "closed", "link_seconds": 5.0})
-    assert found(seen, [FailureNotice(kind, 1, 1, 5.0), FailureNotice("gone", 1, 0, 5.0, code=0)]) is None
+def test_a_rank_that_left_may_exit(kind):
+    observations = world(busy(0), busy(1), busy(2), r1={"link": "closed", "link_seconds": 5.0})
+    assert (
+        found(observations, [FailureNotice(kind, 1, 1, 5.0), FailureNotice("gone", 1, 0, 5.0, code=0)])
+        is None
+    )
 
 
-def test_who_left_its_loop_and_ended_while_others_wait_is_gone():
-    seen = world(waiting(0, 5), busy(1), waiting(2, 5), r1={"link": "closed", "link_seconds": 4.0})
+def test_a_rank_that_left_its_loop_and_exited_while_others_wait_is_gone():
+    observations = world(waiting(0, 5), busy(1), waiting(2, 5), r1={"link": "closed", "link_seconds": 4.0})
     done, gone = FailureNotice("done", 1, 1, 5.0), FailureNotice("gone", 1, 0, 4.0, code=0)
-    assert found(seen, [done, gone]) == ("gone", 1)
-    assert found(seen, [done]) is None  # its end is that of its watching
+    assert found(observations, [done, gone]) == ("gone", 1)
+    assert found(observations, [done]) is None  # its end is that of its watching
 
 
 @pytest.mark.parametrize("code", [-15, -2])
-def test_who_was_asked_to_end_is_not_the_cause_where_another_ended_by_itself(code):
+def test_a_terminated_rank_is_not_the_cause_if_another_exited_by_itself(code):
     notices = [FailureNotice("gone", 1, 0, 5.0, code=code), FailureNotice("gone", 2, 0, 0.5, code=-9)]
     assert found(world(*map(busy, range(3))), notices) == ("gone", 2)
     assert found(world(*map(busy, range(3))), notices[:1]) == ("gone", 1)
 
 
-def test_processes_of_a_host_that_end_together_are_named_alike_by_all():
+def test_all_ranks_name_the_same_of_processes_that_exit_together():
     for first, second in ((0.50, 0.45), (0.45, 0.50)):
         notices = [FailureNotice("gone", 3, 2, first), FailureNotice("gone", 2, 3, second)]
-        verdict = attribute_failure(0, world(*map(busy, range(4))), notices, LIMITS)
-        assert (verdict.kind, verdict.rank, verdict.others) == ("gone", 2, (3,))
+        failure = attribute_failure(0, world(*map(busy, range(4))), notices, LIMITS)
+        assert (failure.kind, failure.rank, failure.others) == ("gone", 2, (3,))
 
 
-def test_a_process_that_cpp_gave_up_is_not_named_before_one_that_ended_with_it():
+def test_a_process_ended_by_sigabrt_is_named_after_others():
     notices = [FailureNotice("gone", 1, 0, 0.5, code=-6), FailureNotice("gone", 2, 0, 0.5, code=-9)]
     assert found(world(*map(busy, range(3))), notices) == ("gone", 2)
 
@@ -156,70 +163,72 @@ def test_a_process_that_cpp_gave_up_is_not_named_before_one_that_ended_with_it()
 
 @pytest.mark.parametrize(("wait", "silent", "stopped"), [(11, 11, True), (11, 5, False), (5, 11, False)])
 def test_a_stopped_process_counts_once_others_have_waited(wait, silent, stopped):
-    seen = world(row(0, age=wait, stopped=(1,)), busy(1), waiting(2, wait), r1={"silent": silent})
-    assert found(seen) == (("stopped", 1) if stopped else None)
+    observations = world(
+        heartbeat(0, age=wait, stopped=(1,)), busy(1), waiting(2, wait), r1={"silent": silent}
+    )
+    assert found(observations) == (("stopped", 1) if stopped else None)
 
 
-def test_stopped_processes_are_told_to_other_hosts_by_those_beside_them():
-    seen = world(
+def test_ranks_of_the_same_host_report_stopped_processes_to_other_hosts():
+    observations = world(
         waiting(0, 30),
-        row(1, age=30, stopped=(2,)),
+        heartbeat(1, age=30, stopped=(2,)),
         busy(2),
         hosts="abb",
         r2={"silent": 20.0},
     )
-    assert found(seen) == ("stopped", 2)
+    assert found(observations) == ("stopped", 2)
 
 
-def test_a_rank_that_is_silent_though_its_host_answers_is_stopped_unless_it_told_its_stack():
+def test_a_silent_rank_on_an_answering_host_is_stopped_unless_it_dumped_its_stack():
     silent = {"silent": 30.0, "unanswered": 0.1}
-    seen = world(waiting(0, 30), busy(1), hosts="ab", r1=silent)
-    assert found(seen) == ("stopped", 1)
+    observations = world(waiting(0, 30), busy(1), hosts="ab", r1=silent)
+    assert found(observations) == ("stopped", 1)
     told = world(waiting(0, 30), busy(1), hosts="ab", r1=silent | {"dumped": True})
     assert found(told) is None
-    assert late(told, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
-    seen = world(waiting(0, 70), busy(1), hosts="ab", r1={"silent": 70.0, "dumped": True})
-    assert found(seen) == ("held", 1)
+    assert find_late_rank(told, [], 15.0) == Attribution("held", 1, 30.0, (), 0)
+    observations = world(waiting(0, 70), busy(1), hosts="ab", r1={"silent": 70.0, "dumped": True})
+    assert found(observations) == ("held", 1)
 
 
-def test_a_silent_rank_is_not_believed_to_wait_still():
-    seen = world(waiting(0, 30), waiting(1, 0.1), r1={"silent": 30.0})
-    assert waited(seen[1], LIMITS) == 0.0
-    assert found(seen) == ("stopped", 1)
+def test_a_silent_rank_does_not_count_as_waiting():
+    observations = world(waiting(0, 30), waiting(1, 0.1), r1={"silent": 30.0})
+    assert waited_seconds(observations[1], LIMITS) == 0.0
+    assert found(observations) == ("stopped", 1)
 
 
-def test_a_rank_that_was_never_heard_of_is_missed_too():
+def test_a_rank_without_any_heartbeat_counts_as_silent():
     assert found(world(waiting(0, 30), None, r1={"silent": 30.0})) == ("stopped", 1)
     assert found(world(waiting(0, 5), None, r1={"silent": 5.0})) is None
 
 
 @pytest.mark.parametrize("link", [{"link": "lost"}, {"unanswered": 12.0}])
 @pytest.mark.parametrize("wait", [0.0, 12.0])
-def test_a_host_that_does_not_answer_is_out_of_reach(link, wait):
+def test_a_host_that_does_not_answer_is_unreachable(link, wait):
     lost = {"silent": 12.0} | link
-    rows = [waiting(0, wait), waiting(1, wait), busy(2), busy(3)]
-    verdict = attribute_failure(0, world(*rows, hosts="aabb", r2=lost, r3=lost), [], LIMITS)
-    assert (verdict.kind, verdict.rank, verdict.others) == ("unreachable", 2, (3,))
+    heartbeats = [waiting(0, wait), waiting(1, wait), busy(2), busy(3)]
+    failure = attribute_failure(0, world(*heartbeats, hosts="aabb", r2=lost, r3=lost), [], LIMITS)
+    assert (failure.kind, failure.rank, failure.others) == ("unreachable", 2, (3,))
 
 
 @pytest.mark.parametrize("silent", [0.2, 5.0, 9.9])
-def test_a_host_may_be_out_of_reach_for_a_while(silent):
+def test_a_host_may_be_silent_within_the_limit(silent):
     lost = {"silent": silent, "unanswered": silent}
     assert found(world(waiting(0, 9), busy(1), waiting(2, 9), hosts="abc", r1=lost)) is None
 
 
-def test_a_host_of_which_one_rank_is_heard_is_not_out_of_reach():
+def test_a_host_with_one_heard_rank_is_reachable():
     lost = {"silent": 12.0, "unanswered": 12.0}
-    seen = world(busy(0), busy(1), busy(2), hosts="abb", r1=lost)
-    assert found(seen) is None
+    observations = world(busy(0), busy(1), busy(2), hosts="abb", r1=lost)
+    assert found(observations) is None
 
 
 @pytest.mark.parametrize("lag", [0.0, 0.5])
-def test_who_hears_no_other_host_is_cut_off_itself(lag):
+def test_a_host_that_hears_no_other_host_is_cut_off(lag):
     first, second = ({"silent": s, "unanswered": s} for s in (10.1, 10.1 - lag))
-    seen = world(waiting(0, 9), waiting(1, 9), busy(2), busy(3), hosts="aabc", r2=first, r3=second)
-    assert found(seen) == (("cut off", None) if lag == 0.0 else None)
-    later = [replace(each, silent=each.silent + lag) if each.silent > 1 else each for each in seen]
+    observations = world(waiting(0, 9), waiting(1, 9), busy(2), busy(3), hosts="aabc", r2=first, r3=second)
+    assert found(observations) == (("cut off", None) if lag == 0.0 else None)
+    later = [replace(each, silent=each.silent + lag) if each.silent > 1 else each for each in observations]
     assert found(later) == ("cut off", None)
 
 
@@ -228,10 +237,10 @@ def test_of_two_hosts_each_names_the_other():
     assert found(world(waiting(0, 9), busy(1), hosts="ab", r1=lost)) == ("unreachable", 1)
 
 
-def test_where_rows_are_passed_on_silence_is_given_more_time():
+def test_relayed_heartbeats_have_more_time():
     for silent, expected in ((11.0, None), (13.0, ("unreachable", 1))):
-        seen = world(busy(0), busy(1), busy(2), hosts="abc", r1={"silent": silent, "link": "none"})
-        assert found(seen) == expected
+        observations = world(busy(0), busy(1), busy(2), hosts="abc", r1={"silent": silent, "link": "none"})
+        assert found(observations) == expected
 
 
 # ------------------------------------------------------------------ stalls
@@ -239,15 +248,19 @@ def test_where_rows_are_passed_on_silence_is_given_more_time():
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_rank_that_stands_still_is_named_with_one_that_waits(phase):
-    seen = world(waiting(0, 61), busy(1, phase=phase, age=70.0, still=70.0), waiting(2, 65))
-    assert attribute_failure(0, seen, [], LIMITS) == Attribution("stalled", 1, pytest.approx(65.1), (), 2)
+    observations = world(waiting(0, 61), busy(1, phase=phase, age=70.0, still=70.0), waiting(2, 65))
+    assert attribute_failure(0, observations, [], LIMITS) == Attribution(
+        "stalled", 1, pytest.approx(65.1), (), 2
+    )
 
 
 def test_the_least_advanced_of_several_is_named():
-    seen = world(waiting(0, 70), busy(1, step=7, still=99.0), busy(2, step=6, still=99.0))
-    assert found(seen) == ("stalled", 2)
-    seen = world(waiting(0, 70), busy(1, phase="backward", still=99.0), busy(2, phase="forward", still=99.0))
-    assert found(seen) == ("stalled", 2)
+    observations = world(waiting(0, 70), busy(1, step=7, still=99.0), busy(2, step=6, still=99.0))
+    assert found(observations) == ("stalled", 2)
+    observations = world(
+        waiting(0, 70), busy(1, phase="backward", still=99.0), busy(2, phase="forward", still=99.0)
+    )
+    assert found(observations) == ("stalled", 2)
 
 
 def test_a_rank_that_left_its_loop_is_named_where_all_others_wait():
@@ -255,53 +268,55 @@ def test_a_rank_that_left_its_loop_is_named_where_all_others_wait():
     assert found(world(waiting(0, 61), busy(1), waiting(2, 61)), [done]) == ("finished", 1)
     assert found(world(waiting(0, 50), busy(1), waiting(2, 50)), [done]) is None
     both = [done, FailureNotice("done", 2, 2, 80.0, step=5)]
-    verdict = attribute_failure(0, world(waiting(0, 61), busy(1), busy(2)), both, LIMITS)
-    assert (verdict.kind, verdict.rank, verdict.others) == ("finished", 2, (1,))
+    failure = attribute_failure(0, world(waiting(0, 61), busy(1), busy(2)), both, LIMITS)
+    assert (failure.kind, failure.rank, failure.others) == ("finished", 2, (1,))
 
 
 def test_ranks_that_wait_for_different_things():
-    seen = world(waiting(0, 61), row(1, age=61, step=6), waiting(2, 61))
-    assert found(seen) == ("elsewhere", 1)
-    seen = world(row(0, age=61, task="eval"), row(1, age=61), row(2, age=61))
-    assert attribute_failure(0, seen, [], LIMITS).kind == "elsewhere"
+    observations = world(waiting(0, 61), heartbeat(1, age=61, step=6), waiting(2, 61))
+    assert found(observations) == ("elsewhere", 1)
+    observations = world(heartbeat(0, age=61, task="eval"), heartbeat(1, age=61), heartbeat(2, age=61))
+    assert attribute_failure(0, observations, [], LIMITS).kind == "elsewhere"
 
 
-def test_what_a_rank_waited_for_before_it_fell_silent_speaks_against_nobody():
-    """Others wait for it in a later step, so it has moved on since; what it does shows when it is silent for longer."""
+def test_what_a_silent_rank_waited_for_is_no_evidence():
+    """Others wait for it in a later step, so it has moved on; its silence has to last for an attribution."""
     limits = replace(LIMITS, stall=1.75, lost=1.5)
-    rows = [waiting(0, 1.8), row(1, age=0.01, step=4), waiting(2, 1.8)]
-    assert found(world(*rows, r1={"silent": 1.9}), limits=limits) is None
-    assert found(world(*rows, r1={"silent": 2.1, "dumped": True}), limits=limits) == ("held", 1)
+    heartbeats = [waiting(0, 1.8), heartbeat(1, age=0.01, step=4), waiting(2, 1.8)]
+    assert found(world(*heartbeats, r1={"silent": 1.9}), limits=limits) is None
+    assert found(world(*heartbeats, r1={"silent": 2.1, "dumped": True}), limits=limits) == ("held", 1)
 
 
 @pytest.mark.parametrize("how", ["stopped", "silent", "stalled"])
-def test_after_a_connection_failed_less_speaks_against_a_rank(how):
+def test_after_a_connection_error_weaker_evidence_counts(how):
     fields = {"stopped": {}, "silent": {}, "stalled": {"still": 2.0}}[how]
     silent = 0.1 if how == "stalled" else 3.5
-    seen = world(
-        row(0, age=4, stopped=(1,) if how == "stopped" else ()), busy(1, **fields), r1={"silent": silent}
+    observations = world(
+        heartbeat(0, age=4, stopped=(1,) if how == "stopped" else ()),
+        busy(1, **fields),
+        r1={"silent": silent},
     )
-    assert found(seen) is None
-    assert found(seen, hurried=True)[1] == 1
+    assert found(observations) is None
+    assert found(observations, urgent=True)[1] == 1
 
 
 # ------------------------------------------------------------------ verdicts that are shared
 
 
-def test_a_verdict_that_was_told_is_shared_by_all():
+def test_all_ranks_share_an_announced_attribution():
     told = [
-        FailureNotice("verdict", 2, 3, 1.0, "stalled"),
-        FailureNotice("verdict", 1, 0, 0.5, "stopped", others=(3,)),
+        FailureNotice("verdict", 2, 3, 1.0, name="stalled"),
+        FailureNotice("verdict", 1, 0, 0.5, name="stopped", others=(3,)),
     ]
-    seen = world(*map(busy, range(4)))
-    assert attribute_failure(0, seen, told, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert attribute_failure(0, seen, told[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
-    assert found(seen, [*told, FailureNotice("raised", 3, 3)]) == ("raised", 3)
+    observations = world(*map(busy, range(4)))
+    assert attribute_failure(0, observations, told, LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert attribute_failure(0, observations, told[::-1], LIMITS) == Attribution("stopped", 1, 0.5, (3,), 0)
+    assert found(observations, [*told, FailureNotice("raised", 3, 3)]) == ("raised", 3)
 
 
 # ------------------------------------------------------------------ anything
 
-ROWS = st.builds(
+HEARTBEATS = st.builds(
     Heartbeat,
     rank=st.just(0),
     sequence=st.integers(0, 9),
@@ -314,11 +329,11 @@ ROWS = st.builds(
     still=st.floats(0, 200),
     stopped=st.lists(st.integers(0, 3), max_size=2).map(tuple),
 )
-SEEN = st.builds(
+OBSERVATIONS = st.builds(
     RankObservation,
     rank=st.just(0),
     host=st.sampled_from("ab"),
-    row=st.none() | ROWS,
+    heartbeat=st.none() | HEARTBEATS,
     silent=st.floats(0, 200),
     link=st.sampled_from(["open", "closed", "lost", "none"]),
     link_seconds=st.floats(0, 200),
@@ -335,47 +350,47 @@ NOTICES = st.builds(
 )
 
 
-def numbered(seen):
+def numbered(observations):
     return [
         replace(
             each,
             rank=rank,
-            row=each.row and replace(each.row, rank=rank),
+            heartbeat=each.heartbeat and replace(each.heartbeat, rank=rank),
             silent=each.silent if rank else 0.0,
         )
-        for rank, each in enumerate(seen)
+        for rank, each in enumerate(observations)
     ]
 
 
-@given(st.lists(SEEN, min_size=2, max_size=4), st.lists(NOTICES, max_size=4), st.booleans())
-def test_any_evidence_gives_a_verdict_on_a_rank_that_is_there_or_none(seen, notices, hurried):
-    seen = numbered(seen)
-    notices = [each for each in notices if each.rank < len(seen)]
-    verdict = attribute_failure(0, seen, notices, LIMITS, hurried=hurried)
-    if verdict is None:
+@given(st.lists(OBSERVATIONS, min_size=2, max_size=4), st.lists(NOTICES, max_size=4), st.booleans())
+def test_any_evidence_names_an_existing_rank_or_none(observations, notices, urgent):
+    observations = numbered(observations)
+    notices = [each for each in notices if each.rank < len(observations)]
+    failure = attribute_failure(0, observations, notices, LIMITS, urgent=urgent)
+    if failure is None:
         return
-    assert verdict.rank is None or verdict.rank < len(seen)
-    assert verdict.rank not in verdict.others
-    if not verdict.certain and verdict.kind != "finished":
-        assert verdict.rank not in {each.rank for each in notices if each.kind in ("done", "leaves")}
+    assert failure.rank is None or failure.rank < len(observations)
+    assert failure.rank not in failure.others
+    if not failure.certain and failure.kind != "finished":
+        assert failure.rank not in {each.rank for each in notices if each.kind in ("done", "leaves")}
 
 
-@given(st.lists(SEEN, min_size=2, max_size=4), st.lists(NOTICES, max_size=4))
-def test_patience_never_adds_a_verdict(seen, notices):
-    seen = numbered(seen)
-    notices = [each for each in notices if each.rank < len(seen)]
-    patient = attribute_failure(0, seen, notices, StallLimits(1e9, 1e9, 1.0))
+@given(st.lists(OBSERVATIONS, min_size=2, max_size=4), st.lists(NOTICES, max_size=4))
+def test_longer_limits_never_add_a_failure(observations, notices):
+    observations = numbered(observations)
+    notices = [each for each in notices if each.rank < len(observations)]
+    patient = attribute_failure(0, observations, notices, StallLimits(1e9, 1e9, 1.0))
     assert patient is None or patient.kind in CERTAIN
 
 
-@given(ROWS, ROWS)
-def test_positions_are_ordered_by_step_first(one, other):
+@given(HEARTBEATS, HEARTBEATS)
+def test_progress_is_ordered_by_step_first(one, other):
     if one.step < other.step:
-        assert position(one) < position(other)
-    assert position(None) < position(one)
+        assert progress_of(one) < progress_of(other)
+    assert progress_of(None) < progress_of(one)
 
 
-def test_suspicions_begin_in_time_for_a_name_within_the_limits():
-    assert StallLimits(60.0, 15.0).sooner(1.0, 1.0) == StallLimits(59.0, 14.0, 1.0)
-    assert StallLimits(2.0, 1.0).sooner(1.0, 1.0) == StallLimits(1.75, 1.0, 1.0)
-    assert StallLimits(60.0, 15.0).sooner(1.0, 8.0) == StallLimits(59.0, 14.0, 8.0)
+def test_limits_minus_the_time_that_naming_takes():
+    assert StallLimits(60.0, 15.0).minus(1.0, 1.0) == StallLimits(59.0, 14.0, 1.0)
+    assert StallLimits(2.0, 1.0).minus(1.0, 1.0) == StallLimits(1.75, 1.0, 1.0)
+    assert StallLimits(60.0, 15.0).minus(1.0, 8.0) == StallLimits(59.0, 14.0, 8.0)

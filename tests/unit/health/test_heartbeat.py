@@ -1,4 +1,4 @@
-"""What watchers tell each other: there and back, cut anywhere, and whatever else comes in."""
+"""Messages between watchdogs: round trips, frames cut anywhere, and malformed input."""
 
 from __future__ import annotations
 
@@ -11,38 +11,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.health.heartbeat import (
-    KINDS,
     LARGEST_NBYTES,
+    NOTICE_KINDS,
     FailureNotice,
     FrameParser,
     Heartbeat,
     MalformedFrame,
-    clipped,
-    pack,
+    clip_text,
+    encode_frame,
 )
 
-ROW = Heartbeat(1, 5, 20, "backward", "eval", 3, True, 0.25, 1.5, 19, 12.5, False, (0, 2))
-NOTICE = FailureNotice("raised", 2, 2, 0.5, "ValueError: no", "Traceback …\n", None, 20, "forward", -1, (0,))
+HEARTBEAT = Heartbeat(
+    1,
+    5,
+    step=20,
+    phase="backward",
+    task="eval",
+    bucket=3,
+    waiting=True,
+    age=0.25,
+    still=1.5,
+    rounds=19,
+    busy_seconds=12.5,
+    sees_waiting=False,
+    stopped=(0, 2),
+)
+NOTICE = FailureNotice(
+    "raised",
+    2,
+    2,
+    0.5,
+    name="ValueError: no",
+    text="Traceback …\n",
+    step=20,
+    phase="forward",
+    others=(0,),
+)
 
 
-def through(data, *cuts):
-    inbox, found, start = FrameParser(), [], 0
+def parse_frames(data, *cuts):
+    parser, found, start = FrameParser(), [], 0
     for end in [*sorted(cuts), len(data)]:
-        found += inbox.feed(data[start:end])
+        found += parser.feed(data[start:end])
         start = end
     return found
 
 
-def test_a_row_and_a_notice_come_back_as_they_were():
-    row, note = through(pack(ROW.message()) + pack(NOTICE.message()))
-    assert Heartbeat.of(row["row"], 4) == ROW
-    assert FailureNotice.of(note["note"], 4) == NOTICE
+def test_heartbeats_and_notices_round_trip():
+    heartbeat, note = parse_frames(encode_frame(HEARTBEAT.message()) + encode_frame(NOTICE.message()))
+    assert Heartbeat.parse(heartbeat["row"], 4) == HEARTBEAT
+    assert FailureNotice.parse(note["note"], 4) == NOTICE
 
 
 @given(st.lists(st.integers(0, 600), max_size=8))
-def test_messages_may_come_in_any_pieces(cuts):
-    data = pack(ROW.message()) + pack(NOTICE.message()) + pack({"ack": ["raised", "1", "1", ""]})
-    assert len(through(data, *(min(cut, len(data)) for cut in cuts))) == 3
+def test_frames_may_arrive_in_any_pieces(cuts):
+    data = (
+        encode_frame(HEARTBEAT.message())
+        + encode_frame(NOTICE.message())
+        + encode_frame({"ack": ["raised", "1", "1", ""]})
+    )
+    assert len(parse_frames(data, *(min(cut, len(data)) for cut in cuts))) == 3
 
 
 @given(st.binary(max_size=300))
@@ -57,17 +85,17 @@ def test_any_bytes_are_messages_or_malformed(data):
 @pytest.mark.parametrize(
     "body", [b"[]", b"1", b"{", b"\xff\xff", b"", b"nonsense", b"[" * 50_000, b'{"row": [1], "row"}']
 )
-def test_what_is_no_object_is_malformed(body):
+def test_a_body_that_is_no_json_object_is_malformed(body):
     with pytest.raises(MalformedFrame):
         list(FrameParser().feed(struct.pack(">I", len(body)) + body))
 
 
-def test_a_message_that_says_it_is_huge_is_refused_before_it_comes():
+def test_a_huge_length_is_refused_before_the_body_arrives():
     with pytest.raises(MalformedFrame, match="a message of"):
         list(FrameParser().feed(struct.pack(">I", LARGEST_NBYTES + 1)))
 
 
-WRONG_ROWS = {
+WRONG_HEARTBEATS = {
     "rank": [-1, 4, 1.0, "1", None, True],
     "sequence": ["x", 1.5, None, 1 << 80],
     "step": [None, [], 0.5],
@@ -84,18 +112,20 @@ WRONG_ROWS = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in WRONG_ROWS.items() for v in values])
-def test_a_row_with_a_wrong_field_is_malformed(name, value):
-    values = json.loads(json.dumps(ROW.message()))["row"]
-    values[list(WRONG_ROWS).index(name)] = value
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, values in WRONG_HEARTBEATS.items() for v in values]
+)
+def test_a_heartbeat_with_an_invalid_field_is_malformed(name, value):
+    values = json.loads(json.dumps(HEARTBEAT.message()))["row"]
+    values[list(WRONG_HEARTBEATS).index(name)] = value
     with pytest.raises(MalformedFrame):
-        Heartbeat.of(values, 4)
+        Heartbeat.parse(values, 4)
 
 
 @pytest.mark.parametrize("values", [None, [], {}, [0] * 12, [0] * 14, "row"])
-def test_a_row_of_another_form_is_malformed(values):
+def test_a_heartbeat_of_another_shape_is_malformed(values):
     with pytest.raises(MalformedFrame):
-        Heartbeat.of(values, 4)
+        Heartbeat.parse(values, 4)
 
 
 WRONG_NOTICES = {
@@ -114,48 +144,48 @@ WRONG_NOTICES = {
 
 
 @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in WRONG_NOTICES.items() for v in values])
-def test_a_notice_with_a_wrong_field_is_malformed(name, value):
+def test_a_notice_with_an_invalid_field_is_malformed(name, value):
     with pytest.raises(MalformedFrame):
-        FailureNotice.of(json.loads(json.dumps(NOTICE.message()))["note"] | {name: value}, 4)
+        FailureNotice.parse(json.loads(json.dumps(NOTICE.message()))["note"] | {name: value}, 4)
 
 
 @pytest.mark.parametrize("found", [None, [], {}, {"kind": "raised"}])
-def test_a_notice_of_another_form_is_malformed(found):
+def test_a_notice_of_another_shape_is_malformed(found):
     with pytest.raises(MalformedFrame):
-        FailureNotice.of(found, 4)
+        FailureNotice.parse(found, 4)
     with pytest.raises(MalformedFrame):
-        FailureNotice.of(NOTICE.message()["note"] | {"more": 1}, 4)
+        FailureNotice.parse(NOTICE.message()["note"] | {"more": 1}, 4)
 
 
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=20)
 )
-def test_any_json_is_a_row_or_malformed(value):
-    for make in (Heartbeat.of, FailureNotice.of):
+def test_any_other_json_is_malformed(value):
+    for make in (Heartbeat.parse, FailureNotice.parse):
         with pytest.raises(MalformedFrame):
             make(value, 4)
 
 
-def test_a_time_that_no_float_holds_is_malformed():
-    values = json.loads(json.dumps(ROW.message()))["row"]
-    values[list(WRONG_ROWS).index("age")] = 10**400
-    with pytest.raises(MalformedFrame, match="age="):
-        Heartbeat.of(values, 4)
+def test_a_time_beyond_float64_is_malformed():
+    values = json.loads(json.dumps(HEARTBEAT.message()))["row"]
+    values[list(WRONG_HEARTBEATS).index("age")] = 10**400
+    with pytest.raises(MalformedFrame, match="age"):
+        Heartbeat.parse(values, 4)
 
 
-def test_a_time_that_lies_in_the_future_is_now():
-    values = json.loads(json.dumps(ROW.message()))["row"]
-    values[list(WRONG_ROWS).index("age")] = -3.0
-    assert Heartbeat.of(values, 4).age == 0.0
+def test_negative_times_become_zero():
+    values = json.loads(json.dumps(HEARTBEAT.message()))["row"]
+    values[list(WRONG_HEARTBEATS).index("age")] = -3.0
+    assert Heartbeat.parse(values, 4).age == 0.0
 
 
-def test_a_verdict_may_be_on_no_single_rank():
-    (told,) = through(pack(FailureNotice("verdict", -1, 0).message()))
-    assert FailureNotice.of(told["note"], 4).rank == -1
+def test_an_attribution_may_name_no_single_rank():
+    (told,) = parse_frames(encode_frame(FailureNotice("verdict", -1, 0).message()))
+    assert FailureNotice.parse(told["note"], 4).rank == -1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_notices_are_told_apart_by_kind_rank_and_teller_and_stacks_by_name(kind):
+@pytest.mark.parametrize("kind", NOTICE_KINDS)
+def test_notices_differ_by_kind_rank_and_reporter_and_stacks_by_name(kind):
     one, other = FailureNotice(kind, 1, 0, name="a"), FailureNotice(kind, 1, 0, name="b")
     assert (one.key == other.key) == (kind != "stack")
     assert one.key != FailureNotice(kind, 2, 0, name="a").key
@@ -163,22 +193,22 @@ def test_notices_are_told_apart_by_kind_rank_and_teller_and_stacks_by_name(kind)
 
 
 @given(st.text(max_size=50) | st.just("é\ud800\x00" * 20_000))
-def test_any_text_fits_into_a_message_once_it_is_clipped(text):
-    notice = FailureNotice("raised", 0, 0, text=clipped(text))
-    (found,) = through(pack(notice.message()))
-    assert FailureNotice.of(found["note"], 4) == notice
+def test_any_clipped_text_fits_into_a_message(text):
+    notice = FailureNotice("raised", 0, 0, text=clip_text(text))
+    (found,) = parse_frames(encode_frame(notice.message()))
+    assert FailureNotice.parse(found["note"], 4) == notice
 
 
 def test_clipping_keeps_beginning_and_end():
     text = "begin " + "x" * 100_000 + " end"
-    short = clipped(text)
+    short = clip_text(text)
     assert short.startswith("begin")
     assert short.endswith(" end")
     assert "characters left out" in short
     assert len(short) < 17_000
-    assert clipped("short") == "short"
+    assert clip_text("short") == "short"
 
 
-def test_what_is_sent_is_json_that_anybody_can_read():
-    data = pack(ROW.message())
-    assert json.loads(data[4:]) == json.loads(json.dumps(ROW.message()))
+def test_frames_hold_plain_json():
+    data = encode_frame(HEARTBEAT.message())
+    assert json.loads(data[4:]) == json.loads(json.dumps(HEARTBEAT.message()))

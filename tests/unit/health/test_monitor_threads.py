@@ -1,4 +1,4 @@
-"""Watchers and their connections: who is connected with whom, what comes and goes, many watchers in one process."""
+"""Monitor threads and their connections: topology, messages, and many monitors in one process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline._core import graceful_shutdown
-from paceline.health import abort_collectives, stack_probe
+from paceline.health import abort_collectives, thread_probe
 from paceline.health.attribution import StallLimits
-from paceline.health.heartbeat import FailureNotice, pack
+from paceline.health.heartbeat import FailureNotice, encode_frame
 from paceline.health.monitor_thread import MonitorThread
-from paceline.health.peer_mesh import FULL_MESH, LOOPBACK, MeshCard, PeerMesh, listen, mesh_peers
-from paceline.health.process_probe import start_of
+from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, open_listener
+from paceline.health.peer_mesh import FULL_MESH, PeerMesh, mesh_peers
+from paceline.health.process_probe import process_start_ticks
 
 
 def until(condition, seconds=20.0):
@@ -30,11 +31,11 @@ def until(condition, seconds=20.0):
         time.sleep(0.005)
 
 
-# ------------------------------------------------------------------ who is connected with whom
+# ------------------------------------------------------------------ topology and messages
 
 
 @given(st.integers(2, 400))
-def test_being_neighbours_is_mutual_and_reaches_everybody_soon(ranks):
+def test_the_topology_is_symmetric_and_has_a_small_diameter(ranks):
     near = [mesh_peers(rank, ranks) for rank in range(ranks)]
     assert all(rank in near[other] for rank in range(ranks) for other in near[rank])
     assert all(rank not in near[rank] for rank in range(ranks))
@@ -46,25 +47,40 @@ def test_being_neighbours_is_mutual_and_reaches_everybody_soon(ranks):
     assert max(map(len, near)) <= max(FULL_MESH - 1, 2 * ranks.bit_length())
 
 
+def endpoint(rank, listener, *, start_ticks=0, ident=0, token=""):
+    address, port = listener.getsockname()[:2]
+    return PeerEndpoint(
+        rank=rank,
+        host=f"pc{rank}",
+        host_key="same",
+        pid=os.getpid(),
+        start_ticks=start_ticks,
+        thread_ident=ident,
+        address=address,
+        port=port,
+        token=token,
+    )
+
+
 @pytest.fixture
 def meshes():
     made = []
 
     def make(ranks, lost=5.0):
-        listeners = [listen(LOOPBACK) for _ in range(ranks)]
+        listeners = [open_listener(LOOPBACK) for _ in range(ranks)]
         pid, ident = os.getpid(), threading.get_ident()
-        cards = [
-            MeshCard(
-                rank, f"pc{rank}", "same", pid, start_of(pid), ident, *each.getsockname()[:2], f"token {rank}"
-            )
+        endpoints = [
+            endpoint(rank, each, start_ticks=process_start_ticks(pid), ident=ident, token=f"token {rank}")
             for rank, each in enumerate(listeners)
         ]
-        made.extend(PeerMesh(card, cards, each, lost) for card, each in zip(cards, listeners, strict=True))
+        made.extend(
+            PeerMesh(own, endpoints, each, lost) for own, each in zip(endpoints, listeners, strict=True)
+        )
         for mesh in made:
-            assert mesh.dial() == []
+            assert mesh.connect() == []
         until(
             lambda: all(
-                list(mesh.receive()) == [] and len(mesh.links) == len(mesh_peers(mesh.me.rank, ranks))
+                list(mesh.receive()) == [] and len(mesh.links) == len(mesh_peers(mesh.own.rank, ranks))
                 for mesh in made
             )
         )
@@ -90,45 +106,45 @@ def test_messages_go_to_all_or_to_one(meshes):
     assert list(a.receive()) == []
 
 
-def test_what_comes_with_the_greeting_is_not_lost():
-    listener = listen(LOOPBACK)
-    card = MeshCard(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
-    mesh = PeerMesh(card, [card, card], listener, 5.0)
+def test_messages_that_arrive_with_the_hello_are_kept():
+    listener = open_listener(LOOPBACK)
+    own = endpoint(0, listener, token="secret")
+    mesh = PeerMesh(own, [own, own], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
-        caller.sendall(pack({"hello": [1, "secret", "beats"]}) + pack({"ack": [7]}))
+        caller.sendall(encode_frame({"hello": [1, "secret", "beats"]}) + encode_frame({"ack": [7]}))
         assert heard(mesh) == [(1, {"ack": [7]})]
     mesh.close()
 
 
-NO_TEXT = rb'{"hello":[1,"\ud800","beats"]}'  # JSON that no encoding has
+NOT_UTF8 = rb'{"hello":[1,"\ud800","beats"]}'  # JSON that no encoding has
 
 
 @pytest.mark.parametrize(
     "greeting",
     [
-        pack({"hello": [1, "wrong", "beats"]}),
-        pack({"hello": [9, "secret", "beats"]}),
-        pack({"hello": ["1", "secret", "beats"]}),
-        pack({"hello": [0, "secret", "beats"]}),
-        pack({"hello": [1, None, "beats"]}),
-        len(NO_TEXT).to_bytes(4) + NO_TEXT,
-        pack({"hello": [1, "secret", "else"]}),
-        pack({"hello": "secret"}),
-        pack({"row": []}),
+        encode_frame({"hello": [1, "wrong", "beats"]}),
+        encode_frame({"hello": [9, "secret", "beats"]}),
+        encode_frame({"hello": ["1", "secret", "beats"]}),
+        encode_frame({"hello": [0, "secret", "beats"]}),
+        encode_frame({"hello": [1, None, "beats"]}),
+        len(NOT_UTF8).to_bytes(4) + NOT_UTF8,
+        encode_frame({"hello": [1, "secret", "else"]}),
+        encode_frame({"hello": "secret"}),
+        encode_frame({"row": []}),
         b"GET / HTTP/1.1\r\n\r\n",
         b"\x00\x00\x00\x02[]",
         b"\xff" * 100,
     ],
 )
-def test_callers_who_do_not_know_the_token_are_sent_away(greeting):
-    listener = listen(LOOPBACK)
-    card = MeshCard(0, "pc", "k", os.getpid(), 0, 0, *listener.getsockname()[:2], "secret")
-    mesh = PeerMesh(card, [card, card], listener, 5.0)
+def test_callers_without_a_valid_hello_are_closed(greeting):
+    listener = open_listener(LOOPBACK)
+    own = endpoint(0, listener, token="secret")
+    mesh = PeerMesh(own, [own, own], listener, 5.0)
     with socket.create_connection(listener.getsockname()) as caller:
         caller.sendall(greeting)
         caller.settimeout(0.01)
 
-        def sent_away():
+        def closed():
             assert list(mesh.receive()) == []
             with contextlib.suppress(TimeoutError):
                 try:
@@ -136,47 +152,54 @@ def test_callers_who_do_not_know_the_token_are_sent_away(greeting):
                 except ConnectionResetError:
                     return True
 
-        until(sent_away)
+        until(closed)
         assert mesh.links == {}
     mesh.close()
 
 
-def test_the_end_of_a_process_ends_its_connection_and_wakes_who_rests(meshes):
+def test_the_end_of_a_connection_ends_a_wait(meshes):
     a, b = meshes(2)
     b.send({"ack": [1]})
     b.close()
     started = time.monotonic()
-    a.rest(20.0, [])
+    a.wait(20.0, [])
     assert time.monotonic() - started < 10
     assert list(a.receive()) == [(1, {"ack": [1]})]  # what came before the end is not lost
     assert a.links[1].state == "closed"
     a.send({"ack": [2]})  # goes nowhere
 
 
-def test_who_tells_nonsense_is_heard_no_more_but_did_not_end(meshes):
+def test_a_link_with_malformed_messages_is_closed_but_not_reported_as_ended(meshes):
     a, b = meshes(2)
     b.links[0].socket.send(b"\xff" * 16)
     until(lambda: list(a.receive()) == [] and a.links[1].state != "open")
     assert a.links[1].state == "none"
 
 
-def test_a_peer_that_takes_nothing_costs_bounded_memory(meshes):
+def test_a_peer_that_does_not_read_costs_bounded_memory(meshes):
     a, _ = meshes(2)
     note = FailureNotice("raised", 0, 0, text="x" * 16_000).message()
     for _ in range(1000):
         a.send(note)
-        a.send(note, vital=False)
-    assert len(a.links[1].outgoing) <= 1 << 20
+        a.send(note, droppable=True)
+    assert len(a.links[1].backlog) <= 1 << 20
     assert a.unanswered(1) < 60
 
 
-def test_stacks_are_read_by_the_next_rank(meshes):
+def test_stack_dumps_are_read_by_the_next_rank(meshes):
     a, b = meshes(2)
     faulthandler.dump_traceback(a.dump.fileno())
-    until(lambda: (list(b.receive()) == [] and any(rank == 0 for rank, _ in b.dumps())) or b._dumps[0][2])
-    text = b._dumps[0][2].decode() if b._dumps[0][0] == 0 else b._dumps[1][2].decode()
-    assert "test_stacks_are_read_by_the_next_rank" in stack_probe.section(text, threading.get_ident())
-    b.forget_dump(0)
+    found = []
+    until(
+        lambda: (
+            list(b.receive()) == [] and (found.extend(b.stack_dumps()) or any(rank == 0 for rank, _ in found))
+        )
+    )
+    text = next(text for rank, text in reversed(found) if rank == 0)
+    assert "test_stack_dumps_are_read_by_the_next_rank" in thread_probe.stack_in_dump(
+        text, threading.get_ident()
+    )
+    b.discard_dump(0)
 
 
 def test_a_forked_child_leaves_the_connections_alone(meshes):
@@ -189,112 +212,112 @@ def test_a_forked_child_leaves_the_connections_alone(meshes):
     assert heard(b) == [(0, {"ack": [1]})]
 
 
-# ------------------------------------------------------------------ many watchers in one process
+# ------------------------------------------------------------------ many monitors in one process
 
 
 @pytest.fixture
-def crowd(meshes, monkeypatch):
-    abandoned, made = [], []
-    monkeypatch.setattr(
-        abort_collectives, "abort_groups", lambda reason, files: abandoned.append(reason.rank)
-    )
+def make_monitors(meshes, monkeypatch):
+    aborted, made = [], []
+    monkeypatch.setattr(abort_collectives, "abort_groups", lambda reason, files: aborted.append(reason.rank))
 
     def make(ranks, **options):
-        watchers = []
+        monitors = []
         for mesh in meshes(ranks):
             if mesh.dump is not None:
                 mesh.dump.close()
             mesh.dump = None
             settings = {
-                "leaves_stalls": True,
+                "leave_on_stall": True,
                 "warn": 100.0,
                 "grace": 100.0,
-                "launcher": graceful_shutdown.ShutdownListener(),
+                "shutdown": graceful_shutdown.ShutdownListener(),
             }
             settings |= options
-            watchers.append(MonitorThread(mesh, StallLimits(50.0, 50.0), **settings))
-        made.extend(watchers)
-        return watchers
+            monitors.append(MonitorThread(mesh, StallLimits(50.0, 50.0), **settings))
+        made.extend(monitors)
+        return monitors
 
     yield make
     for each in made:
         each.close()
 
 
-def turn(watchers, times=1):
+def take_turns(monitors, times=1):
     for _ in range(times):
-        for each in watchers:
+        for each in monitors:
             each._turn()
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 20])
-def test_an_exception_reaches_everybody(crowd, ranks):
-    watchers = crowd(ranks)
-    watchers[1].publish(watchers[1].notice_of("raised", name="ValueError: no", text="its traceback"))
+def test_an_exception_reaches_all_ranks(make_monitors, ranks):
+    monitors = make_monitors(ranks)
+    monitors[1].publish(
+        monitors[1].detector.own_notice("raised", name="ValueError: no", text="its traceback")
+    )
     deadline = time.monotonic() + 60
-    while not all(each.decided.is_set() for each in watchers):
-        turn(watchers)
+    while not all(each.decided.is_set() for each in monitors):
+        take_turns(monitors)
         assert time.monotonic() < deadline
-    for each in watchers:
+    for each in monitors:
         assert (each.error.rank, each.error.kind, each.error.host) == (1, "raised", "pc1")
         assert "raised ValueError: no" in str(each.error)
         assert "| its traceback" in str(each.error)
 
 
-def test_rows_reach_everybody_where_they_are_passed_on(crowd):
-    watchers = crowd(20)
-    until(lambda: turn(watchers) or all(len(each._rows) == 20 for each in watchers), 60)
-    assert all(seen.row is not None for seen in watchers[0].seen())
+def test_relayed_heartbeats_reach_all_ranks(make_monitors):
+    monitors = make_monitors(20)
+    until(lambda: take_turns(monitors) or all(len(each.detector.heartbeats) == 20 for each in monitors), 60)
+    assert all(each.heartbeat is not None for each in monitors[0].detector.snapshot()[0])
 
 
 @pytest.fixture
-def asking(crowd, tmp_path, monkeypatch):
-    """A crowd of three, each with the file in which its launcher asks."""
+def with_listeners(make_monitors, tmp_path, monkeypatch):
+    """Three monitors, each with the file in which its launcher requests an exit."""
     files = [tmp_path / f"leave{rank}" for rank in range(3)]
-    launchers = []
+    listeners = []
     for file in files:
         monkeypatch.setenv(graceful_shutdown.VARIABLE, str(file))
-        launchers.append(graceful_shutdown.ShutdownListener())
-    watchers = crowd(3)
-    for each, launcher in zip(watchers, launchers, strict=True):
-        each._launcher = launcher
-    turn(watchers, 3)
-    return watchers, files
+        listeners.append(graceful_shutdown.ShutdownListener())
+    monitors = make_monitors(3)
+    for each, listener in zip(monitors, listeners, strict=True):
+        each._shutdown = listener
+    take_turns(monitors, 3)
+    return monitors, files
 
 
-def test_who_is_asked_to_leave_for_a_newcomer_is_missed_by_nobody(asking):
-    watchers, files = asking
+def test_an_exit_requested_for_a_new_world_is_no_failure(with_listeners):
+    monitors, files = with_listeners
     graceful_shutdown.request_shutdown(files[1], "changed")
-    turn(watchers, 3)
+    take_turns(monitors, 3)
     assert [graceful_shutdown.is_listening(file) for file in files] == [True, False, True]
-    watchers[1].mesh.close()
-    turn([watchers[0], watchers[2]], 20)
-    assert not any(each.decided.is_set() for each in watchers)
+    monitors[1].mesh.close()
+    take_turns([monitors[0], monitors[2]], 20)
+    assert not any(each.decided.is_set() for each in monitors)
 
 
-def test_who_is_asked_to_leave_after_a_failure_names_it(asking):
-    watchers, files = asking
-    watchers[1].cards[2] = dataclasses.replace(watchers[1].cards[2], key="another host")
-    watchers[1].mesh.links[2].state = "lost"
-    watchers[1]._heard[2] -= 5.0  # of 50 that it may be silent
-    turn([watchers[1]])
-    assert watchers[1]._pending is None
+def test_an_exit_requested_after_a_failure_names_that(with_listeners):
+    monitors, files = with_listeners
+    monitors[1].endpoints[2] = dataclasses.replace(monitors[1].endpoints[2], host_key="another host")
+    monitors[1].mesh.links[2].state = "lost"
+    monitors[1].detector.heard_at[2] -= 5.0  # of 50 that it may be silent
+    take_turns([monitors[1]])
+    assert monitors[1].detector.pending is None
     graceful_shutdown.request_shutdown(files[1], "failed")
-    until(lambda: turn([watchers[0], watchers[1]]) or watchers[1].decided.is_set())
-    assert watchers[1].error.rank == 2
-    watchers[1].close()
+    until(lambda: take_turns([monitors[0], monitors[1]]) or monitors[1].decided.is_set())
+    assert monitors[1].error.rank == 2
+    monitors[1].close()
     assert graceful_shutdown.is_listening(files[1]), "the launcher waits for its end"
 
 
-def test_who_is_asked_to_leave_and_knows_nothing_goes(asking, monkeypatch):
-    monkeypatch.setattr("paceline.health.monitor_thread._ASKED_SECONDS", 0.05)
-    watchers, files = asking
+def test_an_exit_requested_without_evidence_is_no_failure(with_listeners, monkeypatch):
+    monkeypatch.setattr("paceline.health.monitor_thread._SHUTDOWN_SECONDS", 0.05)
+    monitors, files = with_listeners
     graceful_shutdown.request_shutdown(files[1], "failed")
-    until(lambda: turn(watchers) or not graceful_shutdown.is_listening(files[1]))
-    assert not any(each.decided.is_set() for each in watchers)
+    until(lambda: take_turns(monitors) or not graceful_shutdown.is_listening(files[1]))
+    assert not any(each.decided.is_set() for each in monitors)
 
 
-def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
+def test_a_launcher_requests_exits_of_ranks_that_listen(tmp_path, monkeypatch):
     file = tmp_path / "leave0"
     graceful_shutdown.request_shutdown(file, "failed")
     assert not graceful_shutdown.is_listening(file)
@@ -314,43 +337,43 @@ def test_a_launcher_asks_who_listens(tmp_path, monkeypatch):
     assert os.path.exists(os.devnull)
 
 
-def test_a_launcher_that_can_not_write_goes_on(tmp_path):
+def test_a_launcher_that_can_not_write_continues(tmp_path):
     graceful_shutdown.request_shutdown(tmp_path, "failed")  # a folder: there, but nothing to write to
     assert graceful_shutdown.is_listening(tmp_path)
 
 
-def test_who_leaves_in_order_is_not_missed(crowd):
-    watchers = crowd(3)
-    turn(watchers, 3)
-    watchers[1].publish(watchers[1].notice_of("done"))
-    watchers[1].close()
-    turn([watchers[0], watchers[2]], 20)
-    assert not watchers[0].decided.is_set()
+def test_a_rank_that_is_done_is_no_failure(make_monitors):
+    monitors = make_monitors(3)
+    take_turns(monitors, 3)
+    monitors[1].publish(monitors[1].detector.own_notice("done"))
+    monitors[1].close()
+    take_turns([monitors[0], monitors[2]], 20)
+    assert not monitors[0].decided.is_set()
 
 
-def test_an_end_without_a_word_is_named_and_told_by_all_alike(crowd):
-    watchers = crowd(3)
-    turn(watchers, 3)
-    watchers[1].mesh.close()
-    rest = [watchers[0], watchers[2]]
-    until(lambda: turn(rest) or all(each.decided.is_set() for each in rest))
+def test_all_ranks_name_a_closed_connection_alike(make_monitors):
+    monitors = make_monitors(3)
+    take_turns(monitors, 3)
+    monitors[1].mesh.close()
+    rest = [monitors[0], monitors[2]]
+    until(lambda: take_turns(rest) or all(each.decided.is_set() for each in rest))
     assert {(each.error.kind, each.error.rank) for each in rest} == {("gone", 1)}
 
 
-def test_nonsense_from_a_rank_ends_its_connection_only(crowd, caplog):
-    watchers = crowd(2)
-    turn(watchers, 2)
-    watchers[1].mesh.send({"row": [1, 2, 3]})
-    watchers[1].mesh.send({"note": {"kind": "raised"}})
-    until(lambda: turn([watchers[0]]) or watchers[0].mesh.links[1].state == "none")
-    assert "told what can't be" in caplog.text
-    assert not watchers[0].decided.is_set()
+def test_malformed_messages_end_only_the_connection(make_monitors, caplog):
+    monitors = make_monitors(2)
+    take_turns(monitors, 2)
+    monitors[1].mesh.send({"row": [1, 2, 3]})
+    monitors[1].mesh.send({"note": {"kind": "raised"}})
+    until(lambda: take_turns([monitors[0]]) or monitors[0].mesh.links[1].state == "none")
+    assert "sent a malformed message" in caplog.text
+    assert not monitors[0].decided.is_set()
 
 
-def test_own_absence_is_not_held_against_others(crowd, monkeypatch):
-    watchers = crowd(2)
-    turn(watchers, 3)
+def test_own_absence_does_not_count_as_silence_of_others(make_monitors, monkeypatch):
+    monitors = make_monitors(2)
+    take_turns(monitors, 3)
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 300)
-    watchers[0]._turn()
-    assert watchers[0].seen()[1].silent < 2
+    monitors[0]._turn()
+    assert monitors[0].detector.snapshot()[0][1].silent < 2

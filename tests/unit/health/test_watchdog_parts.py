@@ -1,4 +1,4 @@
-"""Parts of watching: processes, stacks, symptoms, slow ranks, words, freeing a thread, a world of one."""
+"""Parts of the watchdog: processes, stacks, symptoms, stragglers, error texts, freeing a thread, a world of one."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.errors import BackwardFailed, MismatchError, PeerFailed, PeerLost, SyncError, UsageError
-from paceline.health import abort_collectives, stack_probe
+from paceline.health import abort_collectives, thread_probe
 from paceline.health.attribution import Attribution, RankObservation
-from paceline.health.failure_text import error_of
+from paceline.health.failure_text import peer_failed
 from paceline.health.heartbeat import FailureNotice, Heartbeat
-from paceline.health.peer_mesh import LOOPBACK, MeshCard, own_address
-from paceline.health.process_probe import ProbedProcess, host_key, start_of
-from paceline.health.straggler import StepPaces, slowest_of
-from paceline.health.symptoms import is_symptom
+from paceline.health.peer_endpoint import LOOPBACK, PeerEndpoint, watchdog_address
+from paceline.health.process_probe import LocalProcess, host_key, process_start_ticks
+from paceline.health.straggler import StepTimes, find_slowest
+from paceline.health.watchdog import is_symptom
 
 
 def until(condition, seconds=20.0):
@@ -41,7 +41,7 @@ def until(condition, seconds=20.0):
 
 def test_a_process_runs_is_stopped_and_gone():
     child = subprocess.Popen(["sleep", "1000"])
-    process = ProbedProcess(child.pid, start_of(child.pid))
+    process = LocalProcess(child.pid, process_start_ticks(child.pid))
     assert process.state() == "runs"
     child.send_signal(signal.SIGSTOP)
     until(lambda: process.state() == "stopped")
@@ -49,26 +49,26 @@ def test_a_process_runs_is_stopped_and_gone():
     until(lambda: process.state() == "runs")
     child.kill()
     until(lambda: process.state() == "gone")
-    assert process.code() == -signal.SIGKILL
+    assert process.exit_code() == -signal.SIGKILL
     child.wait()
     assert process.state() == "gone"
     process.close()
 
 
-def test_without_a_descriptor_the_start_tells_a_process_from_another_of_its_number():
+def test_without_a_pidfd_the_start_time_identifies_a_process():
     child = subprocess.Popen(["sleep", "1000"])
-    process = ProbedProcess(child.pid, start_of(child.pid) - 1)
+    process = LocalProcess(child.pid, process_start_ticks(child.pid) - 1)
     process.close()
     assert process.state() == "gone"
-    mine = ProbedProcess(os.getpid(), start_of(os.getpid()))
+    mine = LocalProcess(os.getpid(), process_start_ticks(os.getpid()))
     mine.close()
     assert mine.state() == "runs"
     child.kill()
     child.wait()
-    assert start_of(child.pid) == 0
+    assert process_start_ticks(child.pid) == 0
 
 
-def test_processes_of_a_host_have_something_in_common():
+def test_processes_of_a_host_share_its_key():
     line = "from paceline.health.process_probe import host_key; print(host_key())"
     told = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout
     assert told.strip() == host_key()
@@ -76,14 +76,14 @@ def test_processes_of_a_host_have_something_in_common():
 
 @pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_the_address_is_that_of_the_interface_the_group_uses(variable):
-    assert own_address({variable: "lo"}) == LOOPBACK
+    assert watchdog_address({variable: "lo"}) == LOOPBACK
 
 
 def test_without_a_network_the_address_is_the_loopback(monkeypatch):
-    monkeypatch.setattr("paceline.health.peer_mesh.host_address", lambda: "127.0.1.1")
-    assert own_address({}) == own_address({"MASTER_ADDR": "localhost"}) == LOOPBACK
-    monkeypatch.setattr("paceline.health.peer_mesh.host_address", lambda: "10.1.2.3")
-    assert own_address({"GLOO_SOCKET_IFNAME": "none such"}) == "10.1.2.3"
+    monkeypatch.setattr("paceline.health.peer_endpoint.host_address", lambda: "127.0.1.1")
+    assert watchdog_address({}) == watchdog_address({"MASTER_ADDR": "localhost"}) == LOOPBACK
+    monkeypatch.setattr("paceline.health.peer_endpoint.host_address", lambda: "10.1.2.3")
+    assert watchdog_address({"GLOO_SOCKET_IFNAME": "none such"}) == "10.1.2.3"
 
 
 # ------------------------------------------------------------------ where a thread stands
@@ -98,52 +98,52 @@ def standing():
     release = threading.Event()
     thread = threading.Thread(target=stand, args=(release,))
     thread.start()
-    until(lambda: "in wait" in stack_probe.stack_of(thread.ident).splitlines()[-2])
+    until(lambda: "in wait" in thread_probe.format_stack(thread.ident).splitlines()[-2])
     yield thread
     release.set()
     thread.join()
 
 
-def test_a_stack_names_functions_and_the_number_stays_while_it_stands(standing):
-    assert "in stand" in stack_probe.stack_of(standing.ident)
-    numbers = {stack_probe.fingerprint(stack_probe.frame_of(standing.ident)) for _ in range(20)}
+def test_a_stack_names_functions_and_its_fingerprint_is_stable(standing):
+    assert "in stand" in thread_probe.format_stack(standing.ident)
+    numbers = {thread_probe.stack_fingerprint(thread_probe.current_frame(standing.ident)) for _ in range(20)}
     assert len(numbers) == 1
-    assert numbers != {stack_probe.fingerprint(stack_probe.frame_of(threading.get_ident()))}
-    assert not stack_probe.in_collective(stack_probe.frame_of(standing.ident))
-    assert stack_probe.stack_of(10**9) == ""
-    assert stack_probe.fingerprint(None) == 0
+    assert numbers != {thread_probe.stack_fingerprint(thread_probe.current_frame(threading.get_ident()))}
+    assert not thread_probe.in_collective(thread_probe.current_frame(standing.ident))
+    assert thread_probe.format_stack(10**9) == ""
+    assert thread_probe.stack_fingerprint(None) == 0
 
 
-def test_a_thread_in_a_collective_is_seen(tmp_path):
+def test_a_thread_in_a_collective_is_recognised(tmp_path):
     found = []
     code = compile("def call(look): look()", f"{tmp_path}/torch/distributed/c10d.py", "exec")
     scope = {}
     exec(code, scope)
-    scope["call"](lambda: found.append(stack_probe.in_collective(sys._getframe())))
+    scope["call"](lambda: found.append(thread_probe.in_collective(sys._getframe())))
     assert found == [True]
 
 
-def test_the_stack_that_needs_no_lock_is_read(standing, tmp_path):
+def test_a_faulthandler_dump_is_parsed(standing, tmp_path):
     with (tmp_path / "dump").open("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         dump = file.read()
-    text = stack_probe.section(dump, standing.ident)
+    text = thread_probe.stack_in_dump(dump, standing.ident)
     lines = text.splitlines()
     assert "in stand" in text
     assert "_bootstrap" in lines[0]
     assert "wait" in lines[-1]
-    assert stack_probe.section(dump, 12345) == stack_probe.section("", 1) == ""
+    assert thread_probe.stack_in_dump(dump, 12345) == thread_probe.stack_in_dump("", 1) == ""
 
 
-def test_an_exception_is_told_with_its_causes_even_where_it_can_not_be_shown():
+def test_exceptions_are_formatted_with_causes_even_if_their_str_raises():
     try:
         try:
             raise KeyError("first")
         except KeyError as error:
             raise ValueError("second") from error
     except ValueError as error:
-        text = stack_probe.exception_text(error, error.__traceback__)
+        text = thread_probe.format_exception(error, error.__traceback__)
     assert "KeyError: 'first'" in text
     assert text.endswith("ValueError: second")
 
@@ -151,7 +151,7 @@ def test_an_exception_is_told_with_its_causes_even_where_it_can_not_be_shown():
         def __str__(self):
             raise RuntimeError
 
-    assert "Rude" in stack_probe.exception_text(Rude(), None)
+    assert "Rude" in thread_probe.format_exception(Rude(), None)
 
 
 # ------------------------------------------------------------------ symptoms
@@ -189,7 +189,7 @@ def caused(error, cause):
         (None, False),
     ],
 )
-def test_errors_that_tell_of_others(error, expected):
+def test_symptoms_of_failures_on_other_ranks(error, expected):
     assert is_symptom(error) is expected
 
 
@@ -202,46 +202,57 @@ def test_an_error_that_is_its_own_cause_ends_the_search():
 # ------------------------------------------------------------------ slow ranks
 
 
-def test_the_slowest_rank_is_told_by_the_median_of_its_steps():
-    paces = StepPaces()
+def test_the_slowest_rank_is_found_by_median_step_times():
+    times = StepTimes()
     for step in range(1, 20):
         for rank, seconds in enumerate((0.1, 0.13, 0.1)):
             outlier = 50.0 if step >= 10 and rank == 0 else 0.0  # one step with a checkpoint
-            paces.note(rank, step, step * seconds + outlier)
-    rank, factor = slowest_of(paces.seconds())
+            times.add(rank, step, step * seconds + outlier)
+    rank, factor = find_slowest(times.medians())
     assert (rank, factor) == (1, pytest.approx(1.3))
 
 
-def test_steps_that_a_look_missed_count_by_their_mean():
-    paces = StepPaces()
+def test_steps_between_two_samples_count_by_their_mean():
+    times = StepTimes()
     for step in (1, 5, 9, 13, 17):
-        paces.note(0, step, step * 0.2)
-        paces.note(0, step, step * 0.2)  # the same row again
-    assert paces.seconds() == {0: pytest.approx(0.2)}
+        times.add(0, step, step * 0.2)
+        times.add(0, step, step * 0.2)  # the same row again
+    assert times.medians() == {0: pytest.approx(0.2)}
 
 
 @pytest.mark.parametrize("seconds", [{}, {0: 1.0}, {0: 0.0, 1: 0.0}])
 def test_too_few_ranks_have_no_slowest(seconds):
-    assert slowest_of(seconds) is None
+    assert find_slowest(seconds) is None
 
 
 @given(st.dictionaries(st.integers(0, 9), st.floats(0.01, 10), min_size=2))
 def test_the_slowest_is_at_least_as_slow_as_the_others(seconds):
-    rank, factor = slowest_of(seconds)
+    rank, factor = find_slowest(seconds)
     assert seconds[rank] == max(seconds.values())
     assert factor >= 1
 
 
-# ------------------------------------------------------------------ words
+# ------------------------------------------------------------------ error texts
 
-CARDS = [
-    MeshCard(rank, f"pc{rank // 2}", f"key{rank // 2}", 100 + rank, 0, 0, "", 0, "") for rank in range(4)
+ENDPOINTS = [
+    PeerEndpoint(
+        rank=rank,
+        host=f"pc{rank // 2}",
+        host_key=f"key{rank // 2}",
+        pid=100 + rank,
+        start_ticks=0,
+        thread_ident=0,
+        address="",
+        port=0,
+        token="",
+    )
+    for rank in range(4)
 ]
-AT = Heartbeat(1, 1, 20, "backward", "", 3)
+STATE = Heartbeat(1, 1, step=20, phase="backward", bucket=3)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "notices", "text"),
+    ("failure", "notices", "text"),
     [
         (
             Attribution("raised", 1),
@@ -251,11 +262,11 @@ AT = Heartbeat(1, 1, 20, "backward", "", 3)
         (
             Attribution("gone", 1, others=(2, 3)),
             [FailureNotice("gone", 1, 0, code=-9)],
-            "(process 101, in backward, bucket 3) was ended by SIGKILL (the kernel does so where memory runs out); "
-            "so with ranks 2–3",
+            "(process 101, in backward, bucket 3) was ended by SIGKILL (the kernel does this when memory runs out); "
+            "likewise ranks 2–3",
         ),
         (Attribution("gone", 1), [FailureNotice("gone", 1, 0, code=3)], "ended with exit code 3"),
-        (Attribution("gone", 1), [], "ended; nobody can tell how"),
+        (Attribution("gone", 1), [], "ended; its exit code is unknown"),
         (
             Attribution("stopped", 1, 3.0, waiting=0),
             [],
@@ -271,44 +282,48 @@ AT = Heartbeat(1, 1, 20, "backward", "", 3)
             [FailureNotice("stack", 1, 1, text="old"), FailureNotice("stack", 1, 1, text="new")],
             "| new",
         ),
-        (Attribution("stalled", 1, 61), [], "has stood still for 1 min 1 s, while others waits for it"),
+        (Attribution("stalled", 1, 61), [], "has stood still for 1 min 1 s, while others wait for it"),
         (
             Attribution("finished", 1, 61, waiting=2),
             [FailureNotice("done", 1, 1, step=9, phase="outside")],
-            "[rank 1, step 9] rank 1 on host pc0 (process 101, in its own code) has left its loop, and rank 2 has",
+            "[rank 1, step 9] rank 1 on host pc0 (process 101, in its own code) has left its loop; rank 2 waited "
+            "1 min 1 s for it",
         ),
         (
             Attribution("elsewhere", 1, 61, waiting=2),
             [],
-            "has waited for something else than rank 2 for 1 min 1 s",
+            "has waited 1 min 1 s for something else than rank 2",
         ),
         (
             Attribution("cut off", None, 12.0, (0, 1)),
             [],
-            "this host (pc0) has heard from none of the 1 others for 12 s",
+            "this host (pc0) has received nothing from any of the 1 others for 12 s",
         ),
     ],
 )
-def test_what_a_verdict_says(verdict, notices, text):
-    seen = [RankObservation(card.rank, card.host, AT if card.rank == 1 else None) for card in CARDS]
-    error = error_of(verdict, CARDS, seen, notices)
+def test_error_text_of_each_kind_of_failure(failure, notices, text):
+    observations = [
+        RankObservation(endpoint.rank, endpoint.host, STATE if endpoint.rank == 1 else None)
+        for endpoint in ENDPOINTS
+    ]
+    error = peer_failed(failure, ENDPOINTS, observations, notices)
     assert text in str(error)
-    assert error.kind == verdict.kind
+    assert error.kind == failure.kind
     assert error.host == "pc0"
     assert "→" in str(error)
 
 
-def test_a_step_that_others_have_reached_was_reached_by_the_rank_too():
-    rows = [Heartbeat(0, 1, 22, "exchange", "", 0, True), AT]
-    seen = [RankObservation(0, "pc0", rows[0]), RankObservation(1, "pc0", rows[1])]
-    error = error_of(Attribution("gone", 1), CARDS[:2], seen, [])
+def test_a_step_that_other_ranks_reached_counts_for_a_silent_rank():
+    heartbeats = [Heartbeat(0, 1, step=22, phase="exchange", bucket=0, waiting=True), STATE]
+    observations = [RankObservation(0, "pc0", heartbeats[0]), RankObservation(1, "pc0", heartbeats[1])]
+    error = peer_failed(Attribution("gone", 1), ENDPOINTS[:2], observations, [])
     assert (error.step, error.phase, error.bucket) == (22, "", -1)
 
 
 # ------------------------------------------------------------------ freeing
 
 
-def test_a_thread_that_runs_python_is_raised_into():
+def test_an_error_is_raised_in_a_thread_that_runs_python():
     caught, ready = [], threading.Event()
 
     def work():
@@ -322,14 +337,16 @@ def test_a_thread_that_runs_python_is_raised_into():
     thread = threading.Thread(target=work)
     thread.start()
     ready.wait()
-    abort_collectives.raise_in(thread.ident, PeerFailed("rank 1 is gone", rank=1, kind="gone", host="pc1"))
+    abort_collectives.raise_in_thread(
+        thread.ident, PeerFailed("rank 1 is gone", rank=1, kind="gone", host="pc1")
+    )
     thread.join(20)
     assert (caught[0].rank, caught[0].kind, caught[0].host) == (1, "gone", "pc1")
     assert str(caught[0]) == "[rank 1] rank 1 is gone"
     assert type(caught[0]).__name__ == "PeerFailed"
 
 
-def test_a_process_that_can_not_be_freed_says_why_and_ends():
+def test_a_process_that_can_not_be_freed_prints_the_reason_and_ends():
     line = (
         "from paceline.health.abort_collectives import end_process; from paceline.errors import PeerFailed\n"
     )
@@ -340,17 +357,17 @@ def test_a_process_that_can_not_be_freed_says_why_and_ends():
     assert "most recent call first" in ended.stderr
 
 
-def test_connections_that_an_epoll_looks_after_are_found_but_for_own_ones_and_the_store():
+def test_connections_watched_by_epoll_are_found_except_own_ones_and_the_store():
     with socket.create_server((LOOPBACK, 0)) as server, select.epoll() as epoll:
         one, other = (socket.create_connection(server.getsockname()) for _ in range(2))
         for each in (one, other, server):
             epoll.register(each, select.EPOLLIN)
-        found = set(abort_collectives.sockets_of_gloo())
+        found = set(abort_collectives.gloo_sockets())
         assert {one.fileno(), other.fileno()} <= found
         assert server.fileno() not in found
-        assert one.fileno() not in set(abort_collectives.sockets_of_gloo([one.fileno()]))
+        assert one.fileno() not in set(abort_collectives.gloo_sockets([one.fileno()]))
         assert {one.fileno(), other.fileno()}.isdisjoint(
-            abort_collectives.sockets_of_gloo((), server.getsockname()[1])
+            abort_collectives.gloo_sockets((), server.getsockname()[1])
         )
         one.close()
         other.close()
@@ -362,24 +379,24 @@ def test_connections_that_an_epoll_looks_after_are_found_but_for_own_ones_and_th
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stall": 0}, "stall=0 is no time"),
+        ({"stall": 0}, "stall=0 is not a valid time"),
         ({"lost": -1.0}, "lost=-1.0"),
         ({"warn": float("inf")}, "warn=inf"),
         ({"grace": "long"}, "grace='long'"),
         ({"on_stall": "tel"}, "did you mean 'tell'"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         paceline.Watchdog(**options)
 
 
 def test_in_a_world_of_one_nothing_is_watched():
     threads, hooks = threading.active_count(), (sys.excepthook, threading.excepthook)
-    watch = paceline.Watchdog()
-    assert watch.slowest() is None
+    watchdog = paceline.Watchdog()
+    assert watchdog.slowest() is None
     assert (threading.active_count(), sys.excepthook, threading.excepthook) == (threads, *hooks)
-    with pytest.raises(ZeroDivisionError), watch:
+    with pytest.raises(ZeroDivisionError), watchdog:
         _ = 1 / 0
-    watch.close()
-    watch.close()
+    watchdog.close()
+    watchdog.close()

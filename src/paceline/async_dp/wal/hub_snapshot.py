@@ -53,7 +53,7 @@ def write_snapshot(path: Path, snapshot: HubSnapshot, tensors: Mapping[str, Tens
     """
     import torch
 
-    from paceline.checkpoint.format.safetensors_writer import dtype_name, write_file
+    from paceline.checkpoint.format.tensor_files import dtype_name, write_safetensors
 
     facts = text_of(snapshot.facts, "facts of a snapshot")
     for label, tensor in tensors.items():
@@ -66,7 +66,7 @@ def write_snapshot(path: Path, snapshot: HubSnapshot, tensors: Mapping[str, Tens
     about = {name: value for name, value in vars(snapshot).items() if name != "facts"} | {"format": _FORMAT}
     metadata = {"format": "pt", "paceline": json.dumps(about), "facts": facts}
     metadata["xxh3"] = _sum_of(metadata, whole)
-    write_atomic(path, lambda beside: write_file(beside, whole, metadata))
+    write_atomic(path, lambda beside: write_safetensors(beside, whole, metadata))
 
 
 def read_snapshot(path: Path) -> tuple[HubSnapshot, dict[str, Tensor]]:
@@ -102,7 +102,7 @@ def _sum_of(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     """Return a checksum of all that a snapshot means; the tensors are on the CPU and contiguous."""
     import torch
 
-    from paceline.checkpoint.format.safetensors_writer import dtype_name
+    from paceline.checkpoint.format.tensor_files import dtype_name
 
     summed = xxh3_64(json.dumps([metadata, len(tensors)], sort_keys=True).encode())
     for label in sorted(tensors):

@@ -1,13 +1,12 @@
-"""The page of a checkpoint that says what belongs to it, read without torch.
+"""Manifest of a checkpoint: the files that belong to it and the state of each rank; read without torch.
 
     step-00000200/
-        manifest.json            this page
-        manifest.json.xxh128     its checksum, as ``xxhsum -H2`` prints it
-        model.safetensors        the weights; of a large model a part from each rank, as Hugging Face names them
-        state-rank<k>.safetensors  the tensors of rank k's part of everything else
+        manifest.json              the manifest
+        manifest.json.xxh128       its checksum, as ``xxhsum -H2`` prints it
+        model.safetensors          weights; of a large model a part from each rank, named as Hugging Face does
+        state-rank<k>.safetensors  tensors of rank k's part of everything else
 
-Nothing is believed: the page counts only if its checksum fits, and whatever it says about files is checked against
-their sizes and checksums before a byte of them is used.
+A manifest counts only if its checksum matches; sizes and checksums of files are compared with it before use.
 """
 
 from __future__ import annotations
@@ -17,17 +16,27 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from xxhash import xxh3_128_hexdigest
 
+from paceline._core.json_codec import Meta, Whole, decode
 from paceline.errors import DamagedCheckpoint, UsageError
 
-__all__ = ["FORMAT", "MANIFEST", "SUM", "Manifest", "StoredObject", "TensorFile", "nbytes_of", "state_file"]
+__all__ = [
+    "CHECKSUM",
+    "FORMAT",
+    "MANIFEST",
+    "Manifest",
+    "StoredTensor",
+    "StoredWeights",
+    "TensorFile",
+    "state_file",
+]
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-SUM = "manifest.json.xxh128"
+CHECKSUM = "manifest.json.xxh128"
 
 _ITEM_NBYTES = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
@@ -37,85 +46,94 @@ _ITEM_NBYTES = {
 
 
 def state_file(rank: int) -> str:
-    """Return the name of the file with the tensors of `rank`'s part of everything that is no weight."""
+    """Return the name of the file with a rank's tensors that are not weights."""
     return f"state-rank{rank}.safetensors"
 
 
-def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor.
-
-    Raises:
-        ValueError: a dtype that no checkpoint holds.
-    """
-    if dtype not in _ITEM_NBYTES:
-        raise ValueError(f"dtype {dtype!r}")
-    return _ITEM_NBYTES[dtype] * math.prod(shape)
-
-
 @dataclass(frozen=True)
-class StoredObject:
-    """A tensor in a file: the bytes start … stop - 1 of the whole file, and their xxh3 checksum (64 bits, hex)."""
+class StoredTensor:
+    """A tensor in a file: bytes start … stop - 1 of the file, and their xxh3 checksum (64 bits, hex)."""
 
     dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
+    shape: Sequence[Whole]
+    start: Whole
+    stop: Whole
     checksum: str
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file of tensors: its header, then the tensors, side by side to its end."""
+    """A file of tensors: its header, then the tensors without gaps.
 
-    nbytes: int
-    header_nbytes: int
+    Raises:
+        ValueError: sizes and offsets contradict each other.
+    """
+
+    nbytes: Whole
+    header_nbytes: Whole
     header_checksum: str
-    tensors: Mapping[str, StoredObject]
+    tensors: Mapping[str, StoredTensor]
 
-    @classmethod
-    def of(cls, plain: Any) -> TensorFile:
-        """Return the file that `plain` tells of.
-
-        Raises:
-            KeyError, TypeError, ValueError: it tells of no file that could be.
-        """
-        header = _whole(plain["header_nbytes"])
-        at, tensors = header, {}
-        for label, told in plain["tensors"].items():
-            shape = tuple(_whole(each) for each in told["shape"])
-            start, stop = _whole(told["start"]), _whole(told["stop"])
-            if start != at or stop - start != nbytes_of(told["dtype"], shape):
-                raise ValueError(f"tensor {label!r} at {start} to {stop}")
-            tensors[label] = StoredObject(told["dtype"], shape, start, stop, _text(told["checksum"]))
-            at = stop
-        if _whole(plain["nbytes"]) != at:
-            raise ValueError(f"{plain['nbytes']} bytes, where {at} are told of")
-        return cls(at, header, _text(plain["header_checksum"]), tensors)
+    def __post_init__(self) -> None:
+        offset = self.header_nbytes
+        for label, tensor in self.tensors.items():
+            if tensor.dtype not in _ITEM_NBYTES:
+                raise ValueError(f"dtype {tensor.dtype!r} of tensor {label!r}")
+            stop = offset + _ITEM_NBYTES[tensor.dtype] * math.prod(tensor.shape)
+            if (tensor.start, tensor.stop) != (offset, stop):
+                raise ValueError(
+                    f"tensor {label!r} at {tensor.start} to {tensor.stop}, not {offset} to {stop}"
+                )
+            offset = stop
+        if self.nbytes != offset:
+            raise ValueError(f"{self.nbytes} bytes, where the tensors end at {offset}")
 
 
 @dataclass(frozen=True)
+class StoredWeights:
+    """Weights of a model: the files with them, and the stored names of weights that have further names."""
+
+    files: Sequence[str]
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What belongs to a checkpoint.
+    """Contents of a checkpoint.
 
     Attributes:
-        step: optimizer steps so far.
-        facts: what the program wanted to be remembered.
-        files: every file of tensors by name.
-        weights: per model, the files that its weights are in, and further names of weights that have several.
-        states: of each rank, everything else, as `tree.pack` returns it.
-        written: when (ISO 8601), and by which versions.
+        step: number of optimizer steps.
+        facts: the program's own values.
+        files: all files of tensors by name.
+        weights: per model.
+        states: per rank, everything else, as `state_tree.pack` returns it.
+        written: time (ISO 8601) and versions.
+
+    Raises:
+        ValueError: a file lies outside the folder, or a weight in no file.
     """
 
-    step: int
+    step: Whole
     facts: Mapping[str, Any]
     files: Mapping[str, TensorFile]
-    weights: Mapping[str, Mapping[str, Any]]
-    states: Sequence[Any]
-    written: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, StoredWeights]
+    states: Annotated[Sequence[Any], Meta(min_length=1)]
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if "/" in name or "\0" in name or not name.endswith(".safetensors"):
+                raise ValueError(f"file name {name!r:.60}")
+        for weights in self.weights.values():
+            if missing := set(weights.files) - self.files.keys():
+                raise ValueError(f"file {min(missing)!r:.60} is missing")
+            stored = {label for name in weights.files for label in self.files[name].tensors}
+            if missing := set(weights.aliases.values()) - stored:
+                raise ValueError(f"weight {min(missing)!r:.60} is in no file")
 
     @property
     def ranks(self) -> int:
-        """How many ranks wrote it."""
+        """Number of ranks that wrote it."""
         return len(self.states)
 
     @property
@@ -123,95 +141,67 @@ class Manifest:
         """Bytes of all tensors with their headers."""
         return sum(file.nbytes for file in self.files.values())
 
-    # ------------------------------------------------------------------ to the disk
+    def weight_locations(self, model: str) -> dict[str, tuple[str, str]]:
+        """Return (file, label) of every weight of a model, under all its names."""
+        weights = self.weights[model]
+        found = {label: (file, label) for file in weights.files for label in self.files[file].tensors}
+        return found | {alias: found[label] for alias, label in weights.aliases.items()}
 
-    def text(self) -> bytes:
-        """Return the page."""
-        plain = {"format": FORMAT, **asdict(self)}
-        return json.dumps(plain, indent=1, allow_nan=False).encode() + b"\n"
+    # ------------------------------------------------------------------ on disk
+
+    def to_json(self) -> bytes:
+        """Return the text of the manifest."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, allow_nan=False).encode() + b"\n"
 
     @staticmethod
-    def sum_of(text: bytes) -> bytes:
-        """Return the line that goes with the page."""
+    def checksum_line(text: bytes) -> bytes:
+        """Return the content of the checksum file."""
         return f"{xxh3_128_hexdigest(text)}  {MANIFEST}\n".encode()
-
-    # ------------------------------------------------------------------ from the disk
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of the checkpoint in `folder`, once its checksum fits.
+        """Return the manifest of the checkpoint in `folder`, once its checksum matches.
 
         Raises:
-            DamagedCheckpoint: it is not there, not whole, or says what can't be.
-            UsageError: it is of a newer format.
+            DamagedCheckpoint: it is missing, incomplete or invalid.
+            UsageError: its format is newer.
         """
         try:
-            text, told = (folder / MANIFEST).read_bytes(), (folder / SUM).read_bytes()
+            text, line = (folder / MANIFEST).read_bytes(), (folder / CHECKSUM).read_bytes()
         except FileNotFoundError as error:
             raise DamagedCheckpoint(f"{Path(error.filename).name} is missing") from None
         except OSError as error:
             raise DamagedCheckpoint(f"{MANIFEST} can't be read: {error.strerror}") from error
-        if cls.sum_of(text) != told:
-            raise DamagedCheckpoint(f"{MANIFEST} and its checksum do not fit")
-        return cls.of(text)
+        if cls.checksum_line(text) != line:
+            raise DamagedCheckpoint(f"{MANIFEST} does not match its checksum")
+        return cls.from_json(text)
 
     @classmethod
-    def of(cls, text: bytes) -> Manifest:
-        """Return the manifest that `text` is.
+    def from_json(cls, text: bytes) -> Manifest:
+        """Return the manifest with this text.
 
         Raises:
-            DamagedCheckpoint: it says what can't be.
-            UsageError: it is of a newer format.
+            DamagedCheckpoint: it is invalid.
+            UsageError: its format is newer.
         """
         try:
-            plain = json.loads(text, parse_constant=_refuse)
-            number = _whole(plain["format"])
-            if number > FORMAT:
-                raise UsageError(
-                    f"a checkpoint of format {number}; this version of Paceline reads up to {FORMAT}",
-                    remedy="update Paceline, or name another folder to start anew",
-                )
-            return cls._of(plain)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            if isinstance(error, UsageError):
-                raise
-            raise DamagedCheckpoint(f"{MANIFEST} makes no sense: {error!r:.200}") from error
-
-    @classmethod
-    def _of(cls, plain: Any) -> Manifest:
-        files = {_plain_name(name): TensorFile.of(told) for name, told in plain["files"].items()}
-        weights = {}
-        for model, told in plain["weights"].items():
-            parts = [_text(name) for name in told["files"]]
-            known = {label for name in parts for label in files[name].tensors}
-            aliases = {name: _text(label) for name, label in told["aliases"].items()}
-            if missing := set(aliases.values()) - known:
-                raise ValueError(f"weight {min(missing)!r} is in no file")
-            weights[model] = {"files": parts, "aliases": aliases}
-        states = plain["states"]
-        if not isinstance(states, list) or not states or not isinstance(plain["facts"], dict):
-            raise TypeError("states or facts")
-        return cls(_whole(plain["step"]), plain["facts"], files, weights, states, dict(plain["written"]))
+            plain = json.loads(text, parse_constant=_reject_constant)
+            number = decode(plain, _Head, MANIFEST).format
+            if number <= FORMAT:
+                return decode(plain, cls, MANIFEST)
+        except (ValueError, RecursionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise DamagedCheckpoint(f"{MANIFEST} is invalid: {reason:.200}") from error
+        raise UsageError(
+            f"a checkpoint of format {number}; this version of Paceline reads up to {FORMAT}",
+            remedy="update Paceline, or name another folder to start anew",
+        )
 
 
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+@dataclass(frozen=True)
+class _Head:
+    format: Whole
 
 
-def _whole(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r:.40} where a whole number is due")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.40} where a text is due")
-    return value
-
-
-def _plain_name(name: str) -> str:
-    """Return the name of a file, once it can't lead out of the folder."""
-    if "/" in name or "\0" in name or not name.endswith(".safetensors"):
-        raise ValueError(f"file {name!r:.60}")
-    return name
+def _reject_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,58 +1,41 @@
-"""Shares of the data as whole parts, and the order in which they take turns.
+"""Shares of the data in integer parts, and the order in which ranks take turns.
 
-[Note: turns by share] Rank i of share qᵢ/D gets qᵢ of every D blocks. Its block j (counted from 0) may not
-come before qᵢ·n/D has passed j and must have come when qᵢ·n/D reaches j + 1. An order that keeps all these
-windows exists for any shares, and taking the earliest deadline among what may come finds it (unit jobs;
-Tijdeman, "The chairman assignment problem", 1980; Steiner and Yeomans, Management Science 1993). So at every
-prefix every rank has its share rounded down or up, never a whole block off. The order repeats every D blocks:
-one period is stored, whatever the number of blocks.
-
-Shares learnt from how fast each rank is.
-
-A step of a synchronous training lasts as long as its slowest rank, so it is shortest where every rank's batch
-takes the same time: shares in proportion to samples per second. A rank's speed is the median over its steps of
-samples / seconds without waiting, so that one step with a hiccup (a checkpoint, an evaluation) counts little.
+[Note: turns by share] Rank i with share qᵢ/D gets qᵢ of every D blocks. Its block j (counted from 0) may not be
+assigned before qᵢ·n/D exceeds j, and must be when qᵢ·n/D reaches j + 1. A schedule that keeps all these windows exists
+for any shares, and earliest deadline first finds it (unit jobs; Tijdeman, "The chairman assignment problem", 1980;
+Steiner and Yeomans, Management Science 1993). So at every prefix every rank has its share rounded down or up, and is
+never a whole block off. The order repeats every D blocks: one period is stored, whatever the number of blocks.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
-from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
+from paceline._core.format import plural
+from paceline.data.sampling.shuffle import Indices
 from paceline.errors import UsageError
 
-__all__ = [
-    "FINEST",
-    "RankShares",
-    "ThroughputEstimate",
-    "TurnOrder",
-    "blended",
-    "largest_change",
-    "shares_of",
-]
+__all__ = ["MAX_PARTS", "RankShares", "TurnOrder", "by_largest_remainder"]
 
-FINEST = 1 << 16
-"""Most parts: shares that are no fractions of at most so many parts are rounded to them."""
+MAX_PARTS = 1 << 16
+"""Most parts in all: shares that are not multiples of 1/65536 or larger fractions are rounded."""
 
-
-SUM_TOLERANCE = 1e-6
+_SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class RankShares:
-    """How much of the data each rank gets, in whole parts.
+    """Shares of the ranks, in integer parts.
 
     Attributes:
-        parts: per rank; their sum makes up the whole.
+        parts: per rank, of their sum.
 
     Raises:
         UsageError: no parts, a negative one, or more in all than 65,536 and than there are ranks.
@@ -65,84 +48,85 @@ class RankShares:
     parts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if min(self.parts, default=0) < 0 or not 0 < self.whole <= max(FINEST, self.ranks):
+        if min(self.parts, default=0) < 0 or not 0 < self.whole <= max(MAX_PARTS, self.ranks):
             raise UsageError(
-                f"shares in parts of {_told(self.parts)}",
-                remedy=f"each is 0 or more, and all together are 1 to {FINEST}",
+                f"shares in parts of {_first_values(self.parts)}",
+                remedy=f"each is 0 or more, and their sum 1 to {MAX_PARTS}",
             )
 
     @classmethod
     def equal(cls, ranks: int) -> RankShares:
-        """Return the same share for each of `ranks`."""
+        """Return equal shares."""
         return cls((1,) * ranks)
 
     @classmethod
     def of(cls, values: Sequence[float] | RankShares | None, ranks: int) -> RankShares:
-        """Return the shares that `values` mean; None: all the same.
+        """Return shares with these `values`.
 
-        Fractions of at most 1000 parts each (.25, 1/3) are taken as they are, where 65,536 parts express all
-        of them; others are rounded to 1/65536.
+        Fractions with a denominator up to 1000 (.25, 1/3) are kept exactly if 65,536 parts can express all of them;
+        otherwise all are rounded to 1/65536.
 
         Args:
-            values: one share a rank, each 0 or more, 1 in all.
-            ranks: how many there must be.
+            values: one share per rank, each 0 or more, with sum 1; None: equal ones.
+            ranks: number of ranks.
 
         Raises:
-            UsageError: too few or too many, a negative one, one that is no number, or a sum that is not 1.
+            UsageError: the number or the sum of the values is wrong, or one is negative or not a number.
         """
         if values is None:
             return cls.equal(ranks)
         if isinstance(values, RankShares):
-            _check_number(len(values.parts), ranks, values.parts)
+            _check_number(values.parts, ranks)
             return values
         try:
             values = [float(value) for value in values]
         except (TypeError, ValueError) as error:
-            raise UsageError(f"shares={values!r}", remedy="pass one number a rank, 1 in all") from error
-        _check_number(len(values), ranks, values)
+            raise UsageError(f"shares={values!r}", remedy="pass one number per rank, with sum 1") from error
+        _check_number(values, ranks)
         for rank, value in enumerate(values):
             if not math.isfinite(value) or value < 0:
                 raise UsageError(
-                    f"share {value} of rank {rank}", remedy="a share is 0 or more, and all together are 1"
+                    f"share {value} of rank {rank}", remedy="a share is 0 or more, and the sum of all is 1"
                 )
         total = math.fsum(values)
-        if abs(total - 1) > SUM_TOLERANCE:
+        if abs(total - 1) > _SUM_TOLERANCE:
             scaled = ", ".join(f"{value / total:.4g}" for value in values) if total > 0 else "0.5, 0.5"
             raise UsageError(
-                f"shares {_told(values)} sum to {total:.6g}, not 1", remedy=f"pass for example {scaled}"
+                f"shares {_first_values(values)} sum to {total:.6g}, not 1",
+                remedy=f"pass for example {scaled}",
             )
         return cls(_parts(values))
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.parts)
 
     @cached_property
     def whole(self) -> int:
-        """Parts of all ranks."""
+        """Sum of the parts."""
         return sum(self.parts)
 
     def __getitem__(self, rank: int) -> float:
         """Return the share of `rank`, between 0 and 1."""
         return self.parts[rank] / self.whole
 
-    def __iter__(self):  # noqa: ANN204 - of floats
+    def __iter__(self) -> Iterator[float]:
         return (part / self.whole for part in self.parts)
 
     def __str__(self) -> str:
         return " ".join(f"{share:.4g}" for share in self)
 
 
-def _check_number(found: int, ranks: int, values: Sequence[float]) -> None:
-    if found != ranks:
+def _check_number(values: Sequence[float], ranks: int) -> None:
+    if len(values) != ranks:
         raise UsageError(
-            f"{found} share{'s' * (found != 1)} ({_told(values)}) for {ranks} rank{'s' * (ranks != 1)}",
-            remedy="pass one share a rank, in rank order",
+            f"{plural(len(values), 'share')} ({_first_values(values)}) for {plural(ranks, 'rank')}",
+            remedy="pass one share per rank, in rank order",
         )
 
 
-def _told(values: Sequence[float]) -> str:
+def _first_values(values: Sequence[float]) -> str:
     shown = ", ".join(f"{value:g}" for value in values[:8])
     return shown + ", …" * (len(values) > 8)
 
@@ -151,13 +135,13 @@ def _parts(values: Sequence[float]) -> tuple[int, ...]:
     fractions = [Fraction(value).limit_denominator(1000) for value in values]
     whole = math.lcm(*(fraction.denominator for fraction in fractions))
     close = all(abs(fraction - value) < 1e-9 for fraction, value in zip(fractions, values, strict=True))
-    if close and whole <= FINEST and sum(fractions) == 1:
+    if close and whole <= MAX_PARTS and sum(fractions) == 1:
         return tuple(int(fraction * whole) for fraction in fractions)
-    return by_largest_remainder(values, FINEST)
+    return by_largest_remainder(values, MAX_PARTS)
 
 
 def by_largest_remainder(values: Sequence[float], whole: int) -> tuple[int, ...]:
-    """Return whole numbers in proportion to `values` that sum to `whole`, each less than 1 off (Hamilton)."""
+    """Return integers in proportion to `values` with sum `whole`, each less than 1 off (Hamilton's method)."""
     total = math.fsum(values)
     exact = [value / total * whole for value in values]
     parts = [math.floor(value) for value in exact]
@@ -169,15 +153,15 @@ def by_largest_remainder(values: Sequence[float], whole: int) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class TurnOrder:
-    """One period of turns by share; see [Note: turns by share].
+    """One period of turns; see [Note: turns by share].
 
     Attributes:
-        owners: whose turn it is, ``[period]``.
-        turns_of_rank: at which places of the period each rank has its turns, ascending.
+        owners: rank of each turn, ``[period]``.
+        turns_of_rank: turns of each rank within the period, ascending.
     """
 
-    owners: NDArray[np.int64]
-    turns_of_rank: tuple[NDArray[np.int64], ...]
+    owners: Indices
+    turns_of_rank: tuple[Indices, ...]
 
     @property
     def period(self) -> int:
@@ -189,22 +173,18 @@ class TurnOrder:
         """Return the turns of `shares`."""
         return _turns(shares.parts)
 
-    def count(self, rank: int, turns: int) -> int:
-        """Return how many of the first `turns` are those of `rank`."""
-        return int(self.counts(rank, np.array(turns)))
-
-    def counts(self, rank: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each of `turns`, how many of the first so many are those of `rank`."""
+    def counts(self, rank: int, turns: Indices) -> Indices:
+        """Return the number of turns of `rank` among the first n, for each n in `turns`."""
         periods, rest = np.divmod(turns, self.period)
         own = self.turns_of_rank[rank]
         return periods * len(own) + np.searchsorted(own, rest)
 
-    def nth(self, rank: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return which turns the `numbers`-th ones of `rank` are, all counted from 0."""
+    def nth(self, rank: int, indices: Indices) -> Indices:
+        """Return the turns of `rank` with these `indices`, counted from 0."""
         own = self.turns_of_rank[rank]
-        if len(own) == 1:  # shares are equal, mostly
-            return numbers * self.period + own
-        periods, rest = np.divmod(numbers, len(own))
+        if len(own) == 1:  # as with equal shares, the usual case
+            return indices * self.period + own
+        periods, rest = np.divmod(indices, len(own))
         return periods * self.period + own[rest]
 
 
@@ -218,97 +198,17 @@ def _turns(parts: tuple[int, ...]) -> TurnOrder:
 
 
 def _earliest_deadline_first(parts: Sequence[int]) -> list[int]:
-    """Return whose turn it is, for one period of the `parts`."""
+    """Return the rank of each turn in one period."""
     whole = sum(parts)
-    waiting = [(0, rank, 0) for rank, part in enumerate(parts) if part]  # (may come from, rank, its number)
-    ready: list[tuple[int, int, int]] = []  # (must have come by, rank, its number)
+    waiting = [(0, rank, 0) for rank, part in enumerate(parts) if part]  # (release time, rank, index)
+    ready: list[tuple[int, int, int]] = []  # (deadline, rank, index)
     owners = []
     for turn in range(whole):
         while waiting and waiting[0][0] <= turn:
-            _, rank, number = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(number + 1) * whole // parts[rank]), rank, number))
-        _, rank, number = heapq.heappop(ready)
+            _, rank, index = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(index + 1) * whole // parts[rank]), rank, index))
+        _, rank, index = heapq.heappop(ready)
         owners.append(rank)
-        if number + 1 < parts[rank]:
-            heapq.heappush(waiting, ((number + 1) * whole // parts[rank], rank, number + 1))
+        if index + 1 < parts[rank]:
+            heapq.heappush(waiting, ((index + 1) * whole // parts[rank], rank, index + 1))
     return owners
-
-
-DAMPING = 0.5
-"""How much of a new measurement counts beside the ones before."""
-
-
-REMEMBERED = 4096
-"""Steps that count for a speed, the latest ones."""
-
-
-LEAST, MOST = 1 / 8, 2.0
-"""A rank's share lies between these multiples of an equal share: it stays measurable, and its batch fits."""
-
-
-WORTH_IT = 0.05
-"""Data are dealt again where some share changes by more than this part of itself."""
-
-
-@dataclass
-class ThroughputEstimate:
-    """What one rank measured of itself since it last told the others."""
-
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-
-    def note(self, samples: int, seconds: float) -> None:
-        """Take note of one step: its samples, and its seconds without waiting."""
-        if samples > 0 and seconds > 0:
-            self.rates.append(samples / seconds)
-
-    def take(self) -> float:
-        """Return samples per second, 0 where nothing was measured, and begin anew."""
-        rate = median(self.rates) if self.rates else 0.0
-        self.rates.clear()
-        return rate
-
-
-def blended(before: Sequence[float] | None, now: Sequence[float]) -> list[float]:
-    """Return speeds that follow new measurements with damping; a rank that measured nothing keeps its own."""
-    if before is None:
-        before = [0.0] * len(now)
-    return [
-        new if not old else old if not new else old + DAMPING * (new - old)
-        for old, new in zip(before, now, strict=True)
-    ]
-
-
-def shares_of(speeds: Sequence[float]) -> RankShares:
-    """Return shares in proportion to `speeds`, within bounds; equal ones while some speed is not known."""
-    ranks = len(speeds)
-    if not all(speed > 0 for speed in speeds):
-        return RankShares.equal(ranks)
-    return RankShares(by_largest_remainder(_within_bounds(speeds), FINEST))
-
-
-def largest_change(before: RankShares, after: RankShares) -> float:
-    """Return by how much the share that changes most does, as a fraction of what it was."""
-    return max(
-        abs(new - old) / old if old else float(new > 0) for old, new in zip(before, after, strict=True)
-    )
-
-
-def _within_bounds(speeds: Sequence[float]) -> list[float]:
-    """Return shares that sum to 1: at a bound, or in proportion to the speeds of those that are at none."""
-    ranks = len(speeds)
-    low, high = LEAST / ranks, MOST / ranks
-    fixed: dict[int, float] = {}
-    while True:
-        free = [rank for rank in range(ranks) if rank not in fixed]
-        left, total = 1 - sum(fixed.values()), sum(speeds[rank] for rank in free)
-        found = {rank: left * speeds[rank] / total for rank in free}
-        excess = sum(max(0.0, share - high) for share in found.values())
-        lack = sum(max(0.0, low - share) for share in found.values())
-        outside = {
-            rank: high if share > high else low
-            for rank, share in found.items()
-            if (share > high and excess >= lack) or (share < low and lack > excess)
-        }
-        if not outside:
-            return [fixed.get(rank, found.get(rank, 0.0)) for rank in range(ranks)]
-        fixed |= outside

@@ -1,13 +1,13 @@
-"""A shuffle that is computed, not listed: a keyed bijection of ``range(size)``, for any size.
+"""A shuffle that is computed instead of stored: a keyed bijection of ``range(size)``, for any size.
 
-A number is split into a row and a column of a table with √size columns. In turn the row is moved on by a
-mixture of the column, and the column by one of the row: a Feistel network over whole numbers. The table is at
-most one row larger than `size`; a number that lands outside is sent through again until it lands inside
-("cycle walking"), which is again a bijection. Source: Black and Rogaway, "Ciphers with arbitrary finite
-domains", CT-RSA 2002. Everything is integer arithmetic modulo 2^64: the same on every platform.
+An index is split into a row and a column of a table with √size columns. In turn the row is shifted by a hash of the
+column, and the column by a hash of the row: a Feistel network over integers. The table is at most one row larger than
+`size`; an index that lands outside is mapped again until it lands inside ("cycle walking"), which is again a
+bijection. Source: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002. Everything is integer
+arithmetic modulo 2^64: the same on every platform.
 
-On a table of few rows and columns such a network reaches only some of the permutations. So rows of up to 4096
-elements are sorted by mixed numbers instead, which takes 64 KB at most.
+On a table of few rows and columns such a network reaches only some of the permutations. So up to 4096 elements are
+sorted by hashes instead, which takes 64 KB at most.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from numpy.typing import NDArray
 from paceline._core.keyed_random import derive_key, keyed_hash
 from paceline.errors import UsageError
 
-__all__ = ["LARGEST", "Shuffle"]
+__all__ = ["MAX_SIZE", "Indices", "Shuffle"]
 
-Numbers = NDArray[np.int64]
+Indices = NDArray[np.int64]
 
-LARGEST = 1 << 60
-"""Most elements that a shuffle permutes."""
+MAX_SIZE = 1 << 60
+MAX_LISTED = 4096
+"""Largest size that is stored as a list."""
 
-LISTED = 4096
-
-ROUNDS = 6
+_ROUNDS = 6
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A permutation of ``range(size)`` that takes no memory.
+    """A permutation of ``range(size)`` in constant memory.
 
     Attributes:
         size: number of elements, 0 … 2^60.
-        key: two keys give two unrelated permutations.
+        key: different keys give unrelated permutations.
 
     Raises:
-        UsageError: a size out of range.
+        UsageError: `size` is out of range.
 
     Example:
         >>> shuffle = Shuffle(10**12, key=7)
@@ -56,24 +55,24 @@ class Shuffle:
     key: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.size <= LARGEST:
-            raise UsageError(f"can't shuffle {self.size} elements", remedy=f"0 to {LARGEST} are possible")
+        if not 0 <= self.size <= MAX_SIZE:
+            raise UsageError(f"can't shuffle {self.size} elements", remedy=f"pass 0 to {MAX_SIZE}")
 
-    def __call__(self, places: Numbers) -> Numbers:
-        """Return what stands at `places` of the shuffled row, each in ``range(size)``."""
-        if self.size <= LISTED:
-            return self._listed[0][places]
-        return self._walk(places, self._there)
+    def __call__(self, positions: Indices) -> Indices:
+        """Return the elements at `positions` of the shuffled order."""
+        if self.size <= MAX_LISTED:
+            return self._listed[0][positions]
+        return self._walk(positions, self._forward)
 
-    def inverse(self, elements: Numbers) -> Numbers:
-        """Return at which place each of `elements` stands."""
-        if self.size <= LISTED:
+    def inverse(self, elements: Indices) -> Indices:
+        """Return the positions of `elements` in the shuffled order."""
+        if self.size <= MAX_LISTED:
             return self._listed[1][elements]
-        return self._walk(elements, self._back)
+        return self._walk(elements, self._backward)
 
     @cached_property
-    def _listed(self) -> tuple[Numbers, Numbers]:
-        """What stands at each place, and where each element stands."""
+    def _listed(self) -> tuple[Indices, Indices]:
+        """The element at each position, and the position of each element."""
         order = np.argsort(
             keyed_hash(np.arange(self.size, dtype=np.uint64), derive_key(self.key)), kind="stable"
         )
@@ -81,54 +80,54 @@ class Shuffle:
 
     @cached_property
     def _table(self) -> tuple[np.uint64, np.uint64]:
-        """(rows, columns): both below 2^31, and one row less would be too small."""
+        """(rows, columns): both below 2^31; with one row less the table would be too small."""
         columns = math.isqrt(max(self.size, 1) - 1) + 1
         return np.uint64(-(-self.size // columns)), np.uint64(columns)
 
     @cached_property
     def _keys(self) -> list[int]:
-        return [derive_key(self.key, number) for number in range(ROUNDS)]
+        return [derive_key(self.key, number) for number in range(_ROUNDS)]
 
-    def _walk(self, numbers: Numbers, once: Callable[[NDArray[np.uint64]], NDArray[np.uint64]]) -> Numbers:
-        found = once(numbers.view(np.uint64))
+    def _walk(self, indices: Indices, step: Callable[[NDArray[np.uint64]], NDArray[np.uint64]]) -> Indices:
+        found = step(indices.view(np.uint64))
         outside = np.flatnonzero(found >= self.size)
         while len(outside):
-            again = once(found[outside])
+            again = step(found[outside])
             found[outside] = again
             outside = outside[again >= self.size]
         return found.view(np.int64)
 
-    def _there(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _forward(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows, columns = self._table
-        row, column = np.divmod(numbers, columns)
+        row, column = np.divmod(indices, columns)
         for number, key in enumerate(self._keys):
             if number % 2:
-                column = _moved(column, _below(columns, row, key), columns)
+                column = _add_modulo(column, _hash_below(columns, row, key), columns)
             else:
-                row = _moved(row, _below(rows, column, key), rows)
+                row = _add_modulo(row, _hash_below(rows, column, key), rows)
         row *= columns
         row += column
         return row
 
-    def _back(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    def _backward(self, indices: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows, columns = self._table
-        row, column = np.divmod(numbers, columns)
+        row, column = np.divmod(indices, columns)
         for number, key in reversed(list(enumerate(self._keys))):
             if number % 2:
-                column = _moved(column, columns - _below(columns, row, key), columns)
+                column = _add_modulo(column, columns - _hash_below(columns, row, key), columns)
             else:
-                row = _moved(row, rows - _below(rows, column, key), rows)
+                row = _add_modulo(row, rows - _hash_below(rows, column, key), rows)
         row *= columns
         row += column
         return row
 
 
-def _below(limit: np.uint64, numbers: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return a mixture of each of `numbers` in ``range(limit)``; `limit` is below 2^31.
+def _hash_below(limit: np.uint64, values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Return a hash of each of `values` in ``range(limit)``; `limit` is below 2^31.
 
-    Two multiplications and a shift between them: weaker than `keyed_hash`, but every number passes several rounds.
+    Two multiplications and a shift between them: weaker than `keyed_hash`, but every index passes several rounds.
     """
-    z = numbers + np.uint64(key)
+    z = values + np.uint64(key)
     z *= np.uint64(0x9E3779B97F4A7C15)
     z ^= z >> np.uint64(32)
     z *= np.uint64(0xD6E8FEB86659FD93)
@@ -138,10 +137,12 @@ def _below(limit: np.uint64, numbers: NDArray[np.uint64], key: int) -> NDArray[n
     return z
 
 
-def _moved(numbers: NDArray[np.uint64], by: NDArray[np.uint64], limit: np.uint64) -> NDArray[np.uint64]:
-    """Return the sum of `numbers`, each below the `limit`, and `by`, each at most it, modulo it; overwrites `by`.
+def _add_modulo(
+    values: NDArray[np.uint64], shift: NDArray[np.uint64], limit: np.uint64
+) -> NDArray[np.uint64]:
+    """Return values + shift modulo `limit`, where values < limit and shift ≤ limit; overwrites `shift`.
 
-    To take the limit off a sum that is below it gives a very large number, so the smaller of both is right.
+    Subtracting the limit from a smaller sum wraps to a very large number, so the smaller of both is right.
     """
-    by += numbers
-    return np.minimum(by, by - limit, out=by)
+    shift += values
+    return np.minimum(shift, shift - limit, out=shift)

@@ -1,14 +1,14 @@
-"""Which of its samples a rank takes in which step, under each policy for unequal amounts.
+"""Batches of each rank in each step, under the policies for uneven data.
 
-Every rank has its own number of samples, and a step is synchronous: all ranks take part in it, or it hangs.
-The policies differ in how many steps there are, and in what a rank does that has fewer or more batches:
+Every rank has its own number of samples, and all ranks take part in every step. The policies differ in the number of
+steps, and in what ranks with fewer or more batches do:
 
-    join       as many as the longest rank needs; a rank that ran dry takes part with 0 samples: exact
-    rebalance  as many as the whole data need; each rank's batches are as large as its amount asks: exact
-    truncate   as many as the shortest rank has; what the others have left is dropped
+    join       until the last rank runs out; ranks that ran out take part with 0 samples: exact
+    rebalance  the fewest steps for all data; batch sizes in proportion to each rank's samples: exact
+    truncate   until the first rank runs out; remaining samples of the others are dropped
     drop       the same, counting full batches only
-    pad        as many as the longest rank needs; a rank that ran dry repeats its own samples from the first
-    error      refuses unequal numbers of batches
+    pad        until the last rank runs out; ranks that ran out repeat their own samples from the first
+    error      raises if the numbers of batches differ
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from paceline._core.format import plural
 from paceline.errors import UnevenData, UsageError, unknown
 
-__all__ = ["EXACT", "RankPortions", "UnevenPolicy", "check_cut"]
+__all__ = ["EXACT", "RankPortions", "UnevenPolicy", "check_batching", "list_or_range"]
 
 UnevenPolicy = Literal["join", "rebalance", "truncate", "pad", "drop", "error"]
 
 EXACT: tuple[UnevenPolicy, ...] = ("join", "rebalance", "error")
-"""Policies under which every sample is used exactly once."""
+"""Policies that use every sample exactly once."""
 
 
 @dataclass(frozen=True)
 class RankPortions:
-    """The batches of all ranks in one epoch.
+    """The batches of all ranks in an epoch.
 
     Attributes:
         counts: samples of each rank.
-        batch_size: samples of a full batch; with ``"rebalance"`` the mean over ranks.
-        policy: what happens where the numbers of batches differ.
+        batch_size: samples per full batch; with ``"rebalance"`` the mean over ranks.
+        policy: for uneven data.
 
     Raises:
-        UsageError: an unknown policy, a batch size below 1, no samples at all, or a rank that has none to
+        UsageError: the policy is unknown, the batch size is below 1, there are no samples, or a rank has none to
             repeat (``"pad"``).
-        UnevenData: the policy is ``"error"`` and ranks have unequal numbers of batches.
+        UnevenData: the policy is ``"error"`` and ranks have different numbers of batches.
 
     Example:
         >>> join = RankPortions((10, 4), batch_size=4, policy="join")
@@ -53,7 +54,7 @@ class RankPortions:
     policy: UnevenPolicy = "join"
 
     def __post_init__(self) -> None:
-        check_cut(self.batch_size, self.policy)
+        check_batching(self.batch_size, self.policy)
         if not any(self.counts):
             raise UsageError("there are no samples", remedy="pass data with at least one sample")
         if self.policy == "pad" and not all(self.counts):
@@ -64,7 +65,7 @@ class RankPortions:
             )
         if self.policy == "error" and len(set(self.batches)) > 1:
             raise UnevenData(
-                f"ranks have unequal numbers of batches: {tell(self.batches)} of up to {self.batch_size}",
+                f"ranks have unequal numbers of batches: {list_or_range(self.batches)} of up to {self.batch_size}",
                 remedy="use uneven='join' or 'rebalance' (every sample once), or 'truncate', 'drop' or 'pad'",
             )
         if not self.steps:
@@ -78,12 +79,12 @@ class RankPortions:
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """Batches that each rank's samples make, the last of them maybe short."""
+        """Batches of each rank, including a short last one."""
         return tuple(-(-count // self.batch_size) for count in self.counts)
 
     @cached_property
     def full_batches(self) -> tuple[int, ...]:
-        """Full batches that each rank's samples make."""
+        """Full batches of each rank."""
         return tuple(count // self.batch_size for count in self.counts)
 
     @cached_property
@@ -98,34 +99,34 @@ class RankPortions:
         return max(self.batches)
 
     @cached_property
-    def _most(self) -> int:
+    def _largest(self) -> int:
         return max(self.counts)
 
     def bounds(self, rank: int, step: int) -> tuple[int, int]:
-        """Return (first, end) of the samples that `rank` takes in `step`, numbered within the rank's own.
+        """Return (first, end) of the samples of `rank` in `step`, as indices of its own samples.
 
-        With ``"pad"``, numbers from ``counts[rank]`` on mean the rank's samples from the first again.
+        With ``"pad"``, indices from ``counts[rank]`` on repeat the rank's samples from the first.
         """
         first, end = self.edges(rank, step, step + 1)
         return first, end
 
     def edges(self, rank: int, step: int, last: int) -> list[int]:
-        """Return how many samples `rank` has taken before each of the steps from `step` to `last`."""
+        """Return the number of samples of `rank` before each of the steps from `step` to `last`."""
         count, steps = self.counts[rank], range(step, last + 1)
         if self.policy == "rebalance":
             return [count * each // self.steps for each in steps]
-        there, size = self._most if self.policy == "pad" else count, self.batch_size
-        return [min(each * size, there) for each in steps]
+        available, size = self._largest if self.policy == "pad" else count, self.batch_size
+        return [min(each * size, available) for each in steps]
 
     def size(self, rank: int, step: int) -> int:
-        """Return how many samples `rank` has in `step`; 0 where it ran dry."""
+        """Return the number of samples of `rank` in `step`; 0 after it ran out."""
         first, end = self.bounds(rank, step)
         return end - first
 
-    # ------------------------------------------------------------------ what that does to the data
+    # ------------------------------------------------------------------ effect on the data
 
     def taken(self, rank: int, steps: int) -> int:
-        """Return how many different samples of its own `rank` has seen after `steps` steps."""
+        """Return how many different samples of its own `rank` has used after `steps` steps."""
         return min(self.bounds(rank, steps - 1)[1], self.counts[rank]) if steps else 0
 
     @property
@@ -140,73 +141,48 @@ class RankPortions:
 
     @property
     def repeated(self) -> int:
-        """Samples that the epoch uses a second time or more, counted each time."""
+        """Number of repeated samples, counted each time."""
         if self.policy != "pad":
             return 0
-        return sum(self._most - count for count in self.counts)
+        return sum(self._largest - count for count in self.counts)
 
     @property
     def empty(self) -> int:
-        """Batches, of all ranks, that have no sample."""
+        """Batches without samples, of all ranks."""
         if self.policy == "rebalance":
             return sum(max(0, self.steps - count) for count in self.counts)
         if self.policy == "pad":
             return 0
         return sum(max(0, self.steps - batches) for batches in self.batches)
 
-    def tell(self) -> str:
-        """Return one sentence: what the policy does to these data."""
-        return f"{self.steps} step{'s' * (self.steps != 1)} on every rank; " + _SENTENCES[self.policy](self)
+    def describe(self) -> str:
+        """Return one sentence on the effect of the policy on this data."""
+        return f"{plural(self.steps, 'step')} on every rank; {self._effect()}"
+
+    def _effect(self) -> str:
+        once, total = "every sample is used once", sum(self.counts)
+        if self.policy == "rebalance":
+            sizes = [-(-count // self.steps) for count in self.counts]
+            return f"{once}, in batches of up to {list_or_range(sizes)}"
+        if lost := self.dropped or self.repeated:
+            verb = "never used" if self.dropped else "used again"
+            return f"{lost} of {total} samples ({lost / total:.1%}) are {verb}"
+        if self.policy in EXACT and self.empty:
+            empty = f"{self.empty} of {self.steps * len(self.counts)} batches are empty"
+            return f"{once}; ranks that run out of data take part without ({empty})"
+        return once
 
 
-def check_cut(batch_size: int, policy: str) -> None:
-    """Raise a `UsageError` for an unknown policy, or a batch size below 1."""
+def check_batching(batch_size: int, policy: str) -> None:
+    """Raise a `UsageError` if the policy is unknown or the batch size below 1."""
     if policy not in get_args(UnevenPolicy):
         raise unknown("policy for uneven data", policy, get_args(UnevenPolicy))
     if not isinstance(batch_size, int) or batch_size < 1:
         raise UsageError(f"batch_size={batch_size!r}", remedy="pass a whole number, 1 or more")
 
 
-def tell(numbers: Sequence[int], most: int = 8) -> str:
-    """Return ``3, 4, 4`` for a few numbers, and the range of many."""
+def list_or_range(numbers: Sequence[int], most: int = 8) -> str:
+    """Return up to `most` numbers as a list, such as ``3, 4, 4``; the range of more."""
     if len(numbers) <= most:
         return ", ".join(map(str, numbers))
     return f"{min(numbers)} to {max(numbers)}"
-
-
-def _share(part: int, portions: RankPortions) -> str:
-    return f"{part} of {sum(portions.counts)} samples ({part / sum(portions.counts):.1%})"
-
-
-def _of_join(portions: RankPortions) -> str:
-    if not portions.empty:
-        return "every sample is used once"
-    return (
-        "every sample is used once; ranks that run dry take part without data "
-        f"({portions.empty} of {portions.steps * len(portions.counts)} batches are empty)"
-    )
-
-
-def _of_rebalance(portions: RankPortions) -> str:
-    sizes = [-(-count // portions.steps) for count in portions.counts]
-    return f"every sample is used once, in batches of up to {tell(sizes)}"
-
-
-def _of_dropping(portions: RankPortions) -> str:
-    dropped = portions.dropped
-    return f"{_share(dropped, portions)} are never used" if dropped else "every sample is used once"
-
-
-def _of_pad(portions: RankPortions) -> str:
-    repeated = portions.repeated
-    return f"{_share(repeated, portions)} are used again" if repeated else "every sample is used once"
-
-
-_SENTENCES = {
-    "join": _of_join,
-    "error": _of_join,
-    "rebalance": _of_rebalance,
-    "truncate": _of_dropping,
-    "drop": _of_dropping,
-    "pad": _of_pad,
-}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.data.sampling.block_dispatch import BlockDispatch, Scheme, dispatch_blocks
+from paceline.data.sampling.block_dispatch import BlockDispatch, DispatchScheme, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
-from paceline.data.sampling.uneven_policies import check_cut
+from paceline.data.sampling.uneven_policies import check_batching
 from paceline.errors import UsageError
 from paceline.tools.plan.balance_report import Balance, is_even, safe_batch_sizes, safe_blocks
 from paceline.tools.plan.imbalance_statistics import DRAWS, Spread, bound_in_turns, largest_above, spread_of
@@ -40,7 +40,7 @@ class Asked:
 
     samples: int
     shares: RankShares
-    scheme: Scheme = "round_robin"
+    scheme: DispatchScheme = "round_robin"
     seed: int = 0
     blocks: tuple[int, ...] = (1,)
     batch_sizes: tuple[int, ...] = (64,)
@@ -51,7 +51,7 @@ class Asked:
         if not self.samples:
             raise UsageError("0 samples: there is nothing to dispatch", remedy="pass 1 or more")
         for batch_size in self.batch_sizes:
-            check_cut(batch_size, "join")
+            check_batching(batch_size, "join")
         if self.draws is not None and self.draws < 0:
             raise UsageError(f"draws={self.draws}", remedy="pass 0 or more")
         for block in self.blocks:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from paceline._core.keyed_random import derive_key
-from paceline.data.sampling.block_dispatch import BlockDispatch, draw_counts
+from paceline.data.sampling.block_dispatch import BlockDispatch, draw_block_counts
 from paceline.data.sampling.rank_shares import RankShares
 
 __all__ = [
@@ -83,7 +83,8 @@ def spread_of(dealing: BlockDispatch, draws: int = DRAWS) -> Spread:
         return Spread(expected=most, unlikely=most)
     found = [
         largest_above(
-            draw_counts(dealing.blocks, dealing.shares, derive_key(number, dealing.block, 4)), dealing.shares
+            draw_block_counts(dealing.blocks, dealing.shares, derive_key(number, dealing.block, 4)),
+            dealing.shares,
         )
         for number in range(draws)
     ]

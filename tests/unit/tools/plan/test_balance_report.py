@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatch_strategies import dealings, shares
+from dispatch_strategies import dispatches, shares
 from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.data.sampling.uneven_policies import EXACT, RankPortions, UnevenPolicy
@@ -28,7 +28,7 @@ def batches_of(counts, size, drop_last):
     return found
 
 
-@given(dealing=dealings(least=1), size=SIZES, drop_last=st.booleans())
+@given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
 def test_who_starves_and_whether_that_is_a_deadlock(dealing, size, drop_last):
     balance = Balance(dealing, size, drop_last)
@@ -39,7 +39,7 @@ def test_who_starves_and_whether_that_is_a_deadlock(dealing, size, drop_last):
     assert is_even(dealing.counts, size, drop_last=drop_last) == (not balance.deadlock)
 
 
-@given(dealing=dealings(least=1), size=SIZES, drop_last=st.booleans())
+@given(dealing=dispatches(least=1), size=SIZES, drop_last=st.booleans())
 @settings(deadline=None)
 def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, drop_last):
     balance = Balance(dealing, size, drop_last)
@@ -54,7 +54,7 @@ def test_without_a_policy_what_all_ranks_can_do_together_is_used(dealing, size, 
     assert outcome.exact == (used == dealing.samples and not balance.deadlock)
 
 
-@given(dealing=dealings(least=1), size=SIZES)
+@given(dealing=dispatches(least=1), size=SIZES)
 @settings(deadline=None)
 def test_outcomes_are_those_of_the_policies(dealing, size):
     outcomes = Balance(dealing, size).outcomes

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dispatch_strategies import dealings
+from dispatch_strategies import dispatches
 from paceline._core.keyed_random import derive_key
-from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks, draw_counts
+from paceline.data.sampling.block_dispatch import BlockDispatch, dispatch_blocks, draw_block_counts
 from paceline.data.sampling.rank_shares import RankShares
 from paceline.tools.plan.imbalance_statistics import (
     bound_in_turns,
@@ -33,7 +33,10 @@ DRAWS = 3000
 def test_closed_forms_are_those_of_many_draws(parts, blocks):
     shares = RankShares(parts)
     found = np.array(
-        [largest_above(draw_counts(blocks, shares, derive_key(seed, 4)), shares) for seed in range(DRAWS)]
+        [
+            largest_above(draw_block_counts(blocks, shares, derive_key(seed, 4)), shares)
+            for seed in range(DRAWS)
+        ]
     )
     assert expected_largest(shares, blocks) == pytest.approx(
         found.mean(), rel=0.02, abs=4 * found.std() / math.sqrt(DRAWS)
@@ -68,7 +71,7 @@ def test_in_turns_there_is_no_chance():
     assert (found.drawn, found.drawn_worst, found.draws) == (None, None, 0)
 
 
-@given(dealings(least=1))
+@given(dispatches(least=1))
 @settings(deadline=None)
 def test_nobody_is_a_block_above_the_share_in_turns(dealing):
     in_turns = BlockDispatch(dealing.samples, dealing.shares, dealing.block)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.epoch_plan import BatchRow, Epoch
-from paceline.data.loader_position import LoaderPosition, LoaderRecipe
+from paceline.data.epoch_plan import EpochPlan, SampleOrder
+from paceline.data.loader_position import DispatchSettings, LoaderPosition
 from paceline.data.sampling.block_dispatch import dispatch_blocks
 from paceline.errors import UsageError, unknown
 from paceline.tools.plan.balance_report import Balance
@@ -104,7 +104,7 @@ class StarvationSettings:
         return "dry" if 0 in sizes else "unequal" if len(sizes) > 1 else "equal"
 
     @cached_property
-    def epoch(self) -> Epoch:
+    def epoch(self) -> EpochPlan:
         """The epoch that is trained."""
         return self._position(0).epoch
 
@@ -124,8 +124,10 @@ class StarvationSettings:
 
     def _position(self, epoch: int) -> LoaderPosition:
         dealing = self.balance.dealing
-        row = BatchRow(dealing.samples, seed=dealing.seed, epoch=epoch)
-        recipe = LoaderRecipe(dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join")
+        row = SampleOrder(dealing.samples, seed=dealing.seed, epoch=epoch)
+        recipe = DispatchSettings(
+            dealing.shares, dealing.block, dealing.scheme, self.balance.batch_size, "join"
+        )
         return LoaderPosition.start(row, recipe)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class StarvationSettings:
     def from_json(cls, record: Mapping[str, Any]) -> StarvationSettings:
         """Return the settings that `to_json` wrote."""
         epoch = LoaderPosition.of(record["position"]).epoch
-        return cls(Balance(epoch.dealing, epoch.portions.batch_size), record["timeout"], record["backend"])
+        return cls(Balance(epoch.dispatch, epoch.portions.batch_size), record["timeout"], record["backend"])
 
     def summary(self) -> dict[str, Any]:
         """Return the settings for the JSON of a result: plain values for readers."""

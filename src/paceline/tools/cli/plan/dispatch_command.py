@@ -143,7 +143,7 @@ def _asked(
     Raises:
         UsageError: one that makes no sense, or two that don't fit.
     """
-    from paceline.data.sampling.block_dispatch import Scheme
+    from paceline.data.sampling.block_dispatch import DispatchScheme
     from paceline.data.sampling.rank_shares import RankShares
     from paceline.tools.plan.dispatch_forecast import Asked
 
@@ -161,7 +161,7 @@ def _asked(
     return Asked(
         samples,
         RankShares.of(given, len(given or ()) if ranks is None else ranks),
-        cast(Scheme, scheme.replace("-", "_")),
+        cast(DispatchScheme, scheme.replace("-", "_")),
         seed,
         tuple(dict.fromkeys(numbers_of("--block", block, int, "2,10,100"))),
         tuple(dict.fromkeys(numbers_of("--batch-size", batch_size, int, "64,4096"))),

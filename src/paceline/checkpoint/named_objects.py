@@ -1,4 +1,4 @@
-"""What a checkpoint is of: models, optimizers, and whatever else has a state, each under a name."""
+"""Names of the models, optimizers and other objects in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.data.loader import Loader
 from paceline.errors import UsageError
 from paceline.parallel.data_parallel import DataParallel
 
-__all__ = ["NamedObjects", "bare"]
+__all__ = ["NamedObjects", "unwrap"]
 
 
-def bare(model: nn.Module) -> nn.Module:
-    """Return the module itself: not Paceline's wrapper around it, nor torch's."""
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the bare module inside a `DataParallel` or torch's DistributedDataParallel."""
     wrapped = isinstance(model, DataParallel | nn.parallel.DistributedDataParallel)
     return model.module if wrapped else model
 
@@ -33,14 +33,14 @@ class NamedObjects:
 
     @classmethod
     def of(cls, unnamed: Sequence[Any], named: Mapping[str, Any]) -> NamedObjects:
-        """Return `unnamed` under the names of their kinds, and `named` under their own.
+        """Return `unnamed` objects under the names of their kinds, and `named` ones.
 
         Raises:
-            UsageError: something has no state, or two have one name.
+            UsageError: an object has no state, or two have the same name.
         """
         objects = dict(named)
         for each in unnamed:
-            name = _kind(each)
+            name = _default_name(each)
             if name in objects:
                 raise UsageError(
                     f"two objects of the checkpoint are called {name!r}",
@@ -59,22 +59,21 @@ class NamedObjects:
         return cls(models, optimizers, rest)
 
     def with_other(self, name: str, other: Any) -> NamedObjects:
-        """Return the same with one more."""
+        """Return these objects and another one."""
         return NamedObjects(self.models, self.optimizers, {**self.others, name: other})
 
     @cached_property
-    def name_of_param(self) -> Mapping[int, str]:
-        """The name of every parameter by its id, told apart by model where there are several."""
+    def param_names(self) -> Mapping[int, str]:
+        """Names of all parameters by id, prefixed by their model if there are several."""
         several = len(self.models) > 1
         return {
             id(param): f"{model}/{name}" if several else name
             for model, module in self.models.items()
-            for name, param in _parameters(module)
+            for name, param in _named_parameters(module)
         }
 
 
-def _kind(each: Any) -> str:
-    """Return what people call an object of this kind."""
+def _default_name(each: Any) -> str:
     if isinstance(each, nn.Module):
         return "model"
     if isinstance(each, torch.optim.Optimizer):
@@ -86,11 +85,11 @@ def _kind(each: Any) -> str:
     return type(each).__name__.lower()
 
 
-def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) of a model, as optimizers hold them.
 
-    While FSDP2 has a module gathered, the module shows other tensors; the engine knows the ones that stay.
+    While FSDP2 has a module's parameters gathered, the module holds other tensors; the engine knows the sharded ones.
     """
     if not isinstance(model, DataParallel):
-        return list(bare(model).named_parameters())
+        return list(unwrap(model).named_parameters())
     return model.engine.named_parameters()

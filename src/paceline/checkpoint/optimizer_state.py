@@ -1,7 +1,7 @@
-"""Optimizer state as pieces: this range of elements of that parameter, flattened, has this state.
+"""Optimizer state as pieces: the state of a range of flattened elements of a parameter.
 
-Every strategy's state can be said so, whole or cut, so a checkpoint fits any number of ranks and any strategy.
-Elements are counted in the order in which the parameter is stored, a complex one as two, as shards are
+Pieces represent the state of every strategy, whole or sharded, so a checkpoint fits any number of ranks and any
+strategy. Elements are counted in the order in which the parameter is stored, a complex one as two, as in shards
 (`paceline.parallel.sharding.reshard`).
 """
 
@@ -19,37 +19,38 @@ from paceline.parallel.engine.bucket import storage_numel
 from paceline.parallel.sharding.reshard import flatten_state, unflatten_state
 from paceline.parallel.sharding.zero import ShardedOptimizer
 
-__all__ = ["Piece", "load_optimizer", "optimizer_state"]
+__all__ = ["Piece", "check_optimizer", "load_optimizer", "optimizer_state", "partition_by_size"]
 
 Piece = tuple[str, int, int, Mapping[str, Any]]
-"""A parameter's name, start and stop among its flattened elements, and the state of start … stop - 1: tensors of as
-many elements (``exp_avg``), and what belongs to the whole parameter (``step``, Adafactor's ``row_var``)."""
+"""A parameter's name, start and stop among its flattened elements, and the state of elements start … stop - 1: tensors
+with one value per element (``exp_avg``), and state of the whole parameter (``step``, Adafactor's ``row_var``)."""
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], rank: int, ranks: int
+    optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Return the options of each group, and the pieces that `rank` answers for: over all ranks each element once.
+    """Return the options of each group, and the pieces of `rank`; over all ranks they cover each element once.
 
     Args:
-        optimizer: any of torch's, or a `ShardedOptimizer`.
-        name_of: names of parameters by their ids.
-        rank, ranks: this rank, and how many there are.
+        optimizer: one of torch's, or a `ShardedOptimizer`.
+        param_names: names of parameters by id.
+        rank, ranks: this rank, and the number of ranks.
 
     Raises:
         UsageError: it has a parameter without a name.
     """
+    group_names = _group_names(optimizer, param_names)
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-        for group, names in zip(optimizer.param_groups, _names(optimizer, name_of), strict=True)
+        for group, names in zip(optimizer.param_groups, group_names, strict=True)
     ]
-    shards = _shards_of(optimizer)
+    shards = _shards(optimizer)
     if shards is None:
-        pieces = _pieces(optimizer, name_of, rank, ranks)
+        pieces = _pieces(optimizer, param_names, rank, ranks)
     else:
-        of_slot = _of_slot(optimizer, name_of)
+        names = _names_by_slot(group_names)
         pieces = [
-            (of_slot[slot], part["start"], part["stop"], part["state"])
+            (names[slot], part["start"], part["stop"], part["state"])
             for slot, parts in shards.items()
             for part in parts
         ]
@@ -57,20 +58,19 @@ def optimizer_state(
 
 
 def check_optimizer(
-    name: str, optimizer: torch.optim.Optimizer, groups: Sequence[Any], name_of: Mapping[int, str]
+    name: str, optimizer: torch.optim.Optimizer, groups: Sequence[Any], param_names: Mapping[int, str]
 ) -> None:
     """Raise unless `optimizer` has the groups that were saved.
 
     Raises:
-        UsageError: it has other groups, or other parameters in one; the first is named.
+        UsageError: the number of groups or the parameters in one differ; names the first.
     """
-    mine = _names(optimizer, name_of)
-    if len(mine) != len(groups):
-        raise UsageError(f"the checkpoint's {name} has {len(groups)} parameter groups, this one {len(mine)}")
-    for number, (names, saved) in enumerate(zip(mine, groups, strict=True)):
-        different = [
-            each for each in [*names, *saved["params"]] if (each in names) != (each in saved["params"])
-        ]
+    here = _group_names(optimizer, param_names)
+    if len(here) != len(groups):
+        raise UsageError(f"the checkpoint's {name} has {len(groups)} parameter groups, this one {len(here)}")
+    for number, (names, group) in enumerate(zip(here, groups, strict=True)):
+        saved = group["params"]
+        different = [each for each in [*names, *saved] if (each in names) != (each in saved)]
         if different:
             where = "this one's" if different[0] in names else "the checkpoint's"
             raise UsageError(
@@ -83,10 +83,10 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     pieces: Iterable[Piece],
-    name_of: Mapping[int, str],
+    param_names: Mapping[int, str],
     rank: int,
 ) -> None:
-    """Give `optimizer` the options of `groups`, and the state that the `pieces` of all ranks make up together.
+    """Load the options of `groups`, and the state in the `pieces` of all ranks.
 
     Raises:
         UsageError: elements of a parameter are missing.
@@ -95,13 +95,13 @@ def load_optimizer(
     for piece in pieces:
         pieces_of.setdefault(piece[0], []).append(piece)
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    if _shards_of(optimizer) is not None:
+    if _shards(optimizer) is not None:
         shards = {
             slot: [
                 {"start": start, "stop": stop, "state": dict(state)}
                 for _, start, stop, state in pieces_of[name]
             ]
-            for slot, name in _of_slot(optimizer, name_of).items()
+            for slot, name in _names_by_slot(_group_names(optimizer, param_names)).items()
             if name in pieces_of
         }
         optimizer.load_state_dict({"param_groups": options, "shards": shards})
@@ -111,75 +111,75 @@ def load_optimizer(
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         packed["param_groups"].append({**saved, "params": list(range(index, index + len(group["params"])))})
         for param in group["params"]:
-            name = name_of[id(param)]
+            name = param_names[id(param)]
             if name in pieces_of:
-                packed["state"][index] = _joined(name, param, pieces_of[name], rank)
+                packed["state"][index] = _join(name, param, pieces_of[name], rank)
             index += 1
     optimizer.load_state_dict(packed)
 
 
-def _names(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> list[list[str]]:
+def _group_names(optimizer: torch.optim.Optimizer, param_names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of the parameters in each group."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) not in name_of:
+            if id(param) not in param_names:
                 raise UsageError(
-                    f"the optimizer has a parameter of shape {list(param.shape)} that is of none of the models",
+                    f"the optimizer has a parameter of shape {list(param.shape)} that belongs to none of the models",
                     remedy="pass the model that it belongs to as well",
                 )
-    return [[name_of[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    return [[param_names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _shards_of(optimizer: torch.optim.Optimizer) -> dict[str, list[dict[str, Any]]] | None:
-    """Return the shards of an optimizer that has shards, else None."""
+def _shards(optimizer: torch.optim.Optimizer) -> dict[str, list[dict[str, Any]]] | None:
+    """Return the shards of an optimizer; None if its strategy does not shard."""
     return optimizer.shards() if isinstance(optimizer, ShardedOptimizer) else None
 
 
-def _of_slot(optimizer: torch.optim.Optimizer, name_of: Mapping[int, str]) -> dict[str, str]:
-    """Return the names of parameters by the names that their own model has for them."""
-    names = [name for group in _names(optimizer, name_of) for name in group]
-    return {name.partition("/")[2] or name: name for name in names}
+def _names_by_slot(group_names: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Return the names of parameters by their names in their own model."""
+    return {name.partition("/")[2] or name: name for names in group_names for name in names}
 
 
 def _pieces(
-    optimizer: torch.optim.Optimizer, name_of: Mapping[int, str], rank: int, ranks: int
+    optimizer: torch.optim.Optimizer, param_names: Mapping[int, str], rank: int, ranks: int
 ) -> list[Piece]:
-    """Return what `rank` answers for: its rows of sharded parameters, and whole ones that are dealt to it."""
+    """Return the pieces of `rank`: its rows of sharded parameters, and a share of the whole ones."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = optimizer.state_dict()["state"]
-    owners = deal([0 if isinstance(param, DTensor) else param.numel() for param in params], ranks)
+    sizes = [0 if isinstance(param, DTensor) else param.numel() for param in params]
     pieces: list[Piece] = []
-    for index, (param, owner) in enumerate(zip(params, owners, strict=True)):
+    for index, (param, owner) in enumerate(zip(params, partition_by_size(sizes, ranks), strict=True)):
         start, stop = _own_rows(param, rank) if isinstance(param, DTensor) else (0, storage_numel(param))
         mine = isinstance(param, DTensor) or owner == rank
         if mine and start < stop and states.get(index):
-            state = {key: _flat(key, value, param) for key, value in states[index].items()}
-            pieces.append((name_of[id(param)], start, stop, state))
+            state = {key: _flatten(key, value, param) for key, value in states[index].items()}
+            pieces.append((param_names[id(param)], start, stop, state))
     return pieces
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank that each item goes to: runs of neighbours, about equal in the sum of their sizes.
+def partition_by_size(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return the part of each item: runs of neighbours with about equal total sizes.
 
     Example:
-        >>> deal([4, 1, 1, 2], 2)
+        >>> partition_by_size([4, 1, 1, 2], 2)
         [0, 1, 1, 1]
     """
     total, before, owners = sum(sizes), 0, []
     for size in sizes:
-        owners.append(min(ranks - 1, (2 * before + size) * ranks // (2 * total)) if total else 0)
+        owners.append(min(parts - 1, (2 * before + size) * parts // (2 * total)) if total else 0)
         before += size
     return owners
 
 
 def _own_rows(param: DTensor, rank: int) -> tuple[int, int]:
-    """Return start and stop of the rows of a sharded parameter that are on `rank`, in elements."""
+    """Return start and stop of this rank's rows of a sharded parameter, in elements."""
     rows, row_numel = param.shape[0], param[0].numel() if param.dim() > 1 else 1
     first = min(rows, rank * -(-rows // param.device_mesh.size()))
     return first * row_numel, first * row_numel + param.to_local().numel()
 
 
-def _flat(key: str, value: Any, param: Tensor) -> Any:
-    """Return what has a number for each element of `param` flattened, and anything else as it is."""
+def _flatten(key: str, value: Any, param: Tensor) -> Any:
+    """Return `value` flattened if it has the shape of `param`, else unchanged."""
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != param.shape:
         return value
     if isinstance(value, DTensor):
@@ -189,8 +189,8 @@ def _flat(key: str, value: Any, param: Tensor) -> Any:
     return flatten_state({key: value}, param, [key])[key]
 
 
-def _joined(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dict[str, Any]:
-    """Return the state of `param` put together from `pieces`, cut to this rank's rows if it is sharded."""
+def _join(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dict[str, Any]:
+    """Return the state of `param` from all its pieces; of a sharded parameter this rank's rows."""
     joined: dict[str, Any] = {}
     covered, numel = 0, storage_numel(param)
     for _, start, stop, state in pieces:
@@ -199,7 +199,7 @@ def _joined(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dic
             if not isinstance(value, Tensor) or value.dim() == 0:
                 joined[key] = value
             elif stop - start == numel:
-                # A view of a mapped file is copied: the file may be gone before the state is used up.
+                # A view of a mapped file is copied: the file may be removed while the state is still in use.
                 joined[key] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
             else:
                 if key not in joined:
@@ -211,12 +211,12 @@ def _joined(name: str, param: Tensor, pieces: Iterable[Piece], rank: int) -> dic
             remedy="resume with the model and the optimizer that the checkpoint was written with",
         )
     if isinstance(param, DTensor):
-        return {key: _rows(param, value, rank) for key, value in joined.items()}
+        return {key: _shard_rows(param, value, rank) for key, value in joined.items()}
     return unflatten_state(joined, param)
 
 
-def _rows(param: DTensor, whole: Any, rank: int) -> Any:
-    """Return this rank's rows of what has a number for each element of `param`, and anything else as it is."""
+def _shard_rows(param: DTensor, whole: Any, rank: int) -> Any:
+    """Return this rank's rows of a flattened tensor as a DTensor like `param`; other values unchanged."""
     if not isinstance(whole, Tensor) or whole.dim() == 0:
         return whole
     start, stop = _own_rows(param, rank)
