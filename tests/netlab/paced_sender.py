@@ -14,7 +14,7 @@ import time
 
 from paceline.transport.envelope_header import Header
 from paceline.transport.paced_queue import PacedQueue
-from paceline.transport.token_bucket import frame_nbytes, make_token_bucket, parse_share
+from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes, parse_share
 from paceline.transport.transport_interface import Envelope
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 
@@ -34,7 +34,7 @@ def main():
         paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 has asked for
     elif rate is not None:
         paced.bucket = make_token_bucket(rate, time.monotonic())
-    print(flow(end, paced, None if rate is None else os.urandom(frame_nbytes(rate)), float(seconds)))
+    print(flow(end, paced, None if rate is None else os.urandom(max_frame_nbytes(rate)), float(seconds)))
     end.close()
 
 

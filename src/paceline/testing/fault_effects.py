@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError, unknown
 
-__all__ = ["EXIT_CODE", "FAILURES", "STALLS", "Brake", "Disk", "flip"]
+__all__ = ["FAULT_EXIT_CODE", "FAILURES", "STALLS", "StepDelay", "LimitedDisk", "flip_sign"]
 
-EXIT_CODE = 3
+FAULT_EXIT_CODE = 3
 """Of a rank that exits on purpose."""
 
 _MEMORY_NBYTES = 256 << 20
@@ -29,7 +29,7 @@ def _raise(told: str) -> NoReturn:
 
 
 def _exit(_told: str) -> NoReturn:
-    os._exit(EXIT_CODE)
+    os._exit(FAULT_EXIT_CODE)
 
 
 def _kill(_told: str) -> None:
@@ -82,7 +82,7 @@ def _hold_the_lock(seconds: float | None) -> None:
 STALLS: dict[str, Callable[[float | None], None]] = {"sleep": _sleep, "stop": _stop, "gil": _hold_the_lock}
 
 
-class Brake:
+class StepDelay:
     """Sleeps for a part of every step, once in each.
 
     Args:
@@ -106,7 +106,7 @@ class Brake:
         time.sleep(self._slept)
 
 
-class Disk:
+class LimitedDisk:
     """Has room for `nbytes`."""
 
     def __init__(self, nbytes: int) -> None:
@@ -119,7 +119,7 @@ class Disk:
         self._left -= nbytes
 
 
-def flip(named_parameters: Iterable[tuple[str, Any]], parameter: str | int, told: str) -> None:
+def flip_sign(named_parameters: Iterable[tuple[str, Any]], parameter: str | int, told: str) -> None:
     """Change the sign, one bit, of the largest element of a parameter; of FSDP2's, in this rank's shard."""
     named = list(named_parameters)
     names = [name for name, _ in named]

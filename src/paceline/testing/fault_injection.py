@@ -33,10 +33,10 @@ __all__ = [
     "disk_full",
     "end_step",
     "fail_at",
-    "read_environment",
+    "arm_from_environment",
     "slow",
     "stall_at",
-    "writing",
+    "before_write",
 ]
 
 
@@ -152,7 +152,7 @@ def slow(
         raise UsageError(told, remedy="give either seconds (more for each step) or factor")
     if factor is not None and factor < 1:
         raise UsageError(told, remedy="give a factor of 1 or more")
-    _arm(Fault(told, "begin", rank, None, restart, fault_effects.Brake(seconds, factor).press))
+    _arm(Fault(told, "begin", rank, None, restart, fault_effects.StepDelay(seconds, factor).press))
 
 
 def corrupt(rank: int, step: int, parameter: str | int = 0, *, restart: int | None = None) -> None:
@@ -174,7 +174,7 @@ def corrupt(rank: int, step: int, parameter: str | int = 0, *, restart: int | No
     _check(told, rank=rank, step=step)
     if not isinstance(parameter, str | int) or isinstance(parameter, bool):
         raise UsageError(told, remedy="name a parameter, or give its number")
-    _arm(Fault(told, "end", rank, step, restart, lambda named: fault_effects.flip(named, parameter, told)))
+    _arm(Fault(told, "end", rank, step, restart, lambda named: fault_effects.flip_sign(named, parameter, told)))
 
 
 def disk_full(after_nbytes: int, *, rank: int | None = None, restart: int | None = None) -> None:
@@ -194,7 +194,7 @@ def disk_full(after_nbytes: int, *, rank: int | None = None, restart: int | None
     """
     told = f"disk_full(after_nbytes={after_nbytes!r})"
     _check(told, rank=rank, after_nbytes=after_nbytes)
-    _arm(Fault(told, "write", rank, None, restart, fault_effects.Disk(after_nbytes).take))
+    _arm(Fault(told, "write", rank, None, restart, fault_effects.LimitedDisk(after_nbytes).take))
 
 
 def disarm() -> None:
@@ -228,7 +228,7 @@ def arm(text: str) -> None:
         raise
 
 
-def read_environment() -> None:
+def arm_from_environment() -> None:
     """Arm what ``PACELINE_FAULTS`` names, once; `paceline.init` and `paceline.DataParallel` call this.
 
     Raises:
@@ -258,7 +258,7 @@ def end_step(step: int, named_parameters: Iterable[tuple[str, Any]]) -> None:
     _happen("end", step, named_parameters)
 
 
-def writing(nbytes: int) -> None:
+def before_write(nbytes: int) -> None:
     """Note that so many bytes of a checkpoint are about to be written.
 
     Raises:

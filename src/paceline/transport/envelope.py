@@ -21,7 +21,7 @@ from dataclasses import replace
 from xxhash import xxh3_64_intdigest
 
 from paceline.errors import DamagedEnvelope, TruncatedEnvelope
-from paceline.transport.envelope_header import HEADER_LIMIT_NBYTES, Header, pack, unpack
+from paceline.transport.envelope_header import HEADER_LIMIT_NBYTES, Header, pack_header, unpack_header
 
 __all__ = [
     "BEGIN",
@@ -35,8 +35,8 @@ __all__ = [
     "decode",
     "decode_head",
     "encode",
-    "encode_sealed",
-    "seal",
+    "encode_checksummed",
+    "add_checksum",
 ]
 
 Bytes = bytes | bytearray | memoryview
@@ -67,19 +67,19 @@ def encode(header: Header, payload: Bytes = b"") -> list[Bytes]:
         >>> bytes(payload), header.sequence
         (b'hello', 7)
     """
-    return encode_sealed(seal(header, payload), payload)
+    return encode_checksummed(add_checksum(header, payload), payload)
 
 
-def seal(header: Header, payload: Bytes) -> Header:
+def add_checksum(header: Header, payload: Bytes) -> Header:
     """Return the header of this very payload: its size and checksum are filled in."""
     payload = memoryview(payload).cast("B")
     total = payload.nbytes if header.frames == 1 else header.total_nbytes
     return replace(header, nbytes=payload.nbytes, checksum=xxh3_64_intdigest(payload), total_nbytes=total)
 
 
-def encode_sealed(header: Header, payload: Bytes) -> list[Bytes]:
+def encode_checksummed(header: Header, payload: Bytes) -> list[Bytes]:
     """Return an envelope whose header was sealed before, as `encode` does."""
-    packed = pack(header)
+    packed = pack_header(header)
     head = BEGIN + _SIZES.pack(len(packed), len(packed) ^ 0xFFFF) + packed
     checksum = _CHECKSUM.pack(xxh3_64_intdigest(head))
     return [head + checksum, memoryview(payload).cast("B"), checksum + END]
@@ -135,7 +135,7 @@ def decode_head(data: Bytes, *, limit: int = PAYLOAD_LIMIT_NBYTES) -> tuple[Head
         raise DamagedEnvelope(
             f"a header has checksum {came:016x}, its sender told {told:016x}", part="header"
         )
-    header = unpack(data[_FIXED_NBYTES:end])
+    header = unpack_header(data[_FIXED_NBYTES:end])
     if header.nbytes > limit:
         raise DamagedEnvelope(
             f"{header} tells of a payload of {header.nbytes} bytes; at most {limit} are taken",

@@ -9,9 +9,9 @@ from paceline.transport.envelope import Bytes, check_payload, check_tail, decode
 from paceline.transport.envelope_header import Header
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["PARTS", "SHORT_NBYTES", "check_place", "open_parts", "open_whole"]
+__all__ = ["ENVELOPE_PARTS", "SHORT_NBYTES", "check_route", "decode_parts", "decode_envelope"]
 
-PARTS = 3
+ENVELOPE_PARTS = 3
 """Head, payload and tail."""
 
 SHORT_NBYTES = 4 << 10
@@ -20,7 +20,7 @@ SHORT_NBYTES = 4 << 10
 _CHECKSUM_NBYTES = 8
 
 
-def open_parts(parts: Sequence[Bytes], *, limit: int) -> Envelope:
+def decode_parts(parts: Sequence[Bytes], *, limit: int) -> Envelope:
     """Return the envelope that came as head, payload and tail; a long payload is not copied.
 
     Args:
@@ -32,10 +32,10 @@ def open_parts(parts: Sequence[Bytes], *, limit: int) -> Envelope:
         DamagedEnvelope: there are too many parts, or one is not what was sent.
         ForeignEnvelope: it follows another schema.
     """
-    if len(parts) < PARTS:
-        raise TruncatedEnvelope(f"an envelope came in {len(parts)} parts, not {PARTS}")
-    if len(parts) > PARTS:
-        raise DamagedEnvelope(f"an envelope came in more than {PARTS} parts")
+    if len(parts) < ENVELOPE_PARTS:
+        raise TruncatedEnvelope(f"an envelope came in {len(parts)} parts, not {ENVELOPE_PARTS}")
+    if len(parts) > ENVELOPE_PARTS:
+        raise DamagedEnvelope(f"an envelope came in more than {ENVELOPE_PARTS} parts")
     head, payload, tail = (memoryview(each).cast("B") for each in parts)
     header, end = decode_head(head, limit=limit)
     if head.nbytes != end:
@@ -50,13 +50,13 @@ def open_parts(parts: Sequence[Bytes], *, limit: int) -> Envelope:
     return Envelope(header, _kept(payload))
 
 
-def open_whole(data: Bytes, *, limit: int) -> Envelope:
-    """Return the envelope that came in one piece; the arguments and errors are those of `open_parts`."""
+def decode_envelope(data: Bytes, *, limit: int) -> Envelope:
+    """Return the envelope that came in one piece; the arguments and errors are those of `decode_parts`."""
     header, payload = decode(data, limit=limit)
     return Envelope(header, _kept(payload))
 
 
-def check_place(header: Header, *, me: int, run: str, carried_from: int | None) -> None:
+def check_route(header: Header, *, me: int, run: str, carried_from: int | None) -> None:
     """Raise unless an envelope is of this run, for this receiver, and from whom the carrier says.
 
     Args:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.errors import UsageError, unknown
-from paceline.transport.envelope import BEGIN, TAIL_NBYTES, Bytes, encode_sealed
+from paceline.transport.envelope import BEGIN, TAIL_NBYTES, Bytes, encode_checksummed
 from paceline.transport.envelope_header import Header
-from paceline.transport.mpi_exchange.message_carrier import Tag
+from paceline.transport.mpi_exchange.message_carrier import MessageTag
 
-__all__ = ["FAULTS", "Message", "messages_of", "order_of", "parse_fault"]
+__all__ = ["ENVELOPE_FAULTS", "TaggedBuffer", "faulty_messages", "faulty_frame_order", "parse_envelope_fault"]
 
-Message = tuple[Tag, Bytes]
+TaggedBuffer = tuple[MessageTag, Bytes]
 
-FAULTS = {
+ENVELOPE_FAULTS = {
     "flip-begin": "a bit of a begin mark is turned over",
     "flip-header": "a bit of a header",
     "flip-payload": "a bit of a payload, after its checksum was taken",
@@ -31,7 +31,7 @@ FAULTS = {
 """What may be injected: name and meaning."""
 
 
-def parse_fault(text: str) -> tuple[str, int]:
+def parse_envelope_fault(text: str) -> tuple[str, int]:
     """Return fault and faulty rank of ``"FAULT"`` (rank 0) or ``"FAULT@RANK"``.
 
     Raises:
@@ -42,14 +42,14 @@ def parse_fault(text: str) -> tuple[str, int]:
         ('flip-payload', 2)
     """
     name, at, rank = text.partition("@")
-    if name not in FAULTS:
-        raise unknown("fault", name, FAULTS)
+    if name not in ENVELOPE_FAULTS:
+        raise unknown("fault", name, ENVELOPE_FAULTS)
     if at and not rank.isdecimal():
         raise UsageError(f"--inject {text!r}: {rank!r} is no rank", remedy=f"write {name}@1, for example")
     return name, int(rank or 0)
 
 
-def order_of(fault: str, frames: int) -> list[int]:
+def faulty_frame_order(fault: str, frames: int) -> list[int]:
     """Return the numbers of the frames in the order in which they are sent; a fault is in the middle."""
     order, at = list(range(frames)), frames // 2
     if fault == "swap" and frames > 1:
@@ -61,17 +61,17 @@ def order_of(fault: str, frames: int) -> list[int]:
     return order
 
 
-def messages_of(header: Header, payload: Bytes, fault: str = "") -> list[Message]:
+def faulty_messages(header: Header, payload: Bytes, fault: str = "") -> list[TaggedBuffer]:
     """Return an envelope as the messages that carry it, with a fault in them if one is given.
 
     Args:
         header: of the payload, sealed.
         payload: it is not changed.
-        fault: one of `FAULTS`, or empty.
+        fault: one of `ENVELOPE_FAULTS`, or empty.
     """
     if fault == "foreign":
         header = replace(header, run=f"{header.run}-of-somebody-else")
-    head, body, tail = encode_sealed(header, payload)
+    head, body, tail = encode_checksummed(header, payload)
     if fault == "flip-begin":
         head = _flipped(head, 3)
     elif fault == "flip-header":
@@ -84,8 +84,8 @@ def messages_of(header: Header, payload: Bytes, fault: str = "") -> list[Message
         tail = _flipped(tail, TAIL_NBYTES - 1)
     elif fault == "truncate":
         body = memoryview(body)[: len(body) // 2]
-    whole = [(Tag.HEAD, head), (Tag.PAYLOAD, body), (Tag.TAIL, tail)]
-    dropped = {"drop-end": Tag.TAIL, "drop-payload": Tag.PAYLOAD}.get(fault)
+    whole = [(MessageTag.HEAD, head), (MessageTag.PAYLOAD, body), (MessageTag.TAIL, tail)]
+    dropped = {"drop-end": MessageTag.TAIL, "drop-payload": MessageTag.PAYLOAD}.get(fault)
     return [each for each in whole if each[0] != dropped] * (2 if fault == "repeat" else 1)
 
 

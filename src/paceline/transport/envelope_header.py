@@ -11,7 +11,7 @@ import msgpack
 
 from paceline.errors import DamagedEnvelope, ForeignEnvelope, UsageError
 
-__all__ = ["HEADER_LIMIT_NBYTES", "SCHEMA", "Header", "pack", "unpack"]
+__all__ = ["HEADER_LIMIT_NBYTES", "SCHEMA", "Header", "pack_header", "unpack_header"]
 
 SCHEMA = 1
 """Version of the header's fields; an envelope of another one is foreign."""
@@ -70,7 +70,7 @@ _NAMES = tuple(each.name for each in fields(Header))
 _WHOLE = ("sequence", "round", "frame", "frames", "offset", "total_nbytes", "nbytes", "checksum")
 
 
-def pack(header: Header) -> bytes:
+def pack_header(header: Header) -> bytes:
     """Return a header as bytes.
 
     Raises:
@@ -90,8 +90,8 @@ def pack(header: Header) -> bytes:
     return packed
 
 
-def unpack(data: bytes | memoryview) -> Header:
-    """Return the header that `pack` packed, once its checksum is known to be right.
+def unpack_header(data: bytes | memoryview) -> Header:
+    """Return the header that `pack_header` packed, once its checksum is known to be right.
 
     Raises:
         ForeignEnvelope: it follows another schema.

@@ -8,7 +8,7 @@ from ipaddress import IPv6Address, ip_address
 
 from paceline.errors import UsageError
 
-__all__ = ["Address", "parse_address"]
+__all__ = ["HubAddress", "parse_hub_address"]
 
 _NAME = re.compile(r"[0-9A-Za-z]([0-9A-Za-z_.-]*[0-9A-Za-z])?")
 _PATH_LIMIT = 100  # the kernel takes 107 bytes, sun_path in <sys/un.h>
@@ -17,7 +17,7 @@ _BIND_REMEDY = f"{_REMEDY}; tcp://*:7000 is every interface, and port * any free
 
 
 @dataclass(frozen=True)
-class Address:
+class HubAddress:
     """A place that a hub binds and its workers connect to.
 
     Attributes:
@@ -55,7 +55,7 @@ class Address:
         return number.is_loopback
 
 
-def parse_address(text: str, *, bind: bool) -> Address:
+def parse_hub_address(text: str, *, bind: bool) -> HubAddress:
     """Return the parts of an address.
 
     Args:
@@ -74,11 +74,11 @@ def parse_address(text: str, *, bind: bool) -> Address:
     if mark and transport == "ipc":
         if not 0 < len(rest.encode()) <= _PATH_LIMIT or "\0" in rest or rest == "*":
             raise UsageError(f"{text!r} has no path of 1 to {_PATH_LIMIT} bytes", remedy=remedy)
-        return Address("ipc", rest, 0)
+        return HubAddress("ipc", rest, 0)
     host, colon, port = rest.rpartition(":")
     if not mark or transport != "tcp" or not colon:
         raise UsageError(f"{text!r} is no address", remedy=remedy)
-    return Address("tcp", _host(text, host, bind, remedy), _port(text, port, bind, remedy))
+    return HubAddress("tcp", _host(text, host, bind, remedy), _port(text, port, bind, remedy))
 
 
 def _host(text: str, host: str, bind: bool, remedy: str) -> str:

@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 from paceline.errors import EnvelopeError, ForeignEnvelope, MisplacedEnvelope, RepeatedEnvelope, UsageError
 from paceline.transport.envelope_header import Header
 
-__all__ = ["FRAME_NBYTES", "Frame", "ReceiveLedger", "frames_of", "message_checksum"]
+__all__ = ["FRAME_NBYTES", "Frame", "ReceiveLedger", "split_frames", "message_checksum"]
 
 FRAME_NBYTES = 4 << 20
 """Long messages go in frames of so many bytes: far below what an MPI count holds, and a few milliseconds each."""
@@ -33,7 +33,7 @@ class Frame:
     nbytes: int
 
 
-def frames_of(nbytes: int, frame_nbytes: int = FRAME_NBYTES) -> list[Frame]:
+def split_frames(nbytes: int, frame_nbytes: int = FRAME_NBYTES) -> list[Frame]:
     """Return the frames of a message of `nbytes`; an empty message has one, which is empty.
 
     Raises:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from paceline.errors import UsageError
 from paceline.transport.envelope_check import SHORT_NBYTES
-from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
+from paceline.transport.token_bucket import ENVELOPE_OVERHEAD_NBYTES, TokenBucket
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["PacedQueue", "counted_nbytes"]
+__all__ = ["PacedQueue", "wire_nbytes"]
 
 _RETRY_SECONDS = 0.002  # a carrier that had no room has some once a frame has left
 _VALUE_NBYTES = 9  # of a number in a header's meta
@@ -55,7 +55,7 @@ class PacedQueue:
         Raises:
             UsageError: it alone is more than may wait.
         """
-        nbytes = counted_nbytes(envelope)
+        nbytes = wire_nbytes(envelope)
         if nbytes > self.most_nbytes:
             raise UsageError(
                 f"{envelope.header} counts as {nbytes} bytes, and no more than {self.most_nbytes} may wait",
@@ -75,7 +75,7 @@ class PacedQueue:
     def forget(self, target: int) -> int:
         """Drop what waits for a target, and its bucket; return how many envelopes that were."""
         dropped = [*self._short.pop(target, ()), *self._long.pop(target, ())]
-        self.waiting_nbytes -= sum(map(counted_nbytes, dropped))
+        self.waiting_nbytes -= sum(map(wire_nbytes, dropped))
         self._bucket_of.pop(target, None)
         return len(dropped)
 
@@ -110,7 +110,7 @@ class PacedQueue:
         while moved:
             moved = False
             for target in [each for each in queues if each not in held]:
-                nbytes, own = counted_nbytes(queues[target][0]), self._bucket_of.get(target)
+                nbytes, own = wire_nbytes(queues[target][0]), self._bucket_of.get(target)
                 if own is not None and (wait := own.wait(nbytes, now)) > 0:
                     held[target] = wait
                 elif self.bucket is not None and (wait := self.bucket.wait(nbytes, now)) > 0:
@@ -142,10 +142,10 @@ class PacedQueue:
         return sent
 
 
-def counted_nbytes(envelope: Envelope) -> int:
+def wire_nbytes(envelope: Envelope) -> int:
     """Return what an envelope counts as where bytes are counted."""
     meta = envelope.header.meta
     told = sum(
         len(name) + (len(each) if isinstance(each, str) else _VALUE_NBYTES) for name, each in meta.items()
     )
-    return memoryview(envelope.payload).nbytes + ENVELOPE_NBYTES + told
+    return memoryview(envelope.payload).nbytes + ENVELOPE_OVERHEAD_NBYTES + told

@@ -9,7 +9,7 @@ The tenth is spent as follows:
     burst      0.07 s of the rate is what a bucket holds: as much as a thread may be late without losing any
     rest       0.03: acknowledgements of what comes in, 66 bytes for two frames, are 0.023 where as much comes in
 
-A frame must fit into the bucket, so it is shorter where the rate is low: see `frame_nbytes`. Below 40 kB/s even the
+A frame must fit into the bucket, so it is shorter where the rate is low: see `max_frame_nbytes`. Below 40 kB/s even the
 shortest frames don't fit, and only the mean is kept.
 
 Having the kernel spread what one connection sends: SO_MAX_PACING_RATE, a smoother beside the bucket.
@@ -31,15 +31,15 @@ from paceline._core.units import parse_rate
 from paceline.errors import UsageError
 
 __all__ = [
-    "ENVELOPE_NBYTES",
+    "ENVELOPE_OVERHEAD_NBYTES",
     "TokenBucket",
-    "frame_nbytes",
-    "kernel_pacing",
+    "max_frame_nbytes",
+    "set_kernel_pacing",
     "make_token_bucket",
     "parse_share",
 ]
 
-ENVELOPE_NBYTES = 512
+ENVELOPE_OVERHEAD_NBYTES = 512
 """What an envelope is counted as besides its payload and meta: head, tail, framing, and a packet that is not full."""
 
 
@@ -122,7 +122,7 @@ def make_token_bucket(rate: float, now: float) -> TokenBucket:
     return TokenBucket(rate / _HEADERS, rate / _HEADERS * _BURST_SECONDS, now)
 
 
-def frame_nbytes(rate: float | None) -> int:
+def max_frame_nbytes(rate: float | None) -> int:
     """Return the longest payload of a frame that fits into the bucket of a rate, at most 256 KiB.
 
     Example:
@@ -131,7 +131,7 @@ def frame_nbytes(rate: float | None) -> int:
     """
     if rate is None:
         return _MOST_FRAME_NBYTES
-    fits = int(rate / _HEADERS * _BURST_SECONDS) - ENVELOPE_NBYTES
+    fits = int(rate / _HEADERS * _BURST_SECONDS) - ENVELOPE_OVERHEAD_NBYTES
     return max(_LEAST_FRAME_NBYTES, min(_MOST_FRAME_NBYTES, fits))
 
 
@@ -195,7 +195,7 @@ _SO_MAX_PACING_RATE = 47  # <asm-generic/socket.h>; SPARC and PA-RISC have anoth
 _MOST = 2**32 - 2  # above it the kernel takes a rate for none
 
 
-def kernel_pacing(fd: int, rate: float, *, port: int | None = None) -> bool:
+def set_kernel_pacing(fd: int, rate: float, *, port: int | None = None) -> bool:
     """Have the kernel hold a TCP connection to a rate, and return whether it does.
 
     Args:

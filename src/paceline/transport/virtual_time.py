@@ -1,6 +1,6 @@
 """Virtual time: a clock of events, and links between nodes in one process that take as long as they would.
 
-Nothing waits: `Clock.run` goes from event to event. The same events in the same order, whatever the machine: what is
+Nothing waits: `VirtualClock.run` goes from event to event. The same events in the same order, whatever the machine: what is
 simulated is the same to the bit every time.
 """
 
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from paceline.transport.transport_interface import Envelope
 
-__all__ = ["OVERHEAD", "Clock", "Link", "Network", "VirtualExchange"]
+__all__ = ["WIRE_OVERHEAD", "VirtualClock", "VirtualLink", "VirtualNetwork", "VirtualExchange"]
 
 _HEADER_NBYTES = 200
-"""Of an envelope and its network packets, beside the payload; long ones have more, see `OVERHEAD`."""
+"""Of an envelope and its network packets, beside the payload; long ones have more, see `WIRE_OVERHEAD`."""
 
-OVERHEAD = 1.045
+WIRE_OVERHEAD = 1.045
 """Ethernet, IP and TCP headers beside full frames of 1500 bytes."""
 
 
-class Clock:
+class VirtualClock:
     """Runs what is to happen, in the order of its time; at the same time, in the order in which it was said.
 
     Attributes:
@@ -55,7 +55,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Link:
+class VirtualLink:
     """What connects a node to the switch.
 
     Attributes:
@@ -73,7 +73,7 @@ class Link:
     received_nbytes: float = 0.0
 
 
-class Network:
+class VirtualNetwork:
     """A star of links around a switch.
 
     Args:
@@ -88,7 +88,7 @@ class Network:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: VirtualClock,
         spoil: Callable[[Envelope], list[tuple[float, Envelope]]] | None = None,
         scale: float = 1.0,
     ) -> None:
@@ -112,7 +112,7 @@ class VirtualExchange:
     """
 
     def __init__(
-        self, me: int, network: Network, link: Link, deliver: Callable[[Envelope], object] | None = None
+        self, me: int, network: VirtualNetwork, link: VirtualLink, deliver: Callable[[Envelope], object] | None = None
     ) -> None:
         self.me, self.network, self.link = me, network, link
         self.refused: Counter[str] = Counter()
@@ -130,7 +130,7 @@ class VirtualExchange:
         self.sent_nbytes += nbytes
         network.messages += 1
         mine, its, clock = self.link, door.link, network.clock
-        carried = _HEADER_NBYTES + OVERHEAD * (nbytes * network.scale if envelope.header.dtype else nbytes)
+        carried = _HEADER_NBYTES + WIRE_OVERHEAD * (nbytes * network.scale if envelope.header.dtype else nbytes)
         mine.sent_nbytes += carried
         its.received_nbytes += carried
         begin = mine.up_free if mine.up_free > clock.now else clock.now

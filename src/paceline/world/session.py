@@ -113,7 +113,7 @@ def init(
         >>> shutdown()
     """
     _check_arguments(backend, timeout)
-    fault_injection.read_environment()
+    fault_injection.arm_from_environment()
     if _session.world is not None:
         _check_same(_session.world, backend, init_method, rank, size, local_rank, device)
         return _session.world

@@ -235,15 +235,15 @@ class Told:
 
 @pytest.mark.parametrize(("ahead", "word"), [(3.0, "ahead of"), (-60.0, "behind")])
 def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
-    from paceline.launch.agent.elastic_rendezvous import check_place
+    from paceline.launch.agent.elastic_rendezvous import check_endpoint
 
     told = Told(b"1", b"0", repr(time.time() - ahead).encode())
     with pytest.raises(
         WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
     ) as caught:
-        check_place(told, JobTimeouts())
+        check_endpoint(told, JobTimeouts())
     assert "NTP" in caught.value.remedy
-    check_place(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
+    check_endpoint(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
 
 def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
@@ -253,33 +253,33 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        place = elastic_rendezvous.RendezvousPlace(
+        place = elastic_rendezvous.RendezvousEndpoint(
             RendezvousAddress("127.0.0.1", foreign.getsockname()[1]), None
         )
         with pytest.raises(WorldError, match="is no rendezvous of paceline"):
-            elastic_rendezvous.check_place(place, JobTimeouts())
+            elastic_rendezvous.check_endpoint(place, JobTimeouts())
     assert capfd.readouterr().err == ""
 
 
 def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
     from paceline.launch.agent import host_participation
-    from paceline.launch.agent.elastic_agent import ElasticAgent, RunOver
+    from paceline.launch.agent.elastic_agent import ElasticAgent, JobEnded
     from paceline.launch.agent.job_outcome import JobOutcome
 
     def over(self):
-        raise RunOver(JobOutcome(0))
+        raise JobEnded(JobOutcome(0))
 
     monkeypatch.setattr(ElasticAgent, "run", over)
-    host_participation.take_part(JobSpec(["train.py"], 1, 1), RankLogs(None))
+    host_participation.run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
     said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
     assert "paceline: the run ended well while this host waited to be let in" in said
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():
-    from paceline.launch.agent.elastic_rendezvous import serve
+    from paceline.launch.agent.elastic_rendezvous import serve_store
 
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         with pytest.raises(UsageError, match="the port is taken"):
-            serve(RendezvousAddress("127.0.0.1", taken.getsockname()[1]))
+            serve_store(RendezvousAddress("127.0.0.1", taken.getsockname()[1]))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import mpi_worlds
-from paceline.transport.envelope_faults import FAULTS
+from paceline.transport.envelope_faults import ENVELOPE_FAULTS
 
 pytestmark = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 
 PROGRAM = Path(__file__).with_name("exchange_ranks.py")
-CLOSABLE = sorted(set(FAULTS) - {"stall"})
+CLOSABLE = sorted(set(ENVELOPE_FAULTS) - {"stall"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
-from paceline.transport.zmq.zmq_socket import MOST_NUMBER, identity_of, number_of
+from paceline.transport.zmq.zmq_socket import MAX_WORKER_NUMBER, worker_identity, worker_number
 from zmq_ends import (
     ENOUGH,
     LOOPBACK,
@@ -42,19 +42,19 @@ def hub(ends):
     return ends(HubExchange, LOOPBACK, "run")
 
 
-@pytest.mark.parametrize("number", [1, 255, 256, 2**32, MOST_NUMBER])
+@pytest.mark.parametrize("number", [1, 255, 256, 2**32, MAX_WORKER_NUMBER])
 def test_a_number_is_an_identity_and_back(number):
-    identity = identity_of(number)
+    identity = worker_identity(number)
     assert len(identity) == 8
     assert identity[0] != 0, "those that begin with 0 are ZeroMQ's own"
-    assert number_of(identity) == number
+    assert worker_number(identity) == number
 
 
 @pytest.mark.parametrize(
     "identity", [b"", b"x", bytes(8), b"\xff" * 8, b"\x80" + bytes(7), b"\x80" + b"x" * 8]
 )
 def test_what_is_no_worker_s_identity_is_nobody(identity):
-    assert number_of(identity) is None
+    assert worker_number(identity) is None
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**53, True, 1.5, "1"])
@@ -278,7 +278,7 @@ def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
 
 def test_a_worker_whose_old_connection_nobody_ended_keeps_its_number_too(ends, hub):
     with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
-        shake_hands(old, identity_of(7), hub.poll)
+        shake_hands(old, worker_identity(7), hub.poll)
         old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
         drive([hub], lambda came: came[0])
         assert hub.peers() == [7]

@@ -114,9 +114,9 @@ def test_a_short_message_is_one_envelope(nbytes: int) -> None:
 
 
 def test_frames_of_the_slowest_pace_are_taken() -> None:
-    from paceline.transport.token_bucket import frame_nbytes
+    from paceline.transport.token_bucket import max_frame_nbytes
 
-    nbytes = frame_nbytes(1000.0)
+    nbytes = max_frame_nbytes(1000.0)
     cuts = frames(bytes(100_000), frame_nbytes=nbytes)
     assembler = MessageAssembler(lambda header: 1 << 20)
     whole = [message for message in map(assembler.take, cuts) if message is not None]

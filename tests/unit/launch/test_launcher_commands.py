@@ -11,8 +11,8 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 from paceline.launch.targets.mpiexec_command import host_file, mpiexec_command
-from paceline.launch.targets.ray_job import ray_driver, work_from_json
-from paceline.launch.targets.slurm import SlurmOptions, batch_script, read_job
+from paceline.launch.targets.ray_job import job_from_json, ray_driver
+from paceline.launch.targets.slurm import SlurmOptions, batch_script, parse_job_state
 from paceline.launch.targets.torchrun_command import torchrun_command, torchrun_line, torchrun_script
 
 WEIRD = ['a b"=0"', "it's", "$HOME `x` \\", "two\nlines", "*", "", "--steps", "é"]
@@ -183,17 +183,17 @@ def test_what_slurm_can_not_be_told_is_refused(make, said):
     ],
 )
 def test_the_state_of_a_job_is_read(text, state, code, over):
-    job = read_job(text)
+    job = parse_job_state(text)
     assert (job.job, job.state, job.exit_code, job.over) == (3, state, code, over)
 
 
 def test_the_state_of_a_job_is_one_line():
     assert (
-        str(read_job("JobId=3 JobState=PENDING Reason=Resources Restarts=0")) == "job 3: PENDING (Resources)"
+        str(parse_job_state("JobId=3 JobState=PENDING Reason=Resources Restarts=0")) == "job 3: PENDING (Resources)"
     )
-    running = read_job("JobId=3 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] ExitCode=0:0")
+    running = parse_job_state("JobId=3 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] ExitCode=0:0")
     assert str(running) == "job 3: RUNNING on n[1-2], requeued 1 time"
-    assert str(read_job("JobId=3 JobState=FAILED ExitCode=7:0")) == "job 3: FAILED, exit code 7"
+    assert str(parse_job_state("JobId=3 JobState=FAILED ExitCode=7:0")) == "job 3: FAILED, exit code 7"
 
 
 def test_mpich_and_open_mpi_have_other_options():
@@ -219,5 +219,5 @@ def test_a_driver_for_ray_carries_the_work():
     tree = ast.parse(ray_driver(work))
     [carried] = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     assert isinstance(carried, ast.Constant)
-    assert work_from_json(str(carried.value)) == work
+    assert job_from_json(str(carried.value)) == work
     assert json.loads(str(carried.value))["program"][1] == WEIRD[0]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.agent.job_outcome import JobOutcome, exit_status, failed
-from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_echo
+from paceline.launch.agent.job_outcome import JobOutcome, exit_status, failed_outcome
+from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
 from paceline.launch.agent.restart_policy import WorldRun, decide_restart
 from paceline.launch.agent.world_agreement import HostMember, PreviousWorld, WorldAgreement, agree_on_world
 
@@ -105,21 +105,21 @@ def rank_failed(number, *lines, host=A, code=1):
     ],
 )
 def test_who_lost_a_peer_is_an_echo(line):
-    assert is_echo(rank_failed(0, "Traceback", line))
-    assert not is_echo(rank_failed(0, line, *["later"] * 5))
+    assert is_secondary(rank_failed(0, "Traceback", line))
+    assert not is_secondary(rank_failed(0, line, *["later"] * 5))
 
 
 def test_who_cites_another_rank_at_length_is_an_echo():
     named = "[rank0]: paceline.errors.PeerFailed: [rank 1, step 24] rank 1 on host pc1 raised KeyError: 7"
     cited = [f"[rank0]:   |   File 'train.py', line {number}" for number in range(9)]
-    assert is_echo(rank_failed(0, named, *cited, "[rank0]:   | KeyError: 7", "[rank0]:   → correct it"))
+    assert is_secondary(rank_failed(0, named, *cited, "[rank0]:   | KeyError: 7", "[rank0]:   → correct it"))
 
 
 @pytest.mark.parametrize(
     "line", ["ValueError: a bad batch", "", "torch.OutOfMemoryError: CUDA out of memory"]
 )
 def test_who_has_a_reason_of_its_own_is_none(line):
-    assert not is_echo(rank_failed(0, line))
+    assert not is_secondary(rank_failed(0, line))
 
 
 def test_the_first_failure_is_the_first_told_that_is_no_echo():
@@ -222,7 +222,7 @@ def test_a_stuck_rank_is_taken_from_its_host():
 def test_the_end_tells_the_first_failure_and_what_followed():
     told = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
     verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], max_restarts=0)
-    over = failed(verdict)
+    over = failed_outcome(verdict)
     assert (over.code, over.rank, verdict.ranks_after) == (3, 3, 0)
     assert over.text == (
         "ended with exit code 3 on pc1 after 12 s; after it rank 0 (ended with exit code 1); "
@@ -234,14 +234,14 @@ def test_the_end_tells_the_first_failure_and_what_followed():
 
 def test_the_end_by_a_lost_host_and_by_a_signal():
     verdict, _ = judged(PreviousWorld((A, B), (), False, 7.0), [A], min_ranks=4)
-    over = failed(verdict)
+    over = failed_outcome(verdict)
     assert (over.code, over.rank, over.text) == (
         1,
         None,
         "pc1 was lost after 7 s; 2 ranks left, at least 4 wanted",
     )
     told = (rank_failed(1, code=-9),)
-    over = failed(judged(PreviousWorld((A,), told, False), [A], max_restarts=0)[0])
+    over = failed_outcome(judged(PreviousWorld((A,), told, False), [A], max_restarts=0)[0])
     assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; no restarts were asked for")
     assert "out of memory" in over.remedy
 

@@ -14,11 +14,11 @@ from paceline.launch.agent.elastic_run import run_elastic, serve_rendezvous
 from paceline.launch.agent.job_spec import JobSpec, check_log_dir, check_program
 from paceline.launch.agent.rendezvous_address import (
     RendezvousAddress,
-    await_server,
-    check_free,
-    is_here,
-    own_address,
-    read_address,
+    check_port_free,
+    is_local,
+    parse_rendezvous_address,
+    reachable_address,
+    wait_for_server,
 )
 from paceline.launch.process.rank_process import RankLogs
 
@@ -37,7 +37,7 @@ PC1 = RendezvousAddress("pc1", 29400)
     ],
 )
 def test_addresses_are_read(text, host, port, shown):
-    address = read_address(text)
+    address = parse_rendezvous_address(text)
     assert (address.host, address.port, str(address)) == (host, port, shown)
 
 
@@ -46,13 +46,13 @@ def test_addresses_are_read(text, host, port, shown):
 )
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(UsageError, match="no address of a rendezvous"):
-        read_address(text)
+        parse_rendezvous_address(text)
 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
 def test_ports_that_cannot_be_are_refused(port):
     with pytest.raises(UsageError, match=f"names port {port}"):
-        read_address(f"pc1:{port}")
+        parse_rendezvous_address(f"pc1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_logs_have_a_place_for_each_start(tmp_path):
 
 
 def test_own_addresses_are_known(monkeypatch):
-    assert is_here(RendezvousAddress("127.0.0.1", 1))
-    assert is_here(RendezvousAddress("localhost", 1))
-    assert not is_here(RendezvousAddress("192.0.2.1", 1))  # reserved for documentation
+    assert is_local(RendezvousAddress("127.0.0.1", 1))
+    assert is_local(RendezvousAddress("localhost", 1))
+    assert not is_local(RendezvousAddress("192.0.2.1", 1))  # reserved for documentation
     with pytest.raises(UsageError, match="resolves to nothing"):
-        is_here(RendezvousAddress("no-such-host.invalid", 1))
-    assert own_address(RendezvousAddress("127.0.0.1", 9), serving=False) == "127.0.0.1"
+        is_local(RendezvousAddress("no-such-host.invalid", 1))
+    assert reachable_address(RendezvousAddress("127.0.0.1", 9), serving=False) == "127.0.0.1"
     assert (
-        own_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
+        reachable_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
     )  # others know it by this name
 
 
@@ -130,12 +130,12 @@ def test_a_taken_port_is_told_before_it_is_served():
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         address = RendezvousAddress("127.0.0.1", taken.getsockname()[1])
-        for refuse in (check_free, serve_rendezvous):
+        for refuse in (check_port_free, serve_rendezvous):
             with pytest.raises(UsageError, match=f"can't serve at {address}: the port is taken"):
                 refuse(address)
-    check_free(address)
+    check_port_free(address)
     with pytest.raises(UsageError, match="no address of this machine"):
-        check_free(RendezvousAddress("192.0.2.1", 29400))
+        check_port_free(RendezvousAddress("192.0.2.1", 29400))
 
 
 def test_a_rendezvous_that_nobody_serves_is_given_up():
@@ -143,10 +143,10 @@ def test_a_rendezvous_that_nobody_serves_is_given_up():
         free.bind(("127.0.0.1", 0))
         address = RendezvousAddress("127.0.0.1", free.getsockname()[1])
         with pytest.raises(MissingRanks, match=f"no rendezvous at {address} within 0.1 s") as caught:
-            await_server(address, 0.1, print)
+            wait_for_server(address, 0.1, print)
         assert "--serve" in caught.value.remedy
         free.listen()
-        await_server(address, 5.0, print)
+        wait_for_server(address, 5.0, print)
 
 
 def test_refusing_needs_no_torch():

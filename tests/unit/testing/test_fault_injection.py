@@ -116,12 +116,12 @@ def test_any_text_is_read_or_refused(text):
 
 def test_the_environment_is_read_once(monkeypatch):
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=0, step=3)")
-    fault_injection.read_environment()
-    fault_injection.read_environment()
+    fault_injection.arm_from_environment()
+    fault_injection.arm_from_environment()
     assert armed() == [("begin", 0, 3, None)]
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=0, step=3")
     with pytest.raises(UsageError, match=r"^PACELINE_FAULTS='fail_at\(rank=0, step=3': can't be read"):
-        fault_injection.read_environment()
+        fault_injection.arm_from_environment()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_running_out_of_memory_is_a_real_memory_error_and_leaves_the_process_usa
     assert len(bytearray(600 << 20)) == 600 << 20
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", fault_effects.EXIT_CODE), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(("how", "code"), [("exit", fault_effects.FAULT_EXIT_CODE), ("kill", -signal.SIGKILL)])
 def test_a_rank_that_ends(how, code):
     line = IMPORT + f"faults.fail_at(0, 2, {how!r}); faults.begin_step(1); faults.begin_step(2)"
     ended = subprocess.run([sys.executable, "-c", line], timeout=60, env=os.environ | {"RANK": "0"})
@@ -221,12 +221,12 @@ def test_a_parameter_that_is_not_there_is_told_when_it_should_flip(parameter, me
 
 
 def test_the_disk_is_full_after_so_many_bytes():
-    fault_injection.writing(10**9)
+    fault_injection.before_write(10**9)
     fault_injection.disk_full(100)
     fault_injection.disk_full(50, rank=0)
-    fault_injection.writing(60)
-    fault_injection.writing(40)
-    fault_injection.writing(0)
+    fault_injection.before_write(60)
+    fault_injection.before_write(40)
+    fault_injection.before_write(0)
     with pytest.raises(OSError, match="No space left") as caught:
-        fault_injection.writing(1)
+        fault_injection.before_write(1)
     assert caught.value.errno == errno.ENOSPC

@@ -9,16 +9,16 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_requirements
-from paceline.testing.netlab.lab_job import is_failure_report, torchrun_command, without_report
-from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
-from paceline.testing.netlab.lab_requirements import check_program, is_python, lacking, search_path
+from paceline.testing.netlab.lab_job import is_torchrun_failure, lab_torchrun_command, strip_torchrun_report
+from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
+from paceline.testing.netlab.lab_requirements import check_program, is_python, missing_facility, search_path
 
 ALL = (1 << 41) - 1
 
 
 def test_nothing_is_lacking_where_everything_is_there():
-    assert lacking("linux", [], ALL) is None
-    assert lacking("linux", [], 1 << 12 | 1 << 21) is None
+    assert missing_facility("linux", [], ALL) is None
+    assert missing_facility("linux", [], 1 << 12 | 1 << 21) is None
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_nothing_is_lacking_where_everything_is_there():
     ],
 )
 def test_what_is_lacking_is_named_with_the_way_to_get_it(facts, told):
-    problem = lacking(*facts)
+    problem = missing_facility(*facts)
     assert isinstance(problem, UsageError)
     for part in told:
         assert part in str(problem)
@@ -53,7 +53,7 @@ def test_tools_are_looked_for_where_administrators_have_them(monkeypatch):
 
 def test_torchrun_is_told_the_place_of_each_host():
     program = ["train.py", "--steps", "3"]
-    command = torchrun_command(program, node=1, nodes=4, ranks_per_host=2, master=0, port=29501)
+    command = lab_torchrun_command(program, node=1, nodes=4, ranks_per_host=2, master=0, port=29501)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert command[-3:] == program
     options = dict(word[2:].split("=") for word in command[3:-3])
@@ -73,14 +73,14 @@ def test_torchrun_is_told_the_place_of_each_host():
 )
 def test_what_is_no_python_is_run_as_it_is(program, python):
     assert is_python(program) is python
-    command = torchrun_command(program, node=0, nodes=1, ranks_per_host=1, master=0, port=1)
+    command = lab_torchrun_command(program, node=0, nodes=1, ranks_per_host=1, master=0, port=1)
     assert ("--no-python" in command) is not python
 
 
 def test_fewer_than_one_rank_is_refused():
     for ranks in (0, -2):
         with pytest.raises(UsageError, match=f"ranks_per_host={ranks}: at least 1"):
-            torchrun_command(["train.py"], node=0, nodes=1, ranks_per_host=ranks, master=0, port=1)
+            lab_torchrun_command(["train.py"], node=0, nodes=1, ranks_per_host=ranks, master=0, port=1)
 
 
 def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, monkeypatch):
@@ -120,11 +120,11 @@ NOTICE = (
 
 
 def test_torchrun_s_own_traceback_is_left_out():
-    assert is_failure_report(REPORT)
-    assert not is_failure_report(NOTICE)
+    assert is_torchrun_failure(REPORT)
+    assert not is_torchrun_failure(NOTICE)
     own = f"ValueError: a bad batch\n{NOTICE}\n{REPORT}"
-    assert without_report(f"{own}\nTraceback (most recent call last):\n  ChildFailedError\n") == own
-    assert without_report("usage: torchrun\nerror: unrecognized") == "usage: torchrun\nerror: unrecognized"
+    assert strip_torchrun_report(f"{own}\nTraceback (most recent call last):\n  ChildFailedError\n") == own
+    assert strip_torchrun_report("usage: torchrun\nerror: unrecognized") == "usage: torchrun\nerror: unrecognized"
 
 
 TABLE = """\
@@ -136,8 +136,8 @@ Inter-|   Receive                                                |  Transmit
 
 
 def test_counters_are_read_by_column():
-    assert read_traffic(TABLE) == InterfaceBytes(sent=4096, received=2**64 - 1)
-    assert read_traffic(TABLE, "lo") == InterfaceBytes(sent=100, received=100)
+    assert parse_traffic(TABLE) == InterfaceBytes(sent=4096, received=2**64 - 1)
+    assert parse_traffic(TABLE, "lo") == InterfaceBytes(sent=100, received=100)
 
 
 def test_the_difference_of_counters_is_what_went_between():

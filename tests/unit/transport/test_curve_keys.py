@@ -11,7 +11,7 @@ import zmq
 
 from paceline.errors import UsageError
 from paceline.transport.zmq import curve_keys
-from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys, read_public
+from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys, read_public_key
 
 
 def mode(path):
@@ -26,7 +26,7 @@ def test_hub_and_worker_have_keys_that_belong_together(tmp_path):
     given = make_keys(tmp_path / "keys", "alice")
     hub, worker = HubKeys.read(tmp_path / "keys"), WorkerKeys.read(given)
     assert (given.name, worker.name, worker.hub) == ("alice.key", "alice", hub.public)
-    assert read_public(hub.workers / "alice.pub") == ("alice", worker.public)
+    assert read_public_key(hub.workers / "alice.pub") == ("alice", worker.public)
     for each in (hub, worker):
         assert zmq.curve_public(each.secret.encode()).decode() == each.public
     assert HubKeys.read(tmp_path / "keys" / "hub.key") == hub
@@ -155,7 +155,7 @@ def test_a_record_of_a_worker_may_be_read_by_others(tmp_path):
     make_keys(tmp_path / "keys", "alice")
     record = tmp_path / "keys" / "workers" / "alice.pub"
     record.chmod(0o644)
-    assert read_public(record)[0] == "alice"
+    assert read_public_key(record)[0] == "alice"
 
 
 def private(path, data):

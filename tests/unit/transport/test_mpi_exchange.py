@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
-from paceline.transport.envelope_faults import FAULTS, order_of, parse_fault
+from paceline.transport.envelope_faults import ENVELOPE_FAULTS, faulty_frame_order, parse_envelope_fault
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import ReceiveLedger, frames_of, message_checksum
-from paceline.transport.mpi_exchange.incoming_messages import Incoming
-from paceline.transport.mpi_exchange.message_carrier import Arrival, Tag
-from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
-from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
-from paceline.transport.mpi_exchange.progress_loop import drive
-from paceline.transport.mpi_exchange.ring_and_all_to_all import Ring, bytes_view
+from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
+from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
+from paceline.transport.mpi_exchange.message_carrier import MessageTag, ProbedMessage
+from paceline.transport.mpi_exchange.outgoing_messages import OutgoingMessage
+from paceline.transport.mpi_exchange.polled_agreement import ExchangeProblem, RoundReport, gather_reports
+from paceline.transport.mpi_exchange.progress_loop import drive_exchange
+from paceline.transport.mpi_exchange.ring_and_all_to_all import RingExchange, bytes_view
 
 KIND = {  # of the first problem that a fault has to lead to
     "flip-begin": "DamagedEnvelope",
@@ -82,7 +82,7 @@ class Carrier:
             memoryview(place)[:] = buffer
             return Flight(self.comm.rng.randrange(3))
 
-        return Arrival(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
 
 class Pair:
@@ -97,9 +97,9 @@ class Pair:
     def exchange(self, data, fault="", timeout=0.05):
         place = bytearray(self.nbytes)
         header = Header("run", "frame", 1, 0, self.sequence, round=self.round)
-        out = Outgoing(self.sender, header, data, self.frame_nbytes, fault)
-        into = Incoming(self.receiver, self.inbox, 1, self.round, memoryview(place), self.frame_nbytes)
-        drive([out], [into], timeout)
+        out = OutgoingMessage(self.sender, header, data, self.frame_nbytes, fault)
+        into = IncomingMessage(self.receiver, self.inbox, 1, self.round, memoryview(place), self.frame_nbytes)
+        drive_exchange([out], [into], timeout)
         self.sequence, self.round = out.sequence, self.round + 1
         return out, into, place
 
@@ -158,9 +158,9 @@ class SlowCarrier(Carrier):
         def receive(place):
             memoryview(place)[:] = buffer
             self.asked.append((came, isinstance(place, memoryview)))
-            return Held() if came == Tag.PAYLOAD else Flight(0)
+            return Held() if came == MessageTag.PAYLOAD else Flight(0)
 
-        return Arrival(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
 
 def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(monkeypatch):
@@ -168,12 +168,12 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
     comm, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
-    out = Outgoing(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
-    into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(place), 64)
+    out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
+    into = IncomingMessage(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(place), 64)
     for _ in range(10):
         out.advance()
         into.advance()
-    head, payload, tail = (Tag.HEAD, False), (Tag.PAYLOAD, True), (Tag.TAIL, False)
+    head, payload, tail = (MessageTag.HEAD, False), (MessageTag.PAYLOAD, True), (MessageTag.TAIL, False)
     assert receiver.asked[:6] == [head, payload, tail, head, payload, tail]
     assert len(receiver.asked) == 7  # the first head has been taken, which leaves room for one more
     monkeypatch.setattr(Held, "held", False)
@@ -182,8 +182,8 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
         into.advance()
     assert into.whole
     assert place == message
-    assert [one for one in receiver.asked if one[0] == Tag.PAYLOAD] == [payload] * 3  # none came aside
-    comm.between(1, 0).append((Tag.HEAD, b"of the next round"))
+    assert [one for one in receiver.asked if one[0] == MessageTag.PAYLOAD] == [payload] * 3  # none came aside
+    comm.between(1, 0).append((MessageTag.HEAD, b"of the next round"))
     into.advance()
     assert len(comm.between(1, 0)) == 1
 
@@ -193,13 +193,13 @@ def test_a_close_is_the_last_that_is_asked_for_in_a_round():
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
     for round, message in enumerate((b"first", b"second")):
-        out = Outgoing(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
+        out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
         while not out.done:
             out.advance()
-    into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
+    into = IncomingMessage(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
     for _ in range(10):
         into.advance()
-    assert [tag for tag, _ in receiver.asked] == [Tag.HEAD, Tag.PAYLOAD, Tag.TAIL, Tag.CLOSE]
+    assert [tag for tag, _ in receiver.asked] == [MessageTag.HEAD, MessageTag.PAYLOAD, MessageTag.TAIL, MessageTag.CLOSE]
     assert len(comm.between(1, 0)) == 4
 
 
@@ -231,16 +231,16 @@ def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
         return left[0] >= 0
 
     carriers = Carrier(comm, 1, 2), Carrier(comm, 0, 2)
-    out = Outgoing(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
-    incoming = Incoming(carriers[1], ReceiveLedger("run", 0, [1]), 1, 0, memoryview(into), 64)
-    under_way = drive([out], [incoming], 5.0, work)
+    out = OutgoingMessage(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
+    incoming = IncomingMessage(carriers[1], ReceiveLedger("run", 0, [1]), 1, 0, memoryview(into), 64)
+    under_way = drive_exchange([out], [incoming], 5.0, work)
     assert incoming.whole
     assert left[0] == -1
     assert 100 < under_way < 5000
 
 
 def ring_of_one(fault="", kind=Carrier):
-    return Ring(kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault)
+    return RingExchange(kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault)
 
 
 def test_after_work_that_raised_no_other_exchange_can_follow():
@@ -277,12 +277,12 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
 def test_who_tells_nothing_or_takes_nothing_is_named():
     carrier = LostCarrier(Wire(random.Random(1)), 0, 3)
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 told nothing for 0\.05 s") as caught:
-        agree(carrier, ExchangeAgreement(0), 0.05)
+        gather_reports(carrier, RoundReport(0), 0.05)
     assert caught.value.source == 1
     for source in (1, 2):
-        carrier.comm.between(source, 0).append((Tag.VERDICT, ExchangeAgreement(source).packed()))
+        carrier.comm.between(source, 0).append((MessageTag.VERDICT, RoundReport(source).packed()))
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 took nothing of what it was told for 0\.05 s"):
-        agree(carrier, ExchangeAgreement(0), 0.05)
+        gather_reports(carrier, RoundReport(0), 0.05)
     gc.collect()
     assert all(launch_queue() is not None for launch_queue in carrier.flights)
 
@@ -295,7 +295,7 @@ def test_what_has_no_bytes_in_a_row_can_not_be_exchanged(wrong):
 
 @pytest.mark.parametrize(("nbytes", "frame_nbytes"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 1)])
 def test_frames_cover_a_message_once(nbytes, frame_nbytes):
-    frames = frames_of(nbytes, frame_nbytes)
+    frames = split_frames(nbytes, frame_nbytes)
     assert sum(each.nbytes for each in frames) == nbytes
     assert [each.offset for each in frames] == [each.index * frame_nbytes for each in frames]
     assert max(each.nbytes for each in frames) <= frame_nbytes
@@ -304,7 +304,7 @@ def test_frames_cover_a_message_once(nbytes, frame_nbytes):
 @pytest.mark.parametrize("frame_nbytes", [0, -1, 17 << 20])
 def test_frames_of_no_or_too_many_bytes_are_refused(frame_nbytes):
     with pytest.raises(UsageError, match="16 MiB"):
-        frames_of(10, frame_nbytes)
+        split_frames(10, frame_nbytes)
 
 
 def test_the_checksum_of_a_message_depends_on_the_order_of_its_frames():
@@ -312,26 +312,26 @@ def test_the_checksum_of_a_message_depends_on_the_order_of_its_frames():
 
 
 def test_faults_are_read_with_their_rank_and_unknown_ones_refused():
-    assert parse_fault("swap") == ("swap", 0)
-    assert parse_fault("lose@3") == ("lose", 3)
+    assert parse_envelope_fault("swap") == ("swap", 0)
+    assert parse_envelope_fault("lose@3") == ("lose", 3)
     with pytest.raises(UsageError, match="did you mean 'repeat'"):
-        parse_fault("repaet")
+        parse_envelope_fault("repaet")
     with pytest.raises(UsageError, match="'x' is no rank"):
-        parse_fault("lose@x")
-    assert set(FAULTS) == set(KIND) | {"stall"}
+        parse_envelope_fault("lose@x")
+    assert set(ENVELOPE_FAULTS) == set(KIND) | {"stall"}
 
 
 def test_a_fault_in_the_order_is_in_the_middle():
-    assert order_of("", 4) == [0, 1, 2, 3]
-    assert order_of("swap", 4) == [0, 2, 1, 3]
-    assert order_of("lose", 4) == [0, 1, 3]
-    assert order_of("stall", 4) == [0, 1]
-    assert order_of("swap", 1) == [0]
+    assert faulty_frame_order("", 4) == [0, 1, 2, 3]
+    assert faulty_frame_order("swap", 4) == [0, 2, 1, 3]
+    assert faulty_frame_order("lose", 4) == [0, 1, 3]
+    assert faulty_frame_order("stall", 4) == [0, 1]
+    assert faulty_frame_order("swap", 1) == [0]
 
 
 def test_a_verdict_survives_the_way():
-    problem = Problem("DamagedEnvelope", 1, 2, "bad “bits”")
-    verdict = ExchangeAgreement(1, (problem,), {"closed": True})
-    assert ExchangeAgreement.unpacked(verdict.packed()) == verdict
+    problem = ExchangeProblem("DamagedEnvelope", 1, 2, "bad “bits”")
+    verdict = RoundReport(1, (problem,), {"closed": True})
+    assert RoundReport.unpacked(verdict.packed()) == verdict
     assert str(problem) == "rank 1 found a DamagedEnvelope of rank 2: bad “bits”"
-    assert Tag.HEAD != Tag.VERDICT
+    assert MessageTag.HEAD != MessageTag.VERDICT

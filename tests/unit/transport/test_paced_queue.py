@@ -12,8 +12,8 @@ from test_token_bucket import most_in_any
 
 from paceline.errors import UsageError
 from paceline.transport.envelope_header import Header
-from paceline.transport.paced_queue import PacedQueue, counted_nbytes
-from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
+from paceline.transport.paced_queue import PacedQueue, wire_nbytes
+from paceline.transport.token_bucket import ENVELOPE_OVERHEAD_NBYTES, TokenBucket
 from paceline.transport.transport_interface import Envelope
 
 
@@ -73,11 +73,11 @@ def test_targets_go_on_in_turn_where_the_bucket_stopped():
         assert wait > 0
         now += wait
     assert keys(gone.taken) == [(target, sequence) for sequence in range(3) for target in (1, 2, 3)]
-    assert now == pytest.approx((9 * (LONG + ENVELOPE_NBYTES) - 1.5 * LONG) / 1e6)
+    assert now == pytest.approx((9 * (LONG + ENVELOPE_OVERHEAD_NBYTES) - 1.5 * LONG) / 1e6)
 
 
 def test_a_long_one_is_not_passed_by_those_that_would_fit():
-    paced, gone = PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_NBYTES, now=0.0)), Gone()
+    paced, gone = PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0)), Gone()
     for target, nbytes in ((1, LONG), (2, LONG), (3, 5000)):
         paced.put(envelope(target, 0, nbytes))
     wait = paced.pump(0.0, gone)
@@ -89,13 +89,13 @@ def test_a_long_one_is_not_passed_by_those_that_would_fit():
 
 def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
     paced, gone = PacedQueue(), Gone()
-    paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_NBYTES, now=0.0))
+    paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0))
     for sequence in range(3):
         paced.put(envelope(1, sequence, LONG))
         paced.put(envelope(2, sequence, LONG))
     wait = paced.pump(0.0, gone)
     assert keys(gone.taken) == [(1, 0), (2, 0), (2, 1), (2, 2)]
-    assert wait == pytest.approx((LONG + ENVELOPE_NBYTES) / 1e5)
+    assert wait == pytest.approx((LONG + ENVELOPE_OVERHEAD_NBYTES) / 1e5)
     assert paced.pump(wait * 0.9, gone) == pytest.approx(wait * 0.1)
     paced.pump(wait, gone)
     assert keys(gone.taken)[-1] == (1, 1)
@@ -112,7 +112,7 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
     before = paced.waiting_nbytes
     assert 0 < paced.pump(0.0, gone) < 0.1
     assert keys(gone.taken) == [(2, 0), (2, 1), (2, 2)]
-    assert paced.waiting_nbytes == before - 3 * (LONG + ENVELOPE_NBYTES)
+    assert paced.waiting_nbytes == before - 3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)
     gone.blocked.clear()
     assert paced.pump(0.0, gone) == math.inf
     assert keys(gone.taken[3:]) == [(1, 0), (1, 1), (1, 2)]
@@ -127,7 +127,7 @@ def test_what_is_not_taken_costs_nothing():
 
 
 def test_no_more_than_so_many_bytes_wait():
-    paced, gone = PacedQueue(most_nbytes=3 * (LONG + ENVELOPE_NBYTES)), Gone(room=1)
+    paced, gone = PacedQueue(most_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone(room=1)
     assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
     assert not paced.put(envelope(2, 0, 0))
     paced.pump(0.0, gone)
@@ -137,13 +137,13 @@ def test_no_more_than_so_many_bytes_wait():
 
 
 def test_a_target_that_is_forgotten_makes_room():
-    paced, gone = PacedQueue(most_nbytes=2 * (LONG + ENVELOPE_NBYTES)), Gone()
+    paced, gone = PacedQueue(most_nbytes=2 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, SHORT))
     paced.put(envelope(2, 0, SHORT))
     assert paced.forget(1) == 2
     assert paced.forget(1) == 0
-    assert paced.waiting_nbytes == SHORT + ENVELOPE_NBYTES
+    assert paced.waiting_nbytes == SHORT + ENVELOPE_OVERHEAD_NBYTES
     paced.pump(0.0, gone)
     assert keys(gone.taken) == [(2, 0)]
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
 def test_long_texts_in_a_header_count():
     plain = envelope(1, 0, SHORT)
     told = Envelope(replace(plain.header, meta={"text": "x" * 8000, "score": 0.5}), plain.payload)
-    assert counted_nbytes(told) >= counted_nbytes(plain) + 8000
+    assert wire_nbytes(told) >= wire_nbytes(plain) + 8000
 
 
 @settings(deadline=None)
@@ -178,7 +178,7 @@ def test_long_texts_in_a_header_count():
     st.randoms(use_true_random=False),
 )
 def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw):
-    rate, burst = 1e6, LONG + ENVELOPE_NBYTES
+    rate, burst = 1e6, LONG + ENVELOPE_OVERHEAD_NBYTES
     paced, now, left = PacedQueue(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
 
     def send(given):
@@ -200,5 +200,5 @@ def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw
                 if each.header.target == target and (len(each.payload) > 4096) == is_long
             ]
             assert mine == sorted(mine)
-    assert most_in_any(1.0, [(at, counted_nbytes(each)) for at, each in left]) <= rate + burst + 1
+    assert most_in_any(1.0, [(at, wire_nbytes(each)) for at, each in left]) <= rate + burst + 1
     assert paced.waiting_nbytes == 0

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.transport.token_bucket import (
-    ENVELOPE_NBYTES,
+    ENVELOPE_OVERHEAD_NBYTES,
     TokenBucket,
-    frame_nbytes,
-    kernel_pacing,
     make_token_bucket,
+    max_frame_nbytes,
     parse_share,
+    set_kernel_pacing,
 )
 
 PACKET, CARRIED = 1514, 1448
@@ -111,13 +111,13 @@ def test_a_bucket_without_rate_or_end_is_refused(value):
 def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
     draw = random.Random(5)
     bucket, now, left = make_token_bucket(rate, 0.0), 0.0, []
-    size = frame_nbytes(rate)
+    size = max_frame_nbytes(rate)
     while now < 4.0:
         if draw.random() < 0.05:
             now += draw.random()  # nothing to send for a while, or a thread that is late
         nbytes = size if draw.random() < 0.7 else draw.randrange(1, size)
-        now += bucket.wait(nbytes + ENVELOPE_NBYTES, now)
-        bucket.take(nbytes + ENVELOPE_NBYTES, now)
+        now += bucket.wait(nbytes + ENVELOPE_OVERHEAD_NBYTES, now)
+        bucket.take(nbytes + ENVELOPE_OVERHEAD_NBYTES, now)
         comm = (nbytes + 300) * PACKET / CARRIED + PACKET - CARRIED  # 300: of an envelope's own, measured
         left.append((now, comm))
     assert most_in_any(1.0, left) <= 1.1 * rate
@@ -125,10 +125,10 @@ def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
 
 def test_a_sender_that_is_called_late_loses_little():
     rate, now, sent = 7.5e6, 0.0, 0
-    bucket, size = make_token_bucket(rate, 0.0), frame_nbytes(rate)
+    bucket, size = make_token_bucket(rate, 0.0), max_frame_nbytes(rate)
     while now < 10.0:
-        while bucket.wait(size + ENVELOPE_NBYTES, now) == 0:
-            bucket.take(size + ENVELOPE_NBYTES, now)
+        while bucket.wait(size + ENVELOPE_OVERHEAD_NBYTES, now) == 0:
+            bucket.take(size + ENVELOPE_OVERHEAD_NBYTES, now)
             sent += size
         now += 0.03
     assert sent * PACKET / CARRIED > 0.9 * 10 * rate
@@ -136,9 +136,9 @@ def test_a_sender_that_is_called_late_loses_little():
 
 def test_a_frame_fits_into_the_bucket_of_its_rate():
     for rate in (40e3, 1e5, 1e6, 7.5e6, 1e9):
-        assert frame_nbytes(rate) + ENVELOPE_NBYTES <= make_token_bucket(rate, 0.0).burst
-    assert frame_nbytes(None) == frame_nbytes(1e9) == 256 << 10
-    assert frame_nbytes(1.0) > 0
+        assert max_frame_nbytes(rate) + ENVELOPE_OVERHEAD_NBYTES <= make_token_bucket(rate, 0.0).burst
+    assert max_frame_nbytes(None) == max_frame_nbytes(1e9) == 256 << 10
+    assert max_frame_nbytes(1.0) > 0
 
 
 @pytest.mark.parametrize(
@@ -213,11 +213,11 @@ def told(connection):
 def test_the_kernel_holds_a_connection_to_a_rate():
     one, other = connected()
     with one, other:
-        assert kernel_pacing(one.fileno(), 5e6)
+        assert set_kernel_pacing(one.fileno(), 5e6)
         assert told(one) == 5_000_000
-        assert kernel_pacing(one.fileno(), 6e6, port=other.getsockname()[1])
+        assert set_kernel_pacing(one.fileno(), 6e6, port=other.getsockname()[1])
         assert told(one) == 6_000_000
-        assert kernel_pacing(one.fileno(), 1e12), "as fast as can be told"
+        assert set_kernel_pacing(one.fileno(), 1e12), "as fast as can be told"
         assert one.send(b"still open")
 
 
@@ -226,19 +226,19 @@ def test_the_kernel_holds_nothing_that_is_not_that_connection():
     with one, other:
         before = told(one)
         ports = {one.getsockname()[1], other.getsockname()[1]}
-        assert not kernel_pacing(
+        assert not set_kernel_pacing(
             one.fileno(), 5e6, port=next(port for port in range(1, 9) if port not in ports)
         )
         assert told(one) == before
         number = one.fileno()
-    assert not kernel_pacing(number, 5e6)
-    assert not kernel_pacing(-1, 5e6)
+    assert not set_kernel_pacing(number, 5e6)
+    assert not set_kernel_pacing(-1, 5e6)
     with open("/dev/null") as file:
         before = len(os.listdir("/proc/self/fd"))
-        assert not kernel_pacing(file.fileno(), 5e6)
+        assert not set_kernel_pacing(file.fileno(), 5e6)
         assert len(os.listdir("/proc/self/fd")) == before, "no descriptor of it stays"
     left, right = socket.socketpair()
     with left, right:
-        assert not kernel_pacing(left.fileno(), 5e6)
+        assert not set_kernel_pacing(left.fileno(), 5e6)
     with pytest.raises(UsageError):
-        kernel_pacing(0, 0.0)
+        set_kernel_pacing(0, 0.0)

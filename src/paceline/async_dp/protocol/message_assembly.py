@@ -15,7 +15,7 @@ from typing import Any
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.transport.envelope import Bytes
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import frames_of
+from paceline.transport.message_frames import split_frames
 from paceline.transport.transport_interface import Envelope
 
 __all__ = ["FRAME_NBYTES", "MessageAssembler", "ReplayWindow", "split_message"]
@@ -53,7 +53,7 @@ def _frames(
     message: HubMessage, run: str, sequence: int, meta: Mapping[str, Any], payload: Bytes, frame_nbytes: int
 ) -> Iterator[Envelope]:
     """Yield the envelopes of a message that does not fit into one."""
-    frames = frames_of(len(payload), frame_nbytes)
+    frames = split_frames(len(payload), frame_nbytes)
     for frame in frames:
         header = Header(
             run, message.kind, message.source, message.target, sequence + frame.index, message.round,

@@ -98,6 +98,6 @@ def _blocks(whole: memoryview) -> Iterator[memoryview]:
 
 
 def _write(stream: EarlyFlush, block: memoryview) -> None:
-    fault_injection.writing(len(block))
+    fault_injection.before_write(len(block))
     while block:
         block = block[stream.write(block) :]

@@ -43,21 +43,21 @@ from paceline._core.child_process import end
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import signal_name
 from paceline.launch.agent.elastic_rendezvous import ElasticRendezvous
-from paceline.launch.agent.job_outcome import JobOutcome, failed
+from paceline.launch.agent.job_outcome import JobOutcome, failed_outcome
 from paceline.launch.agent.job_spec import JobSpec
-from paceline.launch.agent.job_store import JobStore, too_few
-from paceline.launch.agent.rank_failure import RankFailure, is_echo
+from paceline.launch.agent.job_store import JobStore, too_few_hosts
+from paceline.launch.agent.rank_failure import RankFailure, is_secondary
 from paceline.launch.agent.restart_log import RestartLog
 from paceline.launch.agent.world_agreement import HostMember, WorldAgreement
-from paceline.launch.process.rank_process import RankLogs, RankProcess, await_end, start_rank
+from paceline.launch.process.rank_process import RankLogs, RankProcess, start_rank, wait_for_exit
 
-__all__ = ["ElasticAgent", "RunOver"]
+__all__ = ["ElasticAgent", "JobEnded"]
 
 _LOOK_SECONDS = 0.1
 _STEADY_SECONDS = 60.0  # ranks that ran so long count as having got on, where nobody knows better
 
 
-class RunOver(Exception):
+class JobEnded(Exception):
     """The run has ended on all hosts."""
 
     def __init__(self, over: JobOutcome) -> None:
@@ -137,13 +137,13 @@ class ElasticAgent(SimpleElasticAgent):
             except DistStoreError:  # a host was lost between joining and telling so
                 continue
             except RendezvousTimeoutError:
-                self._end_run(JobOutcome(1, str(too_few(self._job))))
+                self._end_run(JobOutcome(1, str(too_few_hosts(self._job))))
                 raise
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 over = self._board.over()
                 if over is None:
                     raise
-                raise RunOver(over) from None
+                raise JobEnded(over) from None
 
     def _assign_worker_ranks(  # type: ignore[override]
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
@@ -206,7 +206,7 @@ class ElasticAgent(SimpleElasticAgent):
             there = [one for one in self._running if one.exit_code() is None]
             if not any(graceful_shutdown.is_listening(files[one.rank]) for one in there):
                 break
-            await_end(there, min(left, _LOOK_SECONDS))
+            wait_for_exit(there, min(left, _LOOK_SECONDS))
         end(self._running, self._job.patience.end)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0.0) -> None:
@@ -219,7 +219,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _look(self) -> bool:
         """Wait a moment for something to happen, do what it asks for, and return whether the run has ended well."""
-        await_end(self._running, _LOOK_SECONDS)
+        wait_for_exit(self._running, _LOOK_SECONDS)
         codes = [one.exit_code() for one in self._running]
         if any(codes):
             self._tell_failures()
@@ -244,7 +244,7 @@ class ElasticAgent(SimpleElasticAgent):
 
     def _end(self, over: JobOutcome) -> bool:
         if over.code:
-            raise RunOver(over)
+            raise JobEnded(over)
         return True
 
     def _world_changed(self) -> graceful_shutdown.Reason | None:
@@ -266,11 +266,11 @@ class ElasticAgent(SimpleElasticAgent):
                 told.add(failure.rank or 0)
                 self._board.fail(self._number, failure)
             left = deadline - time.monotonic()
-            if left <= 0 or not all(is_echo(one) for one in self._board.failures(self._number)):
+            if left <= 0 or not all(is_secondary(one) for one in self._board.failures(self._number)):
                 return
             if all(one.exit_code() is not None for one in self._running):
                 return
-            await_end(self._running, min(left, _LOOK_SECONDS))
+            wait_for_exit(self._running, min(left, _LOOK_SECONDS))
 
     def _failure(self, one: RankProcess) -> RankFailure:
         return RankFailure(
@@ -315,9 +315,9 @@ class ElasticAgent(SimpleElasticAgent):
         if verdict.restart:
             self._journal.restarted(verdict)
         if verdict.decision.action == "end":
-            over = failed(verdict)
+            over = failed_outcome(verdict)
             self._end_run(over)
-            raise RunOver(over)
+            raise JobEnded(over)
         if verdict.shrinks:
             self._shrink(verdict)
 
@@ -327,7 +327,7 @@ class ElasticAgent(SimpleElasticAgent):
         if mine:
             self._me = HostMember(self._me.host, self._me.member, self._me.ranks - 1)
         if verdict.leaves:
-            raise RunOver(failed(verdict)) if mine else _Again
+            raise JobEnded(failed_outcome(verdict)) if mine else _Again
 
     def _end_run(self, over: JobOutcome) -> None:
         """End the run on all hosts, also on those that wait to be let in."""

@@ -33,24 +33,24 @@ from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.job_store import JobStore
 from paceline.launch.agent.rendezvous_address import (
     RendezvousAddress,
-    await_server,
-    check_free,
-    is_here,
-    is_taken,
-    own_address,
+    check_port_free,
+    is_local,
+    is_port_taken,
+    reachable_address,
+    wait_for_server,
 )
 from paceline.launch.agent.restart_log import log_line
 
 __all__ = [
-    "SILENT_SECONDS",
+    "STORE_TIMEOUT_SECONDS",
     "ElasticRendezvous",
-    "RendezvousPlace",
+    "RendezvousEndpoint",
     "StoreHeartbeat",
-    "check_place",
-    "job_store_of",
+    "check_endpoint",
+    "open_job_store",
     "join_rendezvous",
-    "open_place",
-    "serve",
+    "open_endpoint",
+    "serve_store",
 ]
 
 _STORE_SECONDS = 10.0
@@ -59,11 +59,11 @@ _MARK = "paceline"
 _YEAR_SECONDS = 365 * 86400.0
 _NEVER = 1_000_000_000  # a host alone is not lost, however long it was suspended
 _HERE = RendezvousAddress("127.0.0.1", 0)
-SILENT_SECONDS = 10
+STORE_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
-class RendezvousPlace:
+class RendezvousEndpoint:
     """A rendezvous as one process sees it: its address, and the store if this process serves it."""
 
     address: RendezvousAddress
@@ -104,10 +104,10 @@ class StoreHeartbeat:
 
     Args:
         place: where it is served, by another process.
-        lost: called, in a thread, when it has not answered for `SILENT_SECONDS`.
+        lost: called, in a thread, when it has not answered for `STORE_TIMEOUT_SECONDS`.
     """
 
-    def __init__(self, place: RendezvousPlace, lost: Callable[[], None]) -> None:
+    def __init__(self, place: RendezvousEndpoint, lost: Callable[[], None]) -> None:
         self._beats = 0
         self._stop = threading.Event()
         self._store = place.store()
@@ -132,12 +132,12 @@ class StoreHeartbeat:
         while not self._stop.wait(1.0):
             silent = 0 if self._beats != seen else silent + 1
             seen = self._beats
-            if silent >= SILENT_SECONDS:
+            if silent >= STORE_TIMEOUT_SECONDS:
                 self._lost()
                 return
 
 
-def open_place(job: JobSpec) -> RendezvousPlace:
+def open_endpoint(job: JobSpec) -> RendezvousEndpoint:
     """Return where the agents meet; this process serves it if it is on this host and nobody does yet.
 
     Raises:
@@ -148,18 +148,18 @@ def open_place(job: JobSpec) -> RendezvousPlace:
     address = job.address
     if address is None:
         server = _serve(_HERE)
-        return RendezvousPlace(RendezvousAddress(_HERE.host, server.port), server)
-    if is_here(address) and not is_taken(address.port):
-        check_free(address)
+        return RendezvousEndpoint(RendezvousAddress(_HERE.host, server.port), server)
+    if is_local(address) and not is_port_taken(address.port):
+        check_port_free(address)
         with contextlib.suppress(UsageError):  # another one on this host was faster
-            return serve(address)
-    await_server(address, job.patience.join, log_line)
-    place = RendezvousPlace(address, None)
-    check_place(place, job.patience)
+            return serve_store(address)
+    wait_for_server(address, job.patience.join, log_line)
+    place = RendezvousEndpoint(address, None)
+    check_endpoint(place, job.patience)
     return place
 
 
-def serve(address: RendezvousAddress) -> RendezvousPlace:
+def serve_store(address: RendezvousAddress) -> RendezvousEndpoint:
     """Serve a rendezvous at `address` until this process ends.
 
     Raises:
@@ -175,11 +175,11 @@ def serve(address: RendezvousAddress) -> RendezvousPlace:
     clock = _connect(address)
     tell_time = threading.Thread(target=_tell_time, args=(clock,), name="paceline-clock", daemon=True)
     tell_time.start()
-    return RendezvousPlace(address, server)
+    return RendezvousEndpoint(address, server)
 
 
 def join_rendezvous(
-    job: JobSpec, place: RendezvousPlace, store: Store, *, late: bool = False
+    job: JobSpec, place: RendezvousEndpoint, store: Store, *, late: bool = False
 ) -> ElasticRendezvous:
     """Return this host's handler of the rendezvous, whose state is on `store`.
 
@@ -199,7 +199,7 @@ def join_rendezvous(
         C10dRendezvousBackend(store, job.name),
         job.min_hosts,
         job.hosts,
-        _HERE.host if job.address is None else own_address(place.address, serving=place.served is not None),
+        _HERE.host if job.address is None else reachable_address(place.address, serving=place.served is not None),
         RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items()}),
         keep_alive_interval=patience.beat,  # type: ignore[arg-type] — a timedelta takes parts of a second
         keep_alive_max_attempt=max(1, round(patience.lost / patience.beat)) if job.address else _NEVER,
@@ -208,7 +208,7 @@ def join_rendezvous(
     return handler
 
 
-def job_store_of(job: JobSpec, place: RendezvousPlace) -> JobStore:
+def open_job_store(job: JobSpec, place: RendezvousEndpoint) -> JobStore:
     """Return the board of a run, on a connection of its own."""
     return JobStore(PrefixStore(f"paceline/run/{job.name}", place.store()))
 
@@ -242,7 +242,7 @@ def _quiet() -> Iterator[None]:
         os.close(terminal)
 
 
-def check_place(place: RendezvousPlace, patience: JobTimeouts) -> None:
+def check_endpoint(place: RendezvousEndpoint, patience: JobTimeouts) -> None:
     """Raise WorldError unless what listens there is a rendezvous of ours, and its clock and this one agree."""
     answers: queue.Queue[float | str] = queue.Queue()
     # In a thread: torch waits for the answer of a foreign server without a limit.
@@ -265,7 +265,7 @@ def check_place(place: RendezvousPlace, patience: JobTimeouts) -> None:
         )
 
 
-def _ask(place: RendezvousPlace, answers: queue.Queue[float | str]) -> None:
+def _ask(place: RendezvousEndpoint, answers: queue.Queue[float | str]) -> None:
     """Find out how many seconds this clock is ahead of that of the rendezvous, or why nobody can tell."""
     try:
         store = place.store()

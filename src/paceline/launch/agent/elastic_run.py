@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline._core.child_process import sigterm_raises
 from paceline.launch.agent.job_spec import JobSpec, check_log_dir, check_program
-from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_free, is_here
+from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_port_free, is_local
 from paceline.launch.agent.restart_log import log_line
 from paceline.launch.process.rank_process import RankLogs
 from paceline.testing import fault_injection
@@ -91,13 +91,13 @@ def run_job(job: JobSpec) -> None:
     """
     check_program(job.argv)
     check_log_dir(job.log_dir)
-    fault_injection.read_environment()  # to refuse what can't be read before it is refused on every rank
+    fault_injection.arm_from_environment()  # to refuse what can't be read before it is refused on every rank
     if job.address is not None:
-        is_here(job.address)  # raises where the name means nothing
+        is_local(job.address)  # raises where the name means nothing
     with sigterm_raises(), RankLogs(job.log_dir) as logs:
         with _few_words():
-            from paceline.launch.agent.host_participation import take_part
-        take_part(job, logs)
+            from paceline.launch.agent.host_participation import run_host
+        run_host(job, logs)
 
 
 def serve_rendezvous(address: RendezvousAddress) -> None:
@@ -106,11 +106,11 @@ def serve_rendezvous(address: RendezvousAddress) -> None:
     Raises:
         UsageError: it can't be served there.
     """
-    check_free(address)
+    check_port_free(address)
     with sigterm_raises():
         with _few_words():
-            from paceline.launch.agent.elastic_rendezvous import serve
-        place = serve(address)
+            from paceline.launch.agent.elastic_rendezvous import serve_store
+        place = serve_store(address)
         log_line(f"serving the rendezvous at {place.address}; end with Ctrl-C")
         while True:
             signal.pause()

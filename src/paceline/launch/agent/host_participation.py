@@ -10,21 +10,21 @@ from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from paceline.errors import WorldError
-from paceline.launch.agent.elastic_agent import ElasticAgent, RunOver
+from paceline.launch.agent.elastic_agent import ElasticAgent, JobEnded
 from paceline.launch.agent.elastic_rendezvous import (
-    SILENT_SECONDS,
-    RendezvousPlace,
+    STORE_TIMEOUT_SECONDS,
+    RendezvousEndpoint,
     StoreHeartbeat,
-    job_store_of,
     join_rendezvous,
-    open_place,
+    open_endpoint,
+    open_job_store,
 )
 from paceline.launch.agent.job_spec import JobSpec
-from paceline.launch.agent.job_store import JobStore, too_few
+from paceline.launch.agent.job_store import JobStore, too_few_hosts
 from paceline.launch.agent.restart_log import log_line
 from paceline.launch.process.rank_process import RankLogs
 
-__all__ = ["take_part"]
+__all__ = ["run_host"]
 
 _LINGER_SECONDS = 5.0  # whoever serves the rendezvous waits so long for the others to hear of the end
 
@@ -32,12 +32,12 @@ _LINGER_SECONDS = 5.0  # whoever serves the rendezvous waits so long for the oth
 _LOOK_SECONDS = 0.05
 
 
-def take_part(job: JobSpec, logs: RankLogs) -> None:
+def run_host(job: JobSpec, logs: RankLogs) -> None:
     """Run the ranks of this host; errors are those of :func:`paceline.launch.agent.elastic_run.run_job`."""
-    place = open_place(job)
+    place = open_endpoint(job)
     serving = place.served is not None
     try:
-        board = job_store_of(job, place)
+        board = open_job_store(job, place)
         board.arrive(job)
         agent = ElasticAgent(
             job, join_rendezvous(job, place, place.store(), late=board.begun()), board, logs, serving=serving
@@ -49,12 +49,12 @@ def take_part(job: JobSpec, logs: RankLogs) -> None:
             if pulse:
                 pulse.stop()
             _part(board, agent.hosts if serving else 0)
-    except RunOver as told:
+    except JobEnded as told:
         if told.over.code:
             raise told.over.error() from None
         log_line("the run ended well while this host waited to be let in")
     except RendezvousTimeoutError:
-        raise too_few(job) from None
+        raise too_few_hosts(job) from None
     except (DistError, RendezvousConnectionError) as error:
         raise _lost(place, str(error.__cause__ or error).splitlines()[0]) from None
 
@@ -68,7 +68,7 @@ def _part(board: JobStore, hosts: int) -> None:
             time.sleep(_LOOK_SECONDS)
 
 
-def _lost(place: RendezvousPlace, why: str) -> WorldError:
+def _lost(place: RendezvousEndpoint, why: str) -> WorldError:
     return WorldError(
         f"the rendezvous at {place.address} was lost: {why}",
         remedy="the host there has ended or is out of reach, and the run with it; "
@@ -76,9 +76,9 @@ def _lost(place: RendezvousPlace, why: str) -> WorldError:
     )
 
 
-def _lost_in_silence(place: RendezvousPlace, agent: ElasticAgent, logs: RankLogs) -> None:
+def _lost_in_silence(place: RendezvousEndpoint, agent: ElasticAgent, logs: RankLogs) -> None:
     """End this process, whose main thread waits for an answer that does not come."""
     agent.kill()
-    log_line(f"Error: {_lost(place, f'no answer for {SILENT_SECONDS} s')}")
+    log_line(f"Error: {_lost(place, f'no answer for {STORE_TIMEOUT_SECONDS} s')}")
     logs.__exit__(None, None, None)
     os._exit(1)

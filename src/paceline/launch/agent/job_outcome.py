@@ -9,7 +9,7 @@ from paceline.errors import RankFailed
 from paceline.launch.agent.rank_failure import RankFailure
 from paceline.launch.agent.world_agreement import WorldAgreement
 
-__all__ = ["JobOutcome", "exit_status", "failed", "remedy_of"]
+__all__ = ["JobOutcome", "exit_status", "failed_outcome", "exit_remedy"]
 
 _FOLLOWERS = 4
 
@@ -38,7 +38,7 @@ def exit_status(code: int | None) -> int:
     return 1 if code is None else code if code >= 0 else 128 - code
 
 
-def failed(verdict: WorldAgreement) -> JobOutcome:
+def failed_outcome(verdict: WorldAgreement) -> JobOutcome:
     """Return the end of a run that is not to go on."""
     first = verdict.first
     if first is None:
@@ -62,10 +62,10 @@ def _who(one: RankFailure) -> str:
 def _remedy(first: RankFailure) -> str:
     if first.rank is None:
         return "look at that host: power, network, its own terminal; then start the same command again"
-    return remedy_of(first.exit_code)
+    return exit_remedy(first.exit_code)
 
 
-def remedy_of(exit_code: int | None) -> str:
+def exit_remedy(exit_code: int | None) -> str:
     """Return what to do about a rank that ended so; −n: by signal n."""
     if exit_code == -signal.SIGKILL:
         return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"

@@ -24,13 +24,13 @@ from paceline.launch.agent.world_agreement import HostMember, PreviousWorld, Wor
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-__all__ = ["JobStore", "too_few"]
+__all__ = ["JobStore", "too_few_hosts"]
 
 _LOOK_SECONDS = 0.1
 _TELL_SECONDS = 3.0
 
 
-def too_few(job: JobSpec) -> MissingRanks:
+def too_few_hosts(job: JobSpec) -> MissingRanks:
     """Return the error for a run that has not the hosts that it needs."""
     return MissingRanks(
         f"fewer than {job.min_hosts} of {job.hosts} hosts were there within {job.patience.join:g} s",
@@ -86,7 +86,7 @@ class JobStore:
             if came >= job.min_hosts and waited > job.patience.first_call:
                 return
             if waited > job.patience.join:
-                raise too_few(job)
+                raise too_few_hosts(job)
             if not told and waited > _TELL_SECONDS:
                 told = True
                 log_line(f"waiting for hosts: {came} of {job.hosts} came")

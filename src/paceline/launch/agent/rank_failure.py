@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline._core.process_exit import describe_exit
 
-__all__ = ["RankFailure", "first_failure", "is_echo"]
+__all__ = ["RankFailure", "first_failure", "is_secondary"]
 
 _PEER_LOST = re.compile(
     r"\b(PeerLost|PeerFailed|BackwardFailed|MissingRanks)\b|Connection (reset|closed|refused) by peer|Connection reset|"
@@ -86,7 +86,7 @@ class RankFailure:
         return f"{who} {self.how} after {self.seconds:.0f} s" + (f" ({self.why})" if self.why else "")
 
 
-def is_echo(failure: RankFailure) -> bool:
+def is_secondary(failure: RankFailure) -> bool:
     """Return whether a rank ended because it lost another one, by its own last lines; see [Note: echoes].
 
     Example:
@@ -103,4 +103,4 @@ def first_failure(told: Sequence[RankFailure]) -> RankFailure | None:
     Args:
         told: all failures of one world, in the order in which hosts told of them.
     """
-    return min(told, key=is_echo, default=None)
+    return min(told, key=is_secondary, default=None)

@@ -15,12 +15,12 @@ from paceline.errors import MissingRanks, UsageError
 __all__ = [
     "DEFAULT_PORT",
     "RendezvousAddress",
-    "await_server",
-    "check_free",
-    "is_here",
-    "is_taken",
-    "own_address",
-    "read_address",
+    "wait_for_server",
+    "check_port_free",
+    "is_local",
+    "is_port_taken",
+    "reachable_address",
+    "parse_rendezvous_address",
 ]
 
 DEFAULT_PORT = 29400  # torchrun's for c10d
@@ -39,7 +39,7 @@ class RendezvousAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def read_address(text: str) -> RendezvousAddress:
+def parse_rendezvous_address(text: str) -> RendezvousAddress:
     """Return the address that `text` says: HOST or HOST:PORT, an IPv6 address in brackets.
 
     Raises:
@@ -58,7 +58,7 @@ def read_address(text: str) -> RendezvousAddress:
     return RendezvousAddress(found[1] or found[2], port)
 
 
-def is_here(address: RendezvousAddress) -> bool:
+def is_local(address: RendezvousAddress) -> bool:
     """Return whether `address` is one of this machine.
 
     Raises:
@@ -74,13 +74,13 @@ def is_here(address: RendezvousAddress) -> bool:
     return False
 
 
-def check_free(address: RendezvousAddress) -> None:
+def check_port_free(address: RendezvousAddress) -> None:
     """Refuse to serve where it is not possible.
 
     Raises:
         UsageError: the host is another one, or the port is taken or not allowed.
     """
-    if not is_here(address):
+    if not is_local(address):
         raise UsageError(
             f"can't serve at {address}: {address.host} is no address of this machine",
             remedy="name an address of this machine that the other hosts can reach",
@@ -95,13 +95,13 @@ def check_free(address: RendezvousAddress) -> None:
         )
 
 
-def is_taken(port: int) -> bool:
+def is_port_taken(port: int) -> bool:
     """Return whether something listens at `port` of this machine."""
     reason = _refusal(port)
     return reason is not None and reason.errno == errno.EADDRINUSE
 
 
-def own_address(toward: RendezvousAddress, *, serving: bool) -> str:
+def reachable_address(toward: RendezvousAddress, *, serving: bool) -> str:
     """Return the address of this machine that hosts can reach which reach the rendezvous.
 
     Args:
@@ -118,7 +118,7 @@ def own_address(toward: RendezvousAddress, *, serving: bool) -> str:
         return str(probe.getsockname()[0])
 
 
-def await_server(address: RendezvousAddress, seconds: float, say: Callable[[str], None]) -> None:
+def wait_for_server(address: RendezvousAddress, seconds: float, say: Callable[[str], None]) -> None:
     """Return when something listens at `address`.
 
     Args:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["STRIKES", "RestartDecision", "WorldRun", "decide_restart"]
+__all__ = ["MAX_REPEATED_FAILURES", "RestartDecision", "WorldRun", "decide_restart"]
 
-STRIKES = 2
+MAX_REPEATED_FAILURES = 2
 """How often in a row, without progress, the same rank fails until it is given up."""
 
 
@@ -70,7 +70,7 @@ def decide_restart(
         return RestartDecision("end", f"{ranks} rank{'s' * (ranks != 1)} left, at least {min_ranks} wanted")
     if not _stuck(past):
         return RestartDecision("same")
-    why = f"the same rank failed {STRIKES} times in a row without progress"
+    why = f"the same rank failed {MAX_REPEATED_FAILURES} times in a row without progress"
     if ranks - 1 < min_ranks:
         return RestartDecision(
             "end", f"{why}, and {min_ranks} rank{'s' * (min_ranks != 1)} are wanted at least"
@@ -80,6 +80,6 @@ def decide_restart(
 
 def _stuck(past: Sequence[WorldRun]) -> bool:
     """Return whether the same rank failed time and again, with no progress since it first did."""
-    last = past[-STRIKES:]
-    same = len(last) == STRIKES and len({(life.place, life.ranks) for life in last}) == 1
+    last = past[-MAX_REPEATED_FAILURES:]
+    same = len(last) == MAX_REPEATED_FAILURES and len({(life.place, life.ranks) for life in last}) == 1
     return same and last[-1].of_rank and not any(life.progress for life in last[1:])

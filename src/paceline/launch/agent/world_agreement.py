@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_echo
+from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
 from paceline.launch.agent.restart_policy import RestartDecision, WorldRun, decide_restart
 
 __all__ = ["HostMember", "PreviousWorld", "WorldAgreement", "agree_on_world"]
@@ -145,6 +145,6 @@ def agree_on_world(
 
 def _with_hosts(before: PreviousWorld, lost: Sequence[HostMember]) -> list[RankFailure]:
     """Return what was told, and the hosts that were lost without having told a reason."""
-    reasons = {failure.member for failure in before.told if not is_echo(failure)}
+    reasons = {failure.member for failure in before.told if not is_secondary(failure)}
     silent = [one for one in lost if one.member not in reasons]
     return [*before.told, *(RankFailure(one.host, one.member, seconds=before.seconds) for one in silent)]

@@ -18,7 +18,7 @@ from paceline._core.child_process import POLL_SECONDS, end, sigterm_raises
 from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.agent.job_outcome import remedy_of
+from paceline.launch.agent.job_outcome import exit_remedy
 from paceline.launch.agent.job_spec import check_log_dir
 from paceline.launch.process.rank_process import RankProcess, start_rank
 
@@ -123,7 +123,7 @@ def _failure(running: Sequence[RankProcess], failed: list[RankProcess], *, logs_
     where = f"; its whole output is in {first.log}" if first.log and logs_stay else ""
     shown = _tail(first) if first.log else "; its output is above"
     return RankFailed(
-        f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=remedy_of(first.exit_code())
+        f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=exit_remedy(first.exit_code())
     )
 
 

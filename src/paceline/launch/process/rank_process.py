@@ -23,7 +23,7 @@ from types import TracebackType
 
 from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 
-__all__ = ["OutputCopy", "RankLogs", "RankProcess", "await_end", "start_rank"]
+__all__ = ["StderrTee", "RankLogs", "RankProcess", "wait_for_exit", "start_rank"]
 
 _TAIL_LINES = 20
 
@@ -31,7 +31,7 @@ _TAIL_LINES = 20
 _TAIL_NBYTES = 16384
 
 
-class OutputCopy:
+class StderrTee:
     """Error output on its way to this terminal, of which the end is kept.
 
     Whoever writes finds a terminal where this process has one: its progress bars look as usual.
@@ -68,7 +68,7 @@ class RankProcess(ChildProcess):
     rank: int
     local_rank: int
     log: Path | None = None
-    copy: OutputCopy | None = None
+    copy: StderrTee | None = None
 
     def tail(self, lines: int = _TAIL_LINES) -> tuple[str, ...]:
         """Return the last lines that it wrote, as far as they were kept."""
@@ -98,7 +98,7 @@ def start_rank(
         log: file for its output; None: this terminal.
         follow: keep the end of what it writes as errors to this terminal.
     """
-    copy = OutputCopy() if follow and log is None else None
+    copy = StderrTee() if follow and log is None else None
     with contextlib.ExitStack() as files:
         output = files.enter_context(log.open("wb")) if log else None
         if copy:
@@ -114,7 +114,7 @@ def start_rank(
     return RankProcess(process, rank, local_rank, log, copy)
 
 
-def await_end(running: Sequence[ChildProcess], seconds: float) -> None:
+def wait_for_exit(running: Sequence[ChildProcess], seconds: float) -> None:
     """Return as soon as one of the processes that still run ends, and after `seconds` at the latest."""
     still = [one for one in running if one.exit_code() is None]
     if not still or not hasattr(os, "pidfd_open"):

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
 
-__all__ = ["PodOptions", "manifest", "pytorch_job", "yaml_text"]
+__all__ = ["PodOptions", "kubernetes_manifest", "pytorch_job", "yaml_text"]
 
 _SHARED_MEMORY = {"name": "shared-memory", "mountPath": "/dev/shm"}
 
@@ -95,7 +95,7 @@ def pytorch_job(work: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     }
 
 
-def manifest(work: ClusterJob, pods: PodOptions) -> str:
+def kubernetes_manifest(work: ClusterJob, pods: PodOptions) -> str:
     """Return the PyTorchJob as YAML, for ``kubectl apply -f``."""
     return yaml_text(pytorch_job(work, pods))
 

@@ -25,7 +25,7 @@ __all__ = [
     "mpi_command",
     "mpich_settings",
     "mpiexec_command",
-    "need_mpi",
+    "require_mpi",
     "run_mpi",
 ]
 
@@ -50,7 +50,7 @@ def mpich_settings(crowded: bool) -> dict[str, str]:
     return dict(_YIELD_OFTEN if crowded else _RELEASE_GATHER)
 
 
-def need_mpi() -> str:
+def require_mpi() -> str:
     """Return the path of mpiexec, once it is clear that the ranks can use MPI.
 
     Raises:
@@ -145,7 +145,7 @@ def run_mpi(
     """
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
-    command = with_pdeathsig(mpi_command(ranks, program, need_mpi()))
+    command = with_pdeathsig(mpi_command(ranks, program, require_mpi()))
     variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
     deadline = None if timeout is None else time.monotonic() + timeout
     with sigterm_raises():

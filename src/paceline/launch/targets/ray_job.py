@@ -29,10 +29,10 @@ from typing import Any
 from paceline._core.child_process import ChildProcess, end, sigterm_raises, with_pdeathsig
 from paceline.errors import UsageError, WorldError
 from paceline.launch.agent.job_outcome import exit_status
-from paceline.launch.agent.rendezvous_address import RendezvousAddress, await_server
+from paceline.launch.agent.rendezvous_address import RendezvousAddress, wait_for_server
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
-__all__ = ["ray_driver", "run_on_ray", "work_from_json"]
+__all__ = ["ray_driver", "run_on_ray", "job_from_json"]
 
 
 def ray_driver(work: ClusterJob) -> str:
@@ -57,7 +57,7 @@ def ray_driver(work: ClusterJob) -> str:
     )
 
 
-def work_from_json(text: str) -> ClusterJob:
+def job_from_json(text: str) -> ClusterJob:
     """Return the work that a driver carries."""
     told = json.loads(text)
     for name in ("program", "host_names"):
@@ -182,7 +182,7 @@ def _rendezvous(work: ClusterJob, node: str) -> Iterator[str]:
     command = with_pdeathsig([sys.executable, "-m", "paceline", "run", "--serve", str(address)])
     server = ChildProcess(subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0))
     try:
-        await_server(address, _SERVE_SECONDS, lambda told: None)  # else a host on this machine would serve it
+        wait_for_server(address, _SERVE_SECONDS, lambda told: None)  # else a host on this machine would serve it
         yield str(address)
     finally:
         end([server])

@@ -24,7 +24,7 @@ from shutil import which
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
-__all__ = ["JobState", "SlurmOptions", "batch_script", "need_slurm", "read_job", "submit_script", "watch_job"]
+__all__ = ["JobState", "SlurmOptions", "batch_script", "require_slurm", "parse_job_state", "submit_script", "watch_job"]
 
 _FIRST_PORT, _PORTS = 20000, 20000
 
@@ -214,7 +214,7 @@ class JobState:
         return f"job {self.job}: {self.state}{where}{why}{again}{code}"
 
 
-def need_slurm() -> None:
+def require_slurm() -> None:
     """Refuse a machine without Slurm's commands.
 
     Raises:
@@ -234,7 +234,7 @@ def submit_script(path: Path) -> int:
     Raises:
         UsageError: Slurm is not here, or refused the script.
     """
-    need_slurm()
+    require_slurm()
     told = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     number = told.stdout.strip().partition(";")[0]
     if told.returncode or not number.isdecimal():
@@ -245,7 +245,7 @@ def submit_script(path: Path) -> int:
     return int(number)
 
 
-def read_job(text: str) -> JobState:
+def parse_job_state(text: str) -> JobState:
     """Return what ``scontrol show job --oneliner`` says (pure).
 
     Example:
@@ -307,7 +307,7 @@ def _ask(job: int) -> JobState:
         except subprocess.TimeoutExpired:
             continue
         if told.returncode == 0 and "JobState=" in told.stdout:
-            return read_job(told.stdout)
+            return parse_job_state(told.stdout)
         if "Invalid job id" in told.stderr:
             break
         time.sleep(_LOOK_SECONDS)

@@ -16,16 +16,16 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_network, lab_requirements
 from paceline.testing.netlab.lab_host import LabHost
-from paceline.testing.netlab.lab_job import LabJob, LabProgram, LabResult, torchrun_command
+from paceline.testing.netlab.lab_job import LabJob, LabProgram, LabResult, lab_torchrun_command
 from paceline.testing.netlab.lab_network import (
     INTERFACE,
     InterfaceBytes,
-    address_of,
+    host_address,
+    host_name,
     hosts_file,
-    name_of,
+    parse_link_rate,
+    parse_traffic,
     plan_network,
-    read_rate,
-    read_traffic,
 )
 from paceline.testing.netlab.lab_requirements import check_program, is_python, search_path
 
@@ -70,9 +70,9 @@ class Lab:
         delay: str | float = 0.0,
     ) -> None:
         asked = plan_network(hosts, rate, slow, delay)
-        lab_requirements.require(delay=asked.delay > 0)
+        lab_requirements.require_lab(delay=asked.delay > 0)
         self.hosts, self.rates = asked.hosts, list(asked.rates)
-        self.addresses = [address_of(host) for host in range(hosts)]
+        self.addresses = [host_address(host) for host in range(hosts)]
         self._delay = asked.delay
         self._ports = count()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -80,14 +80,14 @@ class Lab:
         self._places: dict[int, LabHost] = {}
         try:
             for host in (lab_network.SWITCH, *range(hosts)):  # they start side by side
-                name = "switch" if host == lab_network.SWITCH else name_of(host)
+                name = "switch" if host == lab_network.SWITCH else host_name(host)
                 self._places[host] = LabHost(name, hosts_file(hosts))
             pids = {host: place.ready() for host, place in self._places.items()}
             ipv6 = Path("/proc/net/if_inet6").exists()
-            self._carry_out(lab_network.build(asked, [pids[host] for host in range(hosts)], ipv6=ipv6))
+            self._carry_out(lab_network.build_network(asked, [pids[host] for host in range(hosts)], ipv6=ipv6))
             for host in range(hosts):
                 self._places[host].keep_order(INTERFACE, host)
-                self._places[lab_network.SWITCH].keep_order(lab_network.port_of(host), host)
+                self._places[lab_network.SWITCH].keep_order(lab_network.switch_port(host), host)
         except BaseException:
             self.close()
             raise
@@ -195,7 +195,7 @@ class Lab:
         folder, variables = self._checked(program, threads | dict(env or {}), cwd)
         port = _FIRST_PORT + next(self._ports) % _PORTS
         command_of_host = {
-            host: torchrun_command(
+            host: lab_torchrun_command(
                 program,
                 node=node,
                 nodes=len(chosen),
@@ -221,23 +221,23 @@ class Lab:
     def bytes(self, host: int) -> InterfaceBytes:
         """Return what `host` has sent and received so far; the difference of two is what went between."""
         (host,) = self._chosen(host)
-        return read_traffic(self._places[host].read("dev"))
+        return parse_traffic(self._places[host].read("dev"))
 
     def rate(self, host: int, rate: str | float | None) -> None:
         """Change the rate of a host's link, in both directions; None: unlimited."""
         (host,) = self._chosen(host)
-        self.rates[host] = None if rate is None else read_rate(rate)
-        self._carry_out(lab_network.change_rate(host, self.rates[host], self._delay))
+        self.rates[host] = None if rate is None else parse_link_rate(rate)
+        self._carry_out(lab_network.change_link_rate(host, self.rates[host], self._delay))
 
     def cut(self, host: int) -> None:
         """Cut a host's link at the switch: packets are lost in both directions, as if the cable were pulled."""
         (host,) = self._chosen(host)
-        self._carry_out(lab_network.set_port(host, "down"))
+        self._carry_out(lab_network.set_link_state(host, "down"))
 
     def mend(self, host: int) -> None:
         """Connect a host's link again."""
         (host,) = self._chosen(host)
-        self._carry_out(lab_network.set_port(host, "up"))
+        self._carry_out(lab_network.set_link_state(host, "up"))
 
     def kill(self, host: int) -> None:
         """Kill every process of a host at one instant (SIGKILL); the host stays and can run others."""

@@ -20,10 +20,10 @@ import psutil
 
 from paceline._core.process_exit import describe_exit
 from paceline.errors import HostFailed, UsageError
-from paceline.testing.netlab.lab_network import address_of, name_of
+from paceline.testing.netlab.lab_network import host_address, host_name
 from paceline.testing.netlab.lab_requirements import is_python
 
-__all__ = ["LabJob", "LabProgram", "LabResult", "is_failure_report", "torchrun_command", "without_report"]
+__all__ = ["LabJob", "LabProgram", "LabResult", "is_torchrun_failure", "lab_torchrun_command", "strip_torchrun_report"]
 
 _LOOK_SECONDS = 0.05  # how often a job is looked at
 
@@ -178,9 +178,9 @@ class LabJob:
                     seen += 1
                     tick()
                 elif ticks is None or seen < ticks:
-                    print(f"{name_of(host)} | {line}", file=sys.stderr)
+                    print(f"{host_name(host)} | {line}", file=sys.stderr)
                 else:
-                    late.append(f"{name_of(host)} | {line}\n")
+                    late.append(f"{host_name(host)} | {line}\n")
 
         try:
             self.wait(look=look)
@@ -218,9 +218,9 @@ class LabJob:
         self.end()
         if look is not None:
             look()
-        names = ", ".join(f"{name_of(one.host)} ({_how(one)})" for one in after)
+        names = ", ".join(f"{host_name(one.host)} ({_how(one)})" for one in after)
         return HostFailed(
-            f"{name_of(first.host)} {_how(first)}{f'; after it {names}' if names else ''}"
+            f"{host_name(first.host)} {_how(first)}{f'; after it {names}' if names else ''}"
             + "".join(_tail(one, _FOLLOWER_LINES) for one in after)
             + _tail(first),
             host=first.host,
@@ -231,7 +231,7 @@ class LabJob:
         still = [one for one in self._programs if one.code() is None]
         self.end()
         return HostFailed(
-            f"not finished within {timeout:g} s: still running on {', '.join(name_of(one.host) for one in still)}"
+            f"not finished within {timeout:g} s: still running on {', '.join(host_name(one.host) for one in still)}"
             + "".join(_tail(one) for one in still),
             host=still[0].host,
             remedy="raise the time limit, or find out what it waits for",
@@ -248,8 +248,8 @@ def _tail(one: LabProgram, most: int = _TAIL_LINES) -> str:
         return ""
     result = one.result()
     lines = result.stdout.rstrip().splitlines()[-most // 4 :]
-    lines += without_report(result.stderr).rstrip().splitlines()[-most:]
-    return "".join(f"\n  {name_of(one.host)} | {line}" for line in lines or ["(it wrote nothing)"])
+    lines += strip_torchrun_report(result.stderr).rstrip().splitlines()[-most:]
+    return "".join(f"\n  {host_name(one.host)} | {line}" for line in lines or ["(it wrote nothing)"])
 
 
 def _read(file: IO[bytes], start: int = 0) -> bytes:
@@ -265,7 +265,7 @@ _WORKER_LOOK_SECONDS = (
 _REPORT = re.compile(r"E\d{4} .*torch/distributed/elastic/.*\] failed \(exitcode: ")
 
 
-def torchrun_command(
+def lab_torchrun_command(
     program: Sequence[str], *, node: int, nodes: int, ranks_per_host: int, master: int, port: int
 ) -> list[str]:
     """Return the command that runs `program` as the ranks of one host.
@@ -289,7 +289,7 @@ def torchrun_command(
         "--nnodes": nodes,
         "--node-rank": node,
         "--nproc-per-node": ranks_per_host,
-        "--master-addr": address_of(master),
+        "--master-addr": host_address(master),
         "--master-port": port,
         "--monitor-interval": _WORKER_LOOK_SECONDS,
     }
@@ -304,13 +304,13 @@ def torchrun_command(
     ]
 
 
-def is_failure_report(line: str) -> bool:
+def is_torchrun_failure(line: str) -> bool:
     """Return whether torchrun says with this line that a rank failed; forty lines of its own follow."""
     return _REPORT.match(line) is not None
 
 
-def without_report(text: str) -> str:
+def strip_torchrun_report(text: str) -> str:
     """Return what ranks wrote, without what torchrun adds when one fails but the line that says so."""
     lines = text.splitlines()
-    end = next((number + 1 for number, line in enumerate(lines) if is_failure_report(line)), len(lines))
+    end = next((number + 1 for number, line in enumerate(lines) if is_torchrun_failure(line)), len(lines))
     return "\n".join(lines[:end])

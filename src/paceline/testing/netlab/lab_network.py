@@ -35,18 +35,18 @@ __all__ = [
     "InterfaceBytes",
     "LabNetwork",
     "NetworkCommand",
-    "address_of",
-    "build",
+    "host_address",
+    "build_network",
     "burst_nbytes",
-    "change_rate",
+    "change_link_rate",
     "hosts_file",
-    "name_of",
+    "host_name",
     "packet_nbytes",
     "plan_network",
-    "port_of",
-    "read_rate",
-    "read_traffic",
-    "set_port",
+    "switch_port",
+    "parse_link_rate",
+    "parse_traffic",
+    "set_link_state",
 ]
 
 INTERFACE = "eth0"  # the link's end at the host
@@ -104,20 +104,20 @@ def plan_network(
         raise UsageError(
             f"hosts={hosts!r}: a lab has 1 to {MAX_HOSTS} hosts", remedy="give a whole number, such as 4"
         )
-    rates = [None if rate is None else read_rate(rate)] * hosts
+    rates = [None if rate is None else parse_link_rate(rate)] * hosts
     for host, other in (slow or {}).items():
         if host not in range(hosts):
             raise UsageError(
                 f"slow names host {host!r}, but there are {hosts} hosts", remedy=f"valid: 0 to {hosts - 1}"
             )
-        rates[host] = read_rate(other)
+        rates[host] = parse_link_rate(other)
     seconds = parse_seconds(delay)
     if not 0 <= seconds <= 10:
         raise UsageError(f"delay={delay!r} is no delay of a network", remedy="give 0 to 10 s, such as 1ms")
     return LabNetwork(tuple(rates), seconds)
 
 
-def read_rate(rate: str | float) -> float:
+def parse_link_rate(rate: str | float) -> float:
     """Return the rate of a link in bytes per second.
 
     Raises:
@@ -131,12 +131,12 @@ def read_rate(rate: str | float) -> float:
     return value
 
 
-def name_of(host: int) -> str:
+def host_name(host: int) -> str:
     """Return the host name of host number `host`."""
     return f"host{host}"
 
 
-def address_of(host: int) -> str:
+def host_address(host: int) -> str:
     """Return the IP address of host number `host`.
 
     Example:
@@ -153,11 +153,11 @@ def hosts_file(hosts: int) -> str:
     """
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     for host in range(hosts):
-        lines += [f"{address_of(host)} {name_of(host)}", f"::ffff:{address_of(host)} {name_of(host)}.lab"]
+        lines += [f"{host_address(host)} {host_name(host)}", f"::ffff:{host_address(host)} {host_name(host)}.lab"]
     return "\n".join(lines) + "\n"
 
 
-def read_traffic(table: str, interface: str = INTERFACE) -> InterfaceBytes:
+def parse_traffic(table: str, interface: str = INTERFACE) -> InterfaceBytes:
     """Return the counters of one interface from the text of /proc/net/dev."""
     found = read_interface_bytes(table)
     assert interface in found, f"no interface {interface} in\n{table}"
@@ -188,7 +188,7 @@ class NetworkCommand:
     line: str
 
 
-def build(star: LabNetwork, pids: Sequence[int], *, ipv6: bool = True) -> list[NetworkCommand]:
+def build_network(star: LabNetwork, pids: Sequence[int], *, ipv6: bool = True) -> list[NetworkCommand]:
     """Return the steps that connect namespaces to a star.
 
     Args:
@@ -205,30 +205,30 @@ def build(star: LabNetwork, pids: Sequence[int], *, ipv6: bool = True) -> list[N
     for host, pid in enumerate(pids):
         steps += [
             NetworkCommand(
-                SWITCH, "ip", f"link add name {port_of(host)} type veth peer name {INTERFACE} netns {pid}"
+                SWITCH, "ip", f"link add name {switch_port(host)} type veth peer name {INTERFACE} netns {pid}"
             ),
-            NetworkCommand(SWITCH, "ip", f"link set dev {port_of(host)} master switch"),
-            *_bring_up(SWITCH, port_of(host), ipv6),
+            NetworkCommand(SWITCH, "ip", f"link set dev {switch_port(host)} master switch"),
+            *_bring_up(SWITCH, switch_port(host), ipv6),
         ]
     for host in range(star.hosts):
         steps += [
             NetworkCommand(host, "ip", "link set dev lo up"),
             *_bring_up(host, INTERFACE, ipv6),
-            NetworkCommand(host, "ip", f"address add {address_of(host)}/24 dev {INTERFACE}"),
+            NetworkCommand(host, "ip", f"address add {host_address(host)}/24 dev {INTERFACE}"),
         ]
     for host, rate in enumerate(star.rates):
         if rate is not None or star.delay:
-            steps += change_rate(host, rate, star.delay)
+            steps += change_link_rate(host, rate, star.delay)
     return steps
 
 
-def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[NetworkCommand]:
+def change_link_rate(host: int, rate: float | None, delay: float = 0.0) -> list[NetworkCommand]:
     """Return the steps that give a host's link a rate (bytes per second; None: unlimited) and a delay (seconds).
 
     The delay is added where the packet leaves the host, so that it counts once on the way to another host.
     """
     steps = []
-    for place, device in ((host, INTERFACE), (SWITCH, port_of(host))):
+    for place, device in ((host, INTERFACE), (SWITCH, switch_port(host))):
         steps += [
             NetworkCommand(place, "tc", line)
             for line in _queue(device, rate, delay if place == host else 0.0)
@@ -237,9 +237,9 @@ def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[Netwo
     return [NetworkCommand(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}"), *steps]
 
 
-def set_port(host: int, state: Literal["up", "down"]) -> list[NetworkCommand]:
+def set_link_state(host: int, state: Literal["up", "down"]) -> list[NetworkCommand]:
     """Return the step that connects or cuts a host's link, at the switch."""
-    return [NetworkCommand(SWITCH, "ip", f"link set dev {port_of(host)} {state}")]
+    return [NetworkCommand(SWITCH, "ip", f"link set dev {switch_port(host)} {state}")]
 
 
 def burst_nbytes(rate: float) -> int:
@@ -273,6 +273,6 @@ def _queue(device: str, rate: float | None, delay: float) -> list[str]:
     return lines
 
 
-def port_of(host: int) -> str:
+def switch_port(host: int) -> str:
     """Return the name of the switch's end of a host's link."""
     return f"port{host}"

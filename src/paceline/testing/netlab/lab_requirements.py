@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["check_program", "is_python", "lacking", "missing", "require", "search_path", "tool_path"]
+__all__ = ["check_program", "is_python", "missing_facility", "missing", "require_lab", "search_path", "tool_path"]
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 
@@ -40,7 +40,7 @@ _TRIALS = {
 _TRIAL_SECONDS = 30.0
 
 
-def require(*, delay: bool = False) -> None:
+def require_lab(*, delay: bool = False) -> None:
     """Raise if no lab can be made here.
 
     Args:
@@ -55,15 +55,15 @@ def require(*, delay: bool = False) -> None:
 
 
 def missing(*, delay: bool = False) -> UsageError | None:
-    """Return the error that :func:`require` would raise, None if nothing is missing."""
+    """Return the error that :func:`require_lab` would raise, None if nothing is missing."""
     tools = [name for name in _TOOLS if _find(name) is None]
-    problem = lacking(sys.platform, tools, _capabilities())
+    problem = missing_facility(sys.platform, tools, _capabilities())
     if problem is None:
         problem = _kernel_problem(delay=delay)
     return problem
 
 
-def lacking(platform: str, absent_tools: list[str], capabilities: int) -> UsageError | None:
+def missing_facility(platform: str, absent_tools: list[str], capabilities: int) -> UsageError | None:
     """Return what facts about this machine make impossible, None if nothing.
 
     Args:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from paceline.testing.netlab.lab import Lab
-from paceline.testing.netlab.lab_network import InterfaceBytes, name_of
+from paceline.testing.netlab.lab_network import InterfaceBytes, host_name
 
 __all__ = ["HostTotals", "LinkMonitor"]
 
@@ -65,7 +65,7 @@ class LinkMonitor:
         made = []
         for host, (latest, first) in enumerate(zip(self._latest, self._first, strict=True)):
             passed, rate = latest - first, self._lab.rates[host]
-            name, address = name_of(host), self._lab.addresses[host]
+            name, address = host_name(host), self._lab.addresses[host]
             made.append(
                 HostTotals(host, name, address, rate, passed.sent, passed.received, self._busiest[host])
             )

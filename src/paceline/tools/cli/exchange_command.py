@@ -24,13 +24,13 @@ from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonRowsOption
 from paceline.tools.result_files import check_writable
-from paceline.transport.envelope_faults import FAULTS, parse_fault
+from paceline.transport.envelope_faults import ENVELOPE_FAULTS, parse_envelope_fault
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.exchange_measurement import Measured, Row
-from paceline.transport.mpi_exchange.exchange_settings import SHAPES, ExchangeSettings, check_memory
+from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement, RankMeasurement
+from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
 
 if TYPE_CHECKING:
-    from paceline.transport.mpi_exchange.exchange_measurement import Measured
+    from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement
     from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
 
 __all__ = ["FOOTER", "exchange", "table"]
@@ -51,7 +51,7 @@ _BEHIND_SECONDS = 0.2  # that rank 0 is to end first, so that one message says w
 
 
 def exchange(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(SHAPES) + ".")],
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(EXCHANGE_SHAPES) + ".")],
     ranks: Annotated[
         int | None,
         typer.Option(help=f"Processes to start; under mpiexec, all of its own (default {_RANKS})."),
@@ -70,7 +70,7 @@ def exchange(
         FRAME_NBYTES
     ),
     inject: Annotated[
-        str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(FAULTS)}.")
+        str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(ENVELOPE_FAULTS)}.")
     ] = None,
     json_file: JsonRowsOption = None,
 ) -> None:
@@ -91,7 +91,7 @@ def exchange(
         parse_seconds(work),
         parse_seconds(timeout),
         parse_bytes(frame),
-        *(parse_fault(inject) if inject is not None else ("", 0)),
+        *(parse_envelope_fault(inject) if inject is not None else ("", 0)),
     )
     there = under_mpi(os.environ)
     if there is not None and ranks not in (None, there):
@@ -113,10 +113,10 @@ def _nbytes(nbytes: str | None, ints: float | None) -> int:
 
 
 def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> None:
-    from paceline.launch.targets.mpiexec_command import need_mpi, run_mpi
+    from paceline.launch.targets.mpiexec_command import require_mpi, run_mpi
     from paceline.world.machine_facts import available_nbytes
 
-    need_mpi()
+    require_mpi()
     if json_file is not None:
         check_writable(json_file, "--json")
     check_memory(settings.nbytes_of_rank(ranks), ranks, available_nbytes())
@@ -128,7 +128,7 @@ def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> No
 def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     """Be a rank: rank 0 shows how far it is, and what came of it."""
     from paceline.tools.bench.progress_bar import TurnBar
-    from paceline.transport.mpi_exchange.exchange_measurement import measure, turns
+    from paceline.transport.mpi_exchange.exchange_measurement import measure_exchange, tick_count
     from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
     from paceline.world.machine_facts import available_nbytes
 
@@ -139,8 +139,8 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
             check_writable(json_file, "--json")
         check_memory(settings.nbytes_of_rank(carrier.size), carrier.ranks_here(), available_nbytes())
         title = f"{settings.shape}, {carrier.size} ranks, {format_size(settings.nbytes)} each"
-        with TurnBar(title, turns(settings), shown=first) as tick:
-            measured = measure(settings, carrier, tick)
+        with TurnBar(title, tick_count(settings), shown=first) as tick:
+            measured = measure_exchange(settings, carrier, tick)
     except BaseException as error:  # a rank that is gone would leave the others waiting
         _end_all(carrier, error)
         raise
@@ -157,9 +157,9 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
 
 def _after_rank_0(carrier: MpiCarrier) -> None:
     """Wait until rank 0 has printed and written all: mpiexec ends it when another one fails."""
-    from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, agree
+    from paceline.transport.mpi_exchange.polled_agreement import RoundReport, gather_reports
 
-    agree(carrier, ExchangeAgreement(carrier.rank), _WRITING_SECONDS)
+    gather_reports(carrier, RoundReport(carrier.rank), _WRITING_SECONDS)
     if carrier.rank > 0:
         time.sleep(_BEHIND_SECONDS)
 
@@ -175,7 +175,7 @@ def _end_all(carrier: MpiCarrier, error: BaseException) -> None:
     carrier.abort(2 if isinstance(error, UsageError) else 1)
 
 
-def _show(settings: ExchangeSettings, measured: Measured) -> None:
+def _show(settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
     """Print the table, and in red what was wrong."""
     from rich.console import Console
 
@@ -189,7 +189,7 @@ def _show(settings: ExchangeSettings, measured: Measured) -> None:
         console.print(f"WRONG: {problem}", style="bold red", markup=False)
 
 
-def _write(path: Path, settings: ExchangeSettings, measured: Measured) -> None:
+def _write(path: Path, settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
     from paceline.tools.result_files import machine_record, versions
 
     result = {
@@ -214,7 +214,7 @@ FOOTER = (
 )
 
 
-def table(settings: ExchangeSettings, measured: Measured) -> Table:
+def table(settings: ExchangeSettings, measured: ExchangeMeasurement) -> Table:
     """Return the rows as a table; a rank that did not get what was sent to it is red."""
     size = format_size(measured.rows[0].nbytes)
     rounds = f"{measured.rounds} round{'s' * (measured.rounds > 1)}"
@@ -229,7 +229,7 @@ def table(settings: ExchangeSettings, measured: Measured) -> Table:
     return made
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RankMeasurement) -> list[str]:
     return [
         str(row.rank),
         _ranks(row.sent_to),

@@ -148,7 +148,7 @@ def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Conso
     """Print what the hosts say as they say it, below it what passes over the links, until all have ended."""
     from rich.text import Text
 
-    from paceline.testing.netlab.lab_job import is_failure_report
+    from paceline.testing.netlab.lab_job import is_torchrun_failure
 
     over: set[int] = set()  # hosts where a rank failed: what follows is torchrun's own traceback
 
@@ -156,7 +156,7 @@ def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Conso
         for host, line in job.lines():
             if host not in over:
                 console.print(Text.assemble((f"host{host} | ", "cyan"), Text.from_ansi(line)))
-            if is_failure_report(line):
+            if is_torchrun_failure(line):
                 over.add(host)
         if watch.look():
             status.update(_progress(watch))

@@ -29,7 +29,7 @@ from paceline.tools.simulate.learning_tasks import Task
 from paceline.tools.simulate.simulated_worker import Node
 from paceline.transport.envelope import Bytes
 from paceline.transport.transport_interface import HUB, Envelope
-from paceline.transport.virtual_time import Clock, Link, Network, VirtualExchange
+from paceline.transport.virtual_time import VirtualClock, VirtualExchange, VirtualLink, VirtualNetwork
 
 __all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
 
@@ -89,7 +89,7 @@ class Simulation:
 
     def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
         self.plan, self.task, self._tick = plan, task, tick
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
         self._judge = task.learner(0, 1)
         self._initial_loss = self._judge.score()
@@ -97,10 +97,10 @@ class Simulation:
             self._judge.module, plan.cadence.fragments, Compression.of(plan.compression)
         )
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
-        self.network = Network(self.clock, plan.spoil, scale)
+        self.network = VirtualNetwork(self.clock, plan.spoil, scale)
         self._hub: Hub | None = None
         self._refused = Counter[str]()  # by hubs that were killed
-        self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
+        self.hub_link = VirtualLink(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
         self._nodes = [Node(self, index) for index in range(len(plan.machines))]
         self._points: list[Point] = []

@@ -22,7 +22,7 @@ from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_settings import jittered
 from paceline.transport.transport_interface import Envelope
-from paceline.transport.virtual_time import Link, VirtualExchange
+from paceline.transport.virtual_time import VirtualExchange, VirtualLink
 
 if TYPE_CHECKING:
     from paceline.tools.simulate.async_simulation import Simulation
@@ -54,7 +54,7 @@ class Node:
         self._lr = machine.lr if machine.lr is not None else simulation.task.lr
         self._key = derive_key(plan.seed, self.number)
         self.made, self.alive = 0, False
-        self.link = Link(machine.up, machine.down, plan.latency)
+        self.link = VirtualLink(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
         self._life = 0
         self._past = Counter[str]()  # what was counted in lives that are over

@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings
-from paceline.transport.mpi_exchange.polled_agreement import Problem
-from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAll, MpiCarrier, Outcome, Ring
+from paceline.transport.mpi_exchange.polled_agreement import ExchangeProblem
+from paceline.transport.mpi_exchange.ring_and_all_to_all import (
+    AllToAllExchange,
+    ExchangeOutcome,
+    MpiCarrier,
+    RingExchange,
+)
 
-__all__ = ["Measured", "Row", "Slices", "measure", "overlap", "turns"]
+__all__ = ["ExchangeMeasurement", "RankMeasurement", "SlicedWork", "measure_exchange", "overlap_share", "tick_count"]
 
 _SLICE_NUMEL = 50_000  # some 0.3 ms of sines
 
 
-def overlap(work_seconds: float, exchange_seconds: float, both_seconds: float) -> float | None:
+def overlap_share(work_seconds: float, exchange_seconds: float, both_seconds: float) -> float | None:
     """Return the part of the shorter of two times that is hidden behind the longer.
 
     1: both together take no longer than the longer one alone. 0: as long as one after the other. Below 0: they
@@ -43,7 +48,7 @@ def overlap(work_seconds: float, exchange_seconds: float, both_seconds: float) -
     return (work_seconds + exchange_seconds - both_seconds) / shorter if shorter > 0 else None
 
 
-class Slices:
+class SlicedWork:
     """A fixed amount of computing on one core, done slice by slice.
 
     Args:
@@ -61,7 +66,7 @@ class Slices:
             np.sin(self._numbers, out=self._out)
             self.count += 1
 
-    def again(self) -> Slices:
+    def again(self) -> SlicedWork:
         """Make all of it left to do, and return this."""
         self._left = self.count
         return self
@@ -84,7 +89,7 @@ class Slices:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankMeasurement:
     """What one rank saw.
 
     Attributes:
@@ -96,7 +101,7 @@ class Row:
         seconds: of a round without work, median; nbytes_per_second: `nbytes` in that time.
         work_seconds: of the work alone, median; both_seconds: of a round with the work, median; None without work.
         whole: every message that it last received was whole.
-        overlap: as `overlap` defines it; under_way: share of the work done while messages were under way.
+        overlap: as `overlap_share` defines it; under_way: share of the work done while messages were under way.
     """
 
     rank: int
@@ -121,7 +126,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ExchangeMeasurement:
     """What all ranks saw, the same on every rank.
 
     Attributes:
@@ -131,18 +136,18 @@ class Measured:
         closed: whether all messages that were sent were also received; if not, MPI can't be left in order.
     """
 
-    rows: tuple[Row, ...]
-    problems: tuple[Problem, ...]
+    rows: tuple[RankMeasurement, ...]
+    problems: tuple[ExchangeProblem, ...]
     rounds: int
     closed: bool
 
 
-def turns(settings: ExchangeSettings) -> int:
-    """Return how often `measure` ticks if all goes well."""
+def tick_count(settings: ExchangeSettings) -> int:
+    """Return how often `measure_exchange` ticks if all goes well."""
     return settings.rounds * (3 if settings.work_seconds else 1)
 
 
-def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]) -> Measured:
+def measure_exchange(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]) -> ExchangeMeasurement:
     """Exchange, and return what all ranks saw; every rank of the carrier has to call.
 
     Args:
@@ -153,7 +158,7 @@ def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], 
     Raises:
         MissingEnvelope: some rank told nothing in time; it is named.
     """
-    kind = {"ring": Ring, "all-to-all": AllToAll}[settings.shape]
+    kind = {"ring": RingExchange, "all-to-all": AllToAllExchange}[settings.shape]
     exchange = kind(
         carrier,
         timeout=settings.timeout,
@@ -162,9 +167,9 @@ def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], 
     )
     nbytes = settings.nbytes_of_rank(carrier.size)
     data, into = _numbers(nbytes, carrier.rank), np.zeros(nbytes, np.uint8)
-    slices = Slices(settings.work_seconds) if settings.work_seconds else None
-    alone: list[Outcome] = []
-    both: list[Outcome] = []
+    slices = SlicedWork(settings.work_seconds) if settings.work_seconds else None
+    alone: list[ExchangeOutcome] = []
+    both: list[ExchangeOutcome] = []
     work: list[float] = []
     for _ in range(settings.rounds):
         exchange.meet()
@@ -182,7 +187,7 @@ def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], 
     last = alone[-1] if alone[-1].problems or not both else both[-1]
     row = _row(settings, carrier, nbytes, last, (alone, work, both), slices.count if slices else 0)
     rows = tuple(_unpacked(each) for each in exchange.meet(asdict(row)))
-    return Measured(rows, last.problems, len(alone), last.closed)
+    return ExchangeMeasurement(rows, last.problems, len(alone), last.closed)
 
 
 def _numbers(nbytes: int, rank: int) -> np.ndarray:
@@ -196,17 +201,17 @@ def _row(
     settings: ExchangeSettings,
     carrier: MpiCarrier,
     nbytes: int,
-    last: Outcome,
-    times: tuple[list[Outcome], list[float], list[Outcome]],
+    last: ExchangeOutcome,
+    times: tuple[list[ExchangeOutcome], list[float], list[ExchangeOutcome]],
     slices: int,
-) -> Row:
+) -> RankMeasurement:
     alone, work, both = times
     rank, size = carrier.rank, carrier.size
     ring = settings.shape == "ring"
     seconds = median(each.seconds for each in alone)
     work_seconds = median(work) if work else None
     both_seconds = median(each.seconds for each in both) if both else None
-    return Row(
+    return RankMeasurement(
         rank,
         ((rank + 1) % size,) if ring else tuple(range(size)),
         ((rank - 1) % size,) if ring else tuple(range(size)),
@@ -221,13 +226,13 @@ def _row(
         both_seconds,
         None
         if work_seconds is None or both_seconds is None
-        else overlap(work_seconds, seconds, both_seconds),
+        else overlap_share(work_seconds, seconds, both_seconds),
         median(each.slices_under_way / slices for each in both) if both and slices else None,
     )
 
 
-def _unpacked(facts: Mapping[str, Any]) -> Row:
+def _unpacked(facts: Mapping[str, Any]) -> RankMeasurement:
     values: dict[str, Any] = {**facts}
     for name in ("sent_to", "received_from"):
         values[name] = tuple(values[name])
-    return Row(**values)
+    return RankMeasurement(**values)

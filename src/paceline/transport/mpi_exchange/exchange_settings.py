@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
-from paceline.transport.message_frames import FRAME_NBYTES, frames_of
+from paceline.transport.message_frames import FRAME_NBYTES, split_frames
 
-__all__ = ["SHAPES", "ExchangeSettings", "check_memory"]
+__all__ = ["EXCHANGE_SHAPES", "ExchangeSettings", "check_memory"]
 
-SHAPES = ("ring", "all-to-all")
+EXCHANGE_SHAPES = ("ring", "all-to-all")
 
 
 _BUFFERS = 2
@@ -26,7 +26,7 @@ class ExchangeSettings:
     """An exchange, repeated.
 
     Attributes:
-        shape: one of `SHAPES`.
+        shape: one of `EXCHANGE_SHAPES`.
         nbytes: what each rank sends in a round: to the next rank, or shared among all.
         rounds: how often.
         work_seconds: of computing by each rank at the same time, 0 for none.
@@ -50,8 +50,8 @@ class ExchangeSettings:
         Raises:
             UsageError: some value is not valid.
         """
-        if self.shape not in SHAPES:
-            raise unknown("shape of exchange", self.shape, SHAPES)
+        if self.shape not in EXCHANGE_SHAPES:
+            raise unknown("shape of exchange", self.shape, EXCHANGE_SHAPES)
         if ranks < 1:
             raise UsageError(f"--ranks {ranks}: nobody to exchange", remedy="give 1 or more, for example 4")
         if self.nbytes < 0 or self.rounds < 1:
@@ -64,7 +64,7 @@ class ExchangeSettings:
                 f"--work {self.work_seconds:g} --timeout {self.timeout:g}",
                 remedy="give 0 seconds of work or more, and a time-out above 0",
             )
-        frames_of(0, self.frame_nbytes)
+        split_frames(0, self.frame_nbytes)
         if self.fault and self.faulty_rank >= ranks:
             raise UsageError(
                 f"--inject {self.fault}@{self.faulty_rank}: there is no such rank",

@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from threading import Event
 
 from paceline.errors import DamagedEnvelope, EnvelopeError, UsageError
-from paceline.transport.envelope import HEAD_LIMIT_NBYTES, TAIL_NBYTES, encode_sealed, seal
-from paceline.transport.envelope_check import check_place, open_whole
+from paceline.transport.envelope import HEAD_LIMIT_NBYTES, TAIL_NBYTES, add_checksum, encode_checksummed
+from paceline.transport.envelope_check import check_route, decode_envelope
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Carrier, PendingSend, Tag
+from paceline.transport.mpi_exchange.message_carrier import (
+    ABANDONED_BUFFERS,
+    MessageCarrier,
+    MessageTag,
+    PendingRequest,
+)
 from paceline.transport.transport_interface import HUB, Envelope, payload_to_send
 
 __all__ = ["MpiExchange"]
@@ -41,7 +46,7 @@ class MpiExchange:
     """
 
     def __init__(
-        self, carrier: Carrier, run: str, *, frame_nbytes: int = FRAME_NBYTES, queue: int = 8
+        self, carrier: MessageCarrier, run: str, *, frame_nbytes: int = FRAME_NBYTES, queue: int = 8
     ) -> None:
         for name, value in (("frame_nbytes", frame_nbytes), ("queue", queue)):
             if value < 1:
@@ -50,10 +55,10 @@ class MpiExchange:
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
         self._carrier, self._frame_nbytes, self._queue = carrier, frame_nbytes, queue
-        self._out: Mapping[int, deque[tuple[PendingSend, bytes]]] = {
+        self._out: Mapping[int, deque[tuple[PendingRequest, bytes]]] = {
             rank: deque() for rank in range(carrier.size) if rank != carrier.rank
         }
-        self._coming: dict[int, tuple[PendingSend, bytearray]] = {}
+        self._coming: dict[int, tuple[PendingRequest, bytearray]] = {}
         self._woken = Event()
 
     def send(self, envelope: Envelope) -> bool:
@@ -72,8 +77,8 @@ class MpiExchange:
         _settle(out)
         if len(out) >= self._queue:
             return False
-        data = b"".join(encode_sealed(seal(header, payload), payload))
-        out.append((self._carrier.send(data, header.target, Tag.ENVELOPE), data))
+        data = b"".join(encode_checksummed(add_checksum(header, payload), payload))
+        out.append((self._carrier.send(data, header.target, MessageTag.ENVELOPE), data))
         self.sent_nbytes += len(data)
         return True
 
@@ -109,9 +114,9 @@ class MpiExchange:
             if not self._receive():
                 time.sleep(_FIRST_NAP_SECONDS)
         for out in self._out.values():
-            GIVEN_UP.extend(out)
+            ABANDONED_BUFFERS.extend(out)
             out.clear()
-        GIVEN_UP.extend(self._coming.values())
+        ABANDONED_BUFFERS.extend(self._coming.values())
         self._coming.clear()
 
     def _receive(self) -> list[Envelope]:
@@ -133,7 +138,7 @@ class MpiExchange:
     def _next(self, source: int) -> bytearray | None:
         """Return the next message of a rank once all of it is here."""
         if source not in self._coming:
-            arrival = self._carrier.probe(source, Tag.ENVELOPE)
+            arrival = self._carrier.probe(source, MessageTag.ENVELOPE)
             if arrival is None:
                 return None
             data = bytearray(arrival.nbytes)
@@ -148,8 +153,8 @@ class MpiExchange:
         try:
             if len(data) > self._frame_nbytes + HEAD_LIMIT_NBYTES + TAIL_NBYTES:
                 raise DamagedEnvelope(f"a message of {len(data)} bytes is no envelope", source=source)
-            envelope = open_whole(data, limit=self._frame_nbytes)
-            check_place(envelope.header, me=self.me, run=self.run, carried_from=source)
+            envelope = decode_envelope(data, limit=self._frame_nbytes)
+            check_route(envelope.header, me=self.me, run=self.run, carried_from=source)
         except EnvelopeError as error:
             self.refused[type(error).__name__] += 1
         else:
@@ -157,7 +162,7 @@ class MpiExchange:
             came.append(envelope)
 
 
-def _settle(out: deque[tuple[PendingSend, bytes]]) -> None:
+def _settle(out: deque[tuple[PendingRequest, bytes]]) -> None:
     """Let go of what has left."""
     while out and out[0][0].Test():
         out.popleft()

@@ -28,10 +28,15 @@ from paceline.errors import (
 )
 from paceline.transport.envelope import check_payload, check_tail, decode, decode_head
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import ReceiveLedger, frames_of, message_checksum
-from paceline.transport.mpi_exchange.message_carrier import Arrival, Carrier, PendingSend, Tag
+from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
+from paceline.transport.mpi_exchange.message_carrier import (
+    MessageCarrier,
+    MessageTag,
+    PendingRequest,
+    ProbedMessage,
+)
 
-__all__ = ["Incoming"]
+__all__ = ["IncomingMessage"]
 
 _CHECKSUM_NBYTES = 8
 _MOST_FLIGHTS = 6  # two envelopes of three messages
@@ -39,7 +44,7 @@ _MOST_STEPS = 2 * _MOST_FLIGHTS  # of one look
 _MOST_PROBLEMS = 50
 
 
-class Incoming:
+class IncomingMessage:
     """Receives one message, whenever `advance` is called.
 
     Args:
@@ -59,7 +64,7 @@ class Incoming:
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: MessageCarrier,
         inbox: ReceiveLedger,
         source: int,
         round: int,
@@ -68,15 +73,15 @@ class Incoming:
     ) -> None:
         self._carrier, self._inbox, self._round = carrier, inbox, round
         self._place = place
-        self._frames = frames_of(place.nbytes, frame_nbytes)
+        self._frames = split_frames(place.nbytes, frame_nbytes)
         self._first = inbox.expected(source)
         self._checksum_of_frame: dict[int, int] = {}
         self._excused: set[int] = set()  # frames whose loss is explained
         self._unknown = 0  # envelopes lost that nobody can tell the frame of
         self._last, self._disorder = self._first - 1, ""
-        self._expected, self._header, self._seal = Tag.HEAD, None, b""
+        self._expected, self._header, self._seal = MessageTag.HEAD, None, b""
         self._skipping = False
-        self._coming: deque[tuple[PendingSend, Tag, bytearray | memoryview]] = deque()
+        self._coming: deque[tuple[PendingRequest, MessageTag, bytearray | memoryview]] = deque()
         self._placed: set[int] = set()  # frames whose place was given to a payload
         self.source, self.done = source, False
         self.problems: list[EnvelopeError] = []
@@ -106,14 +111,14 @@ class Incoming:
 
     def _ask_for_next(self) -> bool:
         """Receive the next message, if there is one and it is not too early for it, see [Note: ahead]."""
-        closing = any(tag == Tag.CLOSE for _, tag, _ in self._coming)  # what follows is of the next round
+        closing = any(tag == MessageTag.CLOSE for _, tag, _ in self._coming)  # what follows is of the next round
         if self.done or closing or len(self._coming) == _MOST_FLIGHTS:
             return False
         arrival = self._carrier.probe(self.source)
         if arrival is None:
             return False
         buffer = self._buffer_for(arrival)
-        self._coming.append((arrival.receive(buffer), Tag(arrival.tag), buffer))
+        self._coming.append((arrival.receive(buffer), MessageTag(arrival.tag), buffer))
         return True
 
     def _take_next(self) -> bool:
@@ -127,9 +132,9 @@ class Incoming:
             self._note(self._inbox.refuse(error))
         return True
 
-    def _buffer_for(self, arrival: Arrival) -> bytearray | memoryview:
+    def _buffer_for(self, arrival: ProbedMessage) -> bytearray | memoryview:
         """Return where to receive: in place if this is the payload that was announced, else aside."""
-        header = self._announced() if arrival.tag == Tag.PAYLOAD else None
+        header = self._announced() if arrival.tag == MessageTag.PAYLOAD else None
         if header is None or arrival.nbytes != header.nbytes or header.frame in self._placed:
             return bytearray(arrival.nbytes)
         self._placed.add(header.frame)
@@ -138,9 +143,9 @@ class Incoming:
     def _announced(self) -> Header | None:
         """Return the header of the payload that comes next, if it is here and right so far."""
         if not self._coming:
-            return self._header if self._expected == Tag.PAYLOAD else None
+            return self._header if self._expected == MessageTag.PAYLOAD else None
         flight, tag, buffer = self._coming[-1]
-        if tag != Tag.HEAD or not flight.Test():
+        if tag != MessageTag.HEAD or not flight.Test():
             return None
         try:
             header, _ = decode_head(buffer)
@@ -153,24 +158,24 @@ class Incoming:
     def _place_of(self, header: Header) -> memoryview:
         return self._place[header.offset : header.offset + header.nbytes]
 
-    def _take(self, tag: Tag, buffer: bytearray | memoryview) -> None:
-        if self._skipping and tag in (Tag.PAYLOAD, Tag.TAIL):
+    def _take(self, tag: MessageTag, buffer: bytearray | memoryview) -> None:
+        if self._skipping and tag in (MessageTag.PAYLOAD, MessageTag.TAIL):
             return
         self._skipping = False
-        if tag in (Tag.HEAD, Tag.CLOSE):
+        if tag in (MessageTag.HEAD, MessageTag.CLOSE):
             self._drop_unfinished()
-            if tag == Tag.HEAD:
+            if tag == MessageTag.HEAD:
                 self._take_head(buffer)
             else:
                 self._take_close(buffer)
         elif tag != self._expected or self._header is None:
             raise self._out_of_place(tag)
-        elif tag == Tag.PAYLOAD:
+        elif tag == MessageTag.PAYLOAD:
             self._take_payload(self._header, buffer)
         else:
             self._take_tail(self._header, buffer)
 
-    def _out_of_place(self, tag: Tag) -> EnvelopeError:
+    def _out_of_place(self, tag: MessageTag) -> EnvelopeError:
         """Return the error for a message of another kind than the expected one."""
         header, expected = self._header, self._expected.name.lower()
         self._lose(header)
@@ -200,7 +205,7 @@ class Incoming:
             self._skipping = True  # it may be another's, so nothing of ours is lost by it
             raise
         self._header, self._seal = header, bytes(buffer[end - _CHECKSUM_NBYTES : end])
-        self._expected = Tag.PAYLOAD
+        self._expected = MessageTag.PAYLOAD
 
     def _expect_after(self, header: Header) -> None:
         """Note an envelope that does not follow the one before it."""
@@ -233,7 +238,7 @@ class Incoming:
             raise
         if isinstance(buffer, bytearray):
             self._place_of(header)[:] = buffer
-        self._expected = Tag.TAIL
+        self._expected = MessageTag.TAIL
 
     def _take_tail(self, header: Header, buffer: bytearray | memoryview) -> None:
         try:
@@ -243,7 +248,7 @@ class Incoming:
             raise
         self._inbox.accept(header, carried_from=self.source)
         self._checksum_of_frame[header.frame] = header.checksum
-        self._header, self._expected = None, Tag.HEAD
+        self._header, self._expected = None, MessageTag.HEAD
 
     def _take_close(self, buffer: bytearray | memoryview) -> None:
         self.done = True
@@ -271,7 +276,7 @@ class Incoming:
             self._excused.add(header.frame)
         else:
             self._unknown += 1
-        self._header, self._expected, self._skipping = None, Tag.HEAD, True
+        self._header, self._expected, self._skipping = None, MessageTag.HEAD, True
 
     def _drop_unfinished(self) -> None:
         """Note that the envelope before ended too early."""
@@ -280,7 +285,7 @@ class Incoming:
             return
         self._lose(header)
         self._skipping = False
-        part = "payload" if expected == Tag.PAYLOAD else "end mark"
+        part = "payload" if expected == MessageTag.PAYLOAD else "end mark"
         self._note(
             self._inbox.refuse(
                 TruncatedEnvelope(

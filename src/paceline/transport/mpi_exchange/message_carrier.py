@@ -9,13 +9,13 @@ from typing import Protocol
 
 from paceline.transport.envelope import Bytes
 
-__all__ = ["GIVEN_UP", "Arrival", "Carrier", "PendingSend", "Tag"]
+__all__ = ["ABANDONED_BUFFERS", "ProbedMessage", "MessageCarrier", "PendingRequest", "MessageTag"]
 
-GIVEN_UP: list[object] = []
+ABANDONED_BUFFERS: list[object] = []
 """Messages that were under way when somebody gave them up: MPI may still read and write their memory, so it stays."""
 
 
-class Tag(IntEnum):
+class MessageTag(IntEnum):
     """What a message of the carrier is; an envelope travels as three, its payload straight to its place."""
 
     HEAD = 11
@@ -29,7 +29,7 @@ class Tag(IntEnum):
     """A whole envelope, of no round."""
 
 
-class PendingSend(Protocol):
+class PendingRequest(Protocol):
     """A message under way, out or in."""
 
     def Test(self) -> bool:
@@ -38,7 +38,7 @@ class PendingSend(Protocol):
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ProbedMessage:
     """A message that has come and waits to be received.
 
     Attributes:
@@ -48,10 +48,10 @@ class Arrival:
 
     tag: int
     nbytes: int
-    receive: Callable[[bytearray | memoryview], PendingSend]
+    receive: Callable[[bytearray | memoryview], PendingRequest]
 
 
-class Carrier(Protocol):
+class MessageCarrier(Protocol):
     """Carries messages between ranks, in order between any two, without blocking."""
 
     @property
@@ -59,10 +59,10 @@ class Carrier(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, buffer: Bytes, target: int, tag: Tag) -> PendingSend:
+    def send(self, buffer: Bytes, target: int, tag: MessageTag) -> PendingRequest:
         """Start sending; the buffer must stay as it is until the flight has ended."""
         ...
 
-    def probe(self, source: int, tag: Tag | None = None) -> Arrival | None:
+    def probe(self, source: int, tag: MessageTag | None = None) -> ProbedMessage | None:
         """Return the next message of `source` if it has come; it is then this caller's to receive."""
         ...

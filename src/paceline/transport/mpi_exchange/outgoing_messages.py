@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
-from paceline.transport.envelope import Bytes, encode, seal
-from paceline.transport.envelope_faults import Message, messages_of, order_of
+from paceline.transport.envelope import Bytes, add_checksum, encode
+from paceline.transport.envelope_faults import TaggedBuffer, faulty_frame_order, faulty_messages
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import frames_of, message_checksum
-from paceline.transport.mpi_exchange.message_carrier import Carrier, PendingSend, Tag
+from paceline.transport.message_frames import message_checksum, split_frames
+from paceline.transport.mpi_exchange.message_carrier import MessageCarrier, MessageTag, PendingRequest
 
-__all__ = ["Outgoing"]
+__all__ = ["OutgoingMessage"]
 
 _MOST_FLIGHTS = 6  # two envelopes of three messages
 
 
-class Outgoing:
+class OutgoingMessage:
     """Sends one message, whenever `advance` is called.
 
     Args:
@@ -34,14 +34,14 @@ class Outgoing:
     """
 
     def __init__(
-        self, carrier: Carrier, header: Header, data: Bytes, frame_nbytes: int, fault: str = ""
+        self, carrier: MessageCarrier, header: Header, data: Bytes, frame_nbytes: int, fault: str = ""
     ) -> None:
         self._carrier, self._header, self._fault = carrier, header, fault
         self._data = memoryview(data).cast("B")
-        self._frames = frames_of(self._data.nbytes, frame_nbytes)
-        self._order = deque(order_of(fault, len(self._frames)))
-        self._waiting: deque[Message] = deque()
-        self._flights: list[tuple[PendingSend, Bytes]] = []
+        self._frames = split_frames(self._data.nbytes, frame_nbytes)
+        self._order = deque(faulty_frame_order(fault, len(self._frames)))
+        self._waiting: deque[TaggedBuffer] = deque()
+        self._flights: list[tuple[PendingRequest, Bytes]] = []
         self._checksum_of_frame: dict[int, int] = {}
         self._first, self._closed = header.sequence, False
         self.source, self.target = header.source, header.target
@@ -78,11 +78,11 @@ class Outgoing:
         if not self._waiting and self._order:
             self._waiting.extend(self._envelope(self._order.popleft()))
         elif not self._waiting and not self._closed and self._fault != "stall":
-            self._waiting.append((Tag.CLOSE, self._close()))
+            self._waiting.append((MessageTag.CLOSE, self._close()))
             self._closed = True
         return bool(self._waiting)
 
-    def _envelope(self, index: int) -> list[Message]:
+    def _envelope(self, index: int) -> list[TaggedBuffer]:
         frame = self._frames[index]
         header = replace(
             self._header,
@@ -94,9 +94,9 @@ class Outgoing:
         )
         faulty = index == len(self._frames) // 2
         payload = self._data[frame.offset : frame.offset + frame.nbytes]
-        header = seal(header, payload)
+        header = add_checksum(header, payload)
         self._checksum_of_frame[index] = header.checksum
-        return messages_of(header, payload, self._fault if faulty else "")
+        return faulty_messages(header, payload, self._fault if faulty else "")
 
     def _close(self) -> bytes:
         """Return the envelope that ends the message, and tells its checksum."""

@@ -10,13 +10,18 @@ from typing import Any
 
 from paceline._core.backoff import Backoff
 from paceline.errors import EnvelopeError, MissingEnvelope
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Carrier, PendingSend, Tag
+from paceline.transport.mpi_exchange.message_carrier import (
+    ABANDONED_BUFFERS,
+    MessageCarrier,
+    MessageTag,
+    PendingRequest,
+)
 
-__all__ = ["ExchangeAgreement", "Problem", "agree"]
+__all__ = ["RoundReport", "ExchangeProblem", "gather_reports"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class ExchangeProblem:
     """Something that was wrong in a round.
 
     Attributes:
@@ -31,7 +36,7 @@ class Problem:
     text: str
 
     @classmethod
-    def of(cls, error: EnvelopeError, found_by: int) -> Problem:
+    def of(cls, error: EnvelopeError, found_by: int) -> ExchangeProblem:
         """Return an error as a rank found it."""
         culprit = -1 if error.source is None else error.source
         return cls(type(error).__name__, found_by, culprit, str(error).partition("\n")[0])
@@ -43,7 +48,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class ExchangeAgreement:
+class RoundReport:
     """What a rank tells the others at the end of a round.
 
     Attributes:
@@ -51,7 +56,7 @@ class ExchangeAgreement:
     """
 
     rank: int
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ExchangeProblem, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def packed(self) -> bytes:
@@ -59,13 +64,13 @@ class ExchangeAgreement:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpacked(cls, data: bytes | bytearray) -> ExchangeAgreement:
+    def unpacked(cls, data: bytes | bytearray) -> RoundReport:
         """Return what `packed` packed."""
         told = json.loads(data)
-        return cls(told["rank"], tuple(Problem(**each) for each in told["problems"]), told["facts"])
+        return cls(told["rank"], tuple(ExchangeProblem(**each) for each in told["problems"]), told["facts"])
 
 
-def agree(carrier: Carrier, mine: ExchangeAgreement, timeout: float) -> list[ExchangeAgreement]:
+def gather_reports(carrier: MessageCarrier, mine: RoundReport, timeout: float) -> list[RoundReport]:
     """Return the verdicts of all ranks, by rank; every rank gets the same.
 
     Raises:
@@ -73,9 +78,9 @@ def agree(carrier: Carrier, mine: ExchangeAgreement, timeout: float) -> list[Exc
     """
     others = [rank for rank in range(carrier.size) if rank != carrier.rank]
     packed = mine.packed()
-    sends = {rank: carrier.send(packed, rank, Tag.VERDICT) for rank in others}
-    found: dict[int, ExchangeAgreement] = {carrier.rank: mine}
-    arriving: dict[int, tuple[PendingSend, bytearray]] = {}
+    sends = {rank: carrier.send(packed, rank, MessageTag.VERDICT) for rank in others}
+    found: dict[int, RoundReport] = {carrier.rank: mine}
+    arriving: dict[int, tuple[PendingRequest, bytearray]] = {}
     idle, deadline = Backoff(), time.monotonic() + timeout
     while len(found) < carrier.size or sends:
         before = len(found), len(arriving), len(sends)
@@ -85,7 +90,7 @@ def agree(carrier: Carrier, mine: ExchangeAgreement, timeout: float) -> list[Exc
         if before != (len(found), len(arriving), len(sends)):
             idle.reset()
         elif time.monotonic() > deadline:
-            GIVEN_UP.append((packed, sends, arriving))
+            ABANDONED_BUFFERS.append((packed, sends, arriving))
             raise _silent(mine, [rank for rank in others if rank not in found], list(sends), timeout)
         else:
             idle.wait()
@@ -94,25 +99,25 @@ def agree(carrier: Carrier, mine: ExchangeAgreement, timeout: float) -> list[Exc
 
 def _look_for(
     rank: int,
-    carrier: Carrier,
-    arriving: dict[int, tuple[PendingSend, bytearray]],
-    found: dict[int, ExchangeAgreement],
+    carrier: MessageCarrier,
+    arriving: dict[int, tuple[PendingRequest, bytearray]],
+    found: dict[int, RoundReport],
 ) -> None:
     if rank in found:
         return
     if rank not in arriving:
-        arrival = carrier.probe(rank, Tag.VERDICT)
+        arrival = carrier.probe(rank, MessageTag.VERDICT)
         if arrival is None:
             return
         buffer = bytearray(arrival.nbytes)
         arriving[rank] = arrival.receive(buffer), buffer
     flight, buffer = arriving[rank]
     if flight.Test():
-        found[rank] = ExchangeAgreement.unpacked(buffer)
+        found[rank] = RoundReport.unpacked(buffer)
         del arriving[rank]
 
 
-def _silent(mine: ExchangeAgreement, silent: list[int], deaf: list[int], timeout: float) -> MissingEnvelope:
+def _silent(mine: RoundReport, silent: list[int], deaf: list[int], timeout: float) -> MissingEnvelope:
     """Return the error that names who told nothing, or, if all did, who did not take what this rank told."""
     ranks, what = (silent, "told nothing") if silent else (deaf, "took nothing of what it was told")
     names = ", ".join(map(str, ranks))

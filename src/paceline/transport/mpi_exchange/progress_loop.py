@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 from paceline._core.backoff import Backoff
 from paceline.errors import MissingEnvelope
-from paceline.transport.mpi_exchange.incoming_messages import Incoming
-from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
+from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
+from paceline.transport.mpi_exchange.outgoing_messages import OutgoingMessage
 
-__all__ = ["Work", "drive"]
+__all__ = ["WorkSlice", "drive_exchange"]
 
-Work = Callable[[], bool]
+WorkSlice = Callable[[], bool]
 """Does a slice of work and returns whether there was any left to do."""
 
 
-def drive(
-    outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], timeout: float, work: Work | None = None
+def drive_exchange(
+    outgoing: Sequence[OutgoingMessage], incoming: Sequence[IncomingMessage], timeout: float, work: WorkSlice | None = None
 ) -> int:
     """Return when all messages are through and all work is done.
 
@@ -54,7 +54,7 @@ def drive(
     return under_way
 
 
-def _stuck(outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], timeout: float) -> MissingEnvelope:
+def _stuck(outgoing: Sequence[OutgoingMessage], incoming: Sequence[IncomingMessage], timeout: float) -> MissingEnvelope:
     """Return the error that names what did not come, and what was not taken."""
     missing = [each for each in incoming if not each.done]
     untaken = [each for each in outgoing if each.untaken]

@@ -28,15 +28,20 @@ from uuid import uuid4
 from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import Bytes
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, frames_of, message_checksum
-from paceline.transport.mpi_exchange.incoming_messages import Incoming
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Arrival, PendingSend, Tag
-from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
-from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
-from paceline.transport.mpi_exchange.progress_loop import Work, drive
+from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, message_checksum, split_frames
+from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
+from paceline.transport.mpi_exchange.message_carrier import (
+    ABANDONED_BUFFERS,
+    MessageTag,
+    PendingRequest,
+    ProbedMessage,
+)
+from paceline.transport.mpi_exchange.outgoing_messages import OutgoingMessage
+from paceline.transport.mpi_exchange.polled_agreement import ExchangeProblem, RoundReport, gather_reports
+from paceline.transport.mpi_exchange.progress_loop import WorkSlice, drive_exchange
 from paceline.world.mpi_world import load_mpi, release_mpi_names
 
-__all__ = ["AllToAll", "MpiCarrier", "Outcome", "RankExchange", "Ring"]
+__all__ = ["AllToAllExchange", "MpiCarrier", "ExchangeOutcome", "RankExchange", "RingExchange"]
 
 _PASSING_ON_SECONDS = 0.2
 
@@ -57,19 +62,19 @@ class MpiCarrier:
         self.rank: int = given.rank
         self.size: int = given.size
 
-    def send(self, buffer: Bytes, target: int, tag: Tag) -> PendingSend:
+    def send(self, buffer: Bytes, target: int, tag: MessageTag) -> PendingRequest:
         """Start sending a buffer."""
-        comm = self._verdicts if tag == Tag.VERDICT else self._data
+        comm = self._verdicts if tag == MessageTag.VERDICT else self._data
         return comm.Isend([buffer, self._mpi.BYTE], target, tag)
 
-    def probe(self, source: int, tag: Tag | None = None) -> Arrival | None:
+    def probe(self, source: int, tag: MessageTag | None = None) -> ProbedMessage | None:
         """Return the next message of a rank if it has come."""
         status = self._mpi.Status()
-        comm = self._verdicts if tag == Tag.VERDICT else self._data
+        comm = self._verdicts if tag == MessageTag.VERDICT else self._data
         found = comm.Improbe(source, self._mpi.ANY_TAG if tag is None else tag, status)
         if found is None:
             return None
-        return Arrival(
+        return ProbedMessage(
             status.Get_tag(),
             status.Get_count(self._mpi.BYTE),
             lambda buffer: found.Irecv([buffer, self._mpi.BYTE]),
@@ -91,7 +96,7 @@ class MpiCarrier:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExchangeOutcome:
     """What came of an exchange, the same on every rank but for its own times.
 
     Attributes:
@@ -104,7 +109,7 @@ class Outcome:
         told_checksum: over what the sources told of those that came.
     """
 
-    problems: tuple[Problem, ...]
+    problems: tuple[ExchangeProblem, ...]
     whole: bool
     closed: bool
     seconds: float
@@ -150,7 +155,7 @@ class RankExchange:
             raise UsageError(
                 f"timeout={timeout!r} is no time to wait", remedy="give seconds > 0, for example 60"
             )
-        frames_of(0, frame_nbytes)
+        split_frames(0, frame_nbytes)
         self.carrier = carrier or MpiCarrier()
         self.timeout, self.frame_nbytes, self.fault = timeout, frame_nbytes, fault
         self._closed = True
@@ -164,12 +169,12 @@ class RankExchange:
         Raises:
             MissingEnvelope: some rank did not come in time; it is named.
         """
-        mine = ExchangeAgreement(self.carrier.rank, facts=facts or {})
-        return [each.facts for each in agree(self.carrier, mine, self.timeout)]
+        mine = RoundReport(self.carrier.rank, facts=facts or {})
+        return [each.facts for each in gather_reports(self.carrier, mine, self.timeout)]
 
     def exchange_pieces(
-        self, pieces: Mapping[int, Any], places: Mapping[int, Any], work: Work | None = None
-    ) -> Outcome:
+        self, pieces: Mapping[int, Any], places: Mapping[int, Any], work: WorkSlice | None = None
+    ) -> ExchangeOutcome:
         """Send ``pieces[target]`` to each target and receive into ``places[source]`` from each source.
 
         Args:
@@ -200,12 +205,12 @@ class RankExchange:
         stuck: list[EnvelopeError] = []
         under_way, self._closed = 0, False  # until all ranks tell that it is
         try:
-            under_way = drive(outgoing, incoming, self.timeout, work)
+            under_way = drive_exchange(outgoing, incoming, self.timeout, work)
         except EnvelopeError as error:
             stuck.append(error)
         finally:
             if not all(each.done for each in (*outgoing, *incoming)):
-                GIVEN_UP.append((outgoing, incoming))
+                ABANDONED_BUFFERS.append((outgoing, incoming))
         seconds = time.perf_counter() - started
         problems = [each for one in incoming for each in one.problems] + stuck
         verdicts = self._agree(problems, closed=not stuck)
@@ -213,7 +218,7 @@ class RankExchange:
         for each in outgoing:
             self._sequence_to[each.target] = each.sequence
         self._closed = all(one.facts["closed"] for one in verdicts)
-        return Outcome(
+        return ExchangeOutcome(
             tuple(problem for one in verdicts for problem in one.problems),
             not problems,
             self._closed,
@@ -224,40 +229,40 @@ class RankExchange:
             message_checksum(each.told_checksum for each in incoming),
         )
 
-    def _agree(self, problems: Sequence[EnvelopeError], *, closed: bool) -> list[ExchangeAgreement]:
+    def _agree(self, problems: Sequence[EnvelopeError], *, closed: bool) -> list[RoundReport]:
         """Return what all ranks found; they may be as late here as their time-outs let them."""
         rank = self.carrier.rank
-        found = tuple(Problem.of(each, rank) for each in problems)
-        return agree(self.carrier, ExchangeAgreement(rank, found, {"closed": closed}), 2 * self.timeout + 5)
+        found = tuple(ExchangeProblem.of(each, rank) for each in problems)
+        return gather_reports(self.carrier, RoundReport(rank, found, {"closed": closed}), 2 * self.timeout + 5)
 
-    def _outgoing(self, target: int, piece: Any, fault: str) -> Outgoing:
+    def _outgoing(self, target: int, piece: Any, fault: str) -> OutgoingMessage:
         header = Header(
             self._run, "frame", self.carrier.rank, target, self._sequence_to[target], round=self._round
         )
-        return Outgoing(self.carrier, header, bytes_view(piece), self.frame_nbytes, fault)
+        return OutgoingMessage(self.carrier, header, bytes_view(piece), self.frame_nbytes, fault)
 
-    def _incoming(self, source: int, place: Any) -> Incoming:
+    def _incoming(self, source: int, place: Any) -> IncomingMessage:
         view = bytes_view(place)
         if view.readonly:
             raise UsageError(
                 "what is received into can't be written", remedy="give a bytearray or a numpy array"
             )
-        return Incoming(self.carrier, self.inbox, source, self._round, view, self.frame_nbytes)
+        return IncomingMessage(self.carrier, self.inbox, source, self._round, view, self.frame_nbytes)
 
 
-class Ring(RankExchange):
+class RingExchange(RankExchange):
     """Every rank sends to the next one and receives from the one before it."""
 
-    def exchange(self, data: Any, into: Any, work: Work | None = None) -> Outcome:
+    def exchange(self, data: Any, into: Any, work: WorkSlice | None = None) -> ExchangeOutcome:
         """Send `data` to the next rank and receive that of the rank before into `into`, of the same size."""
         rank, size = self.carrier.rank, self.carrier.size
         return self.exchange_pieces({(rank + 1) % size: data}, {(rank - 1) % size: into}, work)
 
 
-class AllToAll(RankExchange):
+class AllToAllExchange(RankExchange):
     """Every rank sends a piece to every rank, itself included."""
 
-    def exchange(self, data: Any, into: Any, work: Work | None = None) -> Outcome:
+    def exchange(self, data: Any, into: Any, work: WorkSlice | None = None) -> ExchangeOutcome:
         """Send the r-th part of `data` to rank r and receive its part of every rank q's as q-th part of `into`.
 
         Args:
@@ -266,11 +271,11 @@ class AllToAll(RankExchange):
         """
         size = self.carrier.size
         return self.exchange_pieces(
-            dict(enumerate(parts(data, size))), dict(enumerate(parts(into, size))), work
+            dict(enumerate(equal_parts(data, size))), dict(enumerate(equal_parts(into, size))), work
         )
 
 
-def parts(data: Any, size: int) -> list[memoryview]:
+def equal_parts(data: Any, size: int) -> list[memoryview]:
     """Return the bytes of `data` in `size` equal parts.
 
     Raises:

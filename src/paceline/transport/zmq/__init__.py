@@ -10,7 +10,7 @@ says who may come in, `zeromq_end` is what both ends have in common, `zeromq_hub
 from __future__ import annotations
 
 from paceline.transport.zmq.zmq_hub import HubExchange
-from paceline.transport.zmq.zmq_socket import MOST_NUMBER, SocketSettings
+from paceline.transport.zmq.zmq_socket import MAX_WORKER_NUMBER, SocketSettings
 from paceline.transport.zmq.zmq_worker import WorkerExchange
 
-__all__ = ["MOST_NUMBER", "HubExchange", "SocketSettings", "WorkerExchange"]
+__all__ = ["MAX_WORKER_NUMBER", "HubExchange", "SocketSettings", "WorkerExchange"]

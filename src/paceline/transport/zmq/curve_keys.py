@@ -23,9 +23,9 @@ from zmq.utils import z85
 
 from paceline._core.files import fsync
 from paceline.errors import UsageError
-from paceline.transport.hub_address import parse_address
+from paceline.transport.hub_address import parse_hub_address
 
-__all__ = ["HubKeys", "WorkerKeys", "make_keys", "needs_keys", "read_public"]
+__all__ = ["HubKeys", "WorkerKeys", "make_keys", "needs_keys", "read_public_key"]
 
 _HUB_FILE, _WORKERS = "hub.key", "workers"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -141,10 +141,10 @@ def needs_keys(address: str) -> bool:
         >>> needs_keys("tcp://127.0.0.1:7000"), needs_keys("tcp://*:7000")
         (False, True)
     """
-    return not parse_address(address, bind=True).is_local
+    return not parse_hub_address(address, bind=True).is_local
 
 
-def read_public(path: Path) -> tuple[str, str]:
+def read_public_key(path: Path) -> tuple[str, str]:
     """Return name and public key of a worker that is admitted.
 
     Raises:

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from paceline.errors import UsageError
-from paceline.transport.zmq.curve_keys import HubKeys, read_public
+from paceline.transport.zmq.curve_keys import HubKeys, read_public_key
 
 __all__ = ["ZapAuthenticator"]
 
@@ -88,7 +88,7 @@ class ZapAuthenticator:
         self._seen, self._name_of, self.trouble = seen, {}, ""
         for path in sorted(seen):
             try:
-                name, public = read_public(path)
+                name, public = read_public_key(path)
             except UsageError as error:
                 self.trouble = str(error).partition("\n")[0]
             else:

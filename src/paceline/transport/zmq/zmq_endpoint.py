@@ -11,8 +11,8 @@ from typing import Any
 import zmq
 
 from paceline.errors import EnvelopeError
-from paceline.transport.envelope import Bytes, encode_sealed, seal
-from paceline.transport.envelope_check import PARTS, check_place, open_parts
+from paceline.transport.envelope import Bytes, add_checksum, encode_checksummed
+from paceline.transport.envelope_check import ENVELOPE_PARTS, check_route, decode_parts
 from paceline.transport.transport_interface import Envelope, payload_to_send
 from paceline.transport.zmq.zmq_socket import SocketSettings, WakeupFd, ZmqSocket
 
@@ -56,7 +56,7 @@ class ZmqEndpoint(ABC):
         route = self._route(header.target)
         if route is None:
             return False
-        parts = encode_sealed(seal(header, payload), payload)
+        parts = encode_checksummed(add_checksum(header, payload), payload)
         try:
             self._wire.send([*route, *parts])
         except zmq.Again:
@@ -105,7 +105,7 @@ class ZmqEndpoint(ABC):
         came: list[Envelope] = []
         nbytes = 0
         for _ in range(_MESSAGES_A_POLL):
-            parts = self._wire.receive(PARTS + 2) if nbytes < _NBYTES_A_POLL else None
+            parts = self._wire.receive(ENVELOPE_PARTS + 2) if nbytes < _NBYTES_A_POLL else None
             if parts is None:
                 break
             nbytes += sum(map(len, parts))
@@ -120,8 +120,8 @@ class ZmqEndpoint(ABC):
         """Return the envelope in a message, or raise an EnvelopeError."""
 
     def _open(self, parts: Sequence[Bytes], carried_from: int | None) -> Envelope:
-        envelope = open_parts(parts, limit=self.settings.frame_nbytes)
-        check_place(envelope.header, me=self.me, run=self.run, carried_from=carried_from)
+        envelope = decode_parts(parts, limit=self.settings.frame_nbytes)
+        check_route(envelope.header, me=self.me, run=self.run, carried_from=carried_from)
         self.received_nbytes += sum(map(len, parts))
         return envelope
 

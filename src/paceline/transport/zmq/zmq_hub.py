@@ -12,13 +12,19 @@ import zmq
 
 from paceline.errors import TruncatedEnvelope, UsageError
 from paceline.transport.envelope import Bytes
-from paceline.transport.hub_address import Address, parse_address
-from paceline.transport.token_bucket import kernel_pacing
+from paceline.transport.hub_address import HubAddress, parse_hub_address
+from paceline.transport.token_bucket import set_kernel_pacing
 from paceline.transport.transport_interface import HUB, Envelope
 from paceline.transport.zmq.curve_keys import HubKeys
 from paceline.transport.zmq.zap_auth import ZapAuthenticator
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
-from paceline.transport.zmq.zmq_socket import MOST_NUMBER, SocketSettings, ZmqSocket, identity_of, number_of
+from paceline.transport.zmq.zmq_socket import (
+    MAX_WORKER_NUMBER,
+    SocketSettings,
+    ZmqSocket,
+    worker_identity,
+    worker_number,
+)
 
 __all__ = ["HubExchange"]
 
@@ -67,7 +73,7 @@ class HubExchange(ZmqEndpoint):
         recent: float = 60.0,
         most_peers: int = 4096,
     ) -> None:
-        asked = parse_address(address, bind=True)
+        asked = parse_hub_address(address, bind=True)
         if keys is None and not asked.is_local and not insecure:
             raise UsageError(
                 f"a hub at {address} is within reach of other machines, and has no keys",
@@ -86,7 +92,7 @@ class HubExchange(ZmqEndpoint):
         except BaseException:
             self.close()
             raise
-        self._port = parse_address(self.address, bind=True).port
+        self._port = parse_hub_address(self.address, bind=True).port
 
     @property
     def turned_away(self) -> Counter[str]:
@@ -120,7 +126,7 @@ class HubExchange(ZmqEndpoint):
     def _opened(self, parts: Sequence[Bytes]) -> Envelope:
         if len(parts) < 2:
             raise TruncatedEnvelope("an envelope came without any part")
-        source = number_of(parts[0])
+        source = worker_number(parts[0])
         envelope = self._open(parts[1:], source)
         self._heard_at[envelope.header.source] = time.monotonic()
         self._heard_at.move_to_end(envelope.header.source)
@@ -129,7 +135,7 @@ class HubExchange(ZmqEndpoint):
         return envelope
 
     def _route(self, target: int) -> list[bytes] | None:
-        return [identity_of(target)] if HUB < target <= MOST_NUMBER else None
+        return [worker_identity(target)] if HUB < target <= MAX_WORKER_NUMBER else None
 
     def _gone(self, target: int) -> None:
         self._heard_at.pop(target, None)
@@ -141,11 +147,11 @@ class HubExchange(ZmqEndpoint):
             if event in _FAILED:
                 self.turned_away[_FAILED[event]] += 1
             elif self.settings.rate is not None and self._port:
-                kernel_pacing(value, self.settings.rate, port=self._port)
+                set_kernel_pacing(value, self.settings.rate, port=self._port)
         return False
 
 
-def _bind(router: zmq.Socket[bytes], asked: Address) -> str:
+def _bind(router: zmq.Socket[bytes], asked: HubAddress) -> str:
     """Bind a socket, and return the address with its real port."""
     try:
         router.bind(str(_numeric(asked)))
@@ -159,7 +165,7 @@ def _bind(router: zmq.Socket[bytes], asked: Address) -> str:
     return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def _numeric(asked: Address) -> Address:
+def _numeric(asked: HubAddress) -> HubAddress:
     """Return an address with the number of its host: libzmq binds no names."""
     if asked.transport != "tcp" or asked.host == "*" or asked.is_ipv6:
         return asked
@@ -170,4 +176,4 @@ def _numeric(asked: Address) -> Address:
             f"a hub can't be at {asked}: {asked.host!r} is no host that is known here",
             remedy="give a number such as 192.168.1.5, or tcp://*:PORT",
         ) from error
-    return Address("tcp", str(place[0]), asked.port)
+    return HubAddress("tcp", str(place[0]), asked.port)

@@ -27,7 +27,7 @@ from paceline.transport.envelope import HEAD_LIMIT_NBYTES, PAYLOAD_LIMIT_NBYTES,
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["MOST_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "identity_of", "number_of"]
+__all__ = ["MAX_WORKER_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "worker_identity", "worker_number"]
 
 
 class WakeupFd:
@@ -70,7 +70,7 @@ class WakeupFd:
             self._handle = -1
 
 
-MOST_NUMBER = 2**53 - 1
+MAX_WORKER_NUMBER = 2**53 - 1
 """The highest number of a worker: JSON readers keep it exactly."""
 
 
@@ -136,26 +136,26 @@ def _is_number(value: Any, kinds: tuple[type, ...], most: float) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
 
 
-def identity_of(number: int) -> bytes:
+def worker_identity(number: int) -> bytes:
     """Return the routing identity of a worker: its number in 8 bytes, the first of them never 0.
 
     Raises:
         UsageError: it is no number of a worker.
     """
-    if isinstance(number, bool) or not isinstance(number, int) or not HUB < number <= MOST_NUMBER:
+    if isinstance(number, bool) or not isinstance(number, int) or not HUB < number <= MAX_WORKER_NUMBER:
         raise UsageError(
-            f"{number!r} is no number of a worker", remedy=f"draw one at random from 1 to {MOST_NUMBER}"
+            f"{number!r} is no number of a worker", remedy=f"draw one at random from 1 to {MAX_WORKER_NUMBER}"
         )
     return _IDENTITY.pack(number | _WORKER_BIT)
 
 
-def number_of(identity: Bytes) -> int | None:
+def worker_number(identity: Bytes) -> int | None:
     """Return the number of the worker that has this identity, None if it is nobody's."""
     if len(identity) != _IDENTITY.size:
         return None
     (value,) = _IDENTITY.unpack(identity)
     number = value ^ _WORKER_BIT
-    return number if HUB < number <= MOST_NUMBER else None
+    return number if HUB < number <= MAX_WORKER_NUMBER else None
 
 
 class ZmqSocket:

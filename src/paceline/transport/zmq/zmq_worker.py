@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import zmq
 
 from paceline.transport.envelope import Bytes
-from paceline.transport.hub_address import parse_address
-from paceline.transport.token_bucket import kernel_pacing
+from paceline.transport.hub_address import parse_hub_address
+from paceline.transport.token_bucket import set_kernel_pacing
 from paceline.transport.transport_interface import HUB, Envelope
 from paceline.transport.zmq.curve_keys import WorkerKeys
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
-from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, identity_of
+from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, worker_identity
 
 __all__ = ["WorkerExchange"]
 
@@ -76,8 +76,8 @@ class WorkerExchange(ZmqEndpoint):
         keys: WorkerKeys | None = None,
         settings: SocketSettings | None = None,
     ) -> None:
-        self._place = parse_address(address, bind=False)
-        identity_of(me)
+        self._place = parse_hub_address(address, bind=False)
+        worker_identity(me)
         super().__init__(me, run, settings or SocketSettings())
         self.address, self._keys = str(self._place), keys
         self._connected, self._trouble, self._refused = False, "", False
@@ -103,7 +103,7 @@ class WorkerExchange(ZmqEndpoint):
             zmq.RECONNECT_IVL: _RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: _RECONNECT_MOST_MS,
             zmq.CONNECT_TIMEOUT: _CONNECT_MS,
-            zmq.ROUTING_ID: identity_of(self.me),
+            zmq.ROUTING_ID: worker_identity(self.me),
         }
         if self._keys is not None:
             options |= {
@@ -143,7 +143,7 @@ class WorkerExchange(ZmqEndpoint):
         for event, value in self._wire.events():
             if event == zmq.EVENT_CONNECTED:
                 if self.settings.rate is not None and self._place.port:
-                    kernel_pacing(value, self.settings.rate, port=self._place.port)
+                    set_kernel_pacing(value, self.settings.rate, port=self._place.port)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected, self._trouble, self._refused, self._dial_at = True, "", False, math.inf
             elif event == zmq.EVENT_CONNECT_RETRIED:
