@@ -34,7 +34,7 @@ class VirtualClock:
         self._events: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._count, self._stopped = 0, False
 
-    def at(self, when: float, what: Callable[..., object], *given: object) -> None:
+    def schedule(self, when: float, what: Callable[..., object], *given: object) -> None:
         """Have `what(*given)` happen at a time, or now if that has passed."""
         self._count = count = self._count + 1
         heapq.heappush(self._events, (when if when > self.now else self.now, count, what, given))
@@ -139,10 +139,10 @@ class VirtualExchange:
         end = end if end > left else left
         mine.up_free, its.down_free = left, end  # a slow receiver doesn't hold up what goes to others
         if network.spoil is None:
-            clock.at(end + mine.latency, network.arrive, target, envelope)
+            clock.schedule(end + mine.latency, network.arrive, target, envelope)
         else:
             for later, each in network.spoil(envelope):
-                clock.at(end + mine.latency + later, network.arrive, target, each)
+                clock.schedule(end + mine.latency + later, network.arrive, target, each)
         return True
 
     def poll(self, seconds: float = 0.0) -> list[Envelope]:

@@ -159,8 +159,8 @@ def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
 
 
 def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
-    patience = JobTimeouts(end=0.2)
-    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, patience=patience)
+    timeouts = JobTimeouts(end=0.2)
+    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts)
     with pytest.raises(RankFailed, match=r"\[rank 1\] ended with exit code 5 after") as caught:
         run_job(job)
     assert (caught.value.rank, caught.value.exit_code) == (1, 5)
@@ -175,9 +175,9 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
 
 
 def test_what_followed_the_first_failure_is_told_after_it(home):
-    patience = JobTimeouts(follow=60.0)
+    timeouts = JobTimeouts(follow=60.0)
     job = JobSpec(
-        script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", patience=patience
+        script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", timeouts=timeouts
     )
     with pytest.raises(RankFailed) as caught:
         run_job(job)

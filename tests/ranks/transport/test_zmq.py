@@ -80,7 +80,7 @@ def test_what_is_sent_arrives_there_and_back(ends, tmp_path, transport):
         assert back.received_nbytes - before > sum(map(len, payloads))
     assert (hub.sent_nbytes, worker.sent_nbytes) == (worker.received_nbytes, hub.received_nbytes)
     assert hub.refused == worker.refused == Counter()
-    assert (hub.peers(), worker.peers(), worker.trouble) == ([7], [HUB], "")
+    assert (hub.peers(), worker.peers(), worker.problem) == ([7], [HUB], "")
 
 
 def test_a_payload_that_may_change_is_sent_as_it_was(ends, hub):
@@ -233,7 +233,7 @@ def answered(worker, sequence, seconds=ENOUGH):
                 if any(each.header.sequence == sequence for each in worker.poll(0.05)):
                     return
         worker.poll(0.02)
-    raise AssertionError(worker.trouble)
+    raise AssertionError(worker.problem)
 
 
 def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
@@ -242,23 +242,23 @@ def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
         worker = ends(WorkerExchange, address, 7, "run")
         answered(worker, 0)
     deadline = time.monotonic() + ENOUGH
-    while worker.peers() or "no hub answers" not in worker.trouble:
-        assert time.monotonic() < deadline, worker.trouble
+    while worker.peers() or "no hub answers" not in worker.problem:
+        assert time.monotonic() < deadline, worker.problem
         worker.poll(0.02)
     assert not worker.send(make(7, HUB, 1))
     with program("hub", address) as process:
         assert told_address(process) == address
         answered(worker, 2)
-        assert (worker.peers(), worker.trouble) == ([HUB], "")
+        assert (worker.peers(), worker.problem) == ([HUB], "")
 
 
 def test_a_hub_that_stands_still_counts_as_gone_and_comes_back(ends):
     with program("hub", LOOPBACK) as process:
-        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(silence=0.6))
+        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
         answered(worker, 0)
         process.send_signal(signal.SIGSTOP)
         drive([worker], lambda _: not worker.peers())
-        assert "broke" in worker.trouble
+        assert "broke" in worker.problem
         process.send_signal(signal.SIGCONT)
         answered(worker, 1)
 
@@ -289,7 +289,7 @@ def test_a_worker_whose_old_connection_nobody_ended_keeps_its_number_too(ends, h
 
 
 def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
-    hub = ends(HubExchange, LOOPBACK, "run", most_peers=3)
+    hub = ends(HubExchange, LOOPBACK, "run", max_peers=3)
     workers = [ends(WorkerExchange, hub.address, number) for number in range(1, 6)]
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for number in (1, 2, 3, 1, 4, 5):
@@ -299,7 +299,7 @@ def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
 
 
 def test_a_worker_that_was_not_heard_of_for_long_is_no_peer(ends):
-    hub = ends(HubExchange, LOOPBACK, "run", recent=0.2)
+    hub = ends(HubExchange, LOOPBACK, "run", recent_seconds=0.2)
     worker = ends(WorkerExchange, hub.address, 7)
     meet(hub, worker)
     drive([hub], lambda _: not hub.peers())
@@ -322,10 +322,10 @@ def test_what_listens_there_may_be_the_hub_next_time(ends):
         for _ in range(2):
             with answered_by(other, worker) as connection:
                 connection.sendall(greeting(b"PLAIN"))
-                drive([worker], lambda _: "is no hub without keys" in worker.trouble)
+                drive([worker], lambda _: "is no hub without keys" in worker.problem)
     hub = ends(HubExchange, address, "run")
     meet(hub, worker)
-    assert worker.trouble == ""
+    assert worker.problem == ""
 
 
 def test_ends_leave_nothing_behind():

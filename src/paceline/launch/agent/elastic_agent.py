@@ -201,16 +201,16 @@ class ElasticAgent(SimpleElasticAgent):
         files = {one.rank: self._logs.leave_file(one.local_rank) for one in self._running}
         for file in files.values():
             graceful_shutdown.request_shutdown(file, self._reason)
-        deadline = time.monotonic() + self._job.patience.leave
+        deadline = time.monotonic() + self._job.timeouts.leave
         while (left := deadline - time.monotonic()) > 0:
             there = [one for one in self._running if one.exit_code() is None]
             if not any(graceful_shutdown.is_listening(files[one.rank]) for one in there):
                 break
             wait_for_exit(there, min(left, _LOOK_SECONDS))
-        end(self._running, self._job.patience.end)
+        end(self._running, self._job.timeouts.end)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0.0) -> None:
-        end(self._running, self._job.patience.end)
+        end(self._running, self._job.timeouts.end)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         raise AssertionError("our own loop looks at the ranks")
@@ -257,7 +257,7 @@ class ElasticAgent(SimpleElasticAgent):
     def _tell_failures(self) -> None:
         """Tell which ranks of this host failed; if all of them lost a peer, wait a little for that one's end."""
         told: set[int] = set()
-        deadline = time.monotonic() + self._job.patience.follow
+        deadline = time.monotonic() + self._job.timeouts.follow
         while True:
             failed = [one for one in self._running if one.exit_code() and one.rank not in told]
             failed.sort(key=lambda one: (one.exit_code() or 0, one.rank))  # those that signals ended first

@@ -153,9 +153,9 @@ def open_endpoint(job: JobSpec) -> RendezvousEndpoint:
         check_port_free(address)
         with contextlib.suppress(UsageError):  # another one on this host was faster
             return serve_store(address)
-    wait_for_server(address, job.patience.join, log_line)
+    wait_for_server(address, job.timeouts.join, log_line)
     place = RendezvousEndpoint(address, None)
-    check_endpoint(place, job.patience)
+    check_endpoint(place, job.timeouts)
     return place
 
 
@@ -186,12 +186,12 @@ def join_rendezvous(
     Args:
         late: whether the run has begun already; then it may take any time until this host is let in.
     """
-    patience = job.patience
+    timeouts = job.timeouts
     seconds = {
-        "join": patience.join if job.rejoin or not late else _YEAR_SECONDS,
-        "last_call": patience.last_call,
+        "join": timeouts.join if job.rejoin or not late else _YEAR_SECONDS,
+        "last_call": timeouts.last_call,
         "close": 5.0,
-        "heartbeat": patience.lost,
+        "heartbeat": timeouts.heartbeat_timeout,
     }
     handler = ElasticRendezvous.from_backend(
         job.name,
@@ -201,8 +201,8 @@ def join_rendezvous(
         job.hosts,
         _HERE.host if job.address is None else reachable_address(place.address, serving=place.served is not None),
         RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items()}),
-        keep_alive_interval=patience.beat,  # type: ignore[arg-type] — a timedelta takes parts of a second
-        keep_alive_max_attempt=max(1, round(patience.lost / patience.beat)) if job.address else _NEVER,
+        keep_alive_interval=timeouts.heartbeat,  # type: ignore[arg-type] — a timedelta takes parts of a second
+        keep_alive_max_attempt=max(1, round(timeouts.heartbeat_timeout / timeouts.heartbeat)) if job.address else _NEVER,
     )
     assert isinstance(handler, ElasticRendezvous)
     return handler
@@ -242,7 +242,7 @@ def _quiet() -> Iterator[None]:
         os.close(terminal)
 
 
-def check_endpoint(place: RendezvousEndpoint, patience: JobTimeouts) -> None:
+def check_endpoint(place: RendezvousEndpoint, timeouts: JobTimeouts) -> None:
     """Raise WorldError unless what listens there is a rendezvous of ours, and its clock and this one agree."""
     answers: queue.Queue[float | str] = queue.Queue()
     # In a thread: torch waits for the answer of a foreign server without a limit.
@@ -257,7 +257,7 @@ def check_endpoint(place: RendezvousEndpoint, patience: JobTimeouts) -> None:
             f"what listens at {place.address} is no rendezvous of paceline: {apart}",
             remedy="choose another port",
         )
-    if abs(apart) > patience.lost / 2:
+    if abs(apart) > timeouts.heartbeat_timeout / 2:
         raise WorldError(
             f"the clock of this host is {abs(apart):.1f} s {'ahead of' if apart > 0 else 'behind'} that at "
             f"{place.address}; at most {patience.lost / 2:g} s are allowed",

@@ -30,7 +30,7 @@ class JobTimeouts:
         follow: for the rank that failed first to end, when only ranks have that lost a peer.
     """
 
-    beat: float = 1.0
+    heartbeat: float = 1.0
     lost: float = 4.0
     last_call: float = 3.0
     first_call: float = 30.0
@@ -73,7 +73,7 @@ class JobSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: Path | None = None
     progress: Callable[[], bool] | None = None
-    patience: JobTimeouts = field(default_factory=JobTimeouts)
+    timeouts: JobTimeouts = field(default_factory=JobTimeouts)
 
     def __post_init__(self) -> None:
         most = self.ranks * self.hosts

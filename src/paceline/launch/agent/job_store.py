@@ -83,9 +83,9 @@ class JobStore:
         start, told = time.monotonic(), False
         while not self.begun() and (came := self._store.add("came", 0)) < job.hosts:
             waited = time.monotonic() - start
-            if came >= job.min_hosts and waited > job.patience.first_call:
+            if came >= job.min_hosts and waited > job.timeouts.first_call:
                 return
-            if waited > job.patience.join:
+            if waited > job.timeouts.join:
                 raise too_few_hosts(job)
             if not told and waited > _TELL_SECONDS:
                 told = True

@@ -133,7 +133,7 @@ class LabJob:
                 yield one.host, line
 
     def wait(
-        self, timeout: float | None = None, *, check: bool = True, look: Callable[[], object] | None = None
+        self, timeout: float | None = None, *, check: bool = True, on_poll: Callable[[], object] | None = None
     ) -> list[LabResult]:
         """Return the results, in the order of hosts, when the command has ended on all of them.
 
@@ -149,13 +149,13 @@ class LabJob:
         while self.running() and not (check and self._failed()):
             if deadline is not None and time.monotonic() > deadline:
                 raise self._late(timeout or 0.0)
-            if look is not None:
-                look()
+            if on_poll is not None:
+                on_poll()
             time.sleep(_LOOK_SECONDS)
         if check and self._failed():
-            raise self._failure(look)
-        if look is not None:
-            look()
+            raise self._failure(on_poll)
+        if on_poll is not None:
+            on_poll()
         return [one.result() for one in self._programs]
 
     def follow(self, tick: Callable[[], object], ticks: int | None = None) -> None:
@@ -171,7 +171,7 @@ class LabJob:
         """
         seen, late = 0, list[str]()
 
-        def look() -> None:
+        def on_poll() -> None:
             nonlocal seen
             for host, line in self.lines():
                 if line == "tick":
@@ -183,7 +183,7 @@ class LabJob:
                     late.append(f"{host_name(host)} | {line}\n")
 
         try:
-            self.wait(look=look)
+            self.wait(on_poll=on_poll)
         except HostFailed:
             print(*late, sep="", end="", file=sys.stderr)
             raise
@@ -209,15 +209,15 @@ class LabJob:
     def _failed(self) -> list[LabProgram]:
         return [one for one in self._programs if one.code()]
 
-    def _failure(self, look: Callable[[], object] | None) -> HostFailed:
+    def _failure(self, on_poll: Callable[[], object] | None) -> HostFailed:
         """End the job and return the error for the host that failed first, with those that followed."""
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < deadline and self.running():
             time.sleep(_LOOK_SECONDS)
         first, *after = sorted(self._failed(), key=lambda one: one.ended)
         self.end()
-        if look is not None:
-            look()
+        if on_poll is not None:
+            on_poll()
         names = ", ".join(f"{host_name(one.host)} ({_how(one)})" for one in after)
         return HostFailed(
             f"{host_name(first.host)} {_how(first)}{f'; after it {names}' if names else ''}"

@@ -34,7 +34,7 @@ class HostTotals:
 
 
 class LinkMonitor:
-    """Counts from now until `stop`; meanwhile `look` has to be called often.
+    """Counts from now until `stop`; meanwhile `update` has to be called often.
 
     Attributes:
         seconds: how long it was watched, up to the latest count.
@@ -43,12 +43,12 @@ class LinkMonitor:
 
     def __init__(self, lab: Lab) -> None:
         self._lab = lab
-        self.seconds, self.now = 0.0, 0.0
+        self.seconds, self.current_rate = 0.0, 0.0
         self._started = time.monotonic()
         self._first = self._latest = self._count()
         self._busiest = [0.0] * lab.hosts
 
-    def look(self) -> bool:
+    def update(self) -> bool:
         """Count if a second has passed since the latest count, and return whether it has."""
         due = time.monotonic() - self._started - self.seconds >= _SPAN_SECONDS
         if due:
@@ -81,7 +81,7 @@ class LinkMonitor:
                 max(most, one.sent / span, one.received / span)
                 for most, one in zip(self._busiest, passed, strict=True)
             ]
-            self.now = sum(one.sent for one in passed) / span
+            self.current_rate = sum(one.sent for one in passed) / span
         self._latest, self.seconds = counts, seconds
 
     def _count(self) -> list[InterfaceBytes]:

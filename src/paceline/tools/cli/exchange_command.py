@@ -137,7 +137,7 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     try:
         if first and json_file is not None:
             check_writable(json_file, "--json")
-        check_memory(settings.nbytes_of_rank(carrier.size), carrier.ranks_here(), available_nbytes())
+        check_memory(settings.nbytes_of_rank(carrier.size), carrier.local_size(), available_nbytes())
         title = f"{settings.shape}, {carrier.size} ranks, {format_size(settings.nbytes)} each"
         with TurnBar(title, tick_count(settings), shown=first) as tick:
             measured = measure_exchange(settings, carrier, tick)
@@ -151,7 +151,7 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     _after_rank_0(carrier)
     if not measured.closed:
         carrier.abort(1)  # messages are under way for ever, so MPI can't be left in order
-    if measured.problems or not all(row.right for row in measured.rows):
+    if measured.problems or not all(row.correct for row in measured.rows):
         raise typer.Exit(1)
 
 
@@ -199,7 +199,7 @@ def _write(path: Path, settings: ExchangeSettings, measured: ExchangeMeasurement
         "machine": machine_record(),
         "versions": versions(["paceline", "mpi4py", "mpich", "numpy", "xxhash"]),
         "settings": asdict(settings) | {"ranks": len(measured.rows)},
-        "rows": [asdict(row) | {"right": row.right} for row in measured.rows],
+        "rows": [asdict(row) | {"right": row.correct} for row in measured.rows],
         "problems": [asdict(problem) for problem in measured.problems],
         "rounds": measured.rounds,
     }
@@ -225,7 +225,7 @@ def table(settings: ExchangeSettings, measured: ExchangeMeasurement) -> Table:
     for name in ("bytes", "told by senders", "received", "seconds", "rate", "overlap", "under way"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in measured.rows:
-        made.add_row(*_cells(row), style="" if row.right else "bold red")
+        made.add_row(*_cells(row), style="" if row.correct else "bold red")
     return made
 
 

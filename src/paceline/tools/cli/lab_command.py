@@ -152,18 +152,18 @@ def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Conso
 
     over: set[int] = set()  # hosts where a rank failed: what follows is torchrun's own traceback
 
-    def look() -> None:
+    def update() -> None:
         for host, line in job.lines():
             if host not in over:
                 console.print(Text.assemble((f"host{host} | ", "cyan"), Text.from_ansi(line)))
             if is_torchrun_failure(line):
                 over.add(host)
-        if watch.look():
+        if watch.update():
             status.update(_progress(watch))
 
     with console.status(_progress(watch)) as status:
         try:
-            job.wait(limit, look=look)
+            job.wait(limit, on_poll=look)
         finally:
             job.end()
             look()

@@ -82,7 +82,7 @@ def run(
         name=name,
         rejoin=rejoin,
         log_dir=log_dir,
-        patience=JobTimeouts(
+        timeouts=JobTimeouts(
             last_call=_seconds("--last-call", last_call),
             join=_seconds("--wait", wait),
             end=_seconds("--grace", grace),

@@ -153,7 +153,7 @@ class Simulation:
         if now >= until or not any(node.alive and node.busy for node in self._nodes):
             self.clock.stop()
         else:
-            self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
+            self.clock.schedule(now + _DRAIN_LOOK_SECONDS, self._drain, until)
 
     def share_done(self, node: Node) -> float:
         """Return which share of the training a worker has done."""
@@ -169,9 +169,9 @@ class Simulation:
             if plan.begins(node.index):
                 node.start()
         for each in plan.churn:
-            self.clock.at(each.seconds, self._churn, each)
+            self.clock.schedule(each.seconds, self._churn, each)
         if plan.score_every:
-            self.clock.at(plan.score_every, self._look)
+            self.clock.schedule(plan.score_every, self._look)
         self.clock.run(plan.seconds)
         return self._result()
 
@@ -189,7 +189,7 @@ class Simulation:
     def _look(self) -> None:
         self._points.append(self._point())
         self._tick(self._points[-1])
-        self.clock.at(self.clock.now + self.plan.score_every, self._look)
+        self.clock.schedule(self.clock.now + self.plan.score_every, self._look)
 
     # ------------------------------------------------------------------ what comes out
 

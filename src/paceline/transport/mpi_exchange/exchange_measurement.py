@@ -120,7 +120,7 @@ class RankMeasurement:
     under_way: float | None
 
     @property
-    def right(self) -> bool:
+    def correct(self) -> bool:
         """Whether what came is what was sent."""
         return self.whole and self.told_checksum == self.received_checksum
 

@@ -80,7 +80,7 @@ class MpiCarrier:
             lambda buffer: found.Irecv([buffer, self._mpi.BYTE]),
         )
 
-    def ranks_here(self) -> int:
+    def local_size(self) -> int:
         """Return how many of the ranks share this host's memory; all ranks have to ask."""
         here = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
         try:

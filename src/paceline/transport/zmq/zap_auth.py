@@ -43,14 +43,14 @@ class ZapAuthenticator:
     """
 
     def __init__(self, context: zmq.Context[Any], keys: HubKeys | None) -> None:
-        self.turned_away: Counter[str] = Counter()
-        self.trouble = ""
+        self.rejected: Counter[str] = Counter()
+        self.problem = ""
         self._keys = keys
         self._seen: _Seen = {}
         self._name_of: dict[str, str] = {}
         self.read_again()
-        if self.trouble:
-            raise UsageError(self.trouble, remedy="remove that file, and make the worker's keys again")
+        if self.problem:
+            raise UsageError(self.problem, remedy="remove that file, and make the worker's keys again")
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ENDPOINT)
 
@@ -81,16 +81,16 @@ class ZapAuthenticator:
         try:
             seen = _stamps(self._keys.workers)
         except OSError as error:
-            self.trouble = f"{self._keys.workers} can't be read, so nobody is added: {error.strerror}"
+            self.problem = f"{self._keys.workers} can't be read, so nobody is added: {error.strerror}"
             return
         if seen == self._seen:
             return
-        self._seen, self._name_of, self.trouble = seen, {}, ""
+        self._seen, self._name_of, self.problem = seen, {}, ""
         for path in sorted(seen):
             try:
                 name, public = read_public_key(path)
             except UsageError as error:
-                self.trouble = str(error).partition("\n")[0]
+                self.problem = str(error).partition("\n")[0]
             else:
                 self._name_of[public] = name
 
@@ -106,7 +106,7 @@ class ZapAuthenticator:
         mechanism, key = request[5:_REQUEST_PARTS] if len(request) == _REQUEST_PARTS else (b"", b"")
         name = self._name_of.get(z85.encode(key).decode()) if mechanism == b"CURVE" else None
         if name is None:
-            self.turned_away["an unknown key"] += 1
+            self.rejected["an unknown key"] += 1
         return name
 
 

@@ -39,7 +39,7 @@ class ZmqEndpoint(ABC):
         self.sent_nbytes = self.received_nbytes = 0
         self._context: zmq.Context[Any] = zmq.Context()
         self._bell = WakeupFd()
-        self._wire: ZmqSocket
+        self._socket: ZmqSocket
 
     def send(self, envelope: Envelope) -> bool:
         """Take an envelope to ``envelope.header.target``; it is sealed here, and may be given again if it is not taken.
@@ -58,7 +58,7 @@ class ZmqEndpoint(ABC):
             return False
         parts = encode_checksummed(add_checksum(header, payload), payload)
         try:
-            self._wire.send([*route, *parts])
+            self._socket.send([*route, *parts])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -83,7 +83,7 @@ class ZmqEndpoint(ABC):
             left = deadline - time.monotonic()
             if came or woken or changed or left <= 0:
                 return came
-            self._wire.wait(min(left, self._patience()))
+            self._socket.wait(min(left, self._patience()))
 
     def wake(self) -> None:
         """Have `poll` return, now or as soon as it is called; from any thread."""
@@ -96,7 +96,7 @@ class ZmqEndpoint(ABC):
     def close(self) -> None:
         """Leave; what was taken and has not left within 0.3 s is lost. Closing twice is closing once."""
         if not self._context.closed:
-            self._wire.close()
+            self._socket.close()
             self._bell.close()
             self._context.term()
 
@@ -105,7 +105,7 @@ class ZmqEndpoint(ABC):
         came: list[Envelope] = []
         nbytes = 0
         for _ in range(_MESSAGES_A_POLL):
-            parts = self._wire.receive(ENVELOPE_PARTS + 2) if nbytes < _NBYTES_A_POLL else None
+            parts = self._socket.receive(ENVELOPE_PARTS + 2) if nbytes < _NBYTES_A_POLL else None
             if parts is None:
                 break
             nbytes += sum(map(len, parts))

@@ -70,8 +70,8 @@ class HubExchange(ZmqEndpoint):
         keys: HubKeys | None = None,
         insecure: bool = False,
         settings: SocketSettings | None = None,
-        recent: float = 60.0,
-        most_peers: int = 4096,
+        recent_seconds: float = 60.0,
+        max_peers: int = 4096,
     ) -> None:
         asked = parse_hub_address(address, bind=True)
         if keys is None and not asked.is_local and not insecure:
@@ -81,28 +81,28 @@ class HubExchange(ZmqEndpoint):
                 "bind tcp://127.0.0.1:PORT, or let everybody in (--insecure)",
             )
         super().__init__(HUB, run, settings or SocketSettings())
-        self._recent, self._most_peers = recent, most_peers
+        self._recent, self._most_peers = recent_seconds, max_peers
         self._heard_at: OrderedDict[int, float] = OrderedDict()  # the latest last
-        self._wire = ZmqSocket(self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=asked.is_ipv6)
+        self._socket = ZmqSocket(self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=asked.is_ipv6)
         self._door: ZapAuthenticator | None = None
         try:
             self._door = ZapAuthenticator(self._context, keys)
             self._prepare()
-            self.address = _bind(self._wire.socket, asked)
+            self.address = _bind(self._socket.socket, asked)
         except BaseException:
             self.close()
             raise
         self._port = parse_hub_address(self.address, bind=True).port
 
     @property
-    def turned_away(self) -> Counter[str]:
+    def rejected(self) -> Counter[str]:
         """How many were not let in, by why."""
-        return self._door.turned_away if self._door is not None else Counter()
+        return self._door.rejected if self._door is not None else Counter()
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What the hub's user should know of: a record of a worker that can't be read; "" if nothing is wrong."""
-        return self._door.trouble if self._door is not None else ""
+        return self._door.problem if self._door is not None else ""
 
     def peers(self) -> list[int]:
         """Return the workers that were heard of recently, and are not known to have gone."""
@@ -116,12 +116,12 @@ class HubExchange(ZmqEndpoint):
         super().close()
 
     def _prepare(self) -> None:
-        self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._wire.listen_to(self._bell)
+        self._socket.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.listen_to(self._bell)
         if self._door is not None:
-            self._wire.listen_to(self._door.socket)
-            self._door.guard(self._wire.socket)
+            self._socket.listen_to(self._door.socket)
+            self._door.guard(self._socket.socket)
 
     def _opened(self, parts: Sequence[Bytes]) -> Envelope:
         if len(parts) < 2:
@@ -143,9 +143,9 @@ class HubExchange(ZmqEndpoint):
     def _look(self) -> bool:
         if self._door is not None:
             self._door.look()
-        for event, value in self._wire.events():
+        for event, value in self._socket.events():
             if event in _FAILED:
-                self.turned_away[_FAILED[event]] += 1
+                self.rejected[_FAILED[event]] += 1
             elif self.settings.rate is not None and self._port:
                 set_kernel_pacing(value, self.settings.rate, port=self._port)
         return False

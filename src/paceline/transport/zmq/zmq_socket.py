@@ -111,7 +111,7 @@ class SocketSettings:
 
     frame_nbytes: int = FRAME_NBYTES
     rate: float | None = None
-    silence: float = 30.0
+    peer_timeout: float = 30.0
     queue: int = 8
 
     def __post_init__(self) -> None:
@@ -179,16 +179,16 @@ class ZmqSocket:
         ipv6: bool = False,
     ) -> None:
         self.socket = context.socket(kind)
-        silence = max(1, round(settings.silence * 1000))
+        peer_timeout = max(1, round(settings.peer_timeout * 1000))
         options = {
             zmq.LINGER: _LINGER_MS,
             zmq.SNDHWM: settings.queue,
             zmq.RCVHWM: settings.queue,
             zmq.MAXMSGSIZE: max(settings.frame_nbytes, HEAD_LIMIT_NBYTES) + _ENCRYPTION_NBYTES,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            zmq.HEARTBEAT_IVL: max(1, silence // 6),
-            zmq.HEARTBEAT_TIMEOUT: silence,
-            zmq.HEARTBEAT_TTL: silence,
+            zmq.HEARTBEAT_IVL: max(1, peer_timeout // 6),
+            zmq.HEARTBEAT_TIMEOUT: peer_timeout,
+            zmq.HEARTBEAT_TTL: peer_timeout,
             zmq.IPV6: int(ipv6),
         }
         if settings.rate is not None:

@@ -82,10 +82,10 @@ class WorkerExchange(ZmqEndpoint):
         self.address, self._keys = str(self._place), keys
         self._connected, self._trouble, self._refused = False, "", False
         self._dial_at = math.inf
-        self._wire = self._dialled()
+        self._socket = self._dialled()
 
     @property
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Why there is no connection, one sentence; "" if there is one, or none was tried yet."""
         self._note()
         return self._trouble
@@ -128,8 +128,8 @@ class WorkerExchange(ZmqEndpoint):
         self._note()
         if time.monotonic() >= self._dial_at:
             self._dial_at = math.inf
-            self._wire.close(linger=0)
-            self._wire = self._dialled()
+            self._socket.close(linger=0)
+            self._socket = self._dialled()
         return self._connected != before
 
     def _gone(self, target: int) -> None:
@@ -140,7 +140,7 @@ class WorkerExchange(ZmqEndpoint):
 
     def _note(self) -> None:
         """Note what the monitor saw; see [Note: dialling again]."""
-        for event, value in self._wire.events():
+        for event, value in self._socket.events():
             if event == zmq.EVENT_CONNECTED:
                 if self.settings.rate is not None and self._place.port:
                     set_kernel_pacing(value, self.settings.rate, port=self._place.port)
