@@ -12,10 +12,10 @@ import os
 import sys
 import time
 
+from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes, parse_share
-from paceline.transport.transport_interface import Envelope
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 
 BEAT_SECONDS = 0.2
@@ -29,7 +29,7 @@ def main():
         end = HubExchange(address, "run", insecure=True, settings=settings)
     else:
         end = WorkerExchange(address, 7, "run", settings=settings)
-    paced = PacedQueue(most_nbytes=4 << 20)
+    paced = PacedQueue(max_nbytes=4 << 20)
     if rate is not None and role == "hub":
         paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 has asked for
     elif rate is not None:

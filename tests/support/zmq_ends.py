@@ -20,9 +20,9 @@ from pathlib import Path
 import zmq
 
 import paceline
-from paceline.transport.envelope import encode
+from paceline.transport.envelope import Envelope, encode
 from paceline.transport.envelope_header import Header
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange
 from paceline.transport.zmq.curve_keys import HubKeys
 from paceline.transport.zmq.zmq_socket import worker_identity

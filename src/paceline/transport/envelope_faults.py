@@ -9,7 +9,7 @@ from paceline.transport.envelope import BEGIN, TAIL_NBYTES, Bytes, encode_checks
 from paceline.transport.envelope_header import Header
 from paceline.transport.mpi_exchange.message_carrier import MessageTag
 
-__all__ = ["ENVELOPE_FAULTS", "TaggedBuffer", "faulty_messages", "faulty_frame_order", "parse_envelope_fault"]
+__all__ = ["ENVELOPE_FAULTS", "TaggedBuffer", "faulty_frame_order", "faulty_messages", "parse_envelope_fault"]
 
 TaggedBuffer = tuple[MessageTag, Bytes]
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.async_dp.protocol.hub_messages import HubMessage, number, text
 from paceline.async_dp.protocol.message_assembly import MessageAssembler, ReplayWindow, split_message
-from paceline.transport.envelope import decode, encode
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope, decode, encode
 
 
 def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:

@@ -195,12 +195,12 @@ def test_an_inbox_that_keeps_no_order_takes_early_ones_once_each():
     for header in headers:
         inbox.accept(header)
     assert inbox.expected(1) == 1
-    with pytest.raises(RepeatedEnvelope, match="has come before"):
+    with pytest.raises(RepeatedEnvelope, match="was received before"):
         inbox.accept(headers[0])
     inbox.skip(1, 2)
     assert inbox.expected(1) == 2
     inbox.accept(Header(RUN, "x", source=1, target=ME, sequence=4))
-    with pytest.raises(ForeignEnvelope, match="was carried from 1"):
+    with pytest.raises(ForeignEnvelope, match="was sent by 1"):
         inbox.accept(Header(RUN, "x", source=2, target=ME, sequence=0), carried_from=1)
 
 

@@ -193,13 +193,20 @@ def test_a_close_is_the_last_that_is_asked_for_in_a_round():
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
     for round, message in enumerate((b"first", b"second")):
-        out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
+        out = OutgoingMessage(
+            Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64
+        )
         while not out.done:
             out.advance()
     into = IncomingMessage(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
     for _ in range(10):
         into.advance()
-    assert [tag for tag, _ in receiver.asked] == [MessageTag.HEAD, MessageTag.PAYLOAD, MessageTag.TAIL, MessageTag.CLOSE]
+    assert [tag for tag, _ in receiver.asked] == [
+        MessageTag.HEAD,
+        MessageTag.PAYLOAD,
+        MessageTag.TAIL,
+        MessageTag.CLOSE,
+    ]
     assert len(comm.between(1, 0)) == 4
 
 
@@ -240,7 +247,9 @@ def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
 
 
 def ring_of_one(fault="", kind=Carrier):
-    return RingExchange(kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault)
+    return RingExchange(
+        kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault
+    )
 
 
 def test_after_work_that_raised_no_other_exchange_can_follow():

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_token_bucket import most_in_any
 
 from paceline.errors import UsageError
+from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
 from paceline.transport.paced_queue import PacedQueue, wire_nbytes
 from paceline.transport.token_bucket import ENVELOPE_OVERHEAD_NBYTES, TokenBucket
-from paceline.transport.transport_interface import Envelope
 
 
 def envelope(target, sequence, nbytes, **meta):
@@ -77,7 +77,10 @@ def test_targets_go_on_in_turn_where_the_bucket_stopped():
 
 
 def test_a_long_one_is_not_passed_by_those_that_would_fit():
-    paced, gone = PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0)), Gone()
+    paced, gone = (
+        PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0)),
+        Gone(),
+    )
     for target, nbytes in ((1, LONG), (2, LONG), (3, 5000)):
         paced.put(envelope(target, 0, nbytes))
     wait = paced.pump(0.0, gone)
@@ -123,21 +126,21 @@ def test_what_is_not_taken_costs_nothing():
     paced, gone = PacedQueue(bucket=bucket), Gone(room=0)
     paced.put(envelope(1, 0, LONG))
     paced.pump(0.0, gone)
-    assert bucket.room(0.0) == 1_000_000
+    assert bucket.available(0.0) == 1_000_000
 
 
 def test_no_more_than_so_many_bytes_wait():
-    paced, gone = PacedQueue(most_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone(room=1)
+    paced, gone = PacedQueue(max_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone(room=1)
     assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
     assert not paced.put(envelope(2, 0, 0))
     paced.pump(0.0, gone)
     assert paced.put(envelope(1, 3, LONG))
-    with pytest.raises(UsageError, match=r"no more than \d+ may wait"):
+    with pytest.raises(UsageError, match=r"holds at most"):
         paced.put(envelope(1, 4, 4 * LONG))
 
 
 def test_a_target_that_is_forgotten_makes_room():
-    paced, gone = PacedQueue(most_nbytes=2 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone()
+    paced, gone = PacedQueue(max_nbytes=2 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, SHORT))
     paced.put(envelope(2, 0, SHORT))

@@ -48,8 +48,8 @@ def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, ask
     for pause, part in asked:
         now += pause
         nbytes = part * burst
-        now += bucket.wait(nbytes, now)
-        assert bucket.wait(nbytes, now) == 0.0
+        now += bucket.seconds_until(nbytes, now)
+        assert bucket.seconds_until(nbytes, now) == 0.0
         bucket.take(nbytes, now)
         left.append((now, nbytes))
     assert most_in_any(1.0, left) <= (rate + burst) * (1 + 1e-6) + 1
@@ -57,21 +57,21 @@ def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, ask
 
 def test_what_may_leave_is_what_came_in_since():
     bucket = TokenBucket(1000, 100, now=5.0)
-    assert (bucket.room(5.0), bucket.wait(100, 5.0)) == (100, 0.0)
+    assert (bucket.available(5.0), bucket.seconds_until(100, 5.0)) == (100, 0.0)
     bucket.take(100, 5.0)
-    assert bucket.room(5.0) == 0
-    assert bucket.wait(1, 5.0) == pytest.approx(0.001)
-    assert bucket.room(5.05) == 50
-    assert bucket.wait(100, 5.05) == pytest.approx(0.05)
-    assert bucket.room(99.0) == 100
+    assert bucket.available(5.0) == 0
+    assert bucket.seconds_until(1, 5.0) == pytest.approx(0.001)
+    assert bucket.available(5.05) == 50
+    assert bucket.seconds_until(100, 5.05) == pytest.approx(0.05)
+    assert bucket.available(99.0) == 100
 
 
 def test_what_does_not_fit_leaves_when_the_bucket_is_full_and_is_paid_back():
     bucket = TokenBucket(1000, 100, now=0.0)
-    assert bucket.wait(350, 0.0) == 0.0
+    assert bucket.seconds_until(350, 0.0) == 0.0
     bucket.take(350, 0.0)
-    assert bucket.wait(350, 0.0) == pytest.approx(0.35)
-    assert (bucket.room(0.25), bucket.room(0.3)) == (0, 50)
+    assert bucket.seconds_until(350, 0.0) == pytest.approx(0.35)
+    assert (bucket.available(0.25), bucket.available(0.3)) == (0, 50)
 
 
 def test_the_waits_that_are_told_lead_there():
@@ -79,29 +79,29 @@ def test_the_waits_that_are_told_lead_there():
     for _ in range(1000):
         bucket.take(77_777, now)
         for _ in range(3):
-            now += bucket.wait(77_777, now)
-        assert bucket.wait(77_777, now) == 0.0
+            now += bucket.seconds_until(77_777, now)
+        assert bucket.seconds_until(77_777, now) == 0.0
 
 
 def test_a_clock_that_is_put_back_neither_stops_the_bucket_nor_fills_it():
     bucket = TokenBucket(1000, 100, now=1000.0)
     bucket.take(100, 1000.0)
-    assert bucket.room(3.0) == 0
-    assert bucket.wait(100, 3.0) == pytest.approx(0.1)
-    assert bucket.room(3.05) == 50
+    assert bucket.available(3.0) == 0
+    assert bucket.seconds_until(100, 3.0) == pytest.approx(0.1)
+    assert bucket.available(3.05) == 50
 
 
 def test_a_clock_that_leaps_ahead_fills_the_bucket_and_no_more():
     bucket = TokenBucket(1000, 100, now=0.0)
     bucket.take(1_000, 0.0)
-    assert bucket.room(1e12) == 100
-    assert bucket.room(0.0) == 100
+    assert bucket.available(1e12) == 100
+    assert bucket.available(0.0) == 100
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan])
 def test_a_bucket_without_rate_or_end_is_refused(value):
     for rate, burst in ((value, 1.0), (1.0, value)):
-        with pytest.raises(UsageError, match="a bucket needs more than nothing"):
+        with pytest.raises(UsageError, match="is not positive and finite"):
             TokenBucket(rate, burst, 0.0)
     with pytest.raises(UsageError):
         make_token_bucket(value, 0.0)
@@ -116,7 +116,7 @@ def test_with_all_headers_no_second_has_a_tenth_more_than_the_share(rate):
         if draw.random() < 0.05:
             now += draw.random()  # nothing to send for a while, or a thread that is late
         nbytes = size if draw.random() < 0.7 else draw.randrange(1, size)
-        now += bucket.wait(nbytes + ENVELOPE_OVERHEAD_NBYTES, now)
+        now += bucket.seconds_until(nbytes + ENVELOPE_OVERHEAD_NBYTES, now)
         bucket.take(nbytes + ENVELOPE_OVERHEAD_NBYTES, now)
         comm = (nbytes + 300) * PACKET / CARRIED + PACKET - CARRIED  # 300: of an envelope's own, measured
         left.append((now, comm))
@@ -127,7 +127,7 @@ def test_a_sender_that_is_called_late_loses_little():
     rate, now, sent = 7.5e6, 0.0, 0
     bucket, size = make_token_bucket(rate, 0.0), max_frame_nbytes(rate)
     while now < 10.0:
-        while bucket.wait(size + ENVELOPE_OVERHEAD_NBYTES, now) == 0:
+        while bucket.seconds_until(size + ENVELOPE_OVERHEAD_NBYTES, now) == 0:
             bucket.take(size + ENVELOPE_OVERHEAD_NBYTES, now)
             sent += size
         now += 0.03
@@ -169,17 +169,17 @@ def test_a_share_is_a_rate(text, link, rate):
         ("100.1%", 1e6, "at most 100 %"),
         ("nan%", 1e6, "more than 0 %"),
         ("inf%", 1e6, "more than 0 %"),
-        ("%", 1e6, "is no share"),
+        ("%", 1e6, "is not a share"),
         ("a third", 1e6, "is no rate"),
         ("", 1e6, "is no rate"),
         ("30", 1e6, "unknown unit"),
-        ("0MB/s", None, "nothing goes at"),
+        ("0MB/s", None, "is zero"),
         ("1e400MB/s", None, "is no rate"),
         ("2MB/s", 1e6, "more than the link's 1 MB/s"),
         ("30% of 2MB/s of 3", None, "unknown unit|is no rate"),
         ("30% of", None, "."),
         ("30% of 200MB/s", 1e6, "more than the link's"),
-        ("5MB/s of 200MB/s", None, "'5MB/s' is no share"),
+        ("5MB/s of 200MB/s", None, "'5MB/s' is not a share"),
         ("30% of 30%", 1e6, "is no rate|unknown unit"),
     ],
 )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
+from paceline.transport.envelope import Envelope
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes
-from paceline.transport.transport_interface import Envelope, Exchange
+from paceline.transport.transport_interface import Exchange
 
 __all__ = ["FrameSender"]
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
-from paceline.transport.envelope import Bytes
+from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.envelope_header import Header
 from paceline.transport.message_frames import split_frames
-from paceline.transport.transport_interface import Envelope
 
 __all__ = ["FRAME_NBYTES", "MessageAssembler", "ReplayWindow", "split_message"]
 

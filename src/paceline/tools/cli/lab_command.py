@@ -152,7 +152,7 @@ def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Conso
 
     over: set[int] = set()  # hosts where a rank failed: what follows is torchrun's own traceback
 
-    def update() -> None:
+    def look() -> None:
         for host, line in job.lines():
             if host not in over:
                 console.print(Text.assemble((f"host{host} | ", "cyan"), Text.from_ansi(line)))

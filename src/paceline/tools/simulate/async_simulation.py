@@ -27,8 +27,8 @@ from paceline.tools.simulate.async_rows import Point
 from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
 from paceline.tools.simulate.learning_tasks import Task
 from paceline.tools.simulate.simulated_worker import Node
-from paceline.transport.envelope import Bytes
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.envelope import Bytes, Envelope
+from paceline.transport.transport_interface import HUB
 from paceline.transport.virtual_time import VirtualClock, VirtualExchange, VirtualLink, VirtualNetwork
 
 __all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]

@@ -21,7 +21,7 @@ from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_settings import jittered
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope
 from paceline.transport.virtual_time import VirtualExchange, VirtualLink
 
 if TYPE_CHECKING:

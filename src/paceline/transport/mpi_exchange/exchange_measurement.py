@@ -22,7 +22,14 @@ from paceline.transport.mpi_exchange.ring_and_all_to_all import (
     RingExchange,
 )
 
-__all__ = ["ExchangeMeasurement", "RankMeasurement", "SlicedWork", "measure_exchange", "overlap_share", "tick_count"]
+__all__ = [
+    "ExchangeMeasurement",
+    "RankMeasurement",
+    "SlicedWork",
+    "measure_exchange",
+    "overlap_share",
+    "tick_count",
+]
 
 _SLICE_NUMEL = 50_000  # some 0.3 ms of sines
 
@@ -147,7 +154,9 @@ def tick_count(settings: ExchangeSettings) -> int:
     return settings.rounds * (3 if settings.work_seconds else 1)
 
 
-def measure_exchange(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]) -> ExchangeMeasurement:
+def measure_exchange(
+    settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]
+) -> ExchangeMeasurement:
     """Exchange, and return what all ranks saw; every rank of the carrier has to call.
 
     Args:

@@ -12,8 +12,15 @@ from collections.abc import Mapping
 from threading import Event
 
 from paceline.errors import DamagedEnvelope, EnvelopeError, UsageError
-from paceline.transport.envelope import HEAD_LIMIT_NBYTES, TAIL_NBYTES, add_checksum, encode_checksummed
-from paceline.transport.envelope_check import check_route, decode_envelope
+from paceline.transport.envelope import (
+    HEAD_LIMIT_NBYTES,
+    TAIL_NBYTES,
+    Envelope,
+    add_checksum,
+    check_route,
+    decode_envelope,
+    encode_checksummed,
+)
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.mpi_exchange.message_carrier import (
     ABANDONED_BUFFERS,
@@ -21,7 +28,7 @@ from paceline.transport.mpi_exchange.message_carrier import (
     MessageTag,
     PendingRequest,
 )
-from paceline.transport.transport_interface import HUB, Envelope, payload_to_send
+from paceline.transport.transport_interface import HUB, payload_to_send
 
 __all__ = ["MpiExchange"]
 

@@ -111,7 +111,9 @@ class IncomingMessage:
 
     def _ask_for_next(self) -> bool:
         """Receive the next message, if there is one and it is not too early for it, see [Note: ahead]."""
-        closing = any(tag == MessageTag.CLOSE for _, tag, _ in self._coming)  # what follows is of the next round
+        closing = any(
+            tag == MessageTag.CLOSE for _, tag, _ in self._coming
+        )  # what follows is of the next round
         if self.done or closing or len(self._coming) == _MOST_FLIGHTS:
             return False
         arrival = self._carrier.probe(self.source)

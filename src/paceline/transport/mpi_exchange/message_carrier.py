@@ -9,7 +9,7 @@ from typing import Protocol
 
 from paceline.transport.envelope import Bytes
 
-__all__ = ["ABANDONED_BUFFERS", "ProbedMessage", "MessageCarrier", "PendingRequest", "MessageTag"]
+__all__ = ["ABANDONED_BUFFERS", "MessageCarrier", "MessageTag", "PendingRequest", "ProbedMessage"]
 
 ABANDONED_BUFFERS: list[object] = []
 """Messages that were under way when somebody gave them up: MPI may still read and write their memory, so it stays."""

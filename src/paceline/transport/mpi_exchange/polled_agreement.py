@@ -17,7 +17,7 @@ from paceline.transport.mpi_exchange.message_carrier import (
     PendingRequest,
 )
 
-__all__ = ["RoundReport", "ExchangeProblem", "gather_reports"]
+__all__ = ["ExchangeProblem", "RoundReport", "gather_reports"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ WorkSlice = Callable[[], bool]
 
 
 def drive_exchange(
-    outgoing: Sequence[OutgoingMessage], incoming: Sequence[IncomingMessage], timeout: float, work: WorkSlice | None = None
+    outgoing: Sequence[OutgoingMessage],
+    incoming: Sequence[IncomingMessage],
+    timeout: float,
+    work: WorkSlice | None = None,
 ) -> int:
     """Return when all messages are through and all work is done.
 
@@ -54,7 +57,9 @@ def drive_exchange(
     return under_way
 
 
-def _stuck(outgoing: Sequence[OutgoingMessage], incoming: Sequence[IncomingMessage], timeout: float) -> MissingEnvelope:
+def _stuck(
+    outgoing: Sequence[OutgoingMessage], incoming: Sequence[IncomingMessage], timeout: float
+) -> MissingEnvelope:
     """Return the error that names what did not come, and what was not taken."""
     missing = [each for each in incoming if not each.done]
     untaken = [each for each in outgoing if each.untaken]

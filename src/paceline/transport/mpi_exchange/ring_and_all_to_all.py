@@ -41,7 +41,7 @@ from paceline.transport.mpi_exchange.polled_agreement import ExchangeProblem, Ro
 from paceline.transport.mpi_exchange.progress_loop import WorkSlice, drive_exchange
 from paceline.world.mpi_world import load_mpi, release_mpi_names
 
-__all__ = ["AllToAllExchange", "MpiCarrier", "ExchangeOutcome", "RankExchange", "RingExchange"]
+__all__ = ["AllToAllExchange", "ExchangeOutcome", "MpiCarrier", "RankExchange", "RingExchange"]
 
 _PASSING_ON_SECONDS = 0.2
 
@@ -233,7 +233,9 @@ class RankExchange:
         """Return what all ranks found; they may be as late here as their time-outs let them."""
         rank = self.carrier.rank
         found = tuple(ExchangeProblem.of(each, rank) for each in problems)
-        return gather_reports(self.carrier, RoundReport(rank, found, {"closed": closed}), 2 * self.timeout + 5)
+        return gather_reports(
+            self.carrier, RoundReport(rank, found, {"closed": closed}), 2 * self.timeout + 5
+        )
 
     def _outgoing(self, target: int, piece: Any, fault: str) -> OutgoingMessage:
         header = Header(

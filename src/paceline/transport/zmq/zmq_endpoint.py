@@ -11,9 +11,16 @@ from typing import Any
 import zmq
 
 from paceline.errors import EnvelopeError
-from paceline.transport.envelope import Bytes, add_checksum, encode_checksummed
-from paceline.transport.envelope_check import ENVELOPE_PARTS, check_route, decode_parts
-from paceline.transport.transport_interface import Envelope, payload_to_send
+from paceline.transport.envelope import (
+    ENVELOPE_PARTS,
+    Bytes,
+    Envelope,
+    add_checksum,
+    check_route,
+    decode_parts,
+    encode_checksummed,
+)
+from paceline.transport.transport_interface import payload_to_send
 from paceline.transport.zmq.zmq_socket import SocketSettings, WakeupFd, ZmqSocket
 
 __all__ = ["ZmqEndpoint"]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import zmq
 
-from paceline.transport.envelope import Bytes
+from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.hub_address import parse_hub_address
 from paceline.transport.token_bucket import set_kernel_pacing
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq.curve_keys import WorkerKeys
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
 from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, worker_identity
