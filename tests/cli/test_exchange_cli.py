@@ -45,7 +45,7 @@ def never_started(monkeypatch):
         raise AssertionError("it started ranks")
 
     monkeypatch.setattr(starting, "run_mpi", refuse)
-    monkeypatch.setattr(starting, "need_mpi", lambda: "mpiexec")
+    monkeypatch.setattr(starting, "require_mpi", lambda: "mpiexec")
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
@@ -121,7 +121,7 @@ def test_the_same_work_can_be_done_again():
     slices = SlicedWork(0.01)
     done = [0, 0]
     for turn in range(2):
-        slices.again()
+        slices.restart()
         while slices():
             done[turn] += 1
     assert done == [slices.count] * 2

@@ -44,7 +44,11 @@ class Ended:
 def environment(**variables):
     """Return variables for a world of its own."""
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    own = {"PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    own = {
+        "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.path.dirname(__file__)}",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     return env | own | mpich_settings(crowded=True) | variables
 
 

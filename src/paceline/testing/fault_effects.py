@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError, unknown
 
-__all__ = ["FAULT_EXIT_CODE", "FAILURES", "STALLS", "StepDelay", "LimitedDisk", "flip_sign"]
+__all__ = ["FAILURES", "FAULT_EXIT_CODE", "STALLS", "LimitedDisk", "StepDelay", "flip_sign"]
 
 FAULT_EXIT_CODE = 3
 """Of a rank that exits on purpose."""

@@ -26,17 +26,17 @@ from paceline.testing import fault_effects
 __all__ = [
     "Fault",
     "arm",
+    "arm_from_environment",
     "armed",
+    "before_write",
     "begin_step",
     "corrupt",
     "disarm",
     "disk_full",
     "end_step",
     "fail_at",
-    "arm_from_environment",
     "slow",
     "stall_at",
-    "before_write",
 ]
 
 

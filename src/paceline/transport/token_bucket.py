@@ -9,8 +9,8 @@ is spent as follows:
     burst      the bucket holds 0.07 s of the rate: a thread may be that late without losing throughput
     rest       0.03: acknowledgements of incoming data (66 bytes per two frames) take 0.023 if as much is received
 
-A frame must fit into the bucket, so frames are shorter at low rates (`max_frame_nbytes`). Below 40 kB/s even the shortest
-frames don't fit, and only the mean rate is kept.
+A frame must fit into the bucket, so frames are shorter at low rates (`max_frame_nbytes`). Below 40 kB/s even the
+shortest frames don't fit, and only the mean rate is kept.
 
 The bucket releases whole frames, and after a network stall several leave at once. SO_MAX_PACING_RATE smooths that:
 the kernel keeps a connection at its rate at all times, retransmissions included (socket(7); since Linux 4.13 for TCP

@@ -1,7 +1,7 @@
 """`Exchange`: the interface between message protocols and the transports that carry their envelopes.
 
-Implementations: a hub and its workers over ZeroMQ (`paceline.transport.zmq`), the same over non-blocking MPI calls
-(`paceline.transport.mpi_exchange.hub_over_mpi`), and virtual time within one process (`paceline.transport.virtual_time`).
+Implementations: hub and workers over ZeroMQ (`paceline.transport.zmq`) or over non-blocking MPI calls
+(`paceline.transport.mpi_exchange.hub_over_mpi`), and virtual time in one process (`paceline.transport.virtual_time`).
 Hub and workers of asynchronous training use this interface only, so the simulated code is the code that runs.
 """
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from mpi_worlds import tell
 from paceline.errors import EnvelopeError
-from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAllExchange, MpiCarrier, RingExchange
+from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
+from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAllExchange, RingExchange
 
 SIZES = (0, 1, 4, 4099, 100_003)
 FRAMES = (1000, 1 << 20)
@@ -38,17 +39,17 @@ def shapes(carrier):
                 return left[0] >= 0
 
             into = np.zeros(nbytes, np.uint8)
-            ring.exchange(numbers(nbytes, rank), into, work).check()
+            ring.exchange(numbers(nbytes, rank), into, work).raise_for_problems()
             assert left[0] == -1
             assert np.array_equal(into, numbers(nbytes, (rank - 1) % size))
 
             data = np.concatenate([numbers(nbytes, rank, target) for target in range(size)])
             into = np.zeros(nbytes * size, np.uint8)
             outcome = every.exchange(data, into)
-            outcome.check()
+            outcome.raise_for_problems()
             wanted = [numbers(nbytes, source, rank) for source in range(size)]
             assert np.array_equal(into, np.concatenate(wanted))
-            assert outcome.told_checksum == outcome.received_checksum
+            assert outcome.expected_checksum == outcome.received_checksum
             made += 2
     return made
 
@@ -58,7 +59,9 @@ def faults(carrier, names):
     found = []
     for number, name in enumerate(names):
         faulty = number % carrier.size
-        ring = RingExchange(carrier, timeout=30, frame_nbytes=1000, fault=name if carrier.rank == faulty else "")
+        ring = RingExchange(
+            carrier, timeout=30, frame_nbytes=1000, fault=name if carrier.rank == faulty else ""
+        )
         data, into = numbers(10_000, carrier.rank), np.zeros(10_000, np.uint8)
         outcome = ring.exchange(data, into)
         again = ring.exchange(data, into)

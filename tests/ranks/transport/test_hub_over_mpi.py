@@ -10,7 +10,7 @@ import mpi_worlds
 
 pytestmark = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 
-PROGRAM = Path(__file__).with_name("star_ranks.py")
+PROGRAM = Path(__file__).with_name("hub_over_mpi_ranks.py")
 
 
 def told(ranks, case):

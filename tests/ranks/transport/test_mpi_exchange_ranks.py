@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpi_worlds
-from paceline.transport.envelope_faults import ENVELOPE_FAULTS
+from paceline.transport.mpi_exchange.outgoing_messages import ENVELOPE_FAULTS
 
 pytestmark = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 
@@ -44,7 +44,7 @@ def test_faults_on_the_wire_are_known_to_all_ranks_and_named_alike():
 def test_a_rank_that_hangs_is_named_and_all_end():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "stopped", timeout=40)
     assert ended.code != 0
-    assert "rank 1 told nothing for" in ended.out
+    assert "rank 1 reported nothing for" in ended.out
     assert "rank 2 found a MissingEnvelope of rank 1" in ended.out
     assert mpi_worlds.gone(ended.told().values())
 
@@ -62,6 +62,4 @@ def test_ranks_that_exchange_different_sizes_are_told_so():
     assert problems == ended.told()[0]
     assert {found_by for _, found_by, _, _ in problems} == {0, 1}
     assert "ForeignEnvelope" in {kind for kind, *_ in problems}
-    assert any(
-        "3000 bytes in 3 frames; expected were 2000 bytes in 2 frames" in text for *_, text in problems
-    )
+    assert any("3000 bytes in 3 frames; expected 2000 bytes in 2 frames" in text for *_, text in problems)

@@ -108,7 +108,7 @@ def test_a_payload_may_be_as_long_as_the_limit_and_no_longer():
 
 def test_what_follows_the_head_is_no_part_of_it():
     head, payload, tail = parts_of(PLAIN, b"hello")
-    with pytest.raises(DamagedEnvelope, match="envelope 3 .* has a head of .* bytes, expected"):
+    with pytest.raises(DamagedEnvelope, match=r"envelope 3 .* has a head of .* bytes, expected"):
         decode_parts([head + b"x", payload, tail], limit=LIMIT)
 
 

@@ -14,15 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
-from paceline.transport.envelope_faults import ENVELOPE_FAULTS, faulty_frame_order, parse_envelope_fault
 from paceline.transport.envelope_header import Header
 from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
 from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
 from paceline.transport.mpi_exchange.message_carrier import MessageTag, ProbedMessage
-from paceline.transport.mpi_exchange.outgoing_messages import OutgoingMessage
-from paceline.transport.mpi_exchange.polled_agreement import ExchangeProblem, RoundReport, gather_reports
-from paceline.transport.mpi_exchange.progress_loop import drive_exchange
-from paceline.transport.mpi_exchange.ring_and_all_to_all import RingExchange, bytes_view
+from paceline.transport.mpi_exchange.outgoing_messages import (
+    ENVELOPE_FAULTS,
+    OutgoingMessage,
+    faulty_frame_order,
+    parse_envelope_fault,
+)
+from paceline.transport.mpi_exchange.ring_and_all_to_all import RingExchange, bytes_view, drive_exchange
+from paceline.transport.mpi_exchange.round_reports import ExchangeProblem, RoundReport, gather_reports
 
 KIND = {  # of the first problem that a fault has to lead to
     "flip-begin": "DamagedEnvelope",
@@ -98,14 +101,18 @@ class Pair:
         place = bytearray(self.nbytes)
         header = Header("run", "frame", 1, 0, self.sequence, round=self.round)
         out = OutgoingMessage(self.sender, header, data, self.frame_nbytes, fault)
-        into = IncomingMessage(self.receiver, self.inbox, 1, self.round, memoryview(place), self.frame_nbytes)
+        into = incoming(self.receiver, self.inbox, memoryview(place), self.round, self.frame_nbytes)
         drive_exchange([out], [into], timeout)
         self.sequence, self.round = out.sequence, self.round + 1
         return out, into, place
 
 
-def kinds(incoming):
-    return [type(each).__name__ for each in incoming.problems]
+def incoming(carrier, ledger, place, round=0, frame_nbytes=64):
+    return IncomingMessage(carrier, ledger, source=1, round=round, place=place, frame_nbytes=frame_nbytes)
+
+
+def kinds(message):
+    return [type(each).__name__ for each in message.problems]
 
 
 @given(st.integers(0, 2**32), st.lists(st.binary(max_size=700), min_size=1, max_size=3), st.integers(1, 300))
@@ -117,7 +124,7 @@ def test_messages_arrive_whole_round_after_round(seed, messages, frame_nbytes):
             out, into, place = pair.exchange(message)
             assert into.whole
             assert place == message
-            assert out.checksum == into.checksum == into.told_checksum
+            assert out.checksum == into.checksum == into.expected_checksum
 
 
 @pytest.mark.parametrize("fault", sorted(KIND))
@@ -169,7 +176,7 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
     out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
-    into = IncomingMessage(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(place), 64)
+    into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(place))
     for _ in range(10):
         out.advance()
         into.advance()
@@ -198,7 +205,7 @@ def test_a_close_is_the_last_that_is_asked_for_in_a_round():
         )
         while not out.done:
             out.advance()
-    into = IncomingMessage(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
+    into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(bytearray(5)))
     for _ in range(10):
         into.advance()
     assert [tag for tag, _ in receiver.asked] == [
@@ -226,7 +233,7 @@ def test_messages_of_another_size_are_foreign_and_say_both_sizes():
     pair = Pair(1, 100)
     _, into, _ = pair.exchange(bytes(200))
     assert kinds(into)[0] == "ForeignEnvelope"
-    assert "200 bytes in 4 frames; expected were 100 bytes in 2 frames" in str(into.problems[0])
+    assert "200 bytes in 4 frames; expected 100 bytes in 2 frames" in str(into.problems[0])
 
 
 def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
@@ -239,9 +246,9 @@ def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
 
     carriers = Carrier(comm, 1, 2), Carrier(comm, 0, 2)
     out = OutgoingMessage(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
-    incoming = IncomingMessage(carriers[1], ReceiveLedger("run", 0, [1]), 1, 0, memoryview(into), 64)
-    under_way = drive_exchange([out], [incoming], 5.0, work)
-    assert incoming.whole
+    received = incoming(carriers[1], ReceiveLedger("run", 0, [1]), memoryview(into))
+    under_way = drive_exchange([out], [received], 5.0, work)
+    assert received.whole
     assert left[0] == -1
     assert 100 < under_way < 5000
 
@@ -259,7 +266,7 @@ def test_after_work_that_raised_no_other_exchange_can_follow():
     ring = ring_of_one()
     with pytest.raises(ValueError, match="a mistake of the program"):
         ring.exchange(bytes(1000), bytearray(1000), work)
-    with pytest.raises(EnvelopeError, match="may still be under way"):
+    with pytest.raises(EnvelopeError, match="may still be pending"):
         ring.exchange(bytes(1000), bytearray(1000))
 
 
@@ -285,12 +292,12 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
 
 def test_who_tells_nothing_or_takes_nothing_is_named():
     carrier = LostCarrier(Wire(random.Random(1)), 0, 3)
-    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 told nothing for 0\.05 s") as caught:
+    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 reported nothing for 0\.05 s") as caught:
         gather_reports(carrier, RoundReport(0), 0.05)
     assert caught.value.source == 1
     for source in (1, 2):
         carrier.comm.between(source, 0).append((MessageTag.VERDICT, RoundReport(source).packed()))
-    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 took nothing of what it was told for 0\.05 s"):
+    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 received no report for 0\.05 s"):
         gather_reports(carrier, RoundReport(0), 0.05)
     gc.collect()
     assert all(launch_queue() is not None for launch_queue in carrier.flights)
@@ -325,7 +332,7 @@ def test_faults_are_read_with_their_rank_and_unknown_ones_refused():
     assert parse_envelope_fault("lose@3") == ("lose", 3)
     with pytest.raises(UsageError, match="did you mean 'repeat'"):
         parse_envelope_fault("repaet")
-    with pytest.raises(UsageError, match="'x' is no rank"):
+    with pytest.raises(UsageError, match="'x' is not a rank"):
         parse_envelope_fault("lose@x")
     assert set(ENVELOPE_FAULTS) == set(KIND) | {"stall"}
 

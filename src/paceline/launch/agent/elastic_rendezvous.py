@@ -47,9 +47,9 @@ __all__ = [
     "RendezvousEndpoint",
     "StoreHeartbeat",
     "check_endpoint",
-    "open_job_store",
     "join_rendezvous",
     "open_endpoint",
+    "open_job_store",
     "serve_store",
 ]
 

@@ -9,7 +9,7 @@ from paceline.errors import RankFailed
 from paceline.launch.agent.rank_failure import RankFailure
 from paceline.launch.agent.world_agreement import WorldAgreement
 
-__all__ = ["JobOutcome", "exit_status", "failed_outcome", "exit_remedy"]
+__all__ = ["JobOutcome", "exit_remedy", "exit_status", "failed_outcome"]
 
 _FOLLOWERS = 4
 

@@ -15,12 +15,12 @@ from paceline.errors import MissingRanks, UsageError
 __all__ = [
     "DEFAULT_PORT",
     "RendezvousAddress",
-    "wait_for_server",
     "check_port_free",
     "is_local",
     "is_port_taken",
-    "reachable_address",
     "parse_rendezvous_address",
+    "reachable_address",
+    "wait_for_server",
 ]
 
 DEFAULT_PORT = 29400  # torchrun's for c10d

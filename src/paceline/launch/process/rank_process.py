@@ -23,7 +23,7 @@ from types import TracebackType
 
 from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
 
-__all__ = ["StderrTee", "RankLogs", "RankProcess", "wait_for_exit", "start_rank"]
+__all__ = ["RankLogs", "RankProcess", "StderrTee", "start_rank", "wait_for_exit"]
 
 _TAIL_LINES = 20
 

@@ -32,7 +32,7 @@ from paceline.launch.agent.job_outcome import exit_status
 from paceline.launch.agent.rendezvous_address import RendezvousAddress, wait_for_server
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
-__all__ = ["ray_driver", "run_on_ray", "job_from_json"]
+__all__ = ["job_from_json", "ray_driver", "run_on_ray"]
 
 
 def ray_driver(work: ClusterJob) -> str:

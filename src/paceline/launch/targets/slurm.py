@@ -24,7 +24,7 @@ from shutil import which
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
-__all__ = ["JobState", "SlurmOptions", "batch_script", "require_slurm", "parse_job_state", "submit_script", "watch_job"]
+__all__ = ["JobState", "SlurmOptions", "batch_script", "parse_job_state", "require_slurm", "submit_script", "watch_job"]
 
 _FIRST_PORT, _PORTS = 20000, 20000
 

@@ -35,18 +35,18 @@ __all__ = [
     "InterfaceBytes",
     "LabNetwork",
     "NetworkCommand",
-    "host_address",
     "build_network",
     "burst_nbytes",
     "change_link_rate",
-    "hosts_file",
+    "host_address",
     "host_name",
+    "hosts_file",
     "packet_nbytes",
-    "plan_network",
-    "switch_port",
     "parse_link_rate",
     "parse_traffic",
+    "plan_network",
     "set_link_state",
+    "switch_port",
 ]
 
 INTERFACE = "eth0"  # the link's end at the host

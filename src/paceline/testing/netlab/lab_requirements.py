@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["check_program", "is_python", "missing_facility", "missing", "require_lab", "search_path", "tool_path"]
+__all__ = ["check_program", "is_python", "missing", "missing_facility", "require_lab", "search_path", "tool_path"]
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 

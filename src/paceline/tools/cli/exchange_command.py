@@ -24,14 +24,14 @@ from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonRowsOption
 from paceline.tools.result_files import check_writable
-from paceline.transport.envelope_faults import ENVELOPE_FAULTS, parse_envelope_fault
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement, RankMeasurement
 from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
+from paceline.transport.mpi_exchange.outgoing_messages import ENVELOPE_FAULTS, parse_envelope_fault
 
 if TYPE_CHECKING:
     from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement
-    from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+    from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 
 __all__ = ["FOOTER", "exchange", "table"]
 
@@ -129,7 +129,7 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     """Be a rank: rank 0 shows how far it is, and what came of it."""
     from paceline.tools.bench.progress_bar import TurnBar
     from paceline.transport.mpi_exchange.exchange_measurement import measure_exchange, tick_count
-    from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+    from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
     from paceline.world.machine_facts import available_nbytes
 
     carrier = MpiCarrier()
@@ -157,7 +157,7 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
 
 def _after_rank_0(carrier: MpiCarrier) -> None:
     """Wait until rank 0 has printed and written all: mpiexec ends it when another one fails."""
-    from paceline.transport.mpi_exchange.polled_agreement import RoundReport, gather_reports
+    from paceline.transport.mpi_exchange.round_reports import RoundReport, gather_reports
 
     gather_reports(carrier, RoundReport(carrier.rank), _WRITING_SECONDS)
     if carrier.rank > 0:

@@ -1,7 +1,7 @@
-"""A star over MPI: the ranks of a world carry envelopes to each other, each as one message; the hub is rank 0.
+"""`Exchange` over non-blocking MPI calls: each envelope is one message between ranks; the hub is rank 0.
 
-Isend, Improbe, Irecv and Test: nothing here waits for another rank. A long message leaves only when its target asks for
-it, so at the end every rank has to `close` while the others still look.
+Isend, Improbe, Irecv and Test never wait for another rank. A long message is sent only when its target posts a receive,
+so at the end every rank has to `close` while the others still poll.
 """
 
 from __future__ import annotations
@@ -32,144 +32,140 @@ from paceline.transport.transport_interface import HUB, payload_to_send
 
 __all__ = ["MpiExchange"]
 
-_FIRST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 2e-3
-_MESSAGES_A_POLL = 64
+_MIN_SLEEP_SECONDS, _MAX_SLEEP_SECONDS = 50e-6, 2e-3
+_MESSAGES_PER_POLL = 64
 
 
 class MpiExchange:
-    """Carries envelopes between ranks; an `Exchange`. A rank's number is its rank.
+    """`Exchange` between ranks; a rank's number is its rank.
 
     Args:
-        carrier: whose ranks they are.
-        run: whose envelopes it takes; "": any.
-        frame_nbytes: the most bytes of a payload.
-        queue: envelopes that are under way to one rank before its sender is told.
-
-    Attributes:
-        refused, sent_nbytes, received_nbytes: as of every `Exchange`.
+        carrier: of the messages.
+        run: name of the run whose envelopes are accepted; empty: any.
+        frame_nbytes: maximum size of a payload.
+        queue_length: maximum number of pending envelopes per target.
 
     Raises:
-        UsageError: a number that can't be.
+        UsageError: a number is not positive.
     """
 
     def __init__(
-        self, carrier: MessageCarrier, run: str, *, frame_nbytes: int = FRAME_NBYTES, queue: int = 8
+        self, carrier: MessageCarrier, run: str, *, frame_nbytes: int = FRAME_NBYTES, queue_length: int = 8
     ) -> None:
-        for name, value in (("frame_nbytes", frame_nbytes), ("queue", queue)):
+        for name, value in (("frame_nbytes", frame_nbytes), ("queue_length", queue_length)):
             if value < 1:
-                raise UsageError(f"{name}={value!r} can't be", remedy=f"give {name} > 0")
+                raise UsageError(f"{name}={value!r} is not positive", remedy=f"give {name} > 0")
         self.me, self.run = carrier.rank, run
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
-        self._carrier, self._frame_nbytes, self._queue = carrier, frame_nbytes, queue
-        self._out: Mapping[int, deque[tuple[PendingRequest, bytes]]] = {
+        self._carrier, self._frame_nbytes, self._queue_length = carrier, frame_nbytes, queue_length
+        self._sending: Mapping[int, deque[tuple[PendingRequest, bytes]]] = {
             rank: deque() for rank in range(carrier.size) if rank != carrier.rank
         }
-        self._coming: dict[int, tuple[PendingRequest, bytearray]] = {}
-        self._woken = Event()
+        self._receiving: dict[int, tuple[PendingRequest, bytearray]] = {}
+        self._wakeup = Event()
 
     def send(self, envelope: Envelope) -> bool:
-        """Take an envelope to rank ``envelope.header.target``; it is sealed here, and its payload is copied.
+        """Send an envelope to rank ``envelope.header.target``; its checksum is added and its payload copied.
 
         Returns:
-            whether it was taken. False: as much as may be is under way to that rank, or there is no such rank.
+            whether it was accepted. False: the queue to that rank is full, or there is no such rank.
 
         Raises:
-            UsageError: it is another's, its payload is longer than a frame, or its header can't be.
+            UsageError: another source is given, the payload exceeds a frame, or the header is invalid.
         """
         header, payload = envelope.header, payload_to_send(envelope, self.me, self._frame_nbytes)
-        out = self._out.get(header.target)
-        if out is None:
+        pending = self._sending.get(header.target)
+        if pending is None:
             return False
-        _settle(out)
-        if len(out) >= self._queue:
+        _drop_completed(pending)
+        if len(pending) >= self._queue_length:
             return False
         data = b"".join(encode_checksummed(add_checksum(header, payload), payload))
-        out.append((self._carrier.send(data, header.target, MessageTag.ENVELOPE), data))
+        pending.append((self._carrier.send(data, header.target, MessageTag.ENVELOPE), data))
         self.sent_nbytes += len(data)
         return True
 
     def poll(self, seconds: float = 0.0) -> list[Envelope]:
-        """Return what has come; wait up to `seconds` if that is nothing, or until somebody calls `wake`.
+        """Return the received envelopes; if there are none, wait up to `seconds` or until `wake` is called.
 
-        What can't be delivered is counted in `refused`.
+        Invalid messages are counted in `refused`.
         """
-        deadline, nap = time.monotonic() + seconds, _FIRST_NAP_SECONDS
+        deadline, sleep = time.monotonic() + seconds, _MIN_SLEEP_SECONDS
         while True:
-            woken = self._woken.is_set()
+            woken = self._wakeup.is_set()
             if woken:
-                self._woken.clear()
-            came = self._receive()
+                self._wakeup.clear()
+            received = self._receive()
             left = deadline - time.monotonic()
-            if came or woken or left <= 0:
-                return came
-            self._woken.wait(min(left, nap))
-            nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+            if received or woken or left <= 0:
+                return received
+            self._wakeup.wait(min(left, sleep))
+            sleep = min(2 * sleep, _MAX_SLEEP_SECONDS)
 
     def wake(self) -> None:
-        """Have `poll` return, now or as soon as it is called; from any thread."""
-        self._woken.set()
+        """Make the current or next `poll` return; from any thread."""
+        self._wakeup.set()
 
     def peers(self) -> list[int]:
-        """Return the ranks that can be sent to: for the hub all others, for any other the hub."""
-        return list(self._out) if self.me == HUB else [HUB]
+        """Return the reachable ranks: for the hub all others, for a worker the hub."""
+        return list(self._sending) if self.me == HUB else [HUB]
 
     def close(self, seconds: float = 1.0) -> None:
-        """Leave; what has not left within `seconds` may be lost. What comes meanwhile is dropped."""
+        """Disconnect; what was not sent within `seconds` may be lost, and what arrives meanwhile is dropped."""
         deadline = time.monotonic() + seconds
-        while any(self._out.values()) and time.monotonic() < deadline:
+        while any(self._sending.values()) and time.monotonic() < deadline:
             if not self._receive():
-                time.sleep(_FIRST_NAP_SECONDS)
-        for out in self._out.values():
-            ABANDONED_BUFFERS.extend(out)
-            out.clear()
-        ABANDONED_BUFFERS.extend(self._coming.values())
-        self._coming.clear()
+                time.sleep(_MIN_SLEEP_SECONDS)
+        for pending in self._sending.values():
+            ABANDONED_BUFFERS.extend(pending)
+            pending.clear()
+        ABANDONED_BUFFERS.extend(self._receiving.values())
+        self._receiving.clear()
 
     def _receive(self) -> list[Envelope]:
-        """Return what has come, one envelope of a rank at a time, no more than leaves time for the rest."""
-        came: list[Envelope] = []
-        for out in self._out.values():
-            _settle(out)
-        opened, moved = 0, True
-        while moved and opened < _MESSAGES_A_POLL:
-            moved = False
-            for source in self._out:
-                data = self._next(source)
+        """Return the received envelopes, one per rank in turn, up to a limit."""
+        received: list[Envelope] = []
+        for pending in self._sending.values():
+            _drop_completed(pending)
+        count, progress = 0, True
+        while progress and count < _MESSAGES_PER_POLL:
+            progress = False
+            for source in self._sending:
+                data = self._next_message(source)
                 if data is not None:
-                    moved = True
-                    opened += 1
-                    self._open(source, data, came)
-        return came
+                    progress = True
+                    count += 1
+                    self._decode(source, data, received)
+        return received
 
-    def _next(self, source: int) -> bytearray | None:
-        """Return the next message of a rank once all of it is here."""
-        if source not in self._coming:
-            arrival = self._carrier.probe(source, MessageTag.ENVELOPE)
-            if arrival is None:
+    def _next_message(self, source: int) -> bytearray | None:
+        """Return the next message of a rank once it is complete."""
+        if source not in self._receiving:
+            message = self._carrier.probe(source, MessageTag.ENVELOPE)
+            if message is None:
                 return None
-            data = bytearray(arrival.nbytes)
-            self._coming[source] = arrival.receive(data), data
-        flight, data = self._coming[source]
-        if not flight.Test():
+            data = bytearray(message.nbytes)
+            self._receiving[source] = message.receive(data), data
+        request, data = self._receiving[source]
+        if not request.Test():
             return None
-        del self._coming[source]
+        del self._receiving[source]
         return data
 
-    def _open(self, source: int, data: bytearray, came: list[Envelope]) -> None:
+    def _decode(self, source: int, data: bytearray, received: list[Envelope]) -> None:
         try:
             if len(data) > self._frame_nbytes + HEAD_LIMIT_NBYTES + TAIL_NBYTES:
-                raise DamagedEnvelope(f"a message of {len(data)} bytes is no envelope", source=source)
+                raise DamagedEnvelope(f"a message of {len(data)} bytes is not an envelope", source=source)
             envelope = decode_envelope(data, limit=self._frame_nbytes)
             check_route(envelope.header, me=self.me, run=self.run, carried_from=source)
         except EnvelopeError as error:
             self.refused[type(error).__name__] += 1
         else:
             self.received_nbytes += len(data)
-            came.append(envelope)
+            received.append(envelope)
 
 
-def _settle(out: deque[tuple[PendingRequest, bytes]]) -> None:
-    """Let go of what has left."""
-    while out and out[0][0].Test():
-        out.popleft()
+def _drop_completed(pending: deque[tuple[PendingRequest, bytes]]) -> None:
+    while pending and pending[0][0].Test():
+        pending.popleft()
