@@ -46,7 +46,7 @@ def drive(ends, until, seconds=ENOUGH):
     came = [[] for _ in ends]
     deadline = time.monotonic() + seconds
     while not until(came):
-        assert time.monotonic() < deadline, [(end.refused, getattr(end, "trouble", "")) for end in ends]
+        assert time.monotonic() < deadline, [(end.refused, getattr(end, "problem", "")) for end in ends]
         for mine, end in zip(came, ends, strict=True):
             mine += end.poll(0.002)
     return came

@@ -59,7 +59,7 @@ def test_what_is_no_worker_s_identity_is_nobody(identity):
 
 @pytest.mark.parametrize("number", [0, -1, 2**53, True, 1.5, "1"])
 def test_what_is_no_number_of_a_worker_is_refused(number):
-    with pytest.raises(UsageError, match="no number of a worker"):
+    with pytest.raises(UsageError, match="is not a worker number"):
         WorkerExchange("tcp://127.0.0.1:7000", number)
 
 
@@ -171,7 +171,7 @@ def test_what_can_never_be_sent_is_a_usage_error(ends, hub):
     for end, wrong, message in (
         (hub, make(7, 7), "can't be sent from 0"),
         (worker, make(HUB, HUB), "can't be sent from 7"),
-        (worker, make(7, HUB, 0, bytes(FRAME + 1)), f"more than {FRAME}"),
+        (worker, make(7, HUB, 0, bytes(FRAME + 1)), f"the limit is {FRAME}"),
         (worker, make(7, HUB, -1), "sequence is -1"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -209,7 +209,7 @@ def test_who_takes_nothing_holds_up_its_sender_and_nobody_else(ends, hub):
 
 
 def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
-    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue=1000))
+    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue_length=1000))
     meet(hub, worker)
     for sequence in range(500):
         assert worker.send(make(7, HUB, sequence))
@@ -322,7 +322,7 @@ def test_what_listens_there_may_be_the_hub_next_time(ends):
         for _ in range(2):
             with answered_by(other, worker) as connection:
                 connection.sendall(greeting(b"PLAIN"))
-                drive([worker], lambda _: "is no hub without keys" in worker.problem)
+                drive([worker], lambda _: "is not a hub without keys" in worker.problem)
     hub = ends(HubExchange, address, "run")
     meet(hub, worker)
     assert worker.problem == ""
@@ -352,7 +352,7 @@ def test_ends_leave_nothing_behind():
 
 def test_a_port_that_is_taken_is_said_to_be(ends, hub):
     with pytest.raises(
-        UsageError, match=rf"can't be at {hub.address}: Address already in use.*\n.*another port"
+        UsageError, match=rf"can't bind {hub.address}: Address already in use.*\n.*another port"
     ):
         HubExchange(hub.address, "run")
 
@@ -361,9 +361,9 @@ def test_a_port_that_is_taken_is_said_to_be(ends, hub):
     ("address", "message"),
     [
         ("tcp://192.0.2.1:*", "address of this machine"),
-        ("tcp://no-such-host.invalid:*", "no host that is known here"),
-        ("ipc:///no/such/folder/hub", "can't be at ipc"),
-        ("tcp://127.0.0.1", "is no address|is no port"),
+        ("tcp://no-such-host.invalid:*", "does not resolve"),
+        ("ipc:///no/such/folder/hub", "can't bind ipc"),
+        ("tcp://127.0.0.1", "is not a hub address|is not a port"),
     ],
 )
 def test_an_address_where_no_hub_can_be_says_what_can(address, message):

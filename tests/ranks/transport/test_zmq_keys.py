@@ -81,9 +81,9 @@ def test_who_has_the_wrong_key_or_none_gets_nowhere_and_is_told_why(ends, hub, f
     good = worker_of(ends, hub, folder, "alice")
     came = drive([hub, *nobody, good], lambda _: good.peers() and all(each.problem for each in nobody))[0]
     assert came == []
-    assert "its key is not the one that this worker was given" in of_another_hub.problem
+    assert "its key differs from the one that this worker was given" in of_another_hub.problem
     assert "does not admit worker 'eve'" in unknown.problem
-    assert re.search("wants? a key", without.problem)
+    assert re.search("requires? a key", without.problem)
     for each in nobody:
         assert hub.address in each.problem
         assert not each.send(make(each.me, HUB))
@@ -91,13 +91,13 @@ def test_who_has_the_wrong_key_or_none_gets_nowhere_and_is_told_why(ends, hub, f
         assert not hub.send(make(HUB, each.me))
     meet(hub, good)
     assert hub.peers() == [7]
-    assert {"an unknown key", "no handshake of ours"} <= set(hub.rejected)
+    assert {"unknown key", "invalid handshake"} <= set(hub.rejected)
 
 
 def test_a_worker_with_keys_does_not_talk_to_a_hub_without(ends, folder):
     hub = ends(HubExchange, LOOPBACK, "run")
     worker = worker_of(ends, hub, folder, "alice")
-    drive([hub, worker], lambda _: "is no hub with keys" in worker.problem)
+    drive([hub, worker], lambda _: "is not a hub with keys" in worker.problem)
     assert not worker.send(make(7, HUB))
 
 
@@ -106,7 +106,7 @@ def test_an_absent_hub_is_not_taken_for_one_that_refuses(ends, folder):
         port = taken.getsockname()[1]
     worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7, keys=WorkerKeys.read(folder / "alice.key"))
     drive([worker], lambda _: worker.problem)
-    assert worker.problem == f"no hub answers at tcp://127.0.0.1:{port}; it is tried again and again"
+    assert worker.problem == f"no hub answers at tcp://127.0.0.1:{port}; retrying"
 
 
 def test_a_worker_that_is_added_while_the_hub_runs_comes_in_by_itself(ends, hub, folder, tmp_path):
@@ -198,11 +198,11 @@ def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
         {"rate": 0},
         {"rate": float("nan")},
         {"rate": float("inf")},
-        {"silence": -1.0},
-        {"silence": 1e9},
-        {"queue": 0},
-        {"queue": 2.5},
-        {"queue": 10**12},
+        {"peer_timeout": -1.0},
+        {"peer_timeout": 1e9},
+        {"queue_length": 0},
+        {"queue_length": 2.5},
+        {"queue_length": 10**12},
         {"frame_nbytes": None},
         {"frame_nbytes": True},
     ],

@@ -1,10 +1,9 @@
-"""A star over ZeroMQ: one hub that binds, any number of workers that connect to it, from wherever they are.
+"""Hub and workers over ZeroMQ: one hub binds, any number of workers connect from any host.
 
     hub = HubExchange("tcp://*:7000", "run", keys=HubKeys.read("keys"))
     worker = WorkerExchange("tcp://hub.example:7000", me=4711, keys=WorkerKeys.read("alice.key"))
 
-An envelope travels as one message of three parts: head, payload and tail. `wire` is a socket and how it is set, `door`
-says who may come in, `zeromq_end` is what both ends have in common, `zeromq_hub` and `zeromq_worker` are the ends.
+An envelope is sent as one message of three parts: head, payload and tail.
 """
 
 from __future__ import annotations
