@@ -174,7 +174,9 @@ def corrupt(rank: int, step: int, parameter: str | int = 0, *, restart: int | No
     _check(told, rank=rank, step=step)
     if not isinstance(parameter, str | int) or isinstance(parameter, bool):
         raise UsageError(told, remedy="name a parameter, or give its number")
-    _arm(Fault(told, "end", rank, step, restart, lambda named: fault_effects.flip_sign(named, parameter, told)))
+    _arm(
+        Fault(told, "end", rank, step, restart, lambda named: fault_effects.flip_sign(named, parameter, told))
+    )
 
 
 def disk_full(after_nbytes: int, *, rank: int | None = None, restart: int | None = None) -> None:

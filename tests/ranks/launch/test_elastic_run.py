@@ -183,7 +183,7 @@ def test_what_followed_the_first_failure_is_told_after_it(home):
         run_job(job)
     message = str(caught.value)
     assert message.startswith("[rank 2] ended with exit code 1 after")
-    assert "after it rank 0 (ended with exit code 1); no restarts were asked for" in message
+    assert "after it rank 0 (ended with exit code 1); restarts are disabled" in message
     [record] = restarts(home / "logs")
     assert (record["event"], record["action"], record["ranks_after"]) == ("end", "end", 0)
     assert (record["first"]["lines"], record["after"][0]["lines"]) == (
@@ -226,7 +226,7 @@ class Told:
     def __init__(self, *answers):
         self._answers = list(answers)
 
-    def store(self):
+    def connect(self):
         return self
 
     def get(self, key):
@@ -256,23 +256,22 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
         place = elastic_rendezvous.RendezvousEndpoint(
             RendezvousAddress("127.0.0.1", foreign.getsockname()[1]), None
         )
-        with pytest.raises(WorldError, match="is no rendezvous of paceline"):
+        with pytest.raises(WorldError, match="is not a rendezvous of paceline"):
             elastic_rendezvous.check_endpoint(place, JobTimeouts())
     assert capfd.readouterr().err == ""
 
 
 def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
-    from paceline.launch.agent import host_participation
-    from paceline.launch.agent.elastic_agent import ElasticAgent, JobEnded
-    from paceline.launch.agent.job_outcome import JobOutcome
+    from paceline.launch.agent.elastic_agent import ElasticAgent, JobEnded, run_host
+    from paceline.launch.agent.world_agreement import JobOutcome
 
     def over(self):
         raise JobEnded(JobOutcome(0))
 
     monkeypatch.setattr(ElasticAgent, "run", over)
-    host_participation.run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
+    run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
     said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
-    assert "paceline: the run ended well while this host waited to be let in" in said
+    assert "paceline: the job ended well while this host waited to join" in said
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():

@@ -136,7 +136,7 @@ def test_a_kept_log_is_named_and_only_its_end_is_shown(home):
             timeout=60,
         )
     text = str(caught.value)
-    assert f"its whole output is in {home}/logs/rank1.log" in text
+    assert f"its complete output is in {home}/logs/rank1.log" in text
     assert "line 99" in text
     assert "line 50\n" not in text
     assert "after it" not in text

@@ -25,26 +25,26 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
         ({"program": ()}, "no program to run"),
         ({"program": ("",)}, "no program to run"),
         ({"program": ("-m",)}, "no program to run"),
-        ({"program": ("--ranks", "2", "train.py")}, "'--ranks' is no script"),
+        ({"program": ("--ranks", "2", "train.py")}, "'--ranks' is not a script"),
         ({"program": ("train.py", "a\0b")}, "an argument has a zero byte"),
         ({"hosts": 0}, "hosts=0"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"gpus_per_rank": -1}, "gpus_per_rank=-1"),
         ({"cpus_per_rank": 0}, "cpus_per_rank=0"),
         ({"max_restarts": -1}, "max_restarts=-1"),
-        ({"port": 70000}, "port=70000 is no port"),
+        ({"port": 70000}, "port=70000 is not a port"),
         ({"hosts": 2, "min_hosts": 3}, "min_hosts=3, of 2"),
         ({"min_hosts": 0}, "min_hosts=0, of 1"),
         ({"memory": 5}, "memory=5 bytes"),
         ({"seconds": 5.0}, "a time limit of 5 s"),
         ({"seconds": float("nan")}, "a time limit of nan s"),
-        ({"name": "My Job"}, "'My Job' is no name of a job"),
-        ({"name": "-a"}, "'-a' is no name"),
+        ({"name": "My Job"}, "'My Job' is not a valid job name"),
+        ({"name": "-a"}, "'-a' is not a valid job name"),
         ({"hosts": 2, "host_names": ("pc1",)}, "2 hosts, but these names: pc1"),
         ({"hosts": 2, "host_names": ("pc1", "pc1")}, "2 hosts, but these names: pc1, pc1"),
-        ({"host_names": ("-oProxyCommand=x",)}, "is no name of a host"),
-        ({"host_names": ("pc1,pc2",)}, "is no name of a host"),
-        ({"env": {"A B": "1"}}, "'A B' is no name of a variable"),
+        ({"host_names": ("-oProxyCommand=x",)}, "is not a host name"),
+        ({"host_names": ("pc1,pc2",)}, "is not a host name"),
+        ({"env": {"A B": "1"}}, "'A B' is not a variable name"),
         ({"env": {"A": "a\0b"}}, "A has a zero byte"),
         ({"folder": "runs/a"}, "folder 'runs/a' is not the same everywhere"),
         ({"folder": "/runs\n/a"}, "is not the same everywhere"),
@@ -149,9 +149,9 @@ def test_a_batch_script_without_limit_is_not_warned():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SlurmOptions(options=("constraint",)), "'constraint' is no option of sbatch"),
-        (lambda: SlurmOptions(options=("--a=b\nrm",)), "can't stand in a line"),
-        (lambda: SlurmOptions(partition="a\nb"), "can't stand in a line"),
+        (lambda: SlurmOptions(options=("constraint",)), "'constraint' is not an option of sbatch"),
+        (lambda: SlurmOptions(options=("--a=b\nrm",)), "is not possible in a batch script"),
+        (lambda: SlurmOptions(partition="a\nb"), "is not possible in a batch script"),
         (lambda: SlurmOptions(warn=0), "warn=0"),
         (
             lambda: batch_script(ClusterJob(("x.py",), seconds=60.0)),
@@ -189,7 +189,8 @@ def test_the_state_of_a_job_is_read(text, state, code, over):
 
 def test_the_state_of_a_job_is_one_line():
     assert (
-        str(parse_job_state("JobId=3 JobState=PENDING Reason=Resources Restarts=0")) == "job 3: PENDING (Resources)"
+        str(parse_job_state("JobId=3 JobState=PENDING Reason=Resources Restarts=0"))
+        == "job 3: PENDING (Resources)"
     )
     running = parse_job_state("JobId=3 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] ExitCode=0:0")
     assert str(running) == "job 3: RUNNING on n[1-2], requeued 1 time"

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.agent.job_outcome import JobOutcome, exit_status, failed_outcome
+from paceline._core.json_codec import decode, encode
 from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
-from paceline.launch.agent.restart_policy import WorldRun, decide_restart
-from paceline.launch.agent.world_agreement import HostMember, PreviousWorld, WorldAgreement, agree_on_world
+from paceline.launch.agent.world_agreement import (
+    HostMember,
+    JobOutcome,
+    PreviousWorld,
+    WorldAgreement,
+    WorldRun,
+    agree_on_world,
+    decide_restart,
+    failed_outcome,
+)
+from paceline.launch.process.rank_process import exit_status
 
 A, B, C = (HostMember(f"pc{number}", f"agent{number}", 2) for number in range(3))
 
@@ -50,14 +59,14 @@ def test_no_further_down_than_asked():
     assert action(stuck, ranks=2, min_ranks=2) == "end"
     assert action(stuck, ranks=1, min_ranks=1) == "end"
     assert (
-        "2 times in a row without progress, and 4 ranks"
+        "2 times in a row without progress, and at least 4 ranks"
         in decide_restart(stuck, 4, min_ranks=4, max_restarts=9).why
     )
 
 
 @pytest.mark.parametrize(
     ("restarts", "why"),
-    [(0, "no restarts were asked for"), (1, "restarted 1 time already"), (3, "restarted 3 times already")],
+    [(0, "restarts are disabled"), (1, "restarted 1 time already"), (3, "restarted 3 times already")],
 )
 def test_restarts_are_counted(restarts, why):
     past = [life(f"pc0/{number}") for number in range(restarts + 1)]
@@ -67,7 +76,7 @@ def test_restarts_are_counted(restarts, why):
 
 def test_too_few_ranks_left_end_the_run():
     assert action([life()], ranks=1) == "end"
-    assert decide_restart([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 wanted"
+    assert decide_restart([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 required"
 
 
 @given(
@@ -146,7 +155,7 @@ def test_a_failure_tells_who_how_and_why():
 
 def judged(before, now, past=(), number=1, **limits):
     verdict, lives = agree_on_world(number, before, now, past, **{"min_ranks": 2, "max_restarts": 3} | limits)
-    assert WorldAgreement.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    assert decode(json.loads(json.dumps(encode(verdict))), WorldAgreement, "verdict") == verdict
     return verdict, lives
 
 
@@ -226,7 +235,7 @@ def test_the_end_tells_the_first_failure_and_what_followed():
     assert (over.code, over.rank, verdict.ranks_after) == (3, 3, 0)
     assert over.text == (
         "ended with exit code 3 on pc1 after 12 s; after it rank 0 (ended with exit code 1); "
-        "no restarts were asked for\n  rank 3 | one\n  rank 3 | ValueError: x"
+        "restarts are disabled\n  rank 3 | one\n  rank 3 | ValueError: x"
     )
     assert str(over.error()).startswith("[rank 3] ended with exit code 3 on pc1")
     assert over.error().exit_code == 3
@@ -238,11 +247,11 @@ def test_the_end_by_a_lost_host_and_by_a_signal():
     assert (over.code, over.rank, over.text) == (
         1,
         None,
-        "pc1 was lost after 7 s; 2 ranks left, at least 4 wanted",
+        "pc1 was lost after 7 s; 2 ranks left, at least 4 required",
     )
     told = (rank_failed(1, code=-9),)
     over = failed_outcome(judged(PreviousWorld((A,), told, False), [A], max_restarts=0)[0])
-    assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; no restarts were asked for")
+    assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; restarts are disabled")
     assert "out of memory" in over.remedy
 
 

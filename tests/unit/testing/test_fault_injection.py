@@ -156,7 +156,9 @@ def test_running_out_of_memory_is_a_real_memory_error_and_leaves_the_process_usa
     assert len(bytearray(600 << 20)) == 600 << 20
 
 
-@pytest.mark.parametrize(("how", "code"), [("exit", fault_effects.FAULT_EXIT_CODE), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("exit", fault_effects.FAULT_EXIT_CODE), ("kill", -signal.SIGKILL)]
+)
 def test_a_rank_that_ends(how, code):
     line = IMPORT + f"faults.fail_at(0, 2, {how!r}); faults.begin_step(1); faults.begin_step(2)"
     ended = subprocess.run([sys.executable, "-c", line], timeout=60, env=os.environ | {"RANK": "0"})

@@ -101,7 +101,9 @@ def test_the_plan_makes_a_bridge_and_a_link_for_each_host():
 
 
 def test_the_plan_leaves_ipv6_alone_where_there_is_none():
-    assert not [step for step in build_network(plan_network(2), PIDS[:2], ipv6=False) if "addrgenmode" in step.line]
+    assert not [
+        step for step in build_network(plan_network(2), PIDS[:2], ipv6=False) if "addrgenmode" in step.line
+    ]
 
 
 def test_the_links_are_there_before_the_hosts_use_them():

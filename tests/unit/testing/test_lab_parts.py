@@ -11,7 +11,12 @@ from paceline.errors import UsageError
 from paceline.testing.netlab import lab_requirements
 from paceline.testing.netlab.lab_job import is_torchrun_failure, lab_torchrun_command, strip_torchrun_report
 from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
-from paceline.testing.netlab.lab_requirements import check_program, is_python, missing_facility, search_path
+from paceline.testing.netlab.lab_requirements import (
+    check_lab_program,
+    is_python,
+    missing_facility,
+    search_path,
+)
 
 ALL = (1 << 41) - 1
 
@@ -91,7 +96,7 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
     tool.write_text("")
     tool.chmod(0o755)
     for program in (["train.py"], ["./tool"], ["-m", "my.module"], [os.path.basename(sys.executable)]):
-        check_program(program, tmp_path)
+        check_lab_program(program, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,7 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
 def test_a_program_that_is_not_there_is_refused(tmp_path, program, message):
     (tmp_path / "tool").write_text("")  # neither on the path nor executable
     with pytest.raises(UsageError, match=message):
-        check_program(program, tmp_path)
+        check_lab_program(program, tmp_path)
 
 
 REPORT = (
@@ -124,7 +129,10 @@ def test_torchrun_s_own_traceback_is_left_out():
     assert not is_torchrun_failure(NOTICE)
     own = f"ValueError: a bad batch\n{NOTICE}\n{REPORT}"
     assert strip_torchrun_report(f"{own}\nTraceback (most recent call last):\n  ChildFailedError\n") == own
-    assert strip_torchrun_report("usage: torchrun\nerror: unrecognized") == "usage: torchrun\nerror: unrecognized"
+    assert (
+        strip_torchrun_report("usage: torchrun\nerror: unrecognized")
+        == "usage: torchrun\nerror: unrecognized"
+    )
 
 
 TABLE = """\

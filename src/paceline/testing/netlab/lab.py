@@ -27,7 +27,7 @@ from paceline.testing.netlab.lab_network import (
     parse_traffic,
     plan_network,
 )
-from paceline.testing.netlab.lab_requirements import check_program, is_python, search_path
+from paceline.testing.netlab.lab_requirements import check_lab_program, is_python, search_path
 
 __all__ = ["Lab"]
 
@@ -84,7 +84,9 @@ class Lab:
                 self._places[host] = LabHost(name, hosts_file(hosts))
             pids = {host: place.ready() for host, place in self._places.items()}
             ipv6 = Path("/proc/net/if_inet6").exists()
-            self._carry_out(lab_network.build_network(asked, [pids[host] for host in range(hosts)], ipv6=ipv6))
+            self._carry_out(
+                lab_network.build_network(asked, [pids[host] for host in range(hosts)], ipv6=ipv6)
+            )
             for host in range(hosts):
                 self._places[host].keep_order(INTERFACE, host)
                 self._places[lab_network.SWITCH].keep_order(lab_network.switch_port(host), host)
@@ -280,7 +282,7 @@ class Lab:
         folder, variables = Path(cwd or ".").absolute(), self._environment(env)
         if not folder.is_dir():
             raise UsageError(f"can't run in {folder}: no such folder", remedy="name one that exists")
-        check_program(program, folder, variables["PATH"])
+        check_lab_program(program, folder, variables["PATH"])
         return folder, variables
 
     def _start(

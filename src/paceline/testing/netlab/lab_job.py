@@ -23,7 +23,14 @@ from paceline.errors import HostFailed, UsageError
 from paceline.testing.netlab.lab_network import host_address, host_name
 from paceline.testing.netlab.lab_requirements import is_python
 
-__all__ = ["LabJob", "LabProgram", "LabResult", "is_torchrun_failure", "lab_torchrun_command", "strip_torchrun_report"]
+__all__ = [
+    "LabJob",
+    "LabProgram",
+    "LabResult",
+    "is_torchrun_failure",
+    "lab_torchrun_command",
+    "strip_torchrun_report",
+]
 
 _LOOK_SECONDS = 0.05  # how often a job is looked at
 

@@ -153,7 +153,10 @@ def hosts_file(hosts: int) -> str:
     """
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     for host in range(hosts):
-        lines += [f"{host_address(host)} {host_name(host)}", f"::ffff:{host_address(host)} {host_name(host)}.lab"]
+        lines += [
+            f"{host_address(host)} {host_name(host)}",
+            f"::ffff:{host_address(host)} {host_name(host)}.lab",
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from paceline.errors import UsageError
 
-__all__ = ["check_program", "is_python", "missing", "missing_facility", "require_lab", "search_path", "tool_path"]
+__all__ = [
+    "check_lab_program",
+    "is_python",
+    "missing",
+    "missing_facility",
+    "require_lab",
+    "search_path",
+    "tool_path",
+]
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
 
@@ -146,7 +154,7 @@ def is_python(program: Sequence[str]) -> bool:
     return program[0] == "-m" or _is_script(program[0])
 
 
-def check_program(program: Sequence[str], folder: str | Path = ".", path: str | None = None) -> None:
+def check_lab_program(program: Sequence[str], folder: str | Path = ".", path: str | None = None) -> None:
     """Refuse a program that is not there, before it is started on several hosts.
 
     Args:

@@ -70,7 +70,8 @@ def exchange(
         FRAME_NBYTES
     ),
     inject: Annotated[
-        str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(ENVELOPE_FAULTS)}.")
+        str | None,
+        typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(ENVELOPE_FAULTS)}."),
     ] = None,
     json_file: JsonRowsOption = None,
 ) -> None:

@@ -65,13 +65,13 @@ def lab(
     Making the network needs root. It is gone afterwards, however this command ends.
     """
     from paceline.testing.netlab.lab import Lab
-    from paceline.testing.netlab.lab_requirements import check_program
+    from paceline.testing.netlab.lab_requirements import check_lab_program
     from paceline.testing.netlab.link_monitor import LinkMonitor
 
     if ranks < 0:
         raise UsageError(f"--ranks {ranks}: at least 0", remedy="0 runs the program once per host, by itself")
     limit = None if timeout is None else parse_seconds(timeout)
-    check_program(program)
+    check_lab_program(program)
     if json_file is not None:
         check_writable(json_file, "--json")
     with Lab(hosts, rate, slow=read_slow(slow or ()), delay=delay) as net:
