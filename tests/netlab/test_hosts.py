@@ -171,8 +171,8 @@ def test_what_has_hardly_started_can_be_ended(lab):
 
 def test_a_host_whose_first_process_was_killed_is_no_more():
     with Lab(hosts=2) as lab:
-        os.kill(lab._places[1].ready(), signal.SIGKILL)
-        with pytest.raises(HostFailed, match="host1 is no more"):
+        os.kill(lab._nodes[1].ready(), signal.SIGKILL)
+        with pytest.raises(HostFailed, match="host1 has ended"):
             lab.kill(1)
         with pytest.raises(HostFailed, match="this host can't be entered"):
             lab.run("true", on=1)
@@ -221,9 +221,9 @@ def test_popen_passes_pipes_and_dies_alone(lab):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda lab: lab.run("true", on=3), r"there is no host 3\n.*0 to 2"),
-        (lambda lab: lab.run("true", on=[-1]), "there is no host -1"),
-        (lambda lab: lab.run("true", on=[]), "no host was named"),
+        (lambda lab: lab.run("true", on=3), r"no host 3\n.*0 to 2"),
+        (lambda lab: lab.run("true", on=[-1]), "no host -1"),
+        (lambda lab: lab.run("true", on=[]), "no host selected"),
         (lambda lab: lab.run([]), "no program"),
         (lambda lab: lab.run(["no-such-program"]), "no such program: no-such-program"),
         (lambda lab: lab.run(["true"], cwd="no/such/folder"), "no/such/folder: no such folder"),
@@ -232,9 +232,9 @@ def test_popen_passes_pipes_and_dies_alone(lab):
         (lambda lab: lab.torchrun(["true"], ranks_per_host=0), "ranks_per_host=0: at least 1"),
         (lambda lab: lab.rate(0, "fast"), "'fast' is no rate"),
         (lambda lab: lab.rate(0, 0), "at least 8 kbit/s"),
-        (lambda lab: lab.cut(9), "there is no host 9"),
-        (lambda lab: lab.bytes(9), "there is no host 9"),
-        (lambda lab: lab.kill(9), "there is no host 9"),
+        (lambda lab: lab.cut(9), "no host 9"),
+        (lambda lab: lab.bytes(9), "no host 9"),
+        (lambda lab: lab.kill(9), "no host 9"),
     ],
 )
 def test_wrong_input_is_refused(lab, call, message):

@@ -100,7 +100,7 @@ def test_a_rank_that_raises(course):
     told, own = course.run(0)
     one = named(told + own[:1], [3])
     assert (one["kind"], one["step"], one["phase"]) == ("raised", STEP, "forward")
-    assert "RuntimeError: a fault on purpose" in one["stack"]
+    assert "RuntimeError: injected fault" in one["stack"]
     assert own[1]["error"] == "RuntimeError"
 
 

@@ -65,7 +65,7 @@ def test_faults_are_read(text, found):
     ("text", "message"),
     [
         ("fail_at", "'fail_at' is no fault"),
-        ("fail_at(", "can't be read"),
+        ("fail_at(", "invalid syntax"),
         ("fail_at(rank=1)", r"fail_at: .*missing.*'step'"),
         ("fail_at(rank=1, step=2, speed=3)", "unexpected keyword argument 'speed'"),
         ("fail_at(rank=1, step=-2)", "step=-2"),
@@ -89,14 +89,14 @@ def test_faults_are_read(text, found):
         ("os.abort()", "is no fault"),
         ("fail_at(rank=1, step=open('/etc/passwd'))", "no plain values"),
         ("fail_at(rank=1, step=1 + 1 if x else 2)", "no plain values"),
-        ("fail_at(**{'rank': 1, 'step': 2})", "can't be read"),
+        ("fail_at(**{'rank': 1, 'step': 2})", "uses \\*\\*, which is not supported"),
         ("fail_at(*[1, 2])", "no plain values"),
         ("fail_at(rank={[1]: 2}, step=1)", "no plain values"),
         ("import os", "is no fault"),
         ("x = fail_at(rank=1, step=2)", "is no fault"),
         ("lambda: 0", "is no fault"),
         ("fail_at(rank=1, step=2); nonsense(1)", "unknown fault 'nonsense'"),
-        ("fail_at(rank=1, step=2)\x00", "can't be read"),
+        ("fail_at(rank=1, step=2)\x00", "invalid syntax"),
     ],
 )
 def test_what_is_no_fault_is_refused_and_nothing_is_armed(text, message):
@@ -120,7 +120,7 @@ def test_the_environment_is_read_once(monkeypatch):
     fault_injection.arm_from_environment()
     assert armed() == [("begin", 0, 3, None)]
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=0, step=3")
-    with pytest.raises(UsageError, match=r"^PACELINE_FAULTS='fail_at\(rank=0, step=3': can't be read"):
+    with pytest.raises(UsageError, match=r"^PACELINE_FAULTS='fail_at\(rank=0, step=3': invalid syntax"):
         fault_injection.arm_from_environment()
 
 
@@ -143,7 +143,7 @@ def test_a_fault_happens_once_at_its_rank_step_and_restart(monkeypatch, rank, st
     fault_injection.fail_at(rank, step, restart=restart)
     fault_injection.begin_step(3)
     if happens:
-        with pytest.raises(RuntimeError, match=rf"on purpose: fail_at\(rank={rank}, step={step}"):
+        with pytest.raises(RuntimeError, match=rf"injected fault: fail_at\(rank={rank}, step={step}"):
             fault_injection.begin_step(5)
         assert not fault_injection.armed
     fault_injection.begin_step(5)

@@ -55,8 +55,8 @@ def test_a_star_holds_a_rate_per_host():
         ({"hosts": 2, "slow": {"host1": "1Mbit/s"}}, "slow names host 'host1'"),
         ({"hosts": 2, "slow": {1: "1 furlong"}}, "'1 furlong' is no rate"),
         ({"hosts": 2, "delay": "soon"}, "'soon' is no time"),
-        ({"hosts": 2, "delay": "1h"}, "delay='1h' is no delay of a network"),
-        ({"hosts": 2, "delay": -1.0}, "delay=-1.0 is no delay"),
+        ({"hosts": 2, "delay": "1h"}, "delay='1h' is not a network delay"),
+        ({"hosts": 2, "delay": -1.0}, "delay=-1.0 is not a network delay"),
     ],
 )
 def test_what_can_not_be_is_refused(arguments, message):
