@@ -1,7 +1,7 @@
 """`Exchange`: the interface between message protocols and the transports that carry their envelopes.
 
-Implementations: hub and workers over ZeroMQ (`paceline.transport.zmq`) or over non-blocking MPI calls
-(`paceline.transport.mpi_exchange.hub_over_mpi`), and virtual time in one process (`paceline.transport.virtual_time`).
+Implementations: hub and workers over ZeroMQ (`paceline.transport.zmq`), and virtual time in one process
+(`paceline.transport.virtual_time`); tests/support/hub_over_mpi.py shows it over non-blocking MPI calls.
 Hub and workers of asynchronous training use this interface only, so the simulated code is the code that runs.
 """
 

@@ -7,10 +7,10 @@ import sys
 import threading
 import time
 
+from hub_over_mpi import MpiExchange
 from mpi_worlds import tell
 from paceline.errors import EnvelopeError, UsageError
 from paceline.transport.envelope import check_route, decode_envelope
-from paceline.transport.mpi_exchange.hub_over_mpi import MpiExchange
 from paceline.transport.mpi_exchange.message_carrier import MessageTag, MpiCarrier
 from paceline.transport.transport_interface import HUB
 from zmq_ends import bad_messages, make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import weakref
 from collections import deque
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline._core.json_codec import decode, encode
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
 from paceline.transport.envelope_header import Header
 from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
@@ -296,7 +298,9 @@ def test_who_tells_nothing_or_takes_nothing_is_named():
         gather_reports(carrier, RoundReport(0), 0.05)
     assert caught.value.source == 1
     for source in (1, 2):
-        carrier.comm.between(source, 0).append((MessageTag.VERDICT, RoundReport(source).packed()))
+        carrier.comm.between(source, 0).append(
+            (MessageTag.VERDICT, json.dumps(encode(RoundReport(source))).encode())
+        )
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 received no report for 0\.05 s"):
         gather_reports(carrier, RoundReport(0), 0.05)
     gc.collect()
@@ -348,6 +352,6 @@ def test_a_fault_in_the_order_is_in_the_middle():
 def test_a_verdict_survives_the_way():
     problem = ExchangeProblem("DamagedEnvelope", 1, 2, "bad “bits”")
     verdict = RoundReport(1, (problem,), {"closed": True})
-    assert RoundReport.unpacked(verdict.packed()) == verdict
+    assert decode(json.loads(json.dumps(encode(verdict))), RoundReport, "report") == verdict
     assert str(problem) == "rank 1 found a DamagedEnvelope of rank 2: bad “bits”"
     assert MessageTag.HEAD != MessageTag.VERDICT

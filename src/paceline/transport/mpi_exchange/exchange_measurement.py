@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 
+from paceline._core.json_codec import decode, encode
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings
 from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 from paceline.transport.mpi_exchange.ring_and_all_to_all import (
@@ -204,7 +204,7 @@ def measure_exchange(
         both_seconds=[each.seconds for each in both],
         shares=shares,
     )
-    rows = tuple(_from_record(each) for each in exchange.all_gather(asdict(row)))
+    rows = tuple(decode(each, RankMeasurement, "measurement") for each in exchange.all_gather(encode(row)))
     return ExchangeMeasurement(rows, last.problems, len(alone), last.closed)
 
 
@@ -245,8 +245,3 @@ def _measurement(
         overlap=None if work is None or both is None else overlap_share(work, alone, both),
         under_way=median(shares) if shares else None,
     )
-
-
-def _from_record(facts: Mapping[str, Any]) -> RankMeasurement:
-    ranks = {name: tuple(facts[name]) for name in ("sent_to", "received_from")}
-    return RankMeasurement(**{**facts, **ranks})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline._core.backoff import Backoff
+from paceline._core.json_codec import decode, encode
 from paceline.errors import EnvelopeError, MissingEnvelope
 from paceline.transport.mpi_exchange.message_carrier import (
     ABANDONED_BUFFERS,
@@ -62,17 +63,6 @@ class RoundReport:
     problems: tuple[ExchangeProblem, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def packed(self) -> bytes:
-        """Serialise to bytes."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def unpacked(cls, data: bytes | bytearray) -> RoundReport:
-        """Deserialise the output of `packed`."""
-        record = json.loads(data)
-        problems = tuple(ExchangeProblem(**each) for each in record["problems"])
-        return cls(record["rank"], problems, record["facts"])
-
 
 def gather_reports(carrier: MessageCarrier, mine: RoundReport, timeout: float) -> list[RoundReport]:
     """Return the reports of all ranks, by rank; a collective call.
@@ -81,7 +71,7 @@ def gather_reports(carrier: MessageCarrier, mine: RoundReport, timeout: float) -
         MissingEnvelope: some ranks neither sent nor received anything for `timeout` seconds; names them.
     """
     others = [rank for rank in range(carrier.size) if rank != carrier.rank]
-    packed = mine.packed()
+    packed = json.dumps(encode(mine)).encode()
     sending = {rank: carrier.send(packed, rank, MessageTag.VERDICT) for rank in others}
     receiving: dict[int, tuple[PendingRequest, bytearray]] = {}
     found: dict[int, RoundReport] = {carrier.rank: mine}
@@ -116,7 +106,7 @@ def _receive(
         receiving[rank] = message.receive(buffer), buffer
     request, buffer = receiving[rank]
     if request.Test():
-        found[rank] = RoundReport.unpacked(buffer)
+        found[rank] = decode(json.loads(buffer), RoundReport, "report")
         del receiving[rank]
 
 
