@@ -25,12 +25,11 @@ from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonRowsOption
 from paceline.tools.result_files import check_writable
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement, RankMeasurement
 from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
 from paceline.transport.mpi_exchange.outgoing_messages import ENVELOPE_FAULTS, parse_envelope_fault
 
 if TYPE_CHECKING:
-    from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement
+    from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement, RankMeasurement
     from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 
 __all__ = ["FOOTER", "exchange", "table"]
