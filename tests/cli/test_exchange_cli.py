@@ -85,7 +85,7 @@ def test_without_mpiexec_it_says_how_to_install_it(paceline, monkeypatch):
     monkeypatch.setattr(starting, "find_mpiexec", lambda *_: None)
     code, shown = paceline("ring")
     assert code == 2
-    assert "there is no mpiexec" in shown
+    assert "no mpiexec" in shown
     assert "pip install 'paceline[mpi]'" in shown
 
 

@@ -1,4 +1,4 @@
-"""Envelope format: one framed message whose receiver can tell whether it arrived whole (pure: bytes in, bytes out).
+"""Envelope format: a framed message whose receiver detects any damage (pure: bytes in, bytes out).
 
     head     begin mark     8 bytes   constant
              size, ~size    2 + 2     size of the header, and its complement

@@ -37,8 +37,8 @@ class Exchange(Protocol):
         """Send an envelope to ``envelope.header.target``.
 
         Returns:
-            True if it was accepted; it may still be lost on the way. False if there is no room for it now or the peer
-            is unreachable; it may be passed again later.
+            True if it was accepted; it may still be lost on the way. False if the queue is full or the peer is
+            unreachable; it may be passed again later.
         """
         ...
 

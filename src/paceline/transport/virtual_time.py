@@ -102,7 +102,7 @@ class VirtualNetwork:
         self.messages = 0
 
     def deliver(self, target: int, envelope: Envelope) -> None:
-        """Deliver an envelope to the node that has this number now; it is lost if there is none."""
+        """Deliver an envelope to the node that has this number now; else it is lost."""
         node = self.nodes.get(target)
         if node is not None:
             node.deliver(envelope)
@@ -169,6 +169,6 @@ class VirtualExchange:
         return [node for node in self.network.nodes if node != self.me]
 
     def close(self) -> None:
-        """Disconnect; what is in transit to this node is lost."""
+        """Disconnect; envelopes in transit to this node are lost."""
         if self.network.nodes.get(self.me) is self:
             del self.network.nodes[self.me]

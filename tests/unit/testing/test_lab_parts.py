@@ -102,7 +102,7 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ([], "there is no program to run"),
+        ([], "no program to run"),
         (["other.py"], "no such script: other.py"),
         (["tool"], "no such program: tool"),
         (["./tool"], "no such program: ./tool"),

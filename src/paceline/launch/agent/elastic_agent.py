@@ -3,8 +3,7 @@
 torch's agent provides the rendezvous, the assignment of ranks and the order of start, restart and stop. This one adds:
 
 1. Ranks get a parent-death signal, so nothing outlives the agent; the end of a rank is noticed at once.
-2. A failure is reported in the job store at once, and the other agents restart on that report, not on their own
-    failure.
+2. A failure is reported in the job store at once, and the other agents restart on that report.
 3. Before a world begins, the host that the rendezvous numbered 0 decides for all why the last one ended.
 4. A host whose ranks have ended well waits for the others, and restarts with them if one of them fails.
 5. Watched ranks shut down gracefully, so that none takes another one's end for a failure.
@@ -69,7 +68,7 @@ from paceline.launch.process.rank_process import (
 __all__ = ["ElasticAgent", "JobEnded", "run_host"]
 
 _POLL_SECONDS = 0.1
-_PROGRESS_SECONDS = 60.0  # ranks that ran so long made progress, if the job can't tell
+_PROGRESS_SECONDS = 60.0  # ranks that ran so long made progress, unless the job defines it
 _LINGER_SECONDS = 5.0  # the server of the rendezvous lets the others read the outcome
 
 
@@ -283,9 +282,7 @@ class ElasticAgent(SimpleElasticAgent):
             failed.sort(key=lambda one: (one.exit_code() or 0, one.rank))  # those ended by signals first
             for one in failed:
                 reported.add(one.rank)
-                self._report_failure(
-                    rank=one.rank, local_rank=one.local_rank, exit_code=one.exit_code(), lines=one.tail()
-                )
+                self._report_failure(one.tail(), one.rank, one.local_rank, one.exit_code())
             left = deadline - time.monotonic()
             if left <= 0 or not all(is_secondary(one) for one in self._job_store.failures(self._world)):
                 return
@@ -293,9 +290,9 @@ class ElasticAgent(SimpleElasticAgent):
                 return
             wait_for_exit(self._running, min(left, _POLL_SECONDS))
 
-    def _report_failure(self, **details: Any) -> None:
+    def _report_failure(self, lines: tuple[str, ...], *place_and_code: int | None) -> None:
         seconds = time.monotonic() - self._started
-        failure = RankFailure(self._me.host, self._me.member, seconds=seconds, **details)
+        failure = RankFailure(self._me.host, self._me.member, *place_and_code, seconds=seconds, lines=lines)
         self._job_store.report_failure(self._world, failure)
 
     def _leave(self, code: int) -> None:
@@ -305,9 +302,7 @@ class ElasticAgent(SimpleElasticAgent):
             self._end_job(JobOutcome(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
             return
         with contextlib.suppress(DistError):
-            self._report_failure(lines=(how,))
-
-    # --- restarts
+            self._report_failure((how,))
 
     def _restart(self, reason: graceful_shutdown.Reason = "failed") -> None:
         """Stop this host's ranks, repeat the rendezvous, and start ranks again."""
@@ -322,7 +317,7 @@ class ElasticAgent(SimpleElasticAgent):
         return time.monotonic() - self._started > _PROGRESS_SECONDS
 
     def _apply(self, agreement: WorldAgreement) -> None:
-        """Log the agreement on the world that is about to begin, and do what it says."""
+        """Log and carry out the agreement on the world that is about to begin."""
         self._world = agreement.restart
         if agreement.restart:
             self._restart_log.write(agreement)

@@ -138,7 +138,7 @@ class StoreHeartbeat:
 
 
 def open_endpoint(job: JobSpec) -> RendezvousEndpoint:
-    """Return the job's rendezvous; this process serves it if the address is local and nobody does yet.
+    """Return the job's rendezvous; this process serves it if the address is local and not served yet.
 
     Raises:
         MissingRanks: it is not reachable in time.

@@ -106,8 +106,8 @@ class JobSpec:
 
 
 def check_script(argv: Sequence[str]) -> None:
-    """Raise UsageError if there is no program to run, or the script does not exist."""
+    """Raise UsageError if no program is given, or the script does not exist."""
     if not argv:
-        raise UsageError("there is no program to run", remedy="name a script, such as train.py")
+        raise UsageError("no program to run", remedy="name a script, such as train.py")
     if not argv[0].startswith("-") and not Path(argv[0]).is_file():
         raise UsageError(f"no such script: {argv[0]}", remedy="check its path; a module is run with -m")

@@ -123,7 +123,7 @@ def wait_for_server(address: RendezvousAddress, seconds: float, log: Callable[[s
     Args:
         address: of the server.
         seconds: maximum time to wait.
-        log: called with a line about what is waited for, if it takes long.
+        log: called with a line for the user if it takes long.
 
     Raises:
         MissingRanks: nothing was reachable in time; says why.

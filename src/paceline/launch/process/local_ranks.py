@@ -55,7 +55,7 @@ def run_ranks(
         UsageError: no program, fewer than one rank, or a `log_dir` that can't be written.
     """
     if not argv:
-        raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
+        raise UsageError("no program to run", remedy='pass its arguments, such as ["train.py"]')
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="give 1 or more")
     running: list[RankProcess] = []

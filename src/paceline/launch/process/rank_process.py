@@ -59,7 +59,7 @@ class StderrTee:
         return self._end.decode(errors="replace")
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # EIO: a pseudo terminal that nobody has open any more
+        with contextlib.suppress(OSError):  # EIO: the pseudo terminal was closed
             while data := os.read(self._read, _TAIL_NBYTES):
                 self._end = (self._end + data)[-_TAIL_NBYTES:]
                 while data:
@@ -103,7 +103,7 @@ def start_rank(
         rank: number in the world.
         local_rank: number on this machine.
         log: file for its output; None: this terminal.
-        follow: keep the end of what it writes to this terminal as errors.
+        follow: keep the end of the error output that it writes to this terminal.
     """
     tee = StderrTee() if follow and log is None else None
     with contextlib.ExitStack() as files:

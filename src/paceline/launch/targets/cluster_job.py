@@ -161,7 +161,7 @@ class ClusterJob:
 
 def _check_program(program: tuple[str, ...]) -> None:
     if not program or not program[0] or program == ("-m",):
-        raise UsageError("there is no program to run", remedy="name a script, such as train.py")
+        raise UsageError("no program to run", remedy="name a script, such as train.py")
     if program[0].startswith("-") and program[0] != "-m":
         raise UsageError(
             f"{program[0]!r} is not a script",

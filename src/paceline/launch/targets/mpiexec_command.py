@@ -1,7 +1,7 @@
 """mpiexec: runs a program as the ranks of an MPI world on this machine, or returns the command for several hosts.
 
 mpiexec is next to this Python if MPI was installed from a wheel (``pip install 'paceline[mpi]'``), else on the PATH. It
-must belong to the MPI library that mpi4py loads: a foreign one starts as many worlds of one rank.
+must belong to the MPI library that mpi4py loads: a foreign one starts a world of size 1 per process.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def require_mpi() -> str:
         raise UsageError("MPI needs mpi4py, which is not installed", remedy=INSTALL)
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise UsageError(
-            f"there is no mpiexec, neither next to {sys.executable} nor on the PATH", remedy=INSTALL
-        )
+        raise UsageError(f"no mpiexec, neither next to {sys.executable} nor on the PATH", remedy=INSTALL)
     return mpiexec
 
 

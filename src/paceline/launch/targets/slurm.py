@@ -302,7 +302,7 @@ def _query(job: int) -> JobState:
 
 
 def _copy_new(log: Path, at: int, show: Callable[[bytes], None]) -> int:
-    """Show what was added to the file after byte `at`, and return its end."""
+    """Show the content of a file from byte `at` on, and return its end."""
     try:
         with log.open("rb") as file:
             file.seek(at)

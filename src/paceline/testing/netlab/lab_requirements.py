@@ -155,7 +155,7 @@ def check_lab_program(program: Sequence[str], folder: str | Path = ".", path: st
         UsageError: no such file or command.
     """
     if not program:
-        raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
+        raise UsageError("no program to run", remedy='pass its arguments, such as ["train.py"]')
     name = program[0]
     if _is_script(name):
         if not Path(folder, name).is_file():

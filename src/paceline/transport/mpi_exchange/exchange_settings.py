@@ -45,7 +45,9 @@ class ExchangeSettings:
         if self.shape not in EXCHANGE_SHAPES:
             raise unknown("shape of exchange", self.shape, EXCHANGE_SHAPES)
         if ranks < 1:
-            raise UsageError(f"--ranks {ranks}: nobody to exchange", remedy="give 1 or more, for example 4")
+            raise UsageError(
+                f"--ranks {ranks}: no rank to exchange with", remedy="give 1 or more, for example 4"
+            )
         if self.nbytes < 0 or self.rounds < 1:
             raise UsageError(
                 f"--bytes {self.nbytes} --rounds {self.rounds}",

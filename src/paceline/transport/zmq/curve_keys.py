@@ -93,7 +93,7 @@ def read_public_key(path: Path) -> tuple[str, str]:
 
 
 def make_keys(folder: str | Path, worker: str = "worker") -> Path:
-    """Make a worker's keys, and the hub's if there are none yet; return the file to be given to the worker.
+    """Make a worker's keys, and the hub's if it has none; return the file to be given to the worker.
 
     Args:
         folder: of the hub's keys; created if missing.
@@ -128,7 +128,7 @@ def make_keys(folder: str | Path, worker: str = "worker") -> Path:
         if not _write(key, given, f"for {worker} and nobody else"):
             raise _exists(key)
     except BaseException:
-        record.unlink()  # nobody has its secret key
+        record.unlink()  # its secret key is lost
         raise
     return key
 

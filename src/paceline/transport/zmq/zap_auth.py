@@ -1,6 +1,6 @@
 """ZAP handler (ZeroMQ RFC 27): decides for libzmq which workers may connect to a hub.
 
-It answers while the hub polls: a hub that is busy for long admits nobody new in the meantime.
+It answers while the hub polls: a busy hub admits no new workers meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Stamps = dict[Path, tuple[int, int, int]]
 
 
 class ZapAuthenticator:
-    """Admits workers whose public keys are recorded; without keys, everybody.
+    """Admits workers whose public keys are recorded; without keys, all.
 
     Args:
         context: of the hub; it can have one authenticator.
@@ -57,7 +57,7 @@ class ZapAuthenticator:
     def protect(self, socket: zmq.Socket[bytes]) -> None:
         """Require authentication for all connections of a socket that is not bound yet."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # reject everybody if there is no authenticator
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # reject all without an authenticator
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
@@ -81,7 +81,7 @@ class ZapAuthenticator:
         try:
             stamps = _file_stamps(self._keys.workers)
         except OSError as error:
-            self.problem = f"{self._keys.workers} can't be read, so nobody is added: {error.strerror}"
+            self.problem = f"{self._keys.workers} can't be read, so no worker is added: {error.strerror}"
             return
         if stamps == self._stamps:
             return
@@ -95,7 +95,7 @@ class ZapAuthenticator:
                 self._name_of[public] = name
 
     def close(self) -> None:
-        """Stop answering: nobody can connect any more."""
+        """Stop answering: no further worker can connect."""
         self.socket.close(0)
 
     def _admitted_name(self, request: list[bytes]) -> str | None:

@@ -42,7 +42,7 @@ class HubExchange(ZmqEndpoint):
         address: ``tcp://host:port``, ``tcp://*:port`` for every interface, ``tcp://host:*`` for any free port, or
             ``ipc://path``.
         run: name of the run whose envelopes are accepted; empty: any.
-        keys: of the hub; None: anybody may connect, and nothing is encrypted.
+        keys: of the hub; None: any worker may connect, and nothing is encrypted.
         insecure: without keys, accept connections from other machines too.
         settings: see `SocketSettings`.
         recent_seconds: `peers` lists the workers heard from within this time.
@@ -77,7 +77,7 @@ class HubExchange(ZmqEndpoint):
             raise UsageError(
                 f"a hub at {address} can be reached from other machines, and has no keys",
                 remedy="make keys (`paceline hub keygen FOLDER`) and give them (--keys FOLDER), "
-                "bind tcp://127.0.0.1:PORT, or let anybody connect (--insecure)",
+                "bind tcp://127.0.0.1:PORT, or let any worker connect (--insecure)",
             )
         super().__init__(HUB, run, settings or SocketSettings())
         self._recent_seconds, self._max_peers = recent_seconds, max_peers

@@ -1,6 +1,6 @@
 """Worker over ZeroMQ: a DEALER socket that connects to the hub, and reconnects after a failure.
 
-[Note: reconnecting] libzmq reconnects when nobody answered or the connection broke. It gives up for good when the peer
+[Note: reconnecting] libzmq reconnects after a time-out or a broken connection. It gives up for good when the peer
 refused the handshake or violated the protocol. A worker must not: its key may be admitted later, and another program at
 the port may be replaced by the hub. So it then makes a new socket every two seconds.
 """
