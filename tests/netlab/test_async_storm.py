@@ -28,7 +28,7 @@ def test_a_star_survives_a_storm(tmp_path: Path) -> None:
     assert (found.ended, found.ended_with_centre) == (2, 2)
 
 
-def test_storms_are_drawn_alike_and_one_host_has_one_mishap_at_a_time() -> None:
+def test_storms_are_reproducible_with_one_fault_per_host_at_a_time() -> None:
     plan = drawn(600.0, 8, 60, 5, seed=3)
     assert plan == drawn(600.0, 8, 60, 5, seed=3)
     assert plan != drawn(600.0, 8, 60, 5, seed=4)

@@ -76,7 +76,7 @@ def test_a_module_is_run_by_this_python(lab, tmp_path):
     assert [one.stdout for one in told] == [f"host{host} ['a', '-b']\n" for host in range(2)]
 
 
-def test_output_and_exit_codes_are_told_apart(lab):
+def test_output_and_exit_codes_are_per_host(lab):
     command = "echo out; echo err >&2; [ $(hostname) = host1 ] && exit 3; [ $(hostname) = host2 ] && kill -SEGV $$; :"
     results = lab.run(command, check=False)
     assert [result.code for result in results] == [0, 3, -signal.SIGSEGV]
@@ -84,7 +84,7 @@ def test_output_and_exit_codes_are_told_apart(lab):
     assert all(result.seconds > 0 for result in results)
 
 
-def test_much_output_blocks_nobody(lab):
+def test_much_output_does_not_block(lab):
     (result,) = lab.run("seq 200000; seq 200000 >&2", on=0, timeout=60)
     assert len(result.stdout) == len(result.stderr) > 1_000_000
 
@@ -129,7 +129,7 @@ def test_a_failure_names_the_host_and_ends_the_others(lab):
     assert processes(lab, 0) == processes(lab, 2) == []
 
 
-def test_a_failure_tells_of_those_that_followed(lab):
+def test_a_failure_lists_later_ones(lab):
     with pytest.raises(
         HostFailed, match=r"host0 ended with exit code 2; after it host2 \(ended with exit code 5\)"
     ):
@@ -169,7 +169,7 @@ def test_what_has_hardly_started_can_be_ended(lab):
     assert all(processes(lab, host) == [] for host in range(3))
 
 
-def test_a_host_whose_first_process_was_killed_is_no_more():
+def test_a_host_whose_first_process_was_killed_has_ended():
     with Lab(hosts=2) as lab:
         os.kill(lab._nodes[1].ready(), signal.SIGKILL)
         with pytest.raises(HostFailed, match="host1 has ended"):
@@ -327,7 +327,7 @@ def devices_of(network):
     return subprocess.run(command, pass_fds=[network], capture_output=True, text=True, timeout=30).stdout
 
 
-def test_one_core_takes_in_what_comes_to_a_host(lab):
+def test_one_core_receives_all_packets_of_a_host(lab):
     command = "ls /sys/class/net; cat /sys/class/net/eth0/queues/rx-0/rps_cpus"
     for result in lab.run(command):
         *devices, mask = result.stdout.split()

@@ -174,7 +174,7 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     assert list((home / "tmp").iterdir()) == []
 
 
-def test_what_followed_the_first_failure_is_told_after_it(home):
+def test_later_failures_are_listed_after_the_first(home):
     timeouts = JobTimeouts(follow=60.0)
     job = JobSpec(
         script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", timeouts=timeouts
@@ -261,7 +261,7 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
+def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
     from paceline.launch.agent.elastic_agent import ElasticAgent, JobEnded, run_host
     from paceline.launch.agent.world_agreement import JobOutcome
 

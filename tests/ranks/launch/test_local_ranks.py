@@ -281,7 +281,7 @@ def test_a_log_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkey
         run_ranks(["-c", "pass"], 2, log_dir=tmp_path)
 
 
-def test_who_was_reaped_is_sent_no_signal(monkeypatch):
+def test_a_reaped_process_is_sent_no_signal(monkeypatch):
     """Its number may be another process's by then."""
     child = ChildProcess(subprocess.Popen([sys.executable, "-S", "-c", ""], process_group=0))
     end([child])
@@ -290,7 +290,7 @@ def test_who_was_reaped_is_sent_no_signal(monkeypatch):
     end([child])
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(home):
+def test_a_signal_without_a_name_is_reported_by_number(home):
     with pytest.raises(RankFailed, match="was ended by signal 40"):
         run_ranks(["-c", "import os; os.kill(os.getpid(), 40)"], 1, timeout=60)
 

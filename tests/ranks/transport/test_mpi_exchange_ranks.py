@@ -55,7 +55,7 @@ def test_a_rank_that_is_killed_ends_all():
     assert mpi_worlds.gone(ended.told().values())
 
 
-def test_ranks_that_exchange_different_sizes_are_told_so():
+def test_ranks_with_different_sizes_get_an_error():
     ended = mpi_worlds.mpi_world(2, PROGRAM, "sizes_differ")
     assert ended.code == 0, ended
     problems = ended.told()[1]

@@ -53,7 +53,7 @@ def test_a_number_is_an_identity_and_back(number):
 @pytest.mark.parametrize(
     "identity", [b"", b"x", bytes(8), b"\xff" * 8, b"\x80" + bytes(7), b"\x80" + b"x" * 8]
 )
-def test_what_is_no_worker_s_identity_is_nobody(identity):
+def test_invalid_identities_have_no_worker_number(identity):
     assert worker_number(identity) is None
 
 
@@ -138,7 +138,7 @@ def test_a_thread_that_wakes_the_other_ends_its_wait(ends, hub):
         end.wake()
 
 
-def test_waiting_ends_when_something_comes_or_a_connection_does(ends, hub):
+def test_poll_returns_on_a_message_or_a_connection(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
     stop = threading.Event()
     polling = threading.Thread(target=lambda: [hub.poll(0.01) for _ in iter(stop.is_set, True)])
@@ -154,7 +154,7 @@ def test_waiting_ends_when_something_comes_or_a_connection_does(ends, hub):
     assert came.header.source == 7
 
 
-def test_nothing_is_taken_while_there_is_nobody_to_take_it(ends, hub):
+def test_send_is_refused_without_a_peer(ends, hub):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7)
@@ -191,7 +191,7 @@ def filled(end, target, payload):
     return sequence
 
 
-def test_who_takes_nothing_holds_up_its_sender_and_nobody_else(ends, hub):
+def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
     slow, quick = ends(WorkerExchange, hub.address, 7), ends(WorkerExchange, hub.address, 8)
     meet(hub, slow, quick)
     payload = os.urandom(1 << 20)
@@ -252,7 +252,7 @@ def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
         assert (worker.peers(), worker.problem) == ([HUB], "")
 
 
-def test_a_hub_that_stands_still_counts_as_gone_and_comes_back(ends):
+def test_a_stopped_hub_times_out_and_reconnects(ends):
     with program("hub", LOOPBACK) as process:
         worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
         answered(worker, 0)
@@ -276,7 +276,7 @@ def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
     assert bytes(came.payload) == b"again"
 
 
-def test_a_worker_whose_old_connection_nobody_ended_keeps_its_number_too(ends, hub):
+def test_a_worker_with_a_stale_connection_keeps_its_number(ends, hub):
     with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
         shake_hands(old, worker_identity(7), hub.poll)
         old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
@@ -371,7 +371,7 @@ def test_an_address_where_no_hub_can_be_says_what_can(address, message):
         HubExchange(address, "run", insecure=True)
 
 
-def test_a_hub_that_others_reach_wants_keys_or_to_be_told(ends):
+def test_a_reachable_hub_requires_keys_or_insecure(ends):
     with pytest.raises(UsageError, match="has no keys"):
         HubExchange("tcp://*:*", "run")
     hub = ends(HubExchange, "tcp://*:*", "run", insecure=True)

@@ -32,7 +32,7 @@ def worker_of(ends, hub, folder, name, number=7):
     return ends(WorkerExchange, hub.address, number, "run", keys=WorkerKeys.read(folder / f"{name}.key"))
 
 
-def test_who_is_recorded_comes_in_and_what_is_said_arrives(ends, hub, folder):
+def test_recorded_workers_connect_and_exchange_envelopes(ends, hub, folder):
     worker = worker_of(ends, hub, folder, "alice")
     meet(hub, worker)
     payload = os.urandom(4 << 20)
@@ -71,7 +71,7 @@ def test_what_is_said_can_not_be_read_on_the_way(ends, hub, folder):
     assert secret[:26] not in seen
 
 
-def test_who_has_the_wrong_key_or_none_gets_nowhere_and_is_told_why(ends, hub, folder, tmp_path):
+def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "others", "eve")
     eve = WorkerKeys.read(tmp_path / "others" / "eve.key")
     of_another_hub = ends(WorkerExchange, hub.address, 1, keys=eve)
@@ -109,7 +109,7 @@ def test_an_absent_hub_is_not_taken_for_one_that_refuses(ends, folder):
     assert worker.problem == f"no hub answers at tcp://127.0.0.1:{port}; retrying"
 
 
-def test_a_worker_that_is_added_while_the_hub_runs_comes_in_by_itself(ends, hub, folder, tmp_path):
+def test_a_worker_added_while_the_hub_runs_connects(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "spare", "bob")
     bob = replace(WorkerKeys.read(tmp_path / "spare" / "bob.key"), hub=HubKeys.read(folder).public)
     worker = ends(WorkerExchange, hub.address, 8, keys=bob)
@@ -128,7 +128,7 @@ def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
     drive([hub, again], lambda _: "does not admit" in again.problem)
 
 
-def test_a_record_that_cannot_be_read_is_told_and_the_others_count(ends, hub, folder):
+def test_an_unreadable_record_is_reported_and_the_others_are_valid(ends, hub, folder):
     make_keys(folder, "bob")
     (folder / "workers" / "alice.pub").write_text("kind = public\nname = alice\npublic = nonsense\n")
     meet(hub, worker_of(ends, hub, folder, "bob", 8))
@@ -218,6 +218,6 @@ def test_settings_at_their_ends_are_taken(ends):
         ends(WorkerExchange, "tcp://127.0.0.1:7000", 7, settings=each)
 
 
-def test_a_hub_whose_name_nobody_knows_is_absent(ends):
+def test_a_hub_whose_name_does_not_resolve_is_absent(ends):
     worker = ends(WorkerExchange, "tcp://no-such-host.invalid:7000", 7)
     drive([worker], lambda _: "no hub answers" in worker.problem)

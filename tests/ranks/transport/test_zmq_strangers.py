@@ -77,7 +77,7 @@ def test_what_no_hub_should_take_is_counted_by_what_it_is(ends, hub):
     assert hub.peers() == [raw.me], "of what followed"
 
 
-def test_an_envelope_under_another_s_identity_is_not_delivered_and_makes_nobody_known(ends, hub):
+def test_an_envelope_with_a_false_source_is_not_delivered_and_adds_no_peer(ends, hub):
     raw = ends(Raw, hub, 5)
     assert raw.come(wired(make(6, HUB))) == []
     assert hub.refused == {"ForeignEnvelope": 1}
@@ -98,7 +98,7 @@ def until_it_is_known(router, message):
         time.sleep(0.005)
 
 
-def test_a_worker_takes_nothing_from_who_is_no_hub(ends):
+def test_a_worker_accepts_envelopes_of_the_hub_only(ends):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what can't be sent is an error, not dropped
@@ -168,7 +168,7 @@ def test_whatever_happens_to_an_envelope_it_is_refused_or_what_was_sent(ends, hu
 
 
 @pytest.mark.timeout(180)
-def test_ten_thousand_bad_messages_leave_nothing_and_hold_up_nobody(ends, hub):
+def test_ten_thousand_bad_messages_leak_nothing_and_delay_no_peer(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7, "run")
     meet(hub, worker)
     process, resident, served = psutil.Process(), [], 0
@@ -237,7 +237,7 @@ def test_half_an_envelope_is_none(ends, hub):
     assert hub.refused == {}
 
 
-def test_what_is_no_zeromq_is_nobody(ends, hub):
+def test_other_protocols_add_no_peer(ends, hub):
     draw, came = random.Random(1), []
     for _ in range(200):
         garbage(hub.address, draw, lambda: came.extend(hub.poll()))

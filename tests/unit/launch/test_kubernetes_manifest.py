@@ -104,7 +104,7 @@ def test_the_check_refuses_what_the_server_would(check):
 @pytest.mark.parametrize(
     "word", ['a b"=0"', "no", "1", "x: y", "a\nb\n", " - #", "𝛼é\x85\u2028", "$(HOME)", "'", "{}"]
 )
-def test_words_come_through(word):
+def test_arguments_are_quoted(word):
     work = ClusterJob(("train.py", word), env={"X": word}, folder="/runs")
     job = yaml.safe_load(kubernetes_manifest(work, PODS))
     [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
@@ -124,11 +124,11 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.just("spec"), VALUES, min_size=1))
-def test_yaml_says_what_was_meant(value):
+def test_yaml_round_trips(value):
     assert yaml.safe_load(yaml_text(value)) == value
 
 
-def test_what_can_not_be_is_refused():
+def test_invalid_values_are_refused():
     with pytest.raises(UsageError, match="a pod needs an image"):
         PodOptions("")
     with pytest.raises(UsageError, match="shared_memory=5 bytes"):

@@ -50,7 +50,7 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
         ({"folder": "/runs\n/a"}, "is not the same everywhere"),
     ],
 )
-def test_work_that_can_not_be_is_refused(what, said):
+def test_invalid_jobs_are_refused(what, said):
     with pytest.raises(UsageError, match=said) as caught:
         ClusterJob(**{"program": ("train.py",)} | what)
     assert "→" in str(caught.value)
@@ -63,7 +63,7 @@ def test_work_counts():
     assert ClusterJob(("train.py",), env={"OMP_NUM_THREADS": "7"}).variables() == {"OMP_NUM_THREADS": "7"}
 
 
-def test_paceline_run_is_told_the_hosts():
+def test_paceline_run_gets_the_hosts():
     work = ClusterJob(
         ("-m", "my.module", "-m"), hosts=3, min_hosts=2, ranks_per_host=2, name="gpt", python="py"
     )
@@ -85,7 +85,7 @@ def test_torchrun_meets_at_the_first_host():
         torchrun_command(ClusterJob(("train.py",), hosts=2))
 
 
-def test_torchrun_s_line_comes_through_a_shell():
+def test_the_torchrun_line_is_valid_shell():
     work = ClusterJob(("train.py", *WEIRD), **NAMED, env={"A": WEIRD[0]}, folder="/runs/it's 100%")
     words = shlex.split(torchrun_line(work))
     assert words[:4] == ["cd", "/runs/it's 100%", "&&", "exec"]
@@ -160,7 +160,7 @@ def test_a_batch_script_without_limit_is_not_warned():
         (lambda: batch_script(ClusterJob(("x.py",), folder="/a\\b")), "has a backslash"),
     ],
 )
-def test_what_slurm_can_not_be_told_is_refused(make, said):
+def test_invalid_slurm_options_are_refused(make, said):
     with pytest.raises(UsageError, match=said):
         make()
 

@@ -25,7 +25,7 @@ def test_a_cell_is_the_worst_of_its_tests():
     }
 
 
-def test_what_did_not_run_is_not_told_as_done():
+def test_skipped_tests_do_not_count_as_passed():
     assert cells({}) == {}
     assert show({"MPI": {"finishes": "yes"}, "Ray": {"resumes": "skipped"}}).splitlines()[2:] == [
         "| MPI | yes | not tried |",

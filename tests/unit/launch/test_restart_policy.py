@@ -53,7 +53,7 @@ def test_the_same_rank_without_progress_is_given_up(past, expected):
     assert action(past) == expected
 
 
-def test_no_further_down_than_asked():
+def test_the_minimum_world_size_is_kept():
     stuck = [life(), life()]
     assert action(stuck, ranks=3, min_ranks=2) == "fewer"
     assert action(stuck, ranks=2, min_ranks=2) == "end"
@@ -113,12 +113,12 @@ def rank_failed(number, *lines, host=A, code=1):
         "paceline.errors.MissingRanks: 1 of 2 ranks did not come within 60 s",
     ],
 )
-def test_who_lost_a_peer_is_an_echo(line):
+def test_a_lost_peer_is_a_secondary_failure(line):
     assert is_secondary(rank_failed(0, "Traceback", line))
     assert not is_secondary(rank_failed(0, line, *["later"] * 5))
 
 
-def test_who_cites_another_rank_at_length_is_an_echo():
+def test_quoting_another_rank_is_a_secondary_failure():
     named = "[rank0]: paceline.errors.PeerFailed: [rank 1, step 24] rank 1 on host pc1 raised KeyError: 7"
     cited = [f"[rank0]:   |   File 'train.py', line {number}" for number in range(9)]
     assert is_secondary(rank_failed(0, named, *cited, "[rank0]:   | KeyError: 7", "[rank0]:   → correct it"))
@@ -127,11 +127,11 @@ def test_who_cites_another_rank_at_length_is_an_echo():
 @pytest.mark.parametrize(
     "line", ["ValueError: a bad batch", "", "torch.OutOfMemoryError: CUDA out of memory"]
 )
-def test_who_has_a_reason_of_its_own_is_none(line):
+def test_other_errors_are_primary_failures(line):
     assert not is_secondary(rank_failed(0, line))
 
 
-def test_the_first_failure_is_the_first_told_that_is_no_echo():
+def test_the_first_failure_is_the_first_primary_one():
     echo, cause, later = (
         rank_failed(0, "PeerLost"),
         rank_failed(3, "ValueError: x"),
@@ -143,7 +143,7 @@ def test_the_first_failure_is_the_first_told_that_is_no_echo():
     assert first_failure([]) is None
 
 
-def test_a_failure_tells_who_how_and_why():
+def test_a_failure_is_described_by_rank_exit_and_reason():
     assert (
         str(rank_failed(1, "[rank1]: ValueError: x"))
         == "rank 1 on pc0 ended with exit code 1 after 12 s (ValueError: x)"
@@ -176,7 +176,7 @@ def test_a_rank_failed_and_all_hosts_are_there():
     )
 
 
-def test_a_lost_host_caused_the_echoes_of_others():
+def test_a_lost_host_caused_the_secondary_failures():
     told = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
     verdict, lives = judged(PreviousWorld((A, B, C), told, True, 30.0), [A, C])
     assert (verdict.first.host, verdict.first.rank, verdict.lost) == ("pc1", None, ("pc1",))
@@ -190,7 +190,7 @@ def test_a_host_whose_rank_failed_before_it_was_lost_is_named_by_the_rank():
     assert (verdict.first.rank, verdict.lost, verdict.after) == (2, ("pc1",), ())
 
 
-def test_a_host_that_came_back_at_once_was_lost_and_joined():
+def test_a_host_that_rejoins_at_once_was_lost_and_joined():
     again = HostMember("pc1", "another agent", 2)
     verdict, _ = judged(PreviousWorld((A, B), (), False), [A, again])
     assert (verdict.first.host, verdict.lost, verdict.joined) == ("pc1", ("pc1",), ("pc1",))
@@ -228,7 +228,7 @@ def test_a_stuck_rank_is_taken_from_its_host():
     assert (verdict.decision.action, verdict.shrinks) == ("same", "")  # its host is gone with it
 
 
-def test_the_end_tells_the_first_failure_and_what_followed():
+def test_the_outcome_names_the_first_failure_and_later_ones():
     told = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
     verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], max_restarts=0)
     over = failed_outcome(verdict)
@@ -277,7 +277,7 @@ def test_a_program_that_was_called_wrongly_is_not_started_again():
         (-9, [], False),
     ],
 )
-def test_who_was_called_wrongly_says_so(code, lines, refused):
+def test_usage_errors_are_recognised(code, lines, refused):
     failure = rank_failed(0, *lines, code=code)
     assert failure.refused is refused
     verdict, _ = judged(PreviousWorld((A,), (failure,), False), [A], min_ranks=1)

@@ -44,7 +44,7 @@ def test_addresses_are_read(text, host, port, shown):
 @pytest.mark.parametrize(
     "text", ["", ":4000", "pc1:", "pc1:x", "tcp://pc1:4000", "pc1:4000/x", "::1", "a b:3"]
 )
-def test_what_is_no_address_is_refused(text):
+def test_invalid_addresses_are_refused(text):
     with pytest.raises(UsageError, match="is not a rendezvous address"):
         parse_rendezvous_address(text)
 
@@ -125,7 +125,7 @@ def test_own_addresses_are_known(monkeypatch):
     )  # others know it by this name
 
 
-def test_a_taken_port_is_told_before_it_is_served():
+def test_a_taken_port_is_refused_before_serving():
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -138,7 +138,7 @@ def test_a_taken_port_is_told_before_it_is_served():
         check_port_free(RendezvousAddress("192.0.2.1", 29400))
 
 
-def test_a_rendezvous_that_nobody_serves_is_given_up():
+def test_a_rendezvous_without_server_times_out():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = RendezvousAddress("127.0.0.1", free.getsockname()[1])

@@ -99,14 +99,14 @@ def test_faults_are_read(text, found):
         ("fail_at(rank=1, step=2)\x00", "invalid syntax"),
     ],
 )
-def test_what_is_no_fault_is_refused_and_nothing_is_armed(text, message):
+def test_invalid_faults_are_refused_and_none_is_armed(text, message):
     with pytest.raises(UsageError, match=message):
         fault_injection.arm(text)
     assert armed() == []
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_read_or_refused(text):
+def test_any_text_is_parsed_or_refused(text):
     try:
         fault_injection.arm(text)
     except UsageError:
@@ -216,13 +216,13 @@ def test_one_bit_of_one_parameter_flips_after_its_step():
 @pytest.mark.parametrize(
     ("parameter", "message"), [("wieght", "did you mean 'weight'"), (2, "has 2 parameters")]
 )
-def test_a_parameter_that_is_not_there_is_told_when_it_should_flip(parameter, message):
+def test_an_unknown_parameter_is_reported_at_its_step(parameter, message):
     fault_injection.corrupt(1, 0, parameter)
     with pytest.raises(UsageError, match=message):
         fault_injection.end_step(0, torch.nn.Linear(3, 2).named_parameters())
 
 
-def test_the_disk_is_full_after_so_many_bytes():
+def test_the_disk_is_full_after_its_bytes():
     fault_injection.before_write(10**9)
     fault_injection.disk_full(100)
     fault_injection.disk_full(50, rank=0)

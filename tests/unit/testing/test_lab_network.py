@@ -59,7 +59,7 @@ def test_a_star_holds_a_rate_per_host():
         ({"hosts": 2, "delay": -1.0}, "delay=-1.0 is not a network delay"),
     ],
 )
-def test_what_can_not_be_is_refused(arguments, message):
+def test_invalid_values_are_refused(arguments, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         plan_network(**arguments)
 

@@ -21,7 +21,7 @@ from paceline.testing.netlab.lab_requirements import (
 ALL = (1 << 41) - 1
 
 
-def test_nothing_is_lacking_where_everything_is_there():
+def test_a_complete_machine_lacks_nothing():
     assert missing_facility("linux", [], ALL) is None
     assert missing_facility("linux", [], 1 << 12 | 1 << 21) is None
 
@@ -40,7 +40,7 @@ def test_nothing_is_lacking_where_everything_is_there():
         (("linux", [], ALL & ~(1 << 12)), ["lacks CAP_NET_ADMIN\n"]),
     ],
 )
-def test_what_is_lacking_is_named_with_the_way_to_get_it(facts, told):
+def test_a_missing_requirement_is_named_with_a_remedy(facts, told):
     problem = missing_facility(*facts)
     assert isinstance(problem, UsageError)
     for part in told:
@@ -56,7 +56,7 @@ def test_tools_are_looked_for_where_administrators_have_them(monkeypatch):
     assert asked == [["/nowhere", "/usr/sbin", "/sbin"]]
 
 
-def test_torchrun_is_told_the_place_of_each_host():
+def test_torchrun_gets_the_node_rank_of_each_host():
     program = ["train.py", "--steps", "3"]
     command = lab_torchrun_command(program, node=1, nodes=4, ranks_per_host=2, master=0, port=29501)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
@@ -76,7 +76,7 @@ def test_torchrun_is_told_the_place_of_each_host():
     ("program", "python"),
     [(["train.py"], True), (["-m", "my.module"], True), (["paceline", "train"], False), (["./train"], False)],
 )
-def test_what_is_no_python_is_run_as_it_is(program, python):
+def test_other_programs_run_without_python(program, python):
     assert is_python(program) is python
     command = lab_torchrun_command(program, node=0, nodes=1, ranks_per_host=1, master=0, port=1)
     assert ("--no-python" in command) is not python
@@ -148,7 +148,7 @@ def test_counters_are_read_by_column():
     assert parse_traffic(TABLE, "lo") == InterfaceBytes(sent=100, received=100)
 
 
-def test_the_difference_of_counters_is_what_went_between():
+def test_counters_can_be_subtracted():
     assert InterfaceBytes(sent=9, received=7) - InterfaceBytes(sent=4, received=7) == InterfaceBytes(
         sent=5, received=0
     )

@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path):
         make_keys(tmp_path / "file" / "keys")
 
 
-def test_each_end_is_told_when_it_was_given_the_other_s_key(tmp_path):
+def test_swapped_key_files_are_recognised(tmp_path):
     given = make_keys(tmp_path / "keys", "alice")
     with pytest.raises(UsageError, match=r"alice\.key is a worker's key, not a hub's key"):
         HubKeys.read(given)

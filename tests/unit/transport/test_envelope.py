@@ -49,7 +49,7 @@ def forged(*values, begin=envelope.BEGIN):
 
 
 @given(headers, st.binary(max_size=2000))
-def test_what_goes_in_comes_out(sent, payload):
+def test_encode_and_decode_are_inverse(sent, payload):
     came, got = decode(b"".join(encode(sent, payload)))
     assert bytes(got) == payload
     assert came == replace(
@@ -92,7 +92,7 @@ def test_a_payload_that_is_not_bytes_is_sent_as_the_bytes_it_is():
 
 
 @pytest.mark.parametrize("frames", [1, 5])
-def test_no_memory_is_taken_for_a_size_that_nobody_checked(frames):
+def test_no_memory_is_allocated_for_an_unverified_size(frames):
     huge = 2**62
     told = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
     values = [getattr(told, name) for name in envelope_header._NAMES]
@@ -125,7 +125,7 @@ def test_a_list_of_absurd_length_in_a_header_takes_no_memory():
         ([1, 5, *["x"] * 14], DamagedEnvelope, "run is 5"),
     ],
 )
-def test_a_header_whose_checksum_is_right_is_still_not_believed(values, error, message):
+def test_header_fields_are_validated_despite_a_valid_checksum(values, error, message):
     with pytest.raises(error, match=message):
         decode(forged(values))
 

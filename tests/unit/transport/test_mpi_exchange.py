@@ -172,7 +172,7 @@ class SlowCarrier(Carrier):
         return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
 
-def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(monkeypatch):
+def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(monkeypatch):
     monkeypatch.setattr(Held, "held", True)
     comm, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
     receiver = SlowCarrier(comm, 0, 2)
@@ -197,7 +197,7 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
     assert len(comm.between(1, 0)) == 1
 
 
-def test_a_close_is_the_last_that_is_asked_for_in_a_round():
+def test_no_receive_is_posted_after_a_close():
     comm = Wire(random.Random(1))
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
@@ -292,7 +292,7 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
     )
 
 
-def test_who_tells_nothing_or_takes_nothing_is_named():
+def test_ranks_that_send_or_receive_no_report_are_named():
     carrier = LostCarrier(Wire(random.Random(1)), 0, 3)
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 reported nothing for 0\.05 s") as caught:
         gather_reports(carrier, RoundReport(0), 0.05)
@@ -308,7 +308,7 @@ def test_who_tells_nothing_or_takes_nothing_is_named():
 
 
 @pytest.mark.parametrize("wrong", [5, "text", np.zeros((3, 4)).T, np.zeros(3, "M8[s]")])
-def test_what_has_no_bytes_in_a_row_can_not_be_exchanged(wrong):
+def test_non_contiguous_data_is_refused(wrong):
     with pytest.raises(UsageError, match="can't be exchanged"):
         bytes_view(wrong)
 
@@ -349,7 +349,7 @@ def test_a_fault_in_the_order_is_in_the_middle():
     assert faulty_frame_order("swap", 1) == [0]
 
 
-def test_a_verdict_survives_the_way():
+def test_a_report_survives_serialisation():
     problem = ExchangeProblem("DamagedEnvelope", 1, 2, "bad “bits”")
     verdict = RoundReport(1, (problem,), {"closed": True})
     assert decode(json.loads(json.dumps(encode(verdict))), RoundReport, "report") == verdict

@@ -90,7 +90,7 @@ def test_a_long_one_is_not_passed_by_those_that_would_fit():
     assert keys(gone.taken) == [(1, 0), (4, 0)], "a short one goes first: it costs the long ones little"
 
 
-def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
+def test_a_target_with_its_own_bucket_delays_no_other():
     paced, gone = PacedQueue(), Gone()
     paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0))
     for sequence in range(3):
@@ -106,7 +106,7 @@ def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
     assert paced.pump(wait, gone) == math.inf
 
 
-def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
+def test_a_blocked_peer_delays_no_other_and_keeps_its_place():
     paced, gone = PacedQueue(), Gone()
     gone.blocked.add(1)
     for sequence in range(3):
@@ -180,7 +180,7 @@ def test_long_texts_in_a_header_count():
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, SHORT, 5000, 20_000, LONG])), max_size=40),
     st.randoms(use_true_random=False),
 )
-def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw):
+def test_every_envelope_is_sent_once_in_order_at_the_rate(asked, draw):
     rate, burst = 1e6, LONG + ENVELOPE_OVERHEAD_NBYTES
     paced, now, left = PacedQueue(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
 

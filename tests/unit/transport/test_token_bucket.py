@@ -55,7 +55,7 @@ def test_no_second_has_more_than_the_rate_and_the_burst(rate, burst_seconds, ask
     assert most_in_any(1.0, left) <= (rate + burst) * (1 + 1e-6) + 1
 
 
-def test_what_may_leave_is_what_came_in_since():
+def test_available_bytes_are_those_accrued():
     bucket = TokenBucket(1000, 100, now=5.0)
     assert (bucket.available(5.0), bucket.seconds_until(100, 5.0)) == (100, 0.0)
     bucket.take(100, 5.0)
@@ -74,7 +74,7 @@ def test_what_does_not_fit_leaves_when_the_bucket_is_full_and_is_paid_back():
     assert (bucket.available(0.25), bucket.available(0.3)) == (0, 50)
 
 
-def test_the_waits_that_are_told_lead_there():
+def test_after_the_reported_wait_the_bytes_are_available():
     bucket, now = TokenBucket(1e9 / 3, 1e5, 0.0), 1e6
     for _ in range(1000):
         bucket.take(77_777, now)
