@@ -1,4 +1,4 @@
-"""Ray: a cluster of this machine on which a training finishes, and one of two hosts on which a worker is killed."""
+"""Ray: a cluster of this machine, and one of two hosts on which a worker is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm, real and complete, on two hosts of the network lab: jobs that finish, are requeued, are cancelled."""
+"""Slurm on two hosts of the network lab: jobs that finish, are requeued, are cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchrun on two hosts of the network lab, started as over ssh: by a command that runs a line on a host."""
+"""torchrun on two hosts of the network lab, started by a shell line per host, as over ssh."""
 
 from __future__ import annotations
 

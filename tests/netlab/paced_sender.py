@@ -1,9 +1,9 @@
-"""Sends through a star as fast as a share allows: run on a host of the lab as `python star_pace.py ROLE …`.
+"""Sends through a hub at its share of the link; run on a host of the lab as `python paced_sender.py ROLE …`.
 
-hub ADDRESS SECONDS SHARE LINK       a hub that sends to every worker it hears of, for so long
-worker ADDRESS SECONDS SHARE LINK    a worker that sends to the hub, for so long
+hub ADDRESS SECONDS SHARE LINK       send to every connected worker for SECONDS
+worker ADDRESS SECONDS SHARE LINK    send to the hub for SECONDS
 
-Both take whatever comes. SHARE is "-" for who sends only beats. Prints the bytes of payloads that came.
+Both receive meanwhile. SHARE "-" sends heartbeats only. Prints the number of payload bytes received.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A star in a short storm on hosts of their own: nothing acknowledged is lost, nothing counts twice, the run ends."""
+"""Asynchronous training in a storm of failures: nothing acknowledged is lost or counted twice, and the run ends."""
 
 import itertools
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Hosts: what each has for itself, running programs on them, killing and stopping them, and what is left: nothing."""
+"""Hosts of a lab: isolation, running, killing and stopping programs, and nothing left behind."""
 
 from __future__ import annotations
 

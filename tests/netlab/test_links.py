@@ -1,4 +1,4 @@
-"""Links: as fast as asked, in each direction by itself, counted, changed, cut and mended."""
+"""Links of a lab: rate per direction, counters, changes, cut and reconnection."""
 
 from __future__ import annotations
 

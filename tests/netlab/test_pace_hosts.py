@@ -1,4 +1,4 @@
-"""Pace on links: who asks for a share of its link gets it, and no second has a tenth more, headers included."""
+"""Pacing on links: a share of the link is reached, and no second exceeds it by a tenth, headers included."""
 
 from __future__ import annotations
 

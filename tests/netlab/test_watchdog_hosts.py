@@ -1,4 +1,4 @@
-"""Hosts that are cut off, killed or stopped, and ranks on them that raise: every other rank names whom and where."""
+"""Hosts that are cut off, killed or stopped, and ranks that raise: every other rank names which and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of one host, restarted after failures: worlds that form anew, sizes, reasons told, nothing left behind."""
+"""Elastic runs on one host: restarts, world sizes, reported reasons, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a program as local ranks: good ends, failures, hangs, signals, and that nothing is left behind."""
+"""Local ranks: success, failures, hangs, signals, and nothing left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_exchange_mpi.py do: ``python exchange_ranks.py CASE``."""
+"""Ranks of test_mpi_exchange_ranks.py: ``python exchange_ranks.py CASE``."""
 
 from __future__ import annotations
 

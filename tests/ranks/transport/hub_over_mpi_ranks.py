@@ -1,4 +1,4 @@
-"""What the ranks of test_over_mpi.py do: ``python star_ranks.py CASE``."""
+"""Ranks of test_hub_over_mpi.py: ``python hub_over_mpi_ranks.py CASE``."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ def strangers(carrier, end):
             came += end.poll(1.0)
         assert all(each.header.kind == "good" for each in came)
         return dict(end.refused)
-    flights, sent = [], 0
+    requests, sent = [], 0
     for number in range(3):
         for parts in bad_messages(random.Random(number), end.me):
             message = b"".join(parts)  # here a message has one part
             if is_good(message, end.me):
                 message += b"x"
-            flights.append((carrier.send(message, HUB, MessageTag.ENVELOPE), message))
+            requests.append((carrier.send(message, HUB, MessageTag.ENVELOPE), message))
             sent += 1
         long = bytes(5 << 20)
-        flights.append((carrier.send(long, HUB, MessageTag.ENVELOPE), long))
+        requests.append((carrier.send(long, HUB, MessageTag.ENVELOPE), long))
         sent += 1
         until(lambda number=number: end.send(make(end.me, HUB, number, kind="good")))
-    until(lambda: all(launch_queue.Test() for launch_queue, _ in flights))
+    until(lambda: all(request.Test() for request, _ in requests))
     return sent
 
 

@@ -1,4 +1,4 @@
-"""Ring and all-to-all under mpiexec: all ranks finish, every fault on the wire is named, nothing hangs."""
+"""Ring and all-to-all under mpiexec: all ranks finish, every injected fault is named, nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A star over ZeroMQ: what is sent arrives, who takes nothing holds up nobody else, and ends come and go."""
+"""Hub and workers over ZeroMQ: delivery, back-pressure per peer, and reconnection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a star at work: who is recorded comes in, nobody else does, and each is told why."""
+"""Authentication over ZeroMQ: recorded workers connect, others are rejected with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers send to an end of a star: none is delivered, it costs nothing that stays, and others are served."""
+"""Invalid messages and foreign peers over ZeroMQ: none is delivered, nothing leaks, and other peers are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifests of PyTorchJobs against the published schema (kubeflow/README.md), and YAML that says what was meant."""
+"""PyTorchJob manifests against the published schema (kubeflow/README.md), and their YAML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands and files of launchers, from a description: what they say, how they quote, what is refused."""
+"""Commands and files of the launchers: content, quoting, refused input."""
 
 from __future__ import annotations
 

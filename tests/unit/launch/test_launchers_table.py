@@ -1,4 +1,4 @@
-"""The table of launchers is made of what became of tests, the worst of each cell."""
+"""Table of launchers: each cell shows the worst result of its tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run goes on after a failure: decided from its past alone, without processes."""
+"""Decision after a failure: first failure, restart, size and outcome, without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `paceline run` is asked for: read and refused before anything is started, torch included."""
+"""Input of `paceline run`: parsed and refused before anything starts, torch included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults on purpose: reading them, when and where they happen, what is refused."""
+"""Fault injection: parsing, time and rank of faults, refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network lab on paper: what is asked for, what is refused, and the commands that make it. Nothing is run."""
+"""The lab's network as data: settings, refused input, and the commands that build it. Nothing is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab's other decisions: what a machine lacks, torchrun's command lines, reading counters. Nothing is run."""
+"""The lab's requirements, torchrun's command lines, and interface counters. Nothing is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a star: who has which, that none is overwritten or seen by others, and what is said of a wrong one."""
+"""Keys of hub and workers: who holds which, permissions, no overwriting, and errors for invalid files."""
 
 from __future__ import annotations
 

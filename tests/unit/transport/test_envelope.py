@@ -1,4 +1,4 @@
-"""Envelopes: what goes in comes out, nothing is copied, no size is believed, and values that can't be are refused."""
+"""Envelopes: round trip without copies, no unverified size is trusted, and invalid values are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Envelopes that a carrier brought in parts: what was sent, or an error; nothing else, whatever was done to them."""
+"""Envelopes received in parts: the sent one or an error, whatever was done to them."""
 
 from __future__ import annotations
 

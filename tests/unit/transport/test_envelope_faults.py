@@ -1,4 +1,4 @@
-"""Faults put into envelopes on their way: every one is found, named as what it is, and not delivered."""
+"""Faults injected into envelopes in transit: each is detected, classified, and not delivered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of hubs: what is one, what is within reach of others, and what else is said."""
+"""Addresses of hubs: parsing, reachability, refused input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rings and all-to-alls over a carrier inside this process: all arrives, every fault is found and named."""
+"""Ring and all-to-all over an in-process carrier: messages arrive, and every fault is detected and named."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KIND = {  # of the first problem that a fault has to lead to
 
 
 @dataclass
-class Flight:
+class FakeRequest:
     """A message that its receiver takes, or has taken, after a few looks."""
 
     looks: int
@@ -75,7 +75,7 @@ class Carrier:
 
     def send(self, buffer, target, tag):
         self.comm.between(self.rank, target).append((tag, buffer))
-        return Flight(self.comm.rng.randrange(3))
+        return FakeRequest(self.comm.rng.randrange(3))
 
     def probe(self, source, tag=None):
         queue = self.comm.between(source, self.rank)
@@ -85,7 +85,7 @@ class Carrier:
 
         def receive(place):
             memoryview(place)[:] = buffer
-            return Flight(self.comm.rng.randrange(3))
+            return FakeRequest(self.comm.rng.randrange(3))
 
         return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
@@ -167,7 +167,7 @@ class SlowCarrier(Carrier):
         def receive(place):
             memoryview(place)[:] = buffer
             self.asked.append((came, isinstance(place, memoryview)))
-            return Held() if came == MessageTag.PAYLOAD else Flight(0)
+            return Held() if came == MessageTag.PAYLOAD else FakeRequest(0)
 
         return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
@@ -276,9 +276,9 @@ class LostCarrier(Carrier):
     """What it sends is never taken."""
 
     def send(self, buffer, target, tag):
-        launch_queue = Flight(10**9)
-        self.flights = [*getattr(self, "flights", []), weakref.ref(launch_queue)]
-        return launch_queue
+        request = FakeRequest(10**9)
+        self.requests = [*getattr(self, "requests", []), weakref.ref(request)]
+        return request
 
 
 def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
@@ -286,8 +286,8 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
     outcome = ring.exchange(bytes(1000), bytearray(1000))
     assert [each.kind for each in outcome.problems] == ["MissingEnvelope"]
     gc.collect()
-    assert len(ring.carrier.flights) == 6
-    assert all(launch_queue() is not None for launch_queue in ring.carrier.flights), (
+    assert len(ring.carrier.requests) == 6
+    assert all(request() is not None for request in ring.carrier.requests), (
         "MPI would write to memory of others"
     )
 
@@ -304,7 +304,7 @@ def test_ranks_that_send_or_receive_no_report_are_named():
     with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 received no report for 0\.05 s"):
         gather_reports(carrier, RoundReport(0), 0.05)
     gc.collect()
-    assert all(launch_queue() is not None for launch_queue in carrier.flights)
+    assert all(request() is not None for request in carrier.requests)
 
 
 @pytest.mark.parametrize("wrong", [5, "text", np.zeros((3, 4)).T, np.zeros(3, "M8[s]")])

@@ -1,4 +1,4 @@
-"""What waits to be sent: short ones first, in turn and in order, no faster than buckets let it, and not too much."""
+"""Queue of outgoing envelopes: order, fairness, rate and capacity."""
 
 from __future__ import annotations
 

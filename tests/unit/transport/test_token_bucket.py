@@ -1,4 +1,4 @@
-"""Pace: no second has more than was promised, whatever the clock does, and a share of a link is a rate."""
+"""Token bucket: no second exceeds the rate, whatever the clock does; shares of a link."""
 
 from __future__ import annotations
 
