@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Fault:
     """An armed fault.
 
@@ -100,7 +100,7 @@ def fail_at(rank: int, step: int, how: str = "raise", *, restart: int | None = N
     if how not in fault_effects.FAILURES:
         raise unknown("way to fail", how, fault_effects.FAILURES)
     _check(call, rank=rank, step=step)
-    _arm(Fault(call, "begin", rank, step, restart, lambda _: fault_effects.FAILURES[how](call)))
+    _arm(call, "begin", lambda _: fault_effects.FAILURES[how](call), rank=rank, step=step, restart=restart)
 
 
 def stall_at(
@@ -127,7 +127,7 @@ def stall_at(
     if how not in fault_effects.STALLS:
         raise unknown("way to stall", how, fault_effects.STALLS)
     _check(call, rank=rank, step=step, seconds=seconds)
-    _arm(Fault(call, "begin", rank, step, restart, lambda _: fault_effects.STALLS[how](seconds)))
+    _arm(call, "begin", lambda _: fault_effects.STALLS[how](seconds), rank=rank, step=step, restart=restart)
 
 
 def slow(
@@ -154,7 +154,7 @@ def slow(
         raise UsageError(call, remedy="give either seconds (added to each step) or factor")
     if factor is not None and factor < 1:
         raise UsageError(call, remedy="give a factor of 1 or more")
-    _arm(Fault(call, "begin", rank, None, restart, fault_effects.StepDelay(seconds, factor).apply))
+    _arm(call, "begin", fault_effects.StepDelay(seconds, factor).apply, rank=rank, restart=restart)
 
 
 def corrupt(rank: int, step: int, parameter: str | int = 0, *, restart: int | None = None) -> None:
@@ -177,9 +177,11 @@ def corrupt(rank: int, step: int, parameter: str | int = 0, *, restart: int | No
     _check(call, rank=rank, step=step)
     if not isinstance(parameter, str | int) or isinstance(parameter, bool):
         raise UsageError(call, remedy="name a parameter, or give its number")
-    _arm(
-        Fault(call, "end", rank, step, restart, lambda named: fault_effects.flip_sign(named, parameter, call))
-    )
+
+    def flip(named: Iterable[tuple[str, Any]]) -> None:
+        fault_effects.flip_sign(named, parameter, call)
+
+    _arm(call, "end", flip, rank=rank, step=step, restart=restart)
 
 
 def disk_full(after_nbytes: int, *, rank: int | None = None, restart: int | None = None) -> None:
@@ -199,7 +201,7 @@ def disk_full(after_nbytes: int, *, rank: int | None = None, restart: int | None
     """
     call = f"disk_full(after_nbytes={after_nbytes!r})"
     _check(call, rank=rank, after_nbytes=after_nbytes)
-    _arm(Fault(call, "write", rank, None, restart, fault_effects.LimitedDisk(after_nbytes).write))
+    _arm(call, "write", fault_effects.LimitedDisk(after_nbytes).write, rank=rank, restart=restart)
 
 
 def disarm() -> None:
@@ -328,13 +330,20 @@ def _check(call: str, **values: object) -> None:
             raise UsageError(f"{call}: {name}={value!r}", remedy=f"give {kind}")
 
 
-def _arm(fault: Fault) -> None:
-    if fault.restart is not None and (not isinstance(fault.restart, int) or fault.restart < 0):
+def _arm(
+    call: str,
+    when: str,
+    effect: Callable[[Any], object],
+    *,
+    rank: int | None,
+    step: int | None = None,
+    restart: int | None,
+) -> None:
+    if restart is not None and (not isinstance(restart, int) or restart < 0):
         raise UsageError(
-            f"{fault.call}: restart={fault.restart!r}",
-            remedy="give a number of restarts; 0: before the first one",
+            f"{call}: restart={restart!r}", remedy="give a number of restarts; 0: before the first one"
         )
-    armed.append(fault)
+    armed.append(Fault(call=call, when=when, rank=rank, step=step, restart=restart, effect=effect))
 
 
 def _rank() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from paceline.transport.envelope import Envelope
 
@@ -71,6 +71,7 @@ class VirtualLink:
     up: float
     down: float
     latency: float = 1e-4
+    _: KW_ONLY
     up_free: float = 0.0
     down_free: float = 0.0
     sent_nbytes: float = 0.0

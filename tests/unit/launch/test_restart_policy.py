@@ -99,7 +99,9 @@ def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_rank
 
 
 def rank_failed(number, *lines, host=A, code=1):
-    return RankFailure(host.host, host.member, number, number % 2, code, 12.0, lines)
+    return RankFailure(
+        host.host, host.member, rank=number, local_rank=number % 2, exit_code=code, seconds=12.0, lines=lines
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,13 @@ from paceline.launch.agent.job_spec import JobSpec
 from paceline.launch.agent.job_store import JobStore, too_few_hosts
 from paceline.launch.agent.rank_failure import RankFailure, is_secondary
 from paceline.launch.agent.restart_log import RestartLog, log_line
-from paceline.launch.agent.world_agreement import HostMember, JobOutcome, WorldAgreement, failed_outcome
+from paceline.launch.agent.world_agreement import (
+    HostMember,
+    JobEnded,
+    JobOutcome,
+    WorldAgreement,
+    failed_outcome,
+)
 from paceline.launch.process.rank_process import (
     RankLogs,
     RankProcess,
@@ -65,19 +71,11 @@ from paceline.launch.process.rank_process import (
     wait_for_exit,
 )
 
-__all__ = ["ElasticAgent", "JobEnded", "run_host"]
+__all__ = ["ElasticAgent", "run_host"]
 
 _POLL_SECONDS = 0.1
 _PROGRESS_SECONDS = 60.0  # ranks that ran so long made progress, unless the job defines it
 _LINGER_SECONDS = 5.0  # the server of the rendezvous lets the others read the outcome
-
-
-class JobEnded(Exception):
-    """The job has ended on all hosts."""
-
-    def __init__(self, outcome: JobOutcome) -> None:
-        super().__init__(outcome.text)
-        self.outcome = outcome
 
 
 class _RepeatRendezvous(Exception):
@@ -127,8 +125,6 @@ class ElasticAgent(SimpleElasticAgent):
     def hosts(self) -> int:
         """Number of hosts of the latest world."""
         return self._worker_group.group_world_size or 1
-
-    # --- overrides of torch's agent
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Start ranks, and restart them after each failure, until the job has ended."""
@@ -237,8 +233,6 @@ class ElasticAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         raise AssertionError("_poll monitors the ranks")
 
-    # --- monitoring
-
     def _poll(self) -> bool:
         """Wait briefly for an event, handle it, and return whether the job has ended well."""
         wait_for_exit(self._running, _POLL_SECONDS)
@@ -282,7 +276,7 @@ class ElasticAgent(SimpleElasticAgent):
             failed.sort(key=lambda one: (one.exit_code() or 0, one.rank))  # those ended by signals first
             for one in failed:
                 reported.add(one.rank)
-                self._report_failure(one.tail(), one.rank, one.local_rank, one.exit_code())
+                self._report_failure(one.tail(), one)
             left = deadline - time.monotonic()
             if left <= 0 or not all(is_secondary(one) for one in self._job_store.failures(self._world)):
                 return
@@ -290,9 +284,16 @@ class ElasticAgent(SimpleElasticAgent):
                 return
             wait_for_exit(self._running, min(left, _POLL_SECONDS))
 
-    def _report_failure(self, lines: tuple[str, ...], *place_and_code: int | None) -> None:
-        seconds = time.monotonic() - self._started
-        failure = RankFailure(self._me.host, self._me.member, *place_and_code, seconds=seconds, lines=lines)
+    def _report_failure(self, lines: tuple[str, ...], failed: RankProcess | None = None) -> None:
+        failure = RankFailure(
+            self._me.host,
+            self._me.member,
+            rank=failed and failed.rank,
+            local_rank=failed and failed.local_rank,
+            exit_code=failed and failed.exit_code(),
+            seconds=time.monotonic() - self._started,
+            lines=lines,
+        )
         self._job_store.report_failure(self._world, failure)
 
     def _leave(self, code: int) -> None:
@@ -354,9 +355,9 @@ def run_host(job: JobSpec, logs: RankLogs) -> None:
         job_store.register(job)
         rendezvous = join_rendezvous(job, endpoint, endpoint.connect(), late=job_store.has_started())
         agent = ElasticAgent(job, rendezvous, job_store, logs, serving=serving)
-        heartbeat = None
-        if not serving:
-            heartbeat = StoreHeartbeat(endpoint, lambda: _exit_after_loss(endpoint, agent, logs))
+        heartbeat = (
+            None if serving else StoreHeartbeat(endpoint, lambda: _exit_after_loss(endpoint, agent, logs))
+        )
         try:
             agent.run()
         finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.process_exit import describe_exit
 
@@ -42,6 +42,7 @@ class RankFailure:
 
     host: str
     member: str
+    _: KW_ONLY
     rank: int | None = None
     local_rank: int | None = None
     exit_code: int | None = None
@@ -84,7 +85,7 @@ def is_secondary(failure: RankFailure) -> bool:
 
     Example:
         >>> lines = ("RuntimeError: Connection closed by peer [10.0.0.2]:4711",)
-        >>> is_secondary(RankFailure("pc1", "a", 0, 0, 1, lines=lines))
+        >>> is_secondary(RankFailure("pc1", "a", rank=0, local_rank=0, exit_code=1, lines=lines))
         True
     """
     return any(_PEER_LOST.search(line) or line.startswith(_QUOTED) for line in failure.last_lines())

@@ -23,6 +23,7 @@ from paceline.launch.process.rank_process import exit_remedy, exit_status
 __all__ = [
     "MAX_REPEATED_FAILURES",
     "HostMember",
+    "JobEnded",
     "JobOutcome",
     "PreviousWorld",
     "RestartDecision",
@@ -237,6 +238,14 @@ class JobOutcome:
     def error(self) -> RankFailed:
         """Return the error to raise on every host."""
         return RankFailed(self.text, rank=self.rank, remedy=self.remedy, exit_code=self.code)
+
+
+class JobEnded(Exception):
+    """The job has ended on all hosts."""
+
+    def __init__(self, outcome: JobOutcome) -> None:
+        super().__init__(outcome.text)
+        self.outcome = outcome
 
 
 def failed_outcome(agreement: WorldAgreement) -> JobOutcome:

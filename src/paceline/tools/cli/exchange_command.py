@@ -84,14 +84,16 @@ def exchange(
     """
     from paceline.world.mpi_world import under_mpi
 
+    fault, faulty_rank = parse_envelope_fault(inject) if inject is not None else ("", 0)
     settings = ExchangeSettings(
         shape,
         _nbytes(nbytes, ints),
-        rounds,
-        parse_seconds(work),
-        parse_seconds(timeout),
-        parse_bytes(frame),
-        *(parse_envelope_fault(inject) if inject is not None else ("", 0)),
+        rounds=rounds,
+        work_seconds=parse_seconds(work),
+        timeout=parse_seconds(timeout),
+        frame_nbytes=parse_bytes(frame),
+        fault=fault,
+        faulty_rank=faulty_rank,
     )
     there = under_mpi(os.environ)
     if there is not None and ranks not in (None, there):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError, unknown
@@ -33,6 +33,7 @@ class ExchangeSettings:
 
     shape: str
     nbytes: int
+    _: KW_ONLY
     rounds: int = 3
     work_seconds: float = 0.0
     timeout: float = 60.0
