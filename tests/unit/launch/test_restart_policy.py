@@ -89,10 +89,10 @@ def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_rank
     past = []
     for place, progress in places:
         past.append(WorldRun(place, ranks, progress))
-        told = decide_restart(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
-        if told == "end":
+        reported = decide_restart(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
+        if reported == "end":
             break
-        ranks -= told == "fewer"
+        ranks -= reported == "fewer"
         assert ranks >= min_ranks
         assert len(past) <= max_restarts
     assert len(past) <= max_restarts + 1
@@ -134,14 +134,14 @@ def test_other_errors_are_primary_failures(line):
 
 
 def test_the_first_failure_is_the_first_primary_one():
-    echo, cause, later = (
+    secondary, cause, later = (
         rank_failed(0, "PeerLost"),
         rank_failed(3, "ValueError: x"),
         rank_failed(2, "KeyError"),
     )
-    assert first_failure([echo, cause, later]) is cause
-    assert first_failure([later, echo, cause]) is later
-    assert first_failure([echo]) is echo
+    assert first_failure([secondary, cause, later]) is cause
+    assert first_failure([later, secondary, cause]) is later
+    assert first_failure([secondary]) is secondary
     assert first_failure([]) is None
 
 
@@ -168,10 +168,10 @@ def test_a_run_begins_without_a_failure():
 
 
 def test_a_rank_failed_and_all_hosts_are_there():
-    told = (rank_failed(0, "PeerLost"), rank_failed(3, "ValueError: x", host=B))
-    verdict, lives = judged(PreviousWorld((A, B), told, False), [A, B])
-    assert verdict.first == told[1]
-    assert verdict.after == told[:1]
+    reported = (rank_failed(0, "PeerLost"), rank_failed(3, "ValueError: x", host=B))
+    verdict, lives = judged(PreviousWorld((A, B), reported, False), [A, B])
+    assert verdict.first == reported[1]
+    assert verdict.after == reported[:1]
     assert lives == (WorldRun("pc1/1", 4, False, refused=False),)
     assert str(verdict) == (
         "restart 1: rank 3 on pc1 ended with exit code 1 after 12 s (ValueError: x); 4 → 4 ranks on 2 hosts"
@@ -179,16 +179,16 @@ def test_a_rank_failed_and_all_hosts_are_there():
 
 
 def test_a_lost_host_caused_the_secondary_failures():
-    told = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
-    verdict, lives = judged(PreviousWorld((A, B, C), told, True, 30.0), [A, C])
+    reported = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
+    verdict, lives = judged(PreviousWorld((A, B, C), reported, True, 30.0), [A, C])
     assert (verdict.first.host, verdict.first.rank, verdict.lost) == ("pc1", None, ("pc1",))
     assert lives == (WorldRun("pc1", 6, True, of_rank=False),)
     assert str(verdict) == "restart 1: pc1 was lost after 30 s; 6 → 4 ranks on 2 hosts"
 
 
 def test_a_host_whose_rank_failed_before_it_was_lost_is_named_by_the_rank():
-    told = (rank_failed(2, "MemoryError", host=B),)
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A], min_ranks=1)
+    reported = (rank_failed(2, "MemoryError", host=B),)
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A], min_ranks=1)
     assert (verdict.first.rank, verdict.lost, verdict.after) == (2, ("pc1",), ())
 
 
@@ -206,9 +206,9 @@ def test_a_host_that_joins_counts_as_no_failure():
 
 
 def test_a_stuck_rank_is_taken_from_its_host():
-    told = (rank_failed(3, "ValueError: x", host=B),)
+    reported = (rank_failed(3, "ValueError: x", host=B),)
     past = [WorldRun("pc1/1", 4, True)]
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], past)
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A, B], past)
     assert (verdict.shrinks, verdict.leaves, verdict.ranks_after, verdict.hosts_after) == (
         B.member,
         False,
@@ -218,7 +218,7 @@ def test_a_stuck_rank_is_taken_from_its_host():
     assert "in a row without progress; 4 → 3 ranks on 2 hosts" in str(verdict)
 
     one = HostMember("pc1", "agent1", 1)
-    verdict, _ = judged(PreviousWorld((A, one), told, False), [A, one], [WorldRun("pc1/1", 3, False)])
+    verdict, _ = judged(PreviousWorld((A, one), reported, False), [A, one], [WorldRun("pc1/1", 3, False)])
     assert (verdict.shrinks, verdict.leaves, verdict.ranks_after, verdict.hosts_after) == (
         "agent1",
         True,
@@ -226,13 +226,13 @@ def test_a_stuck_rank_is_taken_from_its_host():
         1,
     )
 
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A], past)
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A], past)
     assert (verdict.decision.action, verdict.shrinks) == ("same", "")  # its host is gone with it
 
 
 def test_the_outcome_names_the_first_failure_and_later_ones():
-    told = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], max_restarts=0)
+    reported = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A, B], max_restarts=0)
     over = failed_outcome(verdict)
     assert (over.code, over.rank, verdict.ranks_after) == (3, 3, 0)
     assert over.text == (
@@ -251,8 +251,8 @@ def test_the_end_by_a_lost_host_and_by_a_signal():
         None,
         "pc1 was lost after 7 s; 2 ranks left, at least 4 required",
     )
-    told = (rank_failed(1, code=-9),)
-    over = failed_outcome(judged(PreviousWorld((A,), told, False), [A], max_restarts=0)[0])
+    reported = (rank_failed(1, code=-9),)
+    over = failed_outcome(judged(PreviousWorld((A,), reported, False), [A], max_restarts=0)[0])
     assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; restarts are disabled")
     assert "out of memory" in over.remedy
 

@@ -50,9 +50,9 @@ def forged(*values, begin=envelope.BEGIN):
 
 @given(headers, st.binary(max_size=2000))
 def test_encode_and_decode_are_inverse(sent, payload):
-    came, got = decode(b"".join(encode(sent, payload)))
+    received, got = decode(b"".join(encode(sent, payload)))
     assert bytes(got) == payload
-    assert came == replace(
+    assert received == replace(
         sent, nbytes=len(payload), total_nbytes=len(payload), checksum=xxh3_64_intdigest(payload)
     )
 
@@ -63,9 +63,9 @@ def test_a_message_in_frames_is_put_together_again(frame_nbytes, message):
     whole_message = bytearray(len(message))
     for frame in range(frames):
         offset = frame * frame_nbytes
-        tells = replace(PLAIN, frame=frame, frames=frames, offset=offset, total_nbytes=len(message))
-        came, payload = decode(b"".join(encode(tells, message[offset : offset + frame_nbytes])))
-        whole_message[came.offset : came.offset + came.nbytes] = payload
+        frame_header = replace(PLAIN, frame=frame, frames=frames, offset=offset, total_nbytes=len(message))
+        received, payload = decode(b"".join(encode(frame_header, message[offset : offset + frame_nbytes])))
+        whole_message[received.offset : received.offset + received.nbytes] = payload
     assert whole_message == message
 
 
@@ -77,25 +77,25 @@ def test_neither_encoding_nor_decoding_copies_the_payload():
     tracemalloc.start()
     try:
         encode(PLAIN, payload)
-        _, came = decode(data)
+        _, received = decode(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert came.obj is data
+    assert received.obj is data
     assert peak < 1_000_000
 
 
 def test_a_payload_that_is_not_bytes_is_sent_as_the_bytes_it_is():
     numbers = memoryview(bytearray(40)).cast("i")
-    came, payload = decode(b"".join(encode(PLAIN, numbers)))
-    assert (came.nbytes, payload.nbytes) == (40, 40)
+    received, payload = decode(b"".join(encode(PLAIN, numbers)))
+    assert (received.nbytes, payload.nbytes) == (40, 40)
 
 
 @pytest.mark.parametrize("frames", [1, 5])
 def test_no_memory_is_allocated_for_an_unverified_size(frames):
     huge = 2**62
-    told = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
-    values = [getattr(told, name) for name in envelope_header._NAMES]
+    huge_header = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
+    values = [getattr(huge_header, name) for name in envelope_header._NAMES]
     values[envelope_header._NAMES.index("meta")] = {}
     data = forged(envelope_header.SCHEMA, *values)
     tracemalloc.start()

@@ -108,7 +108,7 @@ def swap_parts(rng, sent, at):
     """Give envelope `at` the payload or the end of another one."""
     other, which = rng.choice([each for each in range(ENVELOPES) if each != at]), rng.choice([1, 2])
     parts = list(sent[at])
-    if which == 1:  # of the same size, so that nothing but its checksum tells
+    if which == 1:  # of the same size, so that only its checksum differs
         parts[1] = rng.randbytes(len(parts[1]))
         parts[1] = bytes([parts[1][0] ^ (parts[1] == sent[at][1])]) + parts[1][1:]
     else:

@@ -12,7 +12,7 @@ from paceline.transport.zmq.curve_keys import needs_keys
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "parsed"),
     [
         ("tcp://127.0.0.1:7000", HubAddress("tcp", "127.0.0.1", 7000)),
         ("tcp://*:7000", HubAddress("tcp", "*", 7000)),
@@ -22,9 +22,9 @@ from paceline.transport.zmq.curve_keys import needs_keys
         ("ipc:///tmp/hub", HubAddress("ipc", "/tmp/hub", 0)),
     ],
 )
-def test_an_address_is_read_and_written_alike(text, told):
-    assert parse_hub_address(text, bind=True) == told
-    assert str(told) == text
+def test_an_address_is_read_and_written_alike(text, parsed):
+    assert parse_hub_address(text, bind=True) == parsed
+    assert str(parsed) == text
 
 
 @pytest.mark.parametrize(

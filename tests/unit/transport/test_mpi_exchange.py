@@ -142,7 +142,7 @@ def test_every_fault_is_found_named_and_ends_in_nothing_delivered(fault):
         assert kinds(into)[1:] in ([], ["MissingEnvelope"])
         assert pair.inbox.counts.total() >= len(into.problems)
         _, after, place = pair.exchange(message)
-        assert after.whole, f"what came after {fault} suffered too: {after.problems}"
+        assert after.whole, f"the message after {fault} was affected too: {after.problems}"
         assert place == message
 
 

@@ -171,8 +171,8 @@ def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
 
 def test_long_texts_in_a_header_count():
     plain = envelope(1, 0, SHORT)
-    told = Envelope(replace(plain.header, meta={"text": "x" * 8000, "score": 0.5}), plain.payload)
-    assert wire_nbytes(told) >= wire_nbytes(plain) + 8000
+    annotated = Envelope(replace(plain.header, meta={"text": "x" * 8000, "score": 0.5}), plain.payload)
+    assert wire_nbytes(annotated) >= wire_nbytes(plain) + 8000
 
 
 @settings(deadline=None)

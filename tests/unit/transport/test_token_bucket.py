@@ -206,7 +206,7 @@ def connected():
     return one, other
 
 
-def told(connection):
+def pacing_rate(connection):
     return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, 47, 4), "little")
 
 
@@ -214,22 +214,22 @@ def test_the_kernel_holds_a_connection_to_a_rate():
     one, other = connected()
     with one, other:
         assert set_kernel_pacing(one.fileno(), 5e6)
-        assert told(one) == 5_000_000
+        assert pacing_rate(one) == 5_000_000
         assert set_kernel_pacing(one.fileno(), 6e6, port=other.getsockname()[1])
-        assert told(one) == 6_000_000
-        assert set_kernel_pacing(one.fileno(), 1e12), "as fast as can be told"
+        assert pacing_rate(one) == 6_000_000
+        assert set_kernel_pacing(one.fileno(), 1e12), "the highest rate"
         assert one.send(b"still open")
 
 
 def test_the_kernel_holds_nothing_that_is_not_that_connection():
     one, other = connected()
     with one, other:
-        before = told(one)
+        before = pacing_rate(one)
         ports = {one.getsockname()[1], other.getsockname()[1]}
         assert not set_kernel_pacing(
             one.fileno(), 5e6, port=next(port for port in range(1, 9) if port not in ports)
         )
-        assert told(one) == before
+        assert pacing_rate(one) == before
         number = one.fileno()
     assert not set_kernel_pacing(number, 5e6)
     assert not set_kernel_pacing(-1, 5e6)
