@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import geometric_mean, median
 from typing import Any
 
-from paceline.launch.targets.mpiexec_command import mpi_command, mpich_settings, need_mpi
+from paceline.launch.targets.mpiexec_command import mpi_command, mpich_settings, require_mpi
 
 __all__ = ["command", "thread_level", "tries", "turns"]
 
@@ -51,7 +51,7 @@ def command(ranks: int, program: Sequence[str]) -> list[str]:
     Raises:
         UsageError: MPI is not installed.
     """
-    return mpi_command(ranks, ["-m", "mpi4py", *program], need_mpi())
+    return mpi_command(ranks, ["-m", "mpi4py", *program], require_mpi())
 
 
 def thread_level(crowded: bool) -> str:

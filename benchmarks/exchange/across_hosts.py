@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from bench_harness.program import run_program
-from paceline.launch.targets.mpiexec_command import need_mpi
+from paceline.launch.targets.mpiexec_command import require_mpi
 from paceline.testing.netlab import Lab
 
 _LAUNCH, _LAUNCHED = "HYDRA_LAUNCH: ", "HYDRA_LAUNCH_END"
@@ -34,7 +34,7 @@ def main(
     """Exchange in a ring between hosts, while work goes on."""
     options = ["--bytes", nbytes, "--work", work, "--rounds", str(rounds), "--json", str(json_file)]
     names = ",".join(f"host{host}" for host in range(hosts))
-    command = [need_mpi(), "-launcher", "manual", "-hosts", names, "-n", str(hosts)]
+    command = [require_mpi(), "-launcher", "manual", "-hosts", names, "-n", str(hosts)]
     command += [sys.executable, "-m", "paceline", "exchange", "ring", *options]
     with Lab(hosts, rate) as lab:
         process = lab.popen(0, command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from figures import ARENA, BEST, GLOO, HALVES, ORDINARY, Row, contestants_at
 
-from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
+from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
 from paceline.tools.bench.collectives import exact_buffers
 from paceline.tools.bench.step.step_worker import print_tick
 from paceline.tools.bench.turn_statistics import InterleavedTimes, turn_order
@@ -70,7 +70,7 @@ def turn(name: str, contestant: Contestant, calls: int) -> tuple[list[float], In
 
 
 def _traffic() -> InterfaceBytes:
-    return read_traffic(Path("/proc/net/dev").read_text())
+    return parse_traffic(Path("/proc/net/dev").read_text())
 
 
 def measure(gloo: dist.ProcessGroup, nbytes: int, rounds: int, calls: int) -> dict[str, Any]:

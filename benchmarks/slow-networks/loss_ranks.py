@@ -27,7 +27,7 @@ from ways import Way
 
 import paceline
 from paceline.parallel.local_sgd.outer_loop import OuterLoop
-from paceline.testing.netlab.lab_network import read_traffic
+from paceline.testing.netlab.lab_network import parse_traffic
 from paceline.tools.models import corpus as corpora
 from paceline.tools.models.gpt import GPT
 from paceline.tools.models.gpt import token_loss as loss_of
@@ -135,7 +135,7 @@ def _compression(told: str | dict[str, Any] | None) -> paceline.Compression | st
 
 def _sent() -> int:
     """Return what this host has sent over its network so far."""
-    return read_traffic(Path("/proc/net/dev").read_text()).sent
+    return parse_traffic(Path("/proc/net/dev").read_text()).sent
 
 
 def train(training: Training, steps: int, every: int) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from peer_turn import OUTER_LR, OUTER_MOMENTUM, Peer, Place, play, ring_nbytes
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from workload import EVERY
 
-from paceline.testing.netlab.lab_network import address_of
+from paceline.testing.netlab.lab_network import host_address
 from paceline.tools.models.gpt import GPT
 
 _AHEAD = 5
@@ -51,7 +51,7 @@ def join(place: Place) -> DHT:
     dht = DHT(
         initial_peers=peers,
         start=True,
-        host_maddrs=[f"/ip4/{address_of(place.rank)}/tcp/{place.port}"],
+        host_maddrs=[f"/ip4/{host_address(place.rank)}/tcp/{place.port}"],
         use_relay=False,
         use_auto_relay=False,
         auto_nat=False,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from workload import EVERY, batch_of, digest_of, model_and_optimizer
 
-from paceline.testing.netlab.lab_network import read_traffic
+from paceline.testing.netlab.lab_network import parse_traffic
 from paceline.tools.models.gpt import GPT, token_loss
 from paceline.tools.models.token_windows import TokenBatch
 
@@ -128,7 +128,7 @@ class _Turn:
 
 
 def _counts() -> tuple[int, int]:
-    traffic = read_traffic(Path("/proc/net/dev").read_text())
+    traffic = parse_traffic(Path("/proc/net/dev").read_text())
     return traffic.sent, traffic.received
 
 

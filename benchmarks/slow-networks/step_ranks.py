@@ -22,7 +22,7 @@ import torch.distributed as dist
 from contestants import CONTESTANTS, Contestant, Stage
 from workload import batch_of, digest_of
 
-from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
+from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
 from paceline.tools.bench.step.step_worker import print_tick
 from paceline.tools.bench.turn_statistics import turn_order
 
@@ -105,7 +105,7 @@ def build(stage: Stage, job: Job) -> dict[str, Contestant]:
 
 
 def _traffic() -> InterfaceBytes:
-    return read_traffic(Path("/proc/net/dev").read_text())
+    return parse_traffic(Path("/proc/net/dev").read_text())
 
 
 def main(job_file: str) -> None:

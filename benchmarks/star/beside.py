@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from safetensors.torch import save_file
 from training import Training, seconds_of, wait_until
 
-from paceline.testing.netlab.lab_network import read_traffic
+from paceline.testing.netlab.lab_network import parse_traffic
 from paceline.tools.train.training_job import cosine
 
 __all__ = ["Part", "play"]
@@ -51,12 +51,12 @@ def play(attach: Callable[[Part, Training], object]) -> NoReturn:
     training = Training(rank, job["seed"], part.settings["lr"], seconds_of(rank, job["fastest"]))
     attach(part, training)
     wait_until(job["at"])
-    began, before, copies = time.monotonic(), read_traffic(Path("/proc/net/dev").read_text()), 0
+    began, before, copies = time.monotonic(), parse_traffic(Path("/proc/net/dev").read_text()), 0
     while True:
         past = time.monotonic() - began
         if copies < job["copies"] and past >= (copies + 1) * job["seconds"] / job["copies"]:
             copies += 1
-            passed = read_traffic(Path("/proc/net/dev").read_text()) - before
+            passed = parse_traffic(Path("/proc/net/dev").read_text()) - before
             told = {"steps": training.made, "seconds": past, "sent": passed.sent, "received": passed.received}
             tensors = {name: each.detach().clone() for name, each in training.net.named_parameters()}
             save_file(tensors, part.folder / f"copy-{rank}-{copies}.safetensors")

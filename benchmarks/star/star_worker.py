@@ -14,7 +14,7 @@ from pathlib import Path
 from training import Training, seconds_of, wait_until
 
 import paceline
-from paceline.testing.netlab.lab_network import read_traffic
+from paceline.testing.netlab.lab_network import parse_traffic
 from paceline.tools.train.training_job import cosine
 
 
@@ -29,7 +29,7 @@ def main(job_file: str, rank: int) -> None:
             compression=job["compression"], bandwidth=job["bandwidth"], name=f"worker{rank}",
         )  # fmt: skip
     wait_until(job["at"])
-    began, sent = time.monotonic(), read_traffic(Path("/proc/net/dev").read_text())
+    began, sent = time.monotonic(), parse_traffic(Path("/proc/net/dev").read_text())
     lasting = []
     with star as running:
         while (past := time.monotonic() - began) < job["seconds"]:
@@ -37,7 +37,7 @@ def main(job_file: str, rank: int) -> None:
             training.step(share)
             lasting.append(time.monotonic() - began)
         counts = vars(running.counts) if running is not None else {}
-    passed = read_traffic(Path("/proc/net/dev").read_text()) - sent
+    passed = parse_traffic(Path("/proc/net/dev").read_text()) - sent
     told = {
         "rank": rank,
         "steps": len(lasting),

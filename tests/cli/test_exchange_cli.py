@@ -15,7 +15,7 @@ import mpi_worlds
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.targets import mpiexec_command as starting
 from paceline.tools.cli import app as module
-from paceline.transport.mpi_exchange.exchange_measurement import Slices, overlap
+from paceline.transport.mpi_exchange.exchange_measurement import SlicedWork, overlap_share
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings, check_memory
 from paceline.world.mpi_world import find_mpiexec, mpi_launcher_size
 
@@ -45,7 +45,7 @@ def never_started(monkeypatch):
         raise AssertionError("it started ranks")
 
     monkeypatch.setattr(starting, "run_mpi", refuse)
-    monkeypatch.setattr(starting, "need_mpi", lambda: "mpiexec")
+    monkeypatch.setattr(starting, "require_mpi", lambda: "mpiexec")
 
 
 def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
@@ -85,7 +85,7 @@ def test_without_mpiexec_it_says_how_to_install_it(paceline, monkeypatch):
     monkeypatch.setattr(starting, "find_mpiexec", lambda *_: None)
     code, shown = paceline("ring")
     assert code == 2
-    assert "there is no mpiexec" in shown
+    assert "no mpiexec" in shown
     assert "pip install 'paceline[mpi]'" in shown
 
 
@@ -111,17 +111,17 @@ def test_an_all_to_all_shares_its_bytes_among_the_ranks():
 
 
 def test_overlap_is_the_part_of_the_shorter_that_is_hidden():
-    assert overlap(2.0, 1.0, 2.0) == 1.0
-    assert overlap(1.0, 2.0, 3.0) == 0.0
-    assert overlap(1.0, 2.0, 4.0) == -1.0
-    assert overlap(0.0, 2.0, 2.0) is None
+    assert overlap_share(2.0, 1.0, 2.0) == 1.0
+    assert overlap_share(1.0, 2.0, 3.0) == 0.0
+    assert overlap_share(1.0, 2.0, 4.0) == -1.0
+    assert overlap_share(0.0, 2.0, 2.0) is None
 
 
 def test_the_same_work_can_be_done_again():
-    slices = Slices(0.01)
+    slices = SlicedWork(0.01)
     done = [0, 0]
     for turn in range(2):
-        slices.again()
+        slices.restart()
         while slices():
             done[turn] += 1
     assert done == [slices.count] * 2

@@ -1,4 +1,4 @@
-"""What tests of launchers share: the training that they start, and the weights that it ends with if nothing happens.
+"""Shared by tests of launchers: the training that they start, and the weights that it ends with if undisturbed.
 
 Each such test says which cell of the table of launchers it fills: ``@pytest.mark.launcher("Slurm", "finishes")``; the
 table is printed at the end of the session (`launchers_table`).

@@ -1,4 +1,4 @@
-"""The training that launchers start (training.py), and what its ranks have noted."""
+"""Training that launchers start (training.py), and the notes of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mpiexec that is here: a world that finishes, and one that is started again after a kill."""
+"""mpiexec: a world that finishes, and one restarted after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray: a cluster of this machine on which a training finishes, and one of two hosts on which a worker is killed."""
+"""Ray: a cluster of this machine, and one of two hosts on which a worker is killed."""
 
 from __future__ import annotations
 
@@ -74,6 +74,6 @@ def test_after_the_death_of_a_worker_on_one_of_two_hosts_it_resumes(lab, cluster
 @pytest.mark.parametrize(
     ("address", "why"), [("127.0.0.1:9", "refused"), ("ray://pc1:10001", "start the driver on")]
 )
-def test_a_cluster_that_is_not_there_is_told(address, why):
+def test_a_missing_cluster_is_an_error(address, why):
     with pytest.raises(UsageError, match=f"(?s)no Ray cluster at {address}: .*{why}.*ray start --head"):
         run_on_ray(ClusterJob(("train.py",)), address)

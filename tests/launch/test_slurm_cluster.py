@@ -1,4 +1,4 @@
-"""Slurm, real and complete, on two hosts of the network lab: jobs that finish, are requeued, are cancelled."""
+"""Slurm on two hosts of the network lab: jobs that finish, are requeued, are cancelled."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_tasks_that_srun_starts_meet_without_a_launcher(cluster, notes, undistur
     notes.check_finished(undisturbed, nodes=2)
 
 
-def test_a_failed_job_passes_its_exit_code_on_and_a_refused_one_tells_why(cluster, launch, notes):
+def test_a_failed_job_passes_its_exit_code_on_and_a_refused_one_gives_the_reason(cluster, launch, notes):
     notes.folder.joinpath("fails.py").write_text("raise SystemExit(7)")
     line = [sys.executable, "-m", "paceline", "launch", "slurm", "--folder", str(notes.folder), "--watch"]
     job = cluster.lab.start([*line, "--max-restarts", "0", "fails.py"], on=0, env=cluster.env)

@@ -1,4 +1,4 @@
-"""torchrun on two hosts of the network lab, started as over ssh: by a command that runs a line on a host."""
+"""torchrun on two hosts of the network lab, started by a shell line per host, as over ssh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 def launch(lab, notes, tmp_path):
     """Run ``paceline launch torchrun`` on both hosts."""
     shell = tmp_path / "shell"  # as ssh does: HOST LINE
-    pids = " ".join(f"host{host}) pid={lab._places[host].ready()};;" for host in range(2))
+    pids = " ".join(f"host{host}) pid={lab._nodes[host].ready()};;" for host in range(2))
     shell.write_text(
         f"#!/bin/sh\ncase $1 in {pids} esac\nshift\n"
         f'exec {sys.executable} -I -S {namespace_main.__file__} enter $pid / sh -c "$*"\n'

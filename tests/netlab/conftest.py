@@ -1,4 +1,4 @@
-"""Labs for tests: hosts that need root and a kernel with the right parts; else every test says why it is skipped."""
+"""Labs for tests; without root or the kernel features, every test is skipped with the reason."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Sends through a star as fast as a share allows: run on a host of the lab as `python paced_sender.py ROLE …`.
+"""Sends through a hub at its share of the link; run on a host of the lab as `python paced_sender.py ROLE …`.
 
-hub ADDRESS SECONDS SHARE LINK       a hub that sends to every worker it hears of, for so long
-worker ADDRESS SECONDS SHARE LINK    a worker that sends to the hub, for so long
+hub ADDRESS SECONDS SHARE LINK       send to every connected worker for SECONDS
+worker ADDRESS SECONDS SHARE LINK    send to the hub for SECONDS
 
-Both take whatever comes. SHARE is "-" for who sends only beats. Prints the bytes of payloads that came.
+Both receive meanwhile. SHARE "-" sends heartbeats only. Prints the number of payload bytes received.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import sys
 import time
 
+from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
 from paceline.transport.paced_queue import PacedQueue
-from paceline.transport.token_bucket import frame_nbytes, make_token_bucket, parse_share
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes, parse_share
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
 
 BEAT_SECONDS = 0.2
@@ -29,12 +29,12 @@ def main():
         end = HubExchange(address, "run", insecure=True, settings=settings)
     else:
         end = WorkerExchange(address, 7, "run", settings=settings)
-    paced = PacedQueue(most_nbytes=4 << 20)
+    paced = PacedQueue(max_nbytes=4 << 20)
     if rate is not None and role == "hub":
         paced.limit(7, make_token_bucket(rate, time.monotonic()))  # as worker 7 has asked for
     elif rate is not None:
         paced.bucket = make_token_bucket(rate, time.monotonic())
-    print(flow(end, paced, None if rate is None else os.urandom(frame_nbytes(rate)), float(seconds)))
+    print(flow(end, paced, None if rate is None else os.urandom(max_frame_nbytes(rate)), float(seconds)))
     end.close()
 
 

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional
 
 import paceline
-from paceline.testing.netlab.lab_network import read_traffic
+from paceline.testing.netlab.lab_network import parse_traffic
 
 WIDTH, STEPS = 512, 8
 
 
 def sent() -> int:
     """Return what this host has sent so far."""
-    return read_traffic(Path("/proc/net/dev").read_text()).sent
+    return parse_traffic(Path("/proc/net/dev").read_text()).sent
 
 
 def main(out: str, kinds: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""A star in a short storm on hosts of their own: nothing acknowledged is lost, nothing counts twice, the run ends."""
+"""Asynchronous training in a storm of failures: nothing acknowledged is lost or counted twice, and the run ends."""
 
 import itertools
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_star_survives_a_storm(tmp_path: Path) -> None:
     assert (found.ended, found.ended_with_centre) == (2, 2)
 
 
-def test_storms_are_drawn_alike_and_one_host_has_one_mishap_at_a_time() -> None:
+def test_storms_are_reproducible_with_one_fault_per_host_at_a_time() -> None:
     plan = drawn(600.0, 8, 60, 5, seed=3)
     assert plan == drawn(600.0, 8, 60, 5, seed=3)
     assert plan != drawn(600.0, 8, 60, 5, seed=4)

@@ -1,4 +1,4 @@
-"""Schedules on hosts: links carry the bytes that the price says, no more and no fewer."""
+"""Collective schedules on hosts: links carry exactly the predicted bytes."""
 
 from __future__ import annotations
 

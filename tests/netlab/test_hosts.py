@@ -1,4 +1,4 @@
-"""Hosts: what each has for itself, running programs on them, killing and stopping them, and what is left: nothing."""
+"""Hosts of a lab: isolation, running, killing and stopping programs, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_module_is_run_by_this_python(lab, tmp_path):
     assert [one.stdout for one in told] == [f"host{host} ['a', '-b']\n" for host in range(2)]
 
 
-def test_output_and_exit_codes_are_told_apart(lab):
+def test_output_and_exit_codes_are_per_host(lab):
     command = "echo out; echo err >&2; [ $(hostname) = host1 ] && exit 3; [ $(hostname) = host2 ] && kill -SEGV $$; :"
     results = lab.run(command, check=False)
     assert [result.code for result in results] == [0, 3, -signal.SIGSEGV]
@@ -84,7 +84,7 @@ def test_output_and_exit_codes_are_told_apart(lab):
     assert all(result.seconds > 0 for result in results)
 
 
-def test_much_output_blocks_nobody(lab):
+def test_much_output_does_not_block(lab):
     (result,) = lab.run("seq 200000; seq 200000 >&2", on=0, timeout=60)
     assert len(result.stdout) == len(result.stderr) > 1_000_000
 
@@ -129,7 +129,7 @@ def test_a_failure_names_the_host_and_ends_the_others(lab):
     assert processes(lab, 0) == processes(lab, 2) == []
 
 
-def test_a_failure_tells_of_those_that_followed(lab):
+def test_a_failure_lists_later_ones(lab):
     with pytest.raises(
         HostFailed, match=r"host0 ended with exit code 2; after it host2 \(ended with exit code 5\)"
     ):
@@ -169,10 +169,10 @@ def test_what_has_hardly_started_can_be_ended(lab):
     assert all(processes(lab, host) == [] for host in range(3))
 
 
-def test_a_host_whose_first_process_was_killed_is_no_more():
+def test_a_host_whose_first_process_was_killed_has_ended():
     with Lab(hosts=2) as lab:
-        os.kill(lab._places[1].ready(), signal.SIGKILL)
-        with pytest.raises(HostFailed, match="host1 is no more"):
+        os.kill(lab._nodes[1].ready(), signal.SIGKILL)
+        with pytest.raises(HostFailed, match="host1 has ended"):
             lab.kill(1)
         with pytest.raises(HostFailed, match="this host can't be entered"):
             lab.run("true", on=1)
@@ -221,9 +221,9 @@ def test_popen_passes_pipes_and_dies_alone(lab):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda lab: lab.run("true", on=3), r"there is no host 3\n.*0 to 2"),
-        (lambda lab: lab.run("true", on=[-1]), "there is no host -1"),
-        (lambda lab: lab.run("true", on=[]), "no host was named"),
+        (lambda lab: lab.run("true", on=3), r"no host 3\n.*0 to 2"),
+        (lambda lab: lab.run("true", on=[-1]), "no host -1"),
+        (lambda lab: lab.run("true", on=[]), "no host selected"),
         (lambda lab: lab.run([]), "no program"),
         (lambda lab: lab.run(["no-such-program"]), "no such program: no-such-program"),
         (lambda lab: lab.run(["true"], cwd="no/such/folder"), "no/such/folder: no such folder"),
@@ -232,9 +232,9 @@ def test_popen_passes_pipes_and_dies_alone(lab):
         (lambda lab: lab.torchrun(["true"], ranks_per_host=0), "ranks_per_host=0: at least 1"),
         (lambda lab: lab.rate(0, "fast"), "'fast' is no rate"),
         (lambda lab: lab.rate(0, 0), "at least 8 kbit/s"),
-        (lambda lab: lab.cut(9), "there is no host 9"),
-        (lambda lab: lab.bytes(9), "there is no host 9"),
-        (lambda lab: lab.kill(9), "there is no host 9"),
+        (lambda lab: lab.cut(9), "no host 9"),
+        (lambda lab: lab.bytes(9), "no host 9"),
+        (lambda lab: lab.kill(9), "no host 9"),
     ],
 )
 def test_wrong_input_is_refused(lab, call, message):
@@ -327,7 +327,7 @@ def devices_of(network):
     return subprocess.run(command, pass_fds=[network], capture_output=True, text=True, timeout=30).stdout
 
 
-def test_one_core_takes_in_what_comes_to_a_host(lab):
+def test_one_core_receives_all_packets_of_a_host(lab):
     command = "ls /sys/class/net; cat /sys/class/net/eth0/queues/rx-0/rps_cpus"
     for result in lab.run(command):
         *devices, mask = result.stdout.split()

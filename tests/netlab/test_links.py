@@ -1,4 +1,4 @@
-"""Links: as fast as asked, in each direction by itself, counted, changed, cut and mended."""
+"""Links of a lab: rate per direction, counters, changes, cut and reconnection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def near(rate):
 
 
 @pytest.mark.parametrize(("rate", "nbytes"), [("20Mbit/s", 2e6), ("100Mbit/s", 8e6), ("400Mbit/s", 3e7)])
-def test_a_link_is_as_fast_as_asked(lab, wire, rate, nbytes):
+def test_a_link_has_its_rate(lab, wire, rate, nbytes):
     for host in (0, 1):
         lab.rate(host, rate)
     assert wire.measure(0, 1, int(nbytes)) == near(lab.rates[0] * 8)

@@ -1,4 +1,4 @@
-"""Pace on links: who asks for a share of its link gets it, and no second has a tenth more, headers included."""
+"""Pacing on links: a share of the link is reached, and no second exceeds it by a tenth, headers included."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def finished(jobs):
     return [int(job.wait(30)[0].stdout) for job in jobs]
 
 
-def test_who_sends_at_a_share_gets_it_and_no_second_has_more(hosts):
+def test_a_sender_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
     jobs = star(hosts, "-", SHARE)
     samples = watched(hosts, WORKER, jobs)
     to_hub, _ = finished(jobs)
@@ -87,7 +87,7 @@ def test_who_sends_at_a_share_gets_it_and_no_second_has_more(hosts):
     assert to_hub > 0.25 * LINK
 
 
-def test_who_asks_to_be_sent_a_share_gets_it_and_no_second_has_more(hosts):
+def test_a_receiver_with_a_share_gets_it_and_no_second_exceeds_it(hosts):
     jobs = star(hosts, SHARE, "-")
     samples = watched(hosts, WORKER, jobs)
     _, to_worker = finished(jobs)

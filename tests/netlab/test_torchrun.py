@@ -128,7 +128,7 @@ def test_the_command_runs_any_program_once_on_each_host(tmp_path):
         assert said == [f"host{host} | host{host}", f"host{host} | {tmp_path}"]
 
 
-def test_the_command_tells_of_failure_once(tmp_path):
+def test_the_command_reports_a_failure_once(tmp_path):
     told = command(
         "--hosts", 2, "--ranks", 0, "--json", tmp_path / "lab.json", "sh", "-c", "echo broken >&2; exit 3"
     )

@@ -1,4 +1,4 @@
-"""Sending bytes from host to host of a lab, and how fast they went."""
+"""Transfers between hosts of a lab, with their rates."""
 
 from __future__ import annotations
 

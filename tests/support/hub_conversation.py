@@ -13,7 +13,7 @@ from paceline.async_dp.protocol.message_assembly import split_message
 from paceline.async_dp.protocol.parameter_layout import ParameterLayout
 from paceline.async_dp.protocol.update_codec import UpdateCodec
 from paceline.async_dp.wal.memory_journal import MemoryJournal
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope
 
 RUN = "a run"
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import zmq
 
 import paceline
-from paceline.transport.envelope import encode
+from paceline.transport.envelope import Envelope, encode
 from paceline.transport.envelope_header import Header
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange
 from paceline.transport.zmq.curve_keys import HubKeys
-from paceline.transport.zmq.zmq_socket import identity_of
+from paceline.transport.zmq.zmq_socket import worker_identity
 
 LOOPBACK = "tcp://127.0.0.1:*"
 ENOUGH = 30.0
@@ -46,7 +46,7 @@ def drive(ends, until, seconds=ENOUGH):
     came = [[] for _ in ends]
     deadline = time.monotonic() + seconds
     while not until(came):
-        assert time.monotonic() < deadline, [(end.refused, getattr(end, "trouble", "")) for end in ends]
+        assert time.monotonic() < deadline, [(end.refused, getattr(end, "problem", "")) for end in ends]
         for mine, end in zip(came, ends, strict=True):
             mine += end.poll(0.002)
     return came
@@ -163,7 +163,7 @@ def bad_messages(draw, me):
 def strangers(address, count):
     """Send `count` bad messages by sockets of libzmq, and as many bytes of garbage as hands can make."""
     context, draw, sent = zmq.Context(), random.Random(3), 0
-    identities = [identity_of(2**40), b"", b"short", b"x" * 255, b"\x01" * 8, bytes(8)]
+    identities = [worker_identity(2**40), b"", b"short", b"x" * 255, b"\x01" * 8, bytes(8)]
     dealers = []
     for identity in identities:
         dealer = context.socket(zmq.DEALER)
@@ -199,7 +199,7 @@ def garbage(address, draw, look=lambda: None):
         if draw.random() < 0.5:
             raw.sendall(draw.choice(begins))
         else:
-            shake_hands(raw, identity_of(77), look)
+            shake_hands(raw, worker_identity(77), look)
             raw.sendall(draw.choice(follow))
         raw.sendall(draw.randbytes(draw.randrange(2000)))
         if draw.random() < 0.5:

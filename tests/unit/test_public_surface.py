@@ -37,7 +37,6 @@ NEEDS_TORCH = {
     "paceline.world.object_collectives",
     "paceline.launch.agent.elastic_agent",
     "paceline.launch.agent.elastic_rendezvous",
-    "paceline.launch.agent.host_participation",
     "paceline.tools.cli.simulate.simulate_async_run",
 }
 """Of those folders: imported by a function, once everything that can be refused has been."""

@@ -109,7 +109,7 @@ class CommThread:
 
     def _tell(self, now: float) -> None:
         """Tell the user when the hub can't be reached, and when it can again."""
-        trouble = "" if self.spoke.connected else self.exchange.trouble
+        trouble = "" if self.spoke.connected else self.exchange.problem
         if trouble == self._told and now - self._told_at < _TELL_AGAIN_SECONDS:
             return
         if trouble:

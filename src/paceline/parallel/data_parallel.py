@@ -82,7 +82,7 @@ class DataParallel(torch.nn.Module):
         units: list[torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        fault_injection.read_environment()
+        fault_injection.arm_from_environment()
         tuned = sync == "auto"
         plan = DEFAULT if tuned else Sync.of(sync)
         check_dtypes(reduce_dtype=reduce_dtype, gather_dtype=gather_dtype)

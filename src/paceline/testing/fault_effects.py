@@ -1,4 +1,4 @@
-"""What goes wrong when a fault comes true; `faults` says when and where."""
+"""Effects of injected faults; `fault_injection` decides when and on which rank they happen."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Any, NoReturn
 from paceline._core.step_state import step_state
 from paceline.errors import UsageError, unknown
 
-__all__ = ["EXIT_CODE", "FAILURES", "STALLS", "Brake", "Disk", "flip"]
+__all__ = ["FAILURES", "FAULT_EXIT_CODE", "STALLS", "LimitedDisk", "StepDelay", "flip_sign"]
 
-EXIT_CODE = 3
-"""Of a rank that exits on purpose."""
+FAULT_EXIT_CODE = 3
+"""Exit code of a rank that an injected fault ends."""
 
 _MEMORY_NBYTES = 256 << 20
-"""What a rank is left before it runs out."""
+"""Memory a rank can still allocate before it runs out."""
 
 
-def _raise(told: str) -> NoReturn:
-    raise RuntimeError(f"a fault on purpose: {told}")
+def _raise(call: str) -> NoReturn:
+    raise RuntimeError(f"injected fault: {call}")
 
 
-def _exit(_told: str) -> NoReturn:
-    os._exit(EXIT_CODE)
+def _exit(_call: str) -> NoReturn:
+    os._exit(FAULT_EXIT_CODE)
 
 
-def _kill(_told: str) -> None:
+def _kill(_call: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _run_out_of_memory(_told: str) -> NoReturn:
+def _run_out_of_memory(_call: str) -> NoReturn:
     with open("/proc/self/statm") as file:
         present = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -65,13 +65,13 @@ def _sleep(seconds: float | None) -> None:
 
 
 def _stop(seconds: float | None) -> None:
-    if seconds is not None:  # somebody else has to wake this process
+    if seconds is not None:  # a stopped process cannot wake itself
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _hold_the_lock(seconds: float | None) -> None:
-    library = ctypes.PyDLL(None)  # unlike CDLL's, its calls keep Python's lock
+    library = ctypes.PyDLL(None)  # unlike CDLL's, its calls keep the GIL
     if seconds is None:
         library.sleep(2**31 - 1)
     else:
@@ -82,20 +82,20 @@ def _hold_the_lock(seconds: float | None) -> None:
 STALLS: dict[str, Callable[[float | None], None]] = {"sleep": _sleep, "stop": _stop, "gil": _hold_the_lock}
 
 
-class Brake:
-    """Sleeps for a part of every step, once in each.
+class StepDelay:
+    """Slows every step by one sleep.
 
     Args:
-        seconds: how long; None: by `factor`.
-        factor: how long a step shall take, without waiting for others, measured by what it takes by itself.
+        seconds: duration of the sleep; None: derived from `factor`.
+        factor: duration of a step relative to its own time, which excludes waiting for other ranks.
     """
 
     def __init__(self, seconds: float | None, factor: float | None) -> None:
         self._seconds, self._factor = seconds, factor
         self._step, self._slept = -1, 0.0
 
-    def press(self, _: object) -> None:
-        """Sleep, unless that was done in this step."""
+    def apply(self, _: object) -> None:
+        """Sleep, on the first call of each step."""
         if step_state.step == self._step:
             return
         self._step = step_state.step
@@ -106,27 +106,27 @@ class Brake:
         time.sleep(self._slept)
 
 
-class Disk:
-    """Has room for `nbytes`."""
+class LimitedDisk:
+    """Disk with `nbytes` of free space."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
 
-    def take(self, nbytes: int) -> None:
-        """Use some of it; raise OSError where it does not suffice."""
+    def write(self, nbytes: int) -> None:
+        """Use some of the space; raise OSError (ENOSPC) if it does not suffice."""
         if nbytes > self._left:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._left -= nbytes
 
 
-def flip(named_parameters: Iterable[tuple[str, Any]], parameter: str | int, told: str) -> None:
-    """Change the sign, one bit, of the largest element of a parameter; of FSDP2's, in this rank's shard."""
+def flip_sign(named_parameters: Iterable[tuple[str, Any]], parameter: str | int, call: str) -> None:
+    """Flip the sign bit of the largest element of a parameter; for FSDP2, of this rank's shard."""
     named = list(named_parameters)
     names = [name for name, _ in named]
     if isinstance(parameter, str) and parameter not in names:
-        raise unknown(f"parameter in {told}:", parameter, names)
+        raise unknown(f"parameter in {call}:", parameter, names)
     if isinstance(parameter, int) and not 0 <= parameter < len(named):
-        raise UsageError(f"{told}: the model has {len(named)} parameters", remedy="they are counted from 0")
+        raise UsageError(f"{call}: the model has {len(named)} parameters", remedy="their numbers start at 0")
     tensor = named[names.index(parameter) if isinstance(parameter, str) else parameter][1].detach()
     flat = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).view(-1)
     if flat.numel():

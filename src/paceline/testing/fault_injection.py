@@ -1,13 +1,13 @@
-"""Faults on purpose: a rank that raises, dies, stops, stalls or is slow, a parameter that flips, a disk that is full.
+"""Fault injection: ranks that raise, die, stop, stall or are slow, a flipped parameter bit, a full disk.
 
-They are armed by calling them in a program, before its loop, or by the environment variable ``PACELINE_FAULTS``, so
-that any training on Paceline can be put through a fire drill:
+Faults are armed by calls in a program, before its training loop, or by the environment variable ``PACELINE_FAULTS``,
+which works with any training on Paceline:
 
     PACELINE_FAULTS="fail_at(rank=1, step=20, how='kill'); slow(rank=0, seconds=0.1)" paceline train
 
-Steps are those of the engine: rounds of synchronisation, counted from 0 (see `whereabouts`). Ranks are those of the
-world. A fault with ``restart=0`` happens in the first life of a job only, not after it was started again. While nothing
-is armed, all this costs one look at `armed` a step.
+Steps are those of the engine: rounds of synchronisation, counted from 0 (see `paceline._core.step_state`). Ranks are
+global. A fault with ``restart=0`` happens only before the first restart of a job. While nothing is armed, a step costs
+one test of `armed`.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from paceline.testing import fault_effects
 __all__ = [
     "Fault",
     "arm",
+    "arm_from_environment",
     "armed",
+    "before_write",
     "begin_step",
     "corrupt",
     "disarm",
     "disk_full",
     "end_step",
     "fail_at",
-    "read_environment",
     "slow",
     "stall_at",
-    "writing",
 ]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Fault:
-    """Something that will go wrong.
+    """An armed fault.
 
     Attributes:
-        told: the call that armed it, for messages.
+        call: that armed it, for messages.
         when: ``"begin"`` or ``"end"`` of a step, or ``"write"``.
-        rank: of the world; None: on all.
-        step: in which it happens, once; None: in all.
-        restart: how often the job has been started again where it happens; None: always.
-        act: does it; is handed the named parameters at the end of a step, the bytes of a write, else None.
+        rank: global rank; None: all.
+        step: at which it happens, once; None: at all.
+        restart: number of restarts at which it happens; None: any.
+        effect: receives the named parameters at the end of a step, the number of bytes of a write, else None.
     """
 
-    told: str
+    call: str
     when: str
     rank: int | None
     step: int | None
     restart: int | None
-    act: Callable[[Any], object]
+    effect: Callable[[Any], object]
 
-    def happens(self, when: str, step: int | None) -> bool:
-        """Return whether this is the time and the place."""
+    def matches(self, when: str, step: int | None) -> bool:
+        """Return whether it happens now, on this rank."""
         return (
             self.when == when
             and self.step in (None, step)
@@ -71,144 +71,151 @@ class Fault:
 
 
 armed: list[Fault] = []
-"""What may still happen in this process."""
+"""Faults that may still happen in this process."""
 
-_read = ""  # the environment's faults, once they are armed
+_armed_text = ""  # value of PACELINE_FAULTS that is armed
 
 
 # ------------------------------------------------------------------ arming
 
 
 def fail_at(rank: int, step: int, how: str = "raise", *, restart: int | None = None) -> None:
-    """Have a rank fail at the beginning of a step.
+    """Make a rank fail at the beginning of a step.
 
     Args:
-        rank, step: who and when.
+        rank: global rank.
+        step: at whose beginning it fails.
         how: ``"raise"`` a RuntimeError, ``"exit"`` at once with code 3, ``"kill"`` itself by SIGKILL, or run out of
-            ``"memory"``: allocate under a limit until a MemoryError comes.
-        restart: only where the job was started again so often; 0: only in its first life; None: always.
+            ``"memory"``: allocate under a limit until a MemoryError is raised.
+        restart: only after this number of restarts; 0: only before the first one; None: always.
 
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: an invalid value.
 
     Example:
         >>> fail_at(rank=1, step=20, how="kill", restart=0)
         >>> disarm()
     """
-    told = f"fail_at(rank={rank!r}, step={step!r}, how={how!r})"
+    call = f"fail_at(rank={rank!r}, step={step!r}, how={how!r})"
     if how not in fault_effects.FAILURES:
         raise unknown("way to fail", how, fault_effects.FAILURES)
-    _check(told, rank=rank, step=step)
-    _arm(Fault(told, "begin", rank, step, restart, lambda _: fault_effects.FAILURES[how](told)))
+    _check(call, rank=rank, step=step)
+    _arm(call, "begin", lambda _: fault_effects.FAILURES[how](call), rank=rank, step=step, restart=restart)
 
 
 def stall_at(
     rank: int, step: int, seconds: float | None = None, how: str = "sleep", *, restart: int | None = None
 ) -> None:
-    """Have a rank stand still at the beginning of a step.
+    """Make a rank stall at the beginning of a step.
 
     Args:
-        rank, step: who and when.
-        seconds: for how long; None: for ever.
-        how: ``"sleep"``, ``"stop"`` the whole process (SIGSTOP), or sleep holding Python's lock (``"gil"``), so that no
-            other thread of the process runs either.
+        rank: global rank.
+        step: at whose beginning it stalls.
+        seconds: duration; None: for ever.
+        how: ``"sleep"``, ``"stop"`` the whole process (SIGSTOP), or sleep holding the GIL (``"gil"``), so that no other
+            thread of the process runs either.
         restart: as for `fail_at`.
 
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: an invalid value.
 
     Example:
         >>> stall_at(rank=0, step=3, seconds=2.5)
         >>> disarm()
     """
-    told = f"stall_at(rank={rank!r}, step={step!r}, seconds={seconds!r}, how={how!r})"
+    call = f"stall_at(rank={rank!r}, step={step!r}, seconds={seconds!r}, how={how!r})"
     if how not in fault_effects.STALLS:
         raise unknown("way to stall", how, fault_effects.STALLS)
-    _check(told, rank=rank, step=step, seconds=seconds)
-    _arm(Fault(told, "begin", rank, step, restart, lambda _: fault_effects.STALLS[how](seconds)))
+    _check(call, rank=rank, step=step, seconds=seconds)
+    _arm(call, "begin", lambda _: fault_effects.STALLS[how](seconds), rank=rank, step=step, restart=restart)
 
 
 def slow(
     rank: int, seconds: float | None = None, factor: float | None = None, *, restart: int | None = None
 ) -> None:
-    """Have a rank take longer for every step.
+    """Make a rank slow in every step.
 
     Args:
-        rank: who.
-        seconds: more for each step.
-        factor: how often its own time for a step (without waiting for others); 1.5 is half as long again.
+        rank: global rank.
+        seconds: added to each step.
+        factor: multiplies the rank's own time per step (without waiting for others); 1.5 is 50 % slower.
         restart: as for `fail_at`.
 
     Raises:
-        UsageError: a value that makes no sense, or not one of `seconds` and `factor`.
+        UsageError: an invalid value, or not exactly one of `seconds` and `factor`.
 
     Example:
         >>> slow(rank=1, factor=1.3)
         >>> disarm()
     """
-    told = f"slow(rank={rank!r}, seconds={seconds!r}, factor={factor!r})"
-    _check(told, rank=rank, seconds=seconds, factor=factor)
+    call = f"slow(rank={rank!r}, seconds={seconds!r}, factor={factor!r})"
+    _check(call, rank=rank, seconds=seconds, factor=factor)
     if (seconds is None) == (factor is None):
-        raise UsageError(told, remedy="give either seconds (more for each step) or factor")
+        raise UsageError(call, remedy="give either seconds (added to each step) or factor")
     if factor is not None and factor < 1:
-        raise UsageError(told, remedy="give a factor of 1 or more")
-    _arm(Fault(told, "begin", rank, None, restart, fault_effects.Brake(seconds, factor).press))
+        raise UsageError(call, remedy="give a factor of 1 or more")
+    _arm(call, "begin", fault_effects.StepDelay(seconds, factor).apply, rank=rank, restart=restart)
 
 
 def corrupt(rank: int, step: int, parameter: str | int = 0, *, restart: int | None = None) -> None:
     """Flip one bit of a parameter after a step: the sign of its largest element.
 
     Args:
-        rank, step: who, and after which step's update.
+        rank: global rank.
+        step: after whose update it flips.
         parameter: its name, or its number in registration order.
         restart: as for `fail_at`.
 
     Raises:
-        UsageError: a value that makes no sense; when the step has come, also a parameter that is not the model's.
+        UsageError: an invalid value; at the step itself also if the model has no such parameter.
 
     Example:
         >>> corrupt(rank=2, step=100, parameter="head.weight")
         >>> disarm()
     """
-    told = f"corrupt(rank={rank!r}, step={step!r}, parameter={parameter!r})"
-    _check(told, rank=rank, step=step)
+    call = f"corrupt(rank={rank!r}, step={step!r}, parameter={parameter!r})"
+    _check(call, rank=rank, step=step)
     if not isinstance(parameter, str | int) or isinstance(parameter, bool):
-        raise UsageError(told, remedy="name a parameter, or give its number")
-    _arm(Fault(told, "end", rank, step, restart, lambda named: fault_effects.flip(named, parameter, told)))
+        raise UsageError(call, remedy="name a parameter, or give its number")
+
+    def flip(named: Iterable[tuple[str, Any]]) -> None:
+        fault_effects.flip_sign(named, parameter, call)
+
+    _arm(call, "end", flip, rank=rank, step=step, restart=restart)
 
 
 def disk_full(after_nbytes: int, *, rank: int | None = None, restart: int | None = None) -> None:
-    """Have Paceline's own checkpoint writes fail for want of room once so many bytes were written.
+    """Make Paceline's own checkpoint writes fail with ENOSPC after a number of bytes.
 
     Args:
         after_nbytes: bytes that still fit.
-        rank: on which rank; None: on each of them.
+        rank: global rank; None: all.
         restart: as for `fail_at`.
 
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: an invalid value.
 
     Example:
         >>> disk_full(after_nbytes=1_000_000)
         >>> disarm()
     """
-    told = f"disk_full(after_nbytes={after_nbytes!r})"
-    _check(told, rank=rank, after_nbytes=after_nbytes)
-    _arm(Fault(told, "write", rank, None, restart, fault_effects.Disk(after_nbytes).take))
+    call = f"disk_full(after_nbytes={after_nbytes!r})"
+    _check(call, rank=rank, after_nbytes=after_nbytes)
+    _arm(call, "write", fault_effects.LimitedDisk(after_nbytes).write, rank=rank, restart=restart)
 
 
 def disarm() -> None:
-    """Call off everything that may still happen; the environment's faults too, until it is read again."""
-    global _read
+    """Disarm all faults; those of the environment until it is read again."""
+    global _armed_text
     armed.clear()
-    _read = ""
+    _armed_text = ""
 
 
 def arm(text: str) -> None:
-    """Arm the faults that `text` names, in calls separated by semicolons or line ends.
+    """Arm the faults in `text`: calls separated by semicolons or line breaks.
 
     Raises:
-        UsageError: it is anything but calls of this module's faults with plain values; nothing is armed then.
+        UsageError: it contains anything but calls of this module's faults with plain values; nothing is armed then.
 
     Example:
         >>> arm("fail_at(rank=1, step=20); slow(rank=0, seconds=0.1)")
@@ -218,7 +225,7 @@ def arm(text: str) -> None:
     """
     before = list(armed)
     try:
-        for name, arguments, options in _calls(text):
+        for name, arguments, options in _parse_calls(text):
             try:
                 _FAULTS[name](*arguments, **options)
             except TypeError as error:
@@ -228,55 +235,55 @@ def arm(text: str) -> None:
         raise
 
 
-def read_environment() -> None:
-    """Arm what ``PACELINE_FAULTS`` names, once; `paceline.init` and `paceline.DataParallel` call this.
+def arm_from_environment() -> None:
+    """Arm the faults in ``PACELINE_FAULTS``, once; called by `paceline.init` and `paceline.DataParallel`.
 
     Raises:
-        UsageError: the variable can't be read.
+        UsageError: the variable is invalid.
     """
-    global _read
+    global _armed_text
     text = os.environ.get("PACELINE_FAULTS", "")
-    if text == _read:
+    if text == _armed_text:
         return
     try:
         arm(text)
     except UsageError as error:
         raise UsageError(f"PACELINE_FAULTS={text!r}: {error}") from None
-    _read = text
+    _armed_text = text
 
 
-# ------------------------------------------------------------------ what the rest of Paceline calls, where any is armed
+# ------------------------------------------------------------------ called by the rest of Paceline
 
 
 def begin_step(step: int) -> None:
-    """Let happen what is armed for the beginning of `step`; called for each of its forwards."""
-    _happen("begin", step, None)
+    """Trigger the faults armed for the beginning of `step`; called for each of its forward passes."""
+    _trigger("begin", step, None)
 
 
 def end_step(step: int, named_parameters: Iterable[tuple[str, Any]]) -> None:
-    """Let happen what is armed for the end of `step`, after the update."""
-    _happen("end", step, named_parameters)
+    """Trigger the faults armed for the end of `step`, after the update."""
+    _trigger("end", step, named_parameters)
 
 
-def writing(nbytes: int) -> None:
-    """Note that so many bytes of a checkpoint are about to be written.
+def before_write(nbytes: int) -> None:
+    """Trigger the faults armed for a write of `nbytes` of a checkpoint.
 
     Raises:
-        OSError: there is no room for them (ENOSPC).
+        OSError: no space is left for them (ENOSPC).
     """
     if armed:
-        _happen("write", None, nbytes)
+        _trigger("write", None, nbytes)
 
 
-def _happen(when: str, step: int | None, what: Any) -> None:
+def _trigger(when: str, step: int | None, argument: Any) -> None:
     for fault in list(armed):
-        if fault.happens(when, step):
+        if fault.matches(when, step):
             if fault.step is not None:
                 armed.remove(fault)
-            fault.act(what)
+            fault.effect(argument)
 
 
-# ------------------------------------------------------------------ reading and checking
+# ------------------------------------------------------------------ parsing and checks
 
 _FAULTS: dict[str, Callable[..., None]] = {
     each.__name__: each for each in (fail_at, stall_at, slow, corrupt, disk_full)
@@ -284,12 +291,12 @@ _FAULTS: dict[str, Callable[..., None]] = {
 _HOW = "write calls such as fail_at(rank=1, step=20, how='kill'); slow(rank=0, seconds=0.1)"
 
 
-def _calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
-    """Return (fault, arguments, keyword arguments) of each call in `text`; nothing in it is carried out."""
+def _parse_calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
+    """Return (fault, arguments, keyword arguments) of each call in `text`; nothing in it is executed."""
     try:
         statements = ast.parse(text.strip()).body
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"can't be read: {error}", remedy=_HOW) from None
+        raise UsageError(f"invalid syntax: {error}", remedy=_HOW) from None
     found = []
     for statement in statements:
         call = statement.value if isinstance(statement, ast.Expr) else None
@@ -305,38 +312,42 @@ def _calls(text: str) -> list[tuple[str, list[Any], dict[str, Any]]]:
                 f"{ast.unparse(call)!r} has arguments that are no plain values", remedy=_HOW
             ) from None
         if "None" in options:
-            raise UsageError(f"{ast.unparse(call)!r} can't be read", remedy=_HOW)
+            raise UsageError(f"{ast.unparse(call)!r} uses **, which is not supported", remedy=_HOW)
         found.append((call.func.id, arguments, options))
     return found
 
 
-def _check(told: str, **values: object) -> None:
-    """Raise unless ranks, steps and bytes are whole numbers of 0 or more, and seconds and factors numbers."""
+def _check(call: str, **values: object) -> None:
+    """Raise UsageError unless ranks, steps and bytes are integers ≥ 0, and seconds and factors numbers ≥ 0."""
+    optional = ("seconds", "factor") if "step" in values else ("rank", "seconds", "factor")
     for name, value in values.items():
-        if (
-            value is None
-            and name in ("rank", "seconds", "factor")
-            and not (name == "rank" and "step" in values)
-        ):
+        if value is None and name in optional:
             continue
         whole = name in ("rank", "step", "after_nbytes")
         good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
         if not good or not (0 <= value < math.inf):  # pyright: ignore[reportOperatorIssue]
-            kind = "a whole number of 0 or more" if whole else "a number of 0 or more"
-            raise UsageError(f"{told}: {name}={value!r}", remedy=f"give {kind}")
+            kind = "an integer of 0 or more" if whole else "a number of 0 or more"
+            raise UsageError(f"{call}: {name}={value!r}", remedy=f"give {kind}")
 
 
-def _arm(fault: Fault) -> None:
-    if fault.restart is not None and (not isinstance(fault.restart, int) or fault.restart < 0):
+def _arm(
+    call: str,
+    when: str,
+    effect: Callable[[Any], object],
+    *,
+    rank: int | None,
+    step: int | None = None,
+    restart: int | None,
+) -> None:
+    if restart is not None and (not isinstance(restart, int) or restart < 0):
         raise UsageError(
-            f"{fault.told}: restart={fault.restart!r}",
-            remedy="give how often the job has been started again: 0 is its first life",
+            f"{call}: restart={restart!r}", remedy="give a number of restarts; 0: before the first one"
         )
-    armed.append(fault)
+    armed.append(Fault(call=call, when=when, rank=rank, step=step, restart=restart, effect=effect))
 
 
 def _rank() -> int:
-    """Return this process's rank in the world."""
+    """Return this process's global rank."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()

@@ -1,1 +1,1 @@
-"""Exchanging messages that are checked at both ends: envelopes, and rings and all-to-alls of them over MPI."""
+"""Checked messages between processes: envelopes, pacing, and transports over ZeroMQ, MPI and virtual time."""

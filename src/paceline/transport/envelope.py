@@ -1,54 +1,80 @@
-"""Envelopes: messages that tell whether they arrived whole (pure: bytes in, bytes out).
+"""Envelope format: a framed message whose receiver detects any damage (pure: bytes in, bytes out).
 
-    head     begin mark     8 bytes   the same for every envelope
-             size, ~size    2 + 2     bytes of the header, and their complement
-             header         ≤ 16 KiB  msgpack: who, to whom, which, what; the payload's size and checksum
-             checksum       8         xxh3-64 of all before it
+    head     begin mark     8 bytes   constant
+             size, ~size    2 + 2     size of the header, and its complement
+             header         ≤ 16 KiB  msgpack: addressing, framing, size and checksum of the payload
+             checksum       8         xxh3-64 of everything before it
     payload  nbytes                   any bytes
-    tail     checksum       8         the header's once more: this end belongs to that beginning
-             end mark       8         the same for every envelope
+    tail     checksum       8         the head's checksum again: this tail belongs to that head
+             end mark       8         constant
 
-The header's checksum comes before the payload as well, so that no size is believed, and no memory taken for it,
-before it has been checked; at the end it says that the end is this envelope's own. A flipped bit anywhere is
-found and its part is named, and so is where an envelope was cut off. All numbers are little-endian.
+The head's checksum precedes the payload, so no size is trusted and no memory allocated before it has been verified. Its
+copy in the tail ties the tail to the head. A flipped bit anywhere is detected and its part named, and so is the part in
+which an envelope was cut off. All integers are little-endian.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from xxhash import xxh3_64_intdigest
 
-from paceline.errors import DamagedEnvelope, TruncatedEnvelope
-from paceline.transport.envelope_header import HEADER_LIMIT_NBYTES, Header, pack, unpack
+from paceline.errors import DamagedEnvelope, ForeignEnvelope, TruncatedEnvelope
+from paceline.transport.envelope_header import HEADER_LIMIT_NBYTES, Header, pack_header, unpack_header
 
 __all__ = [
     "BEGIN",
+    "CHECKSUM_NBYTES",
     "END",
+    "ENVELOPE_PARTS",
     "HEAD_LIMIT_NBYTES",
     "PAYLOAD_LIMIT_NBYTES",
+    "SHORT_NBYTES",
     "TAIL_NBYTES",
     "Bytes",
+    "Envelope",
+    "add_checksum",
     "check_payload",
+    "check_route",
     "check_tail",
     "decode",
+    "decode_envelope",
     "decode_head",
+    "decode_parts",
     "encode",
-    "encode_sealed",
-    "seal",
+    "encode_checksummed",
 ]
 
 Bytes = bytes | bytearray | memoryview
 
 BEGIN, END = b"\x8bPLBEG\r\n", b"\n\rPLEND\x8c"
 PAYLOAD_LIMIT_NBYTES = 1 << 30
-"""A longer payload is refused; long messages go in frames."""
+"""Maximum payload; longer messages are split into frames."""
+
+ENVELOPE_PARTS = 3
+"""Head, payload and tail."""
+
+SHORT_NBYTES = 4 << 10
+"""Payloads up to this size are copied on receipt, so that they don't keep a larger receive buffer alive."""
 
 _SIZES, _CHECKSUM = struct.Struct("<HH"), struct.Struct("<Q")
 _FIXED_NBYTES = len(BEGIN) + _SIZES.size
-HEAD_LIMIT_NBYTES = _FIXED_NBYTES + HEADER_LIMIT_NBYTES + _CHECKSUM.size
-TAIL_NBYTES = _CHECKSUM.size + len(END)
+CHECKSUM_NBYTES = _CHECKSUM.size
+HEAD_LIMIT_NBYTES = _FIXED_NBYTES + HEADER_LIMIT_NBYTES + CHECKSUM_NBYTES
+TAIL_NBYTES = CHECKSUM_NBYTES + len(END)
+
+
+@dataclass(slots=True)
+class Envelope:
+    """A header and its payload: verified if it was received, ready for `add_checksum` if it is to be sent."""
+
+    header: Header
+    payload: Bytes = b""
+
+
+# --- encoding
 
 
 def encode(header: Header, payload: Bytes = b"") -> list[Bytes]:
@@ -56,10 +82,10 @@ def encode(header: Header, payload: Bytes = b"") -> list[Bytes]:
 
     Args:
         header: size and checksum are filled in.
-        payload: contiguous bytes; they must not change until they have been sent.
+        payload: contiguous bytes, which must not change until they have been sent.
 
     Raises:
-        UsageError: a field of the header has no valid value.
+        UsageError: a field of the header is invalid.
 
     Example:
         >>> sent = b"".join(encode(Header("run", "greeting", source=1, target=0, sequence=7), b"hello"))
@@ -67,143 +93,201 @@ def encode(header: Header, payload: Bytes = b"") -> list[Bytes]:
         >>> bytes(payload), header.sequence
         (b'hello', 7)
     """
-    return encode_sealed(seal(header, payload), payload)
+    return encode_checksummed(add_checksum(header, payload), payload)
 
 
-def seal(header: Header, payload: Bytes) -> Header:
-    """Return the header of this very payload: its size and checksum are filled in."""
+def add_checksum(header: Header, payload: Bytes) -> Header:
+    """Return a copy of the header with the size and checksum of this payload."""
     payload = memoryview(payload).cast("B")
     total = payload.nbytes if header.frames == 1 else header.total_nbytes
     return replace(header, nbytes=payload.nbytes, checksum=xxh3_64_intdigest(payload), total_nbytes=total)
 
 
-def encode_sealed(header: Header, payload: Bytes) -> list[Bytes]:
-    """Return an envelope whose header was sealed before, as `encode` does."""
-    packed = pack(header)
+def encode_checksummed(header: Header, payload: Bytes) -> list[Bytes]:
+    """Encode as `encode` does, with a header from `add_checksum`."""
+    packed = pack_header(header)
     head = BEGIN + _SIZES.pack(len(packed), len(packed) ^ 0xFFFF) + packed
     checksum = _CHECKSUM.pack(xxh3_64_intdigest(head))
     return [head + checksum, memoryview(payload).cast("B"), checksum + END]
 
 
+# --- decoding
+
+
 def decode(data: Bytes, *, limit: int = PAYLOAD_LIMIT_NBYTES) -> tuple[Header, memoryview]:
-    """Return header and payload of one whole envelope; the payload is a view of `data`.
+    """Return header and payload of exactly one envelope; the payload is a view of `data`.
 
     Args:
         data: the envelope and nothing else.
-        limit: most bytes of a payload.
+        limit: maximum size of the payload.
 
     Raises:
-        TruncatedEnvelope: it ends too early.
-        DamagedEnvelope: a part of it is not what was sent, or something follows it.
-        ForeignEnvelope: it follows another schema.
+        TruncatedEnvelope: it ends early.
+        DamagedEnvelope: a part is corrupted, or extra bytes follow.
+        ForeignEnvelope: the schema version differs.
     """
     data = memoryview(data).cast("B")
     header, start = decode_head(data, limit=limit)
-    payload = data[start : start + header.nbytes]
-    check_payload(header, payload)
     end = start + header.nbytes
-    check_tail(header, data[start - _CHECKSUM.size : start], data[end:])
+    payload = data[start:end]
+    check_payload(header, payload)
+    check_tail(header, data[start - CHECKSUM_NBYTES : start], data[end:])
     return header, payload
 
 
+def decode_envelope(data: Bytes, *, limit: int) -> Envelope:
+    """Return the envelope that arrived as one piece; arguments and errors as for `decode`."""
+    header, payload = decode(data, limit=limit)
+    return Envelope(header, _copy_if_short(payload))
+
+
+def decode_parts(parts: Sequence[Bytes], *, limit: int) -> Envelope:
+    """Return the envelope that arrived as head, payload and tail; a long payload is not copied.
+
+    Args:
+        parts: the parts of the message.
+        limit: maximum size of the payload.
+
+    Raises:
+        TruncatedEnvelope: a part is missing or ends early.
+        DamagedEnvelope: a part is corrupted or superfluous.
+        ForeignEnvelope: the schema version differs.
+    """
+    if len(parts) < ENVELOPE_PARTS:
+        raise TruncatedEnvelope(f"envelope has {len(parts)} parts, expected {ENVELOPE_PARTS}")
+    if len(parts) > ENVELOPE_PARTS:
+        raise DamagedEnvelope(f"envelope has more than {ENVELOPE_PARTS} parts")
+    head, payload, tail = (memoryview(each).cast("B") for each in parts)
+    header, end = decode_head(head, limit=limit)
+    if head.nbytes != end:
+        raise _damaged(header, f"has a head of {head.nbytes} bytes, expected {end}", "header")
+    check_payload(header, payload)
+    check_tail(header, head[end - CHECKSUM_NBYTES : end], tail)
+    return Envelope(header, _copy_if_short(payload))
+
+
+def _copy_if_short(payload: memoryview) -> Bytes:
+    return bytes(payload) if payload.nbytes <= SHORT_NBYTES else payload
+
+
 def decode_head(data: Bytes, *, limit: int = PAYLOAD_LIMIT_NBYTES) -> tuple[Header, int]:
-    """Return the header and the bytes of the head, which `data` begins with.
+    """Return the header at the start of `data`, and the size of the head.
 
     Raises:
         TruncatedEnvelope: `data` ends within the head.
-        DamagedEnvelope: a part of the head is not what was sent, or the payload would be longer than `limit`.
-        ForeignEnvelope: it follows another schema.
+        DamagedEnvelope: the head is corrupted, or announces a payload larger than `limit`.
+        ForeignEnvelope: the schema version differs.
     """
     data = memoryview(data).cast("B")
     _check_length(data, len(BEGIN), "begin mark", None)
     if data[: len(BEGIN)] != BEGIN:
-        came = bytes(data[: len(BEGIN)]).hex()
-        raise DamagedEnvelope(f"an envelope begins with {came}, not with {BEGIN.hex()}", part="begin mark")
+        found = bytes(data[: len(BEGIN)]).hex()
+        raise DamagedEnvelope(f"envelope begins with {found}, expected {BEGIN.hex()}", part="begin mark")
     _check_length(data, _FIXED_NBYTES, "header", None)
     size, complement = _SIZES.unpack_from(data, len(BEGIN))
     if size ^ complement != 0xFFFF or size > HEADER_LIMIT_NBYTES:
         raise DamagedEnvelope(
-            f"the size of a header is {size} and its complement {complement ^ 0xFFFF}; "
-            f"expected the same twice, at most {HEADER_LIMIT_NBYTES}",
+            f"header size is {size} and its complement {complement ^ 0xFFFF}; "
+            f"expected equal values of at most {HEADER_LIMIT_NBYTES}",
             part="header",
         )
     end = _FIXED_NBYTES + size
-    _check_length(data, end + _CHECKSUM.size, "header", None)
-    (told,) = _CHECKSUM.unpack_from(data, end)
-    came = xxh3_64_intdigest(data[:end])
-    if came != told:
+    _check_length(data, end + CHECKSUM_NBYTES, "header", None)
+    (expected,) = _CHECKSUM.unpack_from(data, end)
+    found = xxh3_64_intdigest(data[:end])
+    if found != expected:
         raise DamagedEnvelope(
-            f"a header has checksum {came:016x}, its sender told {told:016x}", part="header"
+            f"header has checksum {found:016x}, its sender recorded {expected:016x}", part="header"
         )
-    header = unpack(data[_FIXED_NBYTES:end])
+    header = unpack_header(data[_FIXED_NBYTES:end])
     if header.nbytes > limit:
-        raise DamagedEnvelope(
-            f"{header} tells of a payload of {header.nbytes} bytes; at most {limit} are taken",
-            source=header.source,
-            sequence=header.sequence,
-            part="header",
+        raise _damaged(
+            header, f"announces a payload of {header.nbytes} bytes; the limit is {limit}", "header"
         )
-    return header, end + _CHECKSUM.size
+    return header, end + CHECKSUM_NBYTES
 
 
 def check_payload(header: Header, payload: Bytes) -> None:
-    """Raise unless `payload` is what the header tells of.
+    """Raise unless `payload` has the size and checksum that the header records.
 
     Raises:
-        TruncatedEnvelope, DamagedEnvelope: it is too short, too long, or has another checksum.
+        TruncatedEnvelope: it is too short.
+        DamagedEnvelope: it is too long or corrupted.
     """
     payload = memoryview(payload).cast("B")
     _check_length(payload, header.nbytes, "payload", header)
     if payload.nbytes > header.nbytes:
         raise _damaged(header, f"has {payload.nbytes} bytes of payload, expected {header.nbytes}", "payload")
-    came = xxh3_64_intdigest(payload)
-    if came != header.checksum:
+    found = xxh3_64_intdigest(payload)
+    if found != header.checksum:
         raise _damaged(
             header,
-            f"has a payload with checksum {came:016x}, its sender told {header.checksum:016x}",
+            f"has a payload with checksum {found:016x}, its sender recorded {header.checksum:016x}",
             "payload",
         )
 
 
 def check_tail(header: Header, checksum: Bytes, tail: Bytes) -> None:
-    """Raise unless `tail` is the end of this very envelope.
+    """Raise unless `tail` is the tail of this envelope.
 
     Args:
         header: of the envelope.
         checksum: the last bytes of its head.
-        tail: what came behind the payload.
+        tail: the bytes after the payload.
 
     Raises:
-        TruncatedEnvelope, DamagedEnvelope: it is too short, too long, damaged, or another envelope's.
+        TruncatedEnvelope: it is too short.
+        DamagedEnvelope: it is too long, corrupted, or belongs to another envelope.
     """
     tail = memoryview(tail).cast("B")
     _check_length(tail, TAIL_NBYTES, "end mark", header)
-    if tail[: _CHECKSUM.size] != checksum:
-        came, told = bytes(tail[: _CHECKSUM.size])[::-1].hex(), bytes(checksum)[::-1].hex()
-        raise _damaged(header, f"ends with header checksum {came}, it began with {told}", "end mark")
-    if tail[_CHECKSUM.size : TAIL_NBYTES] != END:
-        came = bytes(tail[_CHECKSUM.size : TAIL_NBYTES]).hex()
-        raise _damaged(header, f"ends with {came}, not with {END.hex()}", "end mark")
+    if tail[:CHECKSUM_NBYTES] != checksum:
+        found, expected = bytes(tail[:CHECKSUM_NBYTES])[::-1].hex(), bytes(checksum)[::-1].hex()
+        raise _damaged(header, f"ends with header checksum {found}, it began with {expected}", "end mark")
+    if tail[CHECKSUM_NBYTES:TAIL_NBYTES] != END:
+        found = bytes(tail[CHECKSUM_NBYTES:TAIL_NBYTES]).hex()
+        raise _damaged(header, f"ends with {found}, expected {END.hex()}", "end mark")
     if tail.nbytes > TAIL_NBYTES:
-        raise _damaged(
-            header, f"is followed by {tail.nbytes - TAIL_NBYTES} bytes of something else", "end mark"
-        )
+        raise _damaged(header, f"is followed by {tail.nbytes - TAIL_NBYTES} extra bytes", "end mark")
+
+
+def check_route(header: Header, *, me: int, run: str, carried_from: int | None) -> None:
+    """Raise unless an envelope belongs to this run and receiver, and its source is its actual sender.
+
+    Args:
+        header: of the envelope.
+        me: number of the receiver.
+        run: name of the receiver's run; empty: any.
+        carried_from: number of the actual sender; None: unknown sender.
+
+    Raises:
+        ForeignEnvelope: it does not.
+    """
+    problem = ""
+    if carried_from != header.source:
+        sender = "an unknown sender" if carried_from is None else carried_from
+        problem = f"was sent by {sender}"
+    elif run and header.run != run:
+        problem = f"is of run {header.run!r}, this is run {run!r}"
+    elif header.target != me:
+        problem = f"was delivered to {me}"
+    if problem:
+        raise ForeignEnvelope(f"{header} {problem}", source=carried_from, sequence=header.sequence)
 
 
 def _check_length(data: memoryview, needed: int, part: str, header: Header | None) -> None:
     """Raise if a part is cut off."""
     if data.nbytes >= needed:
         return
-    name = "an envelope" if header is None else str(header)
+    name = "envelope" if header is None else str(header)
+    scope = "up to its end" if header is None else "of it"
     raise TruncatedEnvelope(
-        f"{name} ends in its {part}: expected {needed} bytes up to there, {data.nbytes} came"
-        if header is None
-        else f"{name} ends in its {part}: expected {needed} bytes of it, {data.nbytes} came",
+        f"{name} is cut off in its {part}: expected {needed} bytes {scope}, got {data.nbytes}",
         source=header.source if header else None,
         sequence=header.sequence if header else None,
         part=part,
     )
 
 
-def _damaged(header: Header, what: str, part: str) -> DamagedEnvelope:
-    return DamagedEnvelope(f"{header} {what}", source=header.source, sequence=header.sequence, part=part)
+def _damaged(header: Header, problem: str, part: str) -> DamagedEnvelope:
+    return DamagedEnvelope(f"{header} {problem}", source=header.source, sequence=header.sequence, part=part)

@@ -1,4 +1,4 @@
-"""Where a hub is to be found: ``tcp://host:port`` and ``ipc://path`` (pure)."""
+"""Addresses of hubs: ``tcp://host:port`` and ``ipc://path`` (pure)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from ipaddress import IPv6Address, ip_address
 
 from paceline.errors import UsageError
 
-__all__ = ["Address", "parse_address"]
+__all__ = ["HubAddress", "parse_hub_address"]
 
 _NAME = re.compile(r"[0-9A-Za-z]([0-9A-Za-z_.-]*[0-9A-Za-z])?")
-_PATH_LIMIT = 100  # the kernel takes 107 bytes, sun_path in <sys/un.h>
+_PATH_LIMIT = 100  # the kernel accepts 107 bytes: sun_path in <sys/un.h>
 _REMEDY = "write tcp://HOST:PORT such as tcp://192.168.1.5:7000, or ipc://PATH"
 _BIND_REMEDY = f"{_REMEDY}; tcp://*:7000 is every interface, and port * any free one"
 
 
 @dataclass(frozen=True)
-class Address:
-    """A place that a hub binds and its workers connect to.
+class HubAddress:
+    """Address that a hub binds and its workers connect to.
 
     Attributes:
-        host: name or number without brackets, ``"*"``: every interface; of ``ipc``: the path.
-        port: None: any free one; of ``ipc``: 0.
+        transport: ``"tcp"`` or ``"ipc"``.
+        host: name or IP address without brackets, ``"*"`` for every interface; the path for ``ipc``.
+        port: None for any free port; 0 for ``ipc``.
     """
 
     transport: str
@@ -30,7 +31,7 @@ class Address:
     port: int | None
 
     def __str__(self) -> str:
-        """Return it as it is written."""
+        """Return the address as it is written."""
         if self.transport == "ipc":
             return f"ipc://{self.host}"
         host = f"[{self.host}]" if self.is_ipv6 else self.host
@@ -38,12 +39,12 @@ class Address:
 
     @property
     def is_ipv6(self) -> bool:
-        """Whether the host is a number of IPv6."""
+        """Whether the host is an IPv6 address."""
         return self.transport == "tcp" and ":" in self.host
 
     @property
     def is_local(self) -> bool:
-        """Whether nobody outside this machine reaches it, as far as the text tells."""
+        """Whether only this machine can reach it, judging by the text."""
         if self.transport == "ipc" or self.host.lower() == "localhost":
             return True
         try:
@@ -55,53 +56,55 @@ class Address:
         return number.is_loopback
 
 
-def parse_address(text: str, *, bind: bool) -> Address:
-    """Return the parts of an address.
+def parse_hub_address(text: str, *, bind: bool) -> HubAddress:
+    """Parse an address.
 
     Args:
         text: ``tcp://host:port`` or ``ipc://path``.
-        bind: it is for a hub, which may leave its interface and its port open: ``tcp://*:*``.
+        bind: for a hub, which may leave interface and port open: ``tcp://*:*``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the address is invalid.
 
     Example:
-        >>> parse_address("tcp://[::1]:7000", bind=False)
-        Address(transport='tcp', host='::1', port=7000)
+        >>> parse_hub_address("tcp://[::1]:7000", bind=False)
+        HubAddress(transport='tcp', host='::1', port=7000)
     """
     remedy = _BIND_REMEDY if bind else _REMEDY
     transport, mark, rest = text.partition("://")
     if mark and transport == "ipc":
         if not 0 < len(rest.encode()) <= _PATH_LIMIT or "\0" in rest or rest == "*":
-            raise UsageError(f"{text!r} has no path of 1 to {_PATH_LIMIT} bytes", remedy=remedy)
-        return Address("ipc", rest, 0)
+            raise UsageError(f"{text!r} needs a path of 1 to {_PATH_LIMIT} bytes", remedy=remedy)
+        return HubAddress("ipc", rest, 0)
     host, colon, port = rest.rpartition(":")
     if not mark or transport != "tcp" or not colon:
-        raise UsageError(f"{text!r} is no address", remedy=remedy)
-    return Address("tcp", _host(text, host, bind, remedy), _port(text, port, bind, remedy))
+        raise UsageError(f"{text!r} is not a hub address", remedy=remedy)
+    return HubAddress("tcp", _parse_host(text, host, bind, remedy), _parse_port(text, port, bind, remedy))
 
 
-def _host(text: str, host: str, bind: bool, remedy: str) -> str:
+def _parse_host(text: str, host: str, bind: bool, remedy: str) -> str:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         number = ip_address(bare)
     except ValueError:
         number = None
     if host != bare and not isinstance(number, IPv6Address):
-        raise UsageError(f"{text!r}: there is no number of IPv6 in the brackets", remedy=remedy)
+        raise UsageError(f"{text!r}: {bare!r} in brackets is not an IPv6 address", remedy=remedy)
     if host == bare and isinstance(number, IPv6Address):
-        raise UsageError(f"{text!r}: a number of IPv6 stands in brackets", remedy=f"write tcp://[{host}]:…")
+        raise UsageError(f"{text!r}: an IPv6 address needs brackets", remedy=f"write tcp://[{host}]:…")
     every = bare == "*" or (number is not None and number.is_unspecified)
     if every and not bind:
-        raise UsageError(f"{text!r} is every interface of a hub: nobody can connect to that", remedy=remedy)
+        raise UsageError(
+            f"{text!r} means every interface of a hub; workers can't connect to it", remedy=remedy
+        )
     if not every and number is None and not _NAME.fullmatch(bare):
-        raise UsageError(f"{text!r}: {bare!r} is no host", remedy=remedy)
+        raise UsageError(f"{text!r}: {bare!r} is not a host name", remedy=remedy)
     return bare
 
 
-def _port(text: str, port: str, bind: bool, remedy: str) -> int | None:
+def _parse_port(text: str, port: str, bind: bool, remedy: str) -> int | None:
     if port in ("*", "0") and bind:
         return None
     if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= 65535 and len(port) <= 5):
-        raise UsageError(f"{text!r}: {port!r} is no port from 1 to 65535", remedy=remedy)
+        raise UsageError(f"{text!r}: {port!r} is not a port from 1 to 65535", remedy=remedy)
     return int(port)

@@ -1,41 +1,32 @@
-"""The seam between what is said and what carries it: whole envelopes out, whole envelopes in.
+"""`Exchange`: the interface between message protocols and the transports that carry their envelopes.
 
-Three carriers sit behind it: a star over ZeroMQ (`zeromq`), MPI's non-blocking calls (`over_mpi`), and virtual time
-inside one process (`virtual`). Hub and workers of asynchronous training know this protocol and nothing of the carriers,
-so the code that is simulated is the code that runs.
+Implementations: hub and workers over ZeroMQ (`paceline.transport.zmq`), and virtual time in one process
+(`paceline.transport.virtual_time`); tests/support/hub_over_mpi.py shows it over non-blocking MPI calls.
+Hub and workers of asynchronous training use this interface only, so the simulated code is the code that runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import UsageError
-from paceline.transport.envelope import Bytes
-from paceline.transport.envelope_header import Header
+from paceline.transport.envelope import Envelope
 
-__all__ = ["HUB", "Envelope", "Exchange", "payload_to_send"]
+__all__ = ["HUB", "Exchange", "payload_to_send"]
 
 HUB = 0
-"""The number of the hub of a star; its workers have numbers from 1 on."""
-
-
-@dataclass(slots=True)
-class Envelope:
-    """A header and its payload, complete and checked when it comes, sealed when it is sent; nobody changes it."""
-
-    header: Header
-    payload: Bytes = b""
+"""Number of the hub; workers have numbers from 1."""
 
 
 class Exchange(Protocol):
-    """Carries envelopes to and from peers without ever blocking for long; used by one thread.
+    """Carries envelopes to and from peers without blocking for long; for use by one thread.
 
     Attributes:
-        refused: what came and could not be delivered, by name of the error: damaged, truncated, foreign, ….
-        sent_nbytes, received_nbytes: of all envelopes so far, without the headers of the network.
+        refused: received messages that were not delivered, by name of the error: damaged, truncated, foreign, ….
+        sent_nbytes: total size of sent envelopes, without network headers.
+        received_nbytes: total size of received envelopes, without network headers.
     """
 
     refused: Counter[str]
@@ -43,42 +34,44 @@ class Exchange(Protocol):
     received_nbytes: int
 
     def send(self, envelope: Envelope) -> bool:
-        """Take an envelope to ``envelope.header.target``.
+        """Send an envelope to ``envelope.header.target``.
 
         Returns:
-            whether it was taken. False: there is no room for it now, or the peer is not to be reached; it may be
-            given again later. An envelope that was taken may still be lost on the way.
+            True if it was accepted; it may still be lost on the way. False if the queue is full or the peer is
+            unreachable; it may be passed again later.
         """
         ...
 
     def poll(self, seconds: float = 0.0) -> list[Envelope]:
-        """Return what has come, in the order in which it came; wait up to `seconds` if that is nothing."""
+        """Return the received envelopes in order of arrival; if there are none, wait up to `seconds`."""
         ...
 
     def peers(self) -> Collection[int]:
-        """Return the numbers of those who can be sent to, as far as that is known."""
+        """Return the numbers of the reachable peers, as far as known."""
         ...
 
     def close(self) -> None:
-        """Leave; what was taken and has not left yet may be lost."""
+        """Disconnect. Envelopes that were accepted but not sent yet may be lost."""
         ...
 
 
 def payload_to_send(envelope: Envelope, me: int, frame_nbytes: int) -> memoryview:
-    """Return the payload of an envelope that `me` may send, as bytes.
+    """Return the payload of an envelope as bytes, once it is known that `me` may send it.
 
     Args:
-        envelope: which is to leave. me: who sends. frame_nbytes: most bytes of a payload.
+        envelope: to be sent.
+        me: number of the sender.
+        frame_nbytes: maximum size of a payload.
 
     Raises:
-        UsageError: it is another's, or its payload is longer than a frame.
+        UsageError: another source is given in the header, or the payload exceeds a frame.
     """
     header, payload = envelope.header, memoryview(envelope.payload).cast("B")
     if header.source != me:
-        raise UsageError(f"{header} can't be sent from {me}", remedy="a header's source is who sends")
+        raise UsageError(f"{header} can't be sent from {me}", remedy="set the header's source to the sender")
     if payload.nbytes > frame_nbytes:
         raise UsageError(
-            f"{header} has a payload of {payload.nbytes} bytes, more than {frame_nbytes}",
-            remedy="cut it into frames: exchange.frames",
+            f"{header} has a payload of {payload.nbytes} bytes, the limit is {frame_nbytes}",
+            remedy="split it into frames: paceline.transport.message_frames",
         )
     return payload

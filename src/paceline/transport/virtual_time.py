@@ -1,7 +1,7 @@
-"""Virtual time: a clock of events, and links between nodes in one process that take as long as they would.
+"""Virtual time: a discrete-event clock, and a star network of timed links between nodes of one process.
 
-Nothing waits: `Clock.run` goes from event to event. The same events in the same order, whatever the machine: what is
-simulated is the same to the bit every time.
+Nothing sleeps: `VirtualClock.run` jumps from event to event. Equal events in equal order give bitwise equal results on
+any machine.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope
 
-__all__ = ["OVERHEAD", "Clock", "Link", "Network", "VirtualExchange"]
+__all__ = ["WIRE_OVERHEAD", "VirtualClock", "VirtualExchange", "VirtualLink", "VirtualNetwork"]
 
 _HEADER_NBYTES = 200
-"""Of an envelope and its network packets, beside the payload; long ones have more, see `OVERHEAD`."""
+"""Overhead of an envelope and its packets besides the payload; see `WIRE_OVERHEAD` for long ones."""
 
-OVERHEAD = 1.045
-"""Ethernet, IP and TCP headers beside full frames of 1500 bytes."""
+WIRE_OVERHEAD = 1.045
+"""Factor for Ethernet, IP and TCP headers of full 1500-byte frames."""
 
 
-class Clock:
-    """Runs what is to happen, in the order of its time; at the same time, in the order in which it was said.
+class VirtualClock:
+    """Runs scheduled events in order of time; simultaneous events in the order in which they were scheduled.
 
     Attributes:
-        now: seconds.
+        now: current time in seconds.
     """
 
     def __init__(self) -> None:
@@ -34,129 +34,142 @@ class Clock:
         self._events: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._count, self._stopped = 0, False
 
-    def at(self, when: float, what: Callable[..., object], *given: object) -> None:
-        """Have `what(*given)` happen at a time, or now if that has passed."""
+    def schedule(self, when: float, callback: Callable[..., object], *args: object) -> None:
+        """Call ``callback(*args)`` at a time, or now if that has passed."""
         self._count = count = self._count + 1
-        heapq.heappush(self._events, (when if when > self.now else self.now, count, what, given))
+        heapq.heappush(self._events, (when if when > self.now else self.now, count, callback, args))
 
     def run(self, until: float = float("inf")) -> None:
-        """Go on until there is nothing more to happen, or the time is up."""
+        """Run until no events are left or the time is reached."""
         events, pop = self._events, heapq.heappop
         while events and events[0][0] <= until:
-            self.now, _, what, given = pop(events)
-            what(*given)
+            self.now, _, callback, args = pop(events)
+            callback(*args)
         if until < float("inf") and not self._stopped:
             self.now = max(self.now, until)
 
     def stop(self) -> None:
-        """Let nothing of what was to happen until now happen any more, and no time pass."""
+        """Discard all events scheduled so far, and keep the current time."""
         self._events.clear()
         self._stopped = True
 
 
 @dataclass(slots=True)
-class Link:
-    """What connects a node to the switch.
+class VirtualLink:
+    """Link between a node and the switch.
 
     Attributes:
-        up, down: bytes per second. latency: seconds to another node.
-        up_free, down_free: when what is on its way will have passed.
-        sent_nbytes, received_nbytes: over the link so far, headers included.
+        up: bytes per second towards the switch.
+        down: bytes per second towards the node.
+        latency: seconds to another node.
+        up_free: time at which everything sent so far will have left.
+        down_free: time at which everything sent so far to the node will have arrived.
+        sent_nbytes: bytes sent so far, headers included.
+        received_nbytes: bytes received so far, headers included.
     """
 
     up: float
     down: float
     latency: float = 1e-4
+    _: KW_ONLY
     up_free: float = 0.0
     down_free: float = 0.0
     sent_nbytes: float = 0.0
     received_nbytes: float = 0.0
 
 
-class Network:
-    """A star of links around a switch.
+class VirtualNetwork:
+    """Star of links around a switch.
 
     Args:
-        clock: of all.
-        scale: numbers in messages are as long as so many; other payloads are as long as they are.
-        spoil: looks at every envelope under way and returns those that arrive in its place, with the seconds by which
-            each is later: none if it is lost, two if it is repeated.
+        clock: of the simulation.
+        tamper: maps an envelope in transit to the envelopes that arrive in its place, each with its extra delay in
+            seconds: none if it is lost, two if it is duplicated.
+        scale: factor for the size of payloads that have a dtype; other payloads count as they are.
 
     Attributes:
-        doors: of all who are there, by number. messages: that were sent so far.
+        nodes: the connected exchanges, by number.
+        messages: number of envelopes sent so far.
     """
 
     def __init__(
         self,
-        clock: Clock,
-        spoil: Callable[[Envelope], list[tuple[float, Envelope]]] | None = None,
+        clock: VirtualClock,
+        tamper: Callable[[Envelope], list[tuple[float, Envelope]]] | None = None,
         scale: float = 1.0,
     ) -> None:
-        self.clock, self.spoil, self.scale = clock, spoil, scale
-        self.doors: dict[int, VirtualExchange] = {}
+        self.clock, self.tamper, self.scale = clock, tamper, scale
+        self.nodes: dict[int, VirtualExchange] = {}
         self.messages = 0
 
-    def arrive(self, target: int, envelope: Envelope) -> None:
-        """Have an envelope come to who is there now; it is lost if nobody is."""
-        door = self.doors.get(target)
-        if door is not None:
-            door.deliver(envelope)
+    def deliver(self, target: int, envelope: Envelope) -> None:
+        """Deliver an envelope to the node that has this number now; else it is lost."""
+        node = self.nodes.get(target)
+        if node is not None:
+            node.deliver(envelope)
 
 
 class VirtualExchange:
-    """A node's door to the network, open from now on; another one of the same number is in its place.
+    """A node's `Exchange`, connected on construction; it replaces an earlier one of the same number.
 
     Args:
-        me: number of the node. network: that it is in. link: to the network.
-        deliver: called with what comes; None: it waits until it is polled.
+        me: number of the node.
+        network: to connect to.
+        link: of the node.
+        deliver: called with each received envelope; None: they are queued for `poll`.
     """
 
     def __init__(
-        self, me: int, network: Network, link: Link, deliver: Callable[[Envelope], object] | None = None
+        self,
+        me: int,
+        network: VirtualNetwork,
+        link: VirtualLink,
+        deliver: Callable[[Envelope], object] | None = None,
     ) -> None:
         self.me, self.network, self.link = me, network, link
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
-        self._came: list[Envelope] = []
-        self.deliver = self._came.append if deliver is None else deliver
-        network.doors[me] = self
+        self._received: list[Envelope] = []
+        self.deliver = self._received.append if deliver is None else deliver
+        network.nodes[me] = self
 
     def send(self, envelope: Envelope) -> bool:
-        """See `Exchange`; it is refused where the target is not there."""
+        """See `Exchange`; False if the target is not connected."""
         network, target, nbytes = self.network, envelope.header.target, len(envelope.payload)
-        door = network.doors.get(target)
-        if door is None or self.me not in network.doors:
+        receiver = network.nodes.get(target)
+        if receiver is None or self.me not in network.nodes:
             return False
         self.sent_nbytes += nbytes
         network.messages += 1
-        mine, its, clock = self.link, door.link, network.clock
-        carried = _HEADER_NBYTES + OVERHEAD * (nbytes * network.scale if envelope.header.dtype else nbytes)
-        mine.sent_nbytes += carried
-        its.received_nbytes += carried
-        begin = mine.up_free if mine.up_free > clock.now else clock.now
-        left = begin + carried / mine.up
-        end = (its.down_free if its.down_free > begin else begin) + carried / its.down
+        up, down, clock = self.link, receiver.link, network.clock
+        size = nbytes * network.scale if envelope.header.dtype else nbytes
+        carried = _HEADER_NBYTES + WIRE_OVERHEAD * size
+        up.sent_nbytes += carried
+        down.received_nbytes += carried
+        begin = up.up_free if up.up_free > clock.now else clock.now
+        left = begin + carried / up.up
+        end = (down.down_free if down.down_free > begin else begin) + carried / down.down
         end = end if end > left else left
-        mine.up_free, its.down_free = left, end  # a slow receiver doesn't hold up what goes to others
-        if network.spoil is None:
-            clock.at(end + mine.latency, network.arrive, target, envelope)
+        up.up_free, down.down_free = left, end  # a slow receiver doesn't delay what is sent to others
+        if network.tamper is None:
+            clock.schedule(end + up.latency, network.deliver, target, envelope)
         else:
-            for later, each in network.spoil(envelope):
-                clock.at(end + mine.latency + later, network.arrive, target, each)
+            for delay, each in network.tamper(envelope):
+                clock.schedule(end + up.latency + delay, network.deliver, target, each)
         return True
 
     def poll(self, seconds: float = 0.0) -> list[Envelope]:
-        """Return what has come until now; virtual time does not wait."""
-        came = self._came.copy()
-        self._came.clear()
-        self.received_nbytes += sum(len(each.payload) for each in came)
-        return came
+        """Return the envelopes received so far; virtual time does not wait."""
+        received = self._received.copy()
+        self._received.clear()
+        self.received_nbytes += sum(len(each.payload) for each in received)
+        return received
 
     def peers(self) -> Collection[int]:
-        """Return all others that are there."""
-        return [node for node in self.network.doors if node != self.me]
+        """Return all other connected nodes."""
+        return [node for node in self.network.nodes if node != self.me]
 
     def close(self) -> None:
-        """Leave the network: what is under way to here is lost."""
-        if self.network.doors.get(self.me) is self:
-            del self.network.doors[self.me]
+        """Disconnect; envelopes in transit to this node are lost."""
+        if self.network.nodes.get(self.me) is self:
+            del self.network.nodes[self.me]

@@ -116,7 +116,7 @@ def init(
         raise unknown("backend", backend, BACKENDS)
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         raise UsageError(f"timeout={timeout!r}", remedy="give seconds above 0, for example 300")
-    fault_injection.read_environment()
+    fault_injection.arm_from_environment()
     if _session.world is not None:
         _check_same(
             _session.world,

@@ -83,7 +83,12 @@ HOLDS = f"stall_at(rank=1, step={STEP}, how='gil')"
 EXPECTED = {
     RAISES: ("raised", "raised RuntimeError: a fault on purpose", "in _raise", None),
     MEMORY: ("raised", "raised MemoryError", "_run_out_of_memory", None),
-    EXITS: ("gone", f"ended with exit code {fault_effects.EXIT_CODE}", "", fault_effects.EXIT_CODE),
+    EXITS: (
+        "gone",
+        f"ended with exit code {fault_effects.FAULT_EXIT_CODE}",
+        "",
+        fault_effects.FAULT_EXIT_CODE,
+    ),
     KILLED: ("gone", "was ended by SIGKILL", "", -signal.SIGKILL),
     STOPS: ("stopped", "has been stopped for", "", None),
     SLEEPS: ("stalled", "has stood still for", "in _sleep", None),

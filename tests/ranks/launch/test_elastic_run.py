@@ -1,4 +1,4 @@
-"""Ranks of one host, restarted after failures: worlds that form anew, sizes, reasons told, nothing left behind."""
+"""Elastic runs on one host: restarts, world sizes, reported reasons, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def test_worlds_form_anew_at_the_same_size_and_at_a_smaller_one(home, capfd):
 
 
 def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
-    patience = JobTimeouts(end=0.2)
-    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, patience=patience)
+    timeouts = JobTimeouts(end=0.2)
+    job = JobSpec(script(home, PLAIN + DEAF), 2, 1, max_restarts=2, progress=lambda: True, timeouts=timeouts)
     with pytest.raises(RankFailed, match=r"\[rank 1\] ended with exit code 5 after") as caught:
         run_job(job)
     assert (caught.value.rank, caught.value.exit_code) == (1, 5)
@@ -174,16 +174,16 @@ def test_progress_keeps_the_size_until_restarts_are_used_up(home, capfd):
     assert list((home / "tmp").iterdir()) == []
 
 
-def test_what_followed_the_first_failure_is_told_after_it(home):
-    patience = JobTimeouts(follow=60.0)
+def test_later_failures_are_listed_after_the_first(home):
+    timeouts = JobTimeouts(follow=60.0)
     job = JobSpec(
-        script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", patience=patience
+        script(home, PLAIN + FOLLOWS), 3, 3, max_restarts=0, log_dir=home / "logs", timeouts=timeouts
     )
     with pytest.raises(RankFailed) as caught:
         run_job(job)
     message = str(caught.value)
     assert message.startswith("[rank 2] ended with exit code 1 after")
-    assert "after it rank 0 (ended with exit code 1); no restarts were asked for" in message
+    assert "after it rank 0 (ended with exit code 1); restarts are disabled" in message
     [record] = restarts(home / "logs")
     assert (record["event"], record["action"], record["ranks_after"]) == ("end", "end", 0)
     assert (record["first"]["lines"], record["after"][0]["lines"]) == (
@@ -226,7 +226,7 @@ class Told:
     def __init__(self, *answers):
         self._answers = list(answers)
 
-    def store(self):
+    def connect(self):
         return self
 
     def get(self, key):
@@ -235,15 +235,15 @@ class Told:
 
 @pytest.mark.parametrize(("ahead", "word"), [(3.0, "ahead of"), (-60.0, "behind")])
 def test_a_host_whose_clock_is_wrong_is_refused(ahead, word):
-    from paceline.launch.agent.elastic_rendezvous import check_place
+    from paceline.launch.agent.elastic_rendezvous import check_endpoint
 
     told = Told(b"1", b"0", repr(time.time() - ahead).encode())
     with pytest.raises(
         WorldError, match=rf"clock of this host is \d+\.\d s {word} that at pc1:29400"
     ) as caught:
-        check_place(told, JobTimeouts())
+        check_endpoint(told, JobTimeouts())
     assert "NTP" in caught.value.remedy
-    check_place(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
+    check_endpoint(Told(b"1", b"0", b"0", repr(time.time()).encode()), JobTimeouts())
 
 
 def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
@@ -253,33 +253,32 @@ def test_what_listens_there_may_be_something_else(monkeypatch, capfd):
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
-        place = elastic_rendezvous.RendezvousPlace(
+        place = elastic_rendezvous.RendezvousEndpoint(
             RendezvousAddress("127.0.0.1", foreign.getsockname()[1]), None
         )
-        with pytest.raises(WorldError, match="is no rendezvous of paceline"):
-            elastic_rendezvous.check_place(place, JobTimeouts())
+        with pytest.raises(WorldError, match="is not a rendezvous of paceline"):
+            elastic_rendezvous.check_endpoint(place, JobTimeouts())
     assert capfd.readouterr().err == ""
 
 
-def test_a_host_too_many_is_told_that_the_run_ended_well(monkeypatch, capfd):
-    from paceline.launch.agent import host_participation
-    from paceline.launch.agent.elastic_agent import ElasticAgent, RunOver
-    from paceline.launch.agent.job_outcome import JobOutcome
+def test_a_surplus_host_learns_that_the_job_ended_well(monkeypatch, capfd):
+    from paceline.launch.agent.elastic_agent import ElasticAgent, run_host
+    from paceline.launch.agent.world_agreement import JobEnded, JobOutcome
 
     def over(self):
-        raise RunOver(JobOutcome(0))
+        raise JobEnded(JobOutcome(0))
 
     monkeypatch.setattr(ElasticAgent, "run", over)
-    host_participation.take_part(JobSpec(["train.py"], 1, 1), RankLogs(None))
+    run_host(JobSpec(["train.py"], 1, 1), RankLogs(None))
     said = capfd.readouterr().err.splitlines()  # torch may have words about its store as well
-    assert "paceline: the run ended well while this host waited to be let in" in said
+    assert "paceline: the job ended well while this host waited to join" in said
 
 
 def test_two_servers_at_one_port_are_refused_without_a_traceback():
-    from paceline.launch.agent.elastic_rendezvous import serve
+    from paceline.launch.agent.elastic_rendezvous import serve_store
 
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         with pytest.raises(UsageError, match="the port is taken"):
-            serve(RendezvousAddress("127.0.0.1", taken.getsockname()[1]))
+            serve_store(RendezvousAddress("127.0.0.1", taken.getsockname()[1]))

@@ -1,4 +1,4 @@
-"""Running a program as local ranks: good ends, failures, hangs, signals, and that nothing is left behind."""
+"""Local ranks: success, failures, hangs, signals, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_kept_log_is_named_and_only_its_end_is_shown(home):
             timeout=60,
         )
     text = str(caught.value)
-    assert f"its whole output is in {home}/logs/rank1.log" in text
+    assert f"its complete output is in {home}/logs/rank1.log" in text
     assert "line 99" in text
     assert "line 50\n" not in text
     assert "after it" not in text
@@ -281,7 +281,7 @@ def test_a_log_folder_that_cannot_be_made_or_written_is_refused(tmp_path, monkey
         run_ranks(["-c", "pass"], 2, log_dir=tmp_path)
 
 
-def test_who_was_reaped_is_sent_no_signal(monkeypatch):
+def test_a_reaped_process_is_sent_no_signal(monkeypatch):
     """Its number may be another process's by then."""
     child = ChildProcess(subprocess.Popen([sys.executable, "-S", "-c", ""], process_group=0))
     stop_processes([child])
@@ -290,7 +290,7 @@ def test_who_was_reaped_is_sent_no_signal(monkeypatch):
     stop_processes([child])
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(home):
+def test_a_signal_without_a_name_is_reported_by_number(home):
     with pytest.raises(RankFailed, match="was ended by signal 40"):
         run_ranks(["-c", "import os; os.kill(os.getpid(), 40)"], 1, timeout=60)
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_exchange_mpi.py do: ``python exchange_ranks.py CASE``."""
+"""Ranks of test_mpi_exchange_ranks.py: ``python exchange_ranks.py CASE``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from mpi_worlds import tell
 from paceline.errors import EnvelopeError
-from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAll, MpiCarrier, Ring
+from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
+from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAllExchange, RingExchange
 
 SIZES = (0, 1, 4, 4099, 100_003)
 FRAMES = (1000, 1 << 20)
@@ -28,8 +29,8 @@ def shapes(carrier):
     shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/mpich" in line]
     assert all(line.endswith("(deleted)") for line in shared), "it would stay where ranks are killed"
     for frame_nbytes in FRAMES:
-        ring = Ring(carrier, timeout=30, frame_nbytes=frame_nbytes)
-        every = AllToAll(carrier, timeout=30, frame_nbytes=frame_nbytes)
+        ring = RingExchange(carrier, timeout=30, frame_nbytes=frame_nbytes)
+        every = AllToAllExchange(carrier, timeout=30, frame_nbytes=frame_nbytes)
         for nbytes in SIZES:
             left = [50]
 
@@ -38,17 +39,17 @@ def shapes(carrier):
                 return left[0] >= 0
 
             into = np.zeros(nbytes, np.uint8)
-            ring.exchange(numbers(nbytes, rank), into, work).check()
+            ring.exchange(numbers(nbytes, rank), into, work).raise_for_problems()
             assert left[0] == -1
             assert np.array_equal(into, numbers(nbytes, (rank - 1) % size))
 
             data = np.concatenate([numbers(nbytes, rank, target) for target in range(size)])
             into = np.zeros(nbytes * size, np.uint8)
             outcome = every.exchange(data, into)
-            outcome.check()
+            outcome.raise_for_problems()
             wanted = [numbers(nbytes, source, rank) for source in range(size)]
             assert np.array_equal(into, np.concatenate(wanted))
-            assert outcome.told_checksum == outcome.received_checksum
+            assert outcome.expected_checksum == outcome.received_checksum
             made += 2
     return made
 
@@ -58,7 +59,9 @@ def faults(carrier, names):
     found = []
     for number, name in enumerate(names):
         faulty = number % carrier.size
-        ring = Ring(carrier, timeout=30, frame_nbytes=1000, fault=name if carrier.rank == faulty else "")
+        ring = RingExchange(
+            carrier, timeout=30, frame_nbytes=1000, fault=name if carrier.rank == faulty else ""
+        )
         data, into = numbers(10_000, carrier.rank), np.zeros(10_000, np.uint8)
         outcome = ring.exchange(data, into)
         again = ring.exchange(data, into)
@@ -72,7 +75,7 @@ def faults(carrier, names):
 def stopped(carrier):
     """Rank 1 is stopped, as by a machine that hangs: the others name it."""
     tell(carrier.rank, os.getpid())
-    ring = Ring(carrier, timeout=0.5)
+    ring = RingExchange(carrier, timeout=0.5)
     if carrier.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
@@ -86,7 +89,7 @@ def stopped(carrier):
 def killed(carrier):
     """Rank 1 is killed: mpiexec ends the others."""
     tell(carrier.rank, os.getpid())
-    ring = Ring(carrier, timeout=30)
+    ring = RingExchange(carrier, timeout=30)
     if carrier.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     ring.exchange(numbers(10**6, carrier.rank), np.zeros(10**6, np.uint8))
@@ -95,7 +98,7 @@ def killed(carrier):
 def sizes_differ(carrier):
     """Rank 0 sends more than the others expect."""
     nbytes = 3000 if carrier.rank == 0 else 2000
-    outcome = Ring(carrier, timeout=30, frame_nbytes=1000).exchange(
+    outcome = RingExchange(carrier, timeout=30, frame_nbytes=1000).exchange(
         numbers(nbytes, carrier.rank), np.zeros(nbytes, np.uint8)
     )
     return [[each.kind, each.found_by, each.culprit, each.text] for each in outcome.problems]

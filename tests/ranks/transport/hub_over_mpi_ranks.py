@@ -1,4 +1,4 @@
-"""What the ranks of test_over_mpi.py do: ``python hub_over_mpi_ranks.py CASE``."""
+"""Ranks of test_hub_over_mpi.py: ``python hub_over_mpi_ranks.py CASE``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import sys
 import threading
 import time
 
+from hub_over_mpi import MpiExchange
 from mpi_worlds import tell
 from paceline.errors import EnvelopeError, UsageError
-from paceline.transport.envelope_check import check_place, open_whole
-from paceline.transport.mpi_exchange.hub_over_mpi import MpiExchange
-from paceline.transport.mpi_exchange.message_carrier import Tag
-from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+from paceline.transport.envelope import check_route, decode_envelope
+from paceline.transport.mpi_exchange.message_carrier import MessageTag, MpiCarrier
 from paceline.transport.transport_interface import HUB
 from zmq_ends import bad_messages, make
 
@@ -61,8 +60,8 @@ def crowd(carrier, end):
 
 def is_good(message, source):
     try:
-        header = open_whole(message, limit=SIZES[-1]).header
-        check_place(header, me=HUB, run="run", carried_from=source)
+        header = decode_envelope(message, limit=SIZES[-1]).header
+        check_route(header, me=HUB, run="run", carried_from=source)
     except EnvelopeError:
         return False
     return True
@@ -76,19 +75,19 @@ def strangers(carrier, end):
             came += end.poll(1.0)
         assert all(each.header.kind == "good" for each in came)
         return dict(end.refused)
-    flights, sent = [], 0
+    requests, sent = [], 0
     for number in range(3):
         for parts in bad_messages(random.Random(number), end.me):
             message = b"".join(parts)  # here a message has one part
             if is_good(message, end.me):
                 message += b"x"
-            flights.append((carrier.send(message, HUB, Tag.ENVELOPE), message))
+            requests.append((carrier.send(message, HUB, MessageTag.ENVELOPE), message))
             sent += 1
         long = bytes(5 << 20)
-        flights.append((carrier.send(long, HUB, Tag.ENVELOPE), long))
+        requests.append((carrier.send(long, HUB, MessageTag.ENVELOPE), long))
         sent += 1
         until(lambda number=number: end.send(make(end.me, HUB, number, kind="good")))
-    until(lambda: all(launch_queue.Test() for launch_queue, _ in flights))
+    until(lambda: all(request.Test() for request, _ in requests))
     return sent
 
 

@@ -1,4 +1,4 @@
-"""A star over MPI: the same envelopes, the same refusals, and all ranks end."""
+"""Hub and workers over MPI: the same envelopes and refusals as over ZeroMQ, and all ranks end."""
 
 from __future__ import annotations
 

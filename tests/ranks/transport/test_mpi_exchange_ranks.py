@@ -1,4 +1,4 @@
-"""Ring and all-to-all under mpiexec: all ranks finish, every fault on the wire is named, nothing hangs."""
+"""Ring and all-to-all under mpiexec: all ranks finish, every injected fault is named, nothing hangs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 import mpi_worlds
-from paceline.transport.envelope_faults import FAULTS
+from paceline.transport.mpi_exchange.outgoing_messages import ENVELOPE_FAULTS
 
 pytestmark = pytest.mark.skipif(mpi_worlds.MPIEXEC is None, reason=mpi_worlds.REASON)
 
 PROGRAM = Path(__file__).with_name("exchange_ranks.py")
-CLOSABLE = sorted(set(FAULTS) - {"stall"})
+CLOSABLE = sorted(set(ENVELOPE_FAULTS) - {"stall"})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
@@ -44,7 +44,7 @@ def test_faults_on_the_wire_are_known_to_all_ranks_and_named_alike():
 def test_a_rank_that_hangs_is_named_and_all_end():
     ended = mpi_worlds.mpi_world(3, PROGRAM, "stopped", timeout=40)
     assert ended.code != 0
-    assert "rank 1 told nothing for" in ended.out
+    assert "rank 1 reported nothing for" in ended.out
     assert "rank 2 found a MissingEnvelope of rank 1" in ended.out
     assert mpi_worlds.gone(ended.told().values())
 
@@ -55,13 +55,11 @@ def test_a_rank_that_is_killed_ends_all():
     assert mpi_worlds.gone(ended.told().values())
 
 
-def test_ranks_that_exchange_different_sizes_are_told_so():
+def test_ranks_with_different_sizes_get_an_error():
     ended = mpi_worlds.mpi_world(2, PROGRAM, "sizes_differ")
     assert ended.code == 0, ended
     problems = ended.told()[1]
     assert problems == ended.told()[0]
     assert {found_by for _, found_by, _, _ in problems} == {0, 1}
     assert "ForeignEnvelope" in {kind for kind, *_ in problems}
-    assert any(
-        "3000 bytes in 3 frames; expected were 2000 bytes in 2 frames" in text for *_, text in problems
-    )
+    assert any("3000 bytes in 3 frames; expected 2000 bytes in 2 frames" in text for *_, text in problems)

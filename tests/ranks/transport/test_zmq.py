@@ -1,4 +1,4 @@
-"""A star over ZeroMQ: what is sent arrives, who takes nothing holds up nobody else, and ends come and go."""
+"""Hub and workers over ZeroMQ: delivery, back-pressure per peer, and reconnection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 from paceline.transport.paced_queue import PacedQueue
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange, SocketSettings, WorkerExchange
-from paceline.transport.zmq.zmq_socket import MOST_NUMBER, identity_of, number_of
+from paceline.transport.zmq.zmq_socket import MAX_WORKER_NUMBER, worker_identity, worker_number
 from zmq_ends import (
     ENOUGH,
     LOOPBACK,
@@ -42,24 +42,24 @@ def hub(ends):
     return ends(HubExchange, LOOPBACK, "run")
 
 
-@pytest.mark.parametrize("number", [1, 255, 256, 2**32, MOST_NUMBER])
+@pytest.mark.parametrize("number", [1, 255, 256, 2**32, MAX_WORKER_NUMBER])
 def test_a_number_is_an_identity_and_back(number):
-    identity = identity_of(number)
+    identity = worker_identity(number)
     assert len(identity) == 8
     assert identity[0] != 0, "those that begin with 0 are ZeroMQ's own"
-    assert number_of(identity) == number
+    assert worker_number(identity) == number
 
 
 @pytest.mark.parametrize(
     "identity", [b"", b"x", bytes(8), b"\xff" * 8, b"\x80" + bytes(7), b"\x80" + b"x" * 8]
 )
-def test_what_is_no_worker_s_identity_is_nobody(identity):
-    assert number_of(identity) is None
+def test_invalid_identities_have_no_worker_number(identity):
+    assert worker_number(identity) is None
 
 
 @pytest.mark.parametrize("number", [0, -1, 2**53, True, 1.5, "1"])
 def test_what_is_no_number_of_a_worker_is_refused(number):
-    with pytest.raises(UsageError, match="no number of a worker"):
+    with pytest.raises(UsageError, match="is not a worker number"):
         WorkerExchange("tcp://127.0.0.1:7000", number)
 
 
@@ -80,7 +80,7 @@ def test_what_is_sent_arrives_there_and_back(ends, tmp_path, transport):
         assert back.received_nbytes - before > sum(map(len, payloads))
     assert (hub.sent_nbytes, worker.sent_nbytes) == (worker.received_nbytes, hub.received_nbytes)
     assert hub.refused == worker.refused == Counter()
-    assert (hub.peers(), worker.peers(), worker.trouble) == ([7], [HUB], "")
+    assert (hub.peers(), worker.peers(), worker.problem) == ([7], [HUB], "")
 
 
 def test_a_payload_that_may_change_is_sent_as_it_was(ends, hub):
@@ -138,7 +138,7 @@ def test_a_thread_that_wakes_the_other_ends_its_wait(ends, hub):
         end.wake()
 
 
-def test_waiting_ends_when_something_comes_or_a_connection_does(ends, hub):
+def test_poll_returns_on_a_message_or_a_connection(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7)
     stop = threading.Event()
     polling = threading.Thread(target=lambda: [hub.poll(0.01) for _ in iter(stop.is_set, True)])
@@ -154,7 +154,7 @@ def test_waiting_ends_when_something_comes_or_a_connection_does(ends, hub):
     assert came.header.source == 7
 
 
-def test_nothing_is_taken_while_there_is_nobody_to_take_it(ends, hub):
+def test_send_is_refused_without_a_peer(ends, hub):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7)
@@ -171,7 +171,7 @@ def test_what_can_never_be_sent_is_a_usage_error(ends, hub):
     for end, wrong, message in (
         (hub, make(7, 7), "can't be sent from 0"),
         (worker, make(HUB, HUB), "can't be sent from 7"),
-        (worker, make(7, HUB, 0, bytes(FRAME + 1)), f"more than {FRAME}"),
+        (worker, make(7, HUB, 0, bytes(FRAME + 1)), f"the limit is {FRAME}"),
         (worker, make(7, HUB, -1), "sequence is -1"),
     ):
         with pytest.raises(UsageError, match=message):
@@ -191,7 +191,7 @@ def filled(end, target, payload):
     return sequence
 
 
-def test_who_takes_nothing_holds_up_its_sender_and_nobody_else(ends, hub):
+def test_a_peer_that_receives_nothing_delays_only_its_sender(ends, hub):
     slow, quick = ends(WorkerExchange, hub.address, 7), ends(WorkerExchange, hub.address, 8)
     meet(hub, slow, quick)
     payload = os.urandom(1 << 20)
@@ -209,7 +209,7 @@ def test_who_takes_nothing_holds_up_its_sender_and_nobody_else(ends, hub):
 
 
 def test_one_poll_does_not_last_for_ever_where_there_is_more(ends, hub):
-    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue=1000))
+    worker = ends(WorkerExchange, hub.address, 7, settings=SocketSettings(queue_length=1000))
     meet(hub, worker)
     for sequence in range(500):
         assert worker.send(make(7, HUB, sequence))
@@ -233,7 +233,7 @@ def answered(worker, sequence, seconds=ENOUGH):
                 if any(each.header.sequence == sequence for each in worker.poll(0.05)):
                     return
         worker.poll(0.02)
-    raise AssertionError(worker.trouble)
+    raise AssertionError(worker.problem)
 
 
 def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
@@ -242,23 +242,23 @@ def test_a_hub_that_is_killed_and_started_again_finds_its_workers(ends):
         worker = ends(WorkerExchange, address, 7, "run")
         answered(worker, 0)
     deadline = time.monotonic() + ENOUGH
-    while worker.peers() or "no hub answers" not in worker.trouble:
-        assert time.monotonic() < deadline, worker.trouble
+    while worker.peers() or "no hub answers" not in worker.problem:
+        assert time.monotonic() < deadline, worker.problem
         worker.poll(0.02)
     assert not worker.send(make(7, HUB, 1))
     with program("hub", address) as process:
         assert told_address(process) == address
         answered(worker, 2)
-        assert (worker.peers(), worker.trouble) == ([HUB], "")
+        assert (worker.peers(), worker.problem) == ([HUB], "")
 
 
-def test_a_hub_that_stands_still_counts_as_gone_and_comes_back(ends):
+def test_a_stopped_hub_times_out_and_reconnects(ends):
     with program("hub", LOOPBACK) as process:
-        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(silence=0.6))
+        worker = ends(WorkerExchange, told_address(process), 7, settings=SocketSettings(peer_timeout=0.6))
         answered(worker, 0)
         process.send_signal(signal.SIGSTOP)
         drive([worker], lambda _: not worker.peers())
-        assert "broke" in worker.trouble
+        assert "broke" in worker.problem
         process.send_signal(signal.SIGCONT)
         answered(worker, 1)
 
@@ -276,9 +276,9 @@ def test_a_worker_that_starts_again_keeps_its_number(ends, hub):
     assert bytes(came.payload) == b"again"
 
 
-def test_a_worker_whose_old_connection_nobody_ended_keeps_its_number_too(ends, hub):
+def test_a_worker_with_a_stale_connection_keeps_its_number(ends, hub):
     with socket.create_connection(("127.0.0.1", port_of(hub.address))) as old:
-        shake_hands(old, identity_of(7), hub.poll)
+        shake_hands(old, worker_identity(7), hub.poll)
         old.sendall(b"".join(frame(part, more=index < 2) for index, part in enumerate(wired(make(7, HUB)))))
         drive([hub], lambda came: came[0])
         assert hub.peers() == [7]
@@ -289,7 +289,7 @@ def test_a_worker_whose_old_connection_nobody_ended_keeps_its_number_too(ends, h
 
 
 def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
-    hub = ends(HubExchange, LOOPBACK, "run", most_peers=3)
+    hub = ends(HubExchange, LOOPBACK, "run", max_peers=3)
     workers = [ends(WorkerExchange, hub.address, number) for number in range(1, 6)]
     drive([hub, *workers], lambda _: all(worker.peers() for worker in workers))
     for number in (1, 2, 3, 1, 4, 5):
@@ -299,7 +299,7 @@ def test_a_hub_remembers_only_the_latest_of_those_it_heard_of(ends):
 
 
 def test_a_worker_that_was_not_heard_of_for_long_is_no_peer(ends):
-    hub = ends(HubExchange, LOOPBACK, "run", recent=0.2)
+    hub = ends(HubExchange, LOOPBACK, "run", recent_seconds=0.2)
     worker = ends(WorkerExchange, hub.address, 7)
     meet(hub, worker)
     drive([hub], lambda _: not hub.peers())
@@ -322,10 +322,10 @@ def test_what_listens_there_may_be_the_hub_next_time(ends):
         for _ in range(2):
             with answered_by(other, worker) as connection:
                 connection.sendall(greeting(b"PLAIN"))
-                drive([worker], lambda _: "is no hub without keys" in worker.trouble)
+                drive([worker], lambda _: "is not a hub without keys" in worker.problem)
     hub = ends(HubExchange, address, "run")
     meet(hub, worker)
-    assert worker.trouble == ""
+    assert worker.problem == ""
 
 
 def test_ends_leave_nothing_behind():
@@ -352,7 +352,7 @@ def test_ends_leave_nothing_behind():
 
 def test_a_port_that_is_taken_is_said_to_be(ends, hub):
     with pytest.raises(
-        UsageError, match=rf"can't be at {hub.address}: Address already in use.*\n.*another port"
+        UsageError, match=rf"can't bind {hub.address}: Address already in use.*\n.*another port"
     ):
         HubExchange(hub.address, "run")
 
@@ -361,9 +361,9 @@ def test_a_port_that_is_taken_is_said_to_be(ends, hub):
     ("address", "message"),
     [
         ("tcp://192.0.2.1:*", "address of this machine"),
-        ("tcp://no-such-host.invalid:*", "no host that is known here"),
-        ("ipc:///no/such/folder/hub", "can't be at ipc"),
-        ("tcp://127.0.0.1", "is no address|is no port"),
+        ("tcp://no-such-host.invalid:*", "does not resolve"),
+        ("ipc:///no/such/folder/hub", "can't bind ipc"),
+        ("tcp://127.0.0.1", "is not a hub address|is not a port"),
     ],
 )
 def test_an_address_where_no_hub_can_be_says_what_can(address, message):
@@ -371,7 +371,7 @@ def test_an_address_where_no_hub_can_be_says_what_can(address, message):
         HubExchange(address, "run", insecure=True)
 
 
-def test_a_hub_that_others_reach_wants_keys_or_to_be_told(ends):
+def test_a_reachable_hub_requires_keys_or_insecure(ends):
     with pytest.raises(UsageError, match="has no keys"):
         HubExchange("tcp://*:*", "run")
     hub = ends(HubExchange, "tcp://*:*", "run", insecure=True)

@@ -1,4 +1,4 @@
-"""Keys of a star at work: who is recorded comes in, nobody else does, and each is told why."""
+"""Authentication over ZeroMQ: recorded workers connect, others are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def worker_of(ends, hub, folder, name, number=7):
     return ends(WorkerExchange, hub.address, number, "run", keys=WorkerKeys.read(folder / f"{name}.key"))
 
 
-def test_who_is_recorded_comes_in_and_what_is_said_arrives(ends, hub, folder):
+def test_recorded_workers_connect_and_exchange_envelopes(ends, hub, folder):
     worker = worker_of(ends, hub, folder, "alice")
     meet(hub, worker)
     payload = os.urandom(4 << 20)
@@ -40,7 +40,7 @@ def test_who_is_recorded_comes_in_and_what_is_said_arrives(ends, hub, folder):
     assert drive([hub], lambda came: came[0])[0][0].payload == payload
     assert hub.send(make(HUB, 7, 1, payload))
     assert drive([worker], lambda came: came[0])[0][0].payload == payload
-    assert hub.turned_away == {}
+    assert hub.rejected == {}
 
 
 def test_what_is_said_can_not_be_read_on_the_way(ends, hub, folder):
@@ -71,7 +71,7 @@ def test_what_is_said_can_not_be_read_on_the_way(ends, hub, folder):
     assert secret[:26] not in seen
 
 
-def test_who_has_the_wrong_key_or_none_gets_nowhere_and_is_told_why(ends, hub, folder, tmp_path):
+def test_a_wrong_or_missing_key_is_rejected_with_a_reason(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "others", "eve")
     eve = WorkerKeys.read(tmp_path / "others" / "eve.key")
     of_another_hub = ends(WorkerExchange, hub.address, 1, keys=eve)
@@ -79,25 +79,25 @@ def test_who_has_the_wrong_key_or_none_gets_nowhere_and_is_told_why(ends, hub, f
     without = ends(WorkerExchange, hub.address, 3)
     nobody = [of_another_hub, unknown, without]
     good = worker_of(ends, hub, folder, "alice")
-    came = drive([hub, *nobody, good], lambda _: good.peers() and all(each.trouble for each in nobody))[0]
+    came = drive([hub, *nobody, good], lambda _: good.peers() and all(each.problem for each in nobody))[0]
     assert came == []
-    assert "its key is not the one that this worker was given" in of_another_hub.trouble
-    assert "does not admit worker 'eve'" in unknown.trouble
-    assert re.search("wants? a key", without.trouble)
+    assert "its key differs from the one that this worker was given" in of_another_hub.problem
+    assert "does not admit worker 'eve'" in unknown.problem
+    assert re.search("requires? a key", without.problem)
     for each in nobody:
-        assert hub.address in each.trouble
+        assert hub.address in each.problem
         assert not each.send(make(each.me, HUB))
         assert each.peers() == []
         assert not hub.send(make(HUB, each.me))
     meet(hub, good)
     assert hub.peers() == [7]
-    assert {"an unknown key", "no handshake of ours"} <= set(hub.turned_away)
+    assert {"unknown key", "invalid handshake"} <= set(hub.rejected)
 
 
 def test_a_worker_with_keys_does_not_talk_to_a_hub_without(ends, folder):
     hub = ends(HubExchange, LOOPBACK, "run")
     worker = worker_of(ends, hub, folder, "alice")
-    drive([hub, worker], lambda _: "is no hub with keys" in worker.trouble)
+    drive([hub, worker], lambda _: "is not a hub with keys" in worker.problem)
     assert not worker.send(make(7, HUB))
 
 
@@ -105,18 +105,18 @@ def test_an_absent_hub_is_not_taken_for_one_that_refuses(ends, folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7, keys=WorkerKeys.read(folder / "alice.key"))
-    drive([worker], lambda _: worker.trouble)
-    assert worker.trouble == f"no hub answers at tcp://127.0.0.1:{port}; it is tried again and again"
+    drive([worker], lambda _: worker.problem)
+    assert worker.problem == f"no hub answers at tcp://127.0.0.1:{port}; retrying"
 
 
-def test_a_worker_that_is_added_while_the_hub_runs_comes_in_by_itself(ends, hub, folder, tmp_path):
+def test_a_worker_added_while_the_hub_runs_connects(ends, hub, folder, tmp_path):
     make_keys(tmp_path / "spare", "bob")
     bob = replace(WorkerKeys.read(tmp_path / "spare" / "bob.key"), hub=HubKeys.read(folder).public)
     worker = ends(WorkerExchange, hub.address, 8, keys=bob)
-    drive([hub, worker], lambda _: "does not admit worker 'bob'" in worker.trouble)
+    drive([hub, worker], lambda _: "does not admit worker 'bob'" in worker.problem)
     os.replace(tmp_path / "spare" / "workers" / "bob.pub", folder / "workers" / "bob.pub")
     meet(hub, worker)
-    assert worker.trouble == ""
+    assert worker.problem == ""
 
 
 def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
@@ -125,19 +125,19 @@ def test_a_worker_that_is_removed_does_not_come_in_again(ends, hub, folder):
     (folder / "workers" / "alice.pub").unlink()
     first.close()
     again = worker_of(ends, hub, folder, "alice")
-    drive([hub, again], lambda _: "does not admit" in again.trouble)
+    drive([hub, again], lambda _: "does not admit" in again.problem)
 
 
-def test_a_record_that_cannot_be_read_is_told_and_the_others_count(ends, hub, folder):
+def test_an_unreadable_record_is_reported_and_the_others_are_valid(ends, hub, folder):
     make_keys(folder, "bob")
     (folder / "workers" / "alice.pub").write_text("kind = public\nname = alice\npublic = nonsense\n")
     meet(hub, worker_of(ends, hub, folder, "bob", 8))
-    assert "alice.pub is damaged" in hub.trouble
+    assert "alice.pub is damaged" in hub.problem
     with pytest.raises(UsageError, match=r"alice\.pub is damaged"):
         HubExchange(LOOPBACK, "run", keys=HubKeys.read(folder))
     (folder / "workers" / "alice.pub").unlink()
     meet(hub, worker_of(ends, hub, folder, "bob", 9))
-    assert hub.trouble == ""
+    assert hub.problem == ""
 
 
 def test_hubs_in_one_process_have_a_door_each(ends, hub, folder, tmp_path):
@@ -151,7 +151,7 @@ def test_hubs_in_one_process_have_a_door_each(ends, hub, folder, tmp_path):
         9,
         keys=replace(WorkerKeys.read(folder / "alice.key"), hub=HubKeys.read(tmp_path / "second").public),
     )
-    drive([hub, second, lost], lambda _: "does not admit" in lost.trouble)
+    drive([hub, second, lost], lambda _: "does not admit" in lost.problem)
 
 
 def test_a_hub_that_others_reach_is_bound_with_keys(ends, folder):
@@ -198,11 +198,11 @@ def test_connections_are_held_to_the_rate_at_both_ends(ends, folder):
         {"rate": 0},
         {"rate": float("nan")},
         {"rate": float("inf")},
-        {"silence": -1.0},
-        {"silence": 1e9},
-        {"queue": 0},
-        {"queue": 2.5},
-        {"queue": 10**12},
+        {"peer_timeout": -1.0},
+        {"peer_timeout": 1e9},
+        {"queue_length": 0},
+        {"queue_length": 2.5},
+        {"queue_length": 10**12},
         {"frame_nbytes": None},
         {"frame_nbytes": True},
     ],
@@ -218,6 +218,6 @@ def test_settings_at_their_ends_are_taken(ends):
         ends(WorkerExchange, "tcp://127.0.0.1:7000", 7, settings=each)
 
 
-def test_a_hub_whose_name_nobody_knows_is_absent(ends):
+def test_a_hub_whose_name_does_not_resolve_is_absent(ends):
     worker = ends(WorkerExchange, "tcp://no-such-host.invalid:7000", 7)
-    drive([worker], lambda _: "no hub answers" in worker.trouble)
+    drive([worker], lambda _: "no hub answers" in worker.problem)

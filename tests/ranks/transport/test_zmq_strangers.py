@@ -1,4 +1,4 @@
-"""What strangers send to an end of a star: none is delivered, it costs nothing that stays, and others are served."""
+"""Invalid messages and foreign peers over ZeroMQ: none is delivered, nothing leaks, and other peers are served."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.transport.envelope import encode_sealed
+from paceline.transport.envelope import encode_checksummed
 from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq import HubExchange, WorkerExchange
-from paceline.transport.zmq.zmq_socket import identity_of
+from paceline.transport.zmq.zmq_socket import worker_identity
 from zmq_ends import (
     ENOUGH,
     LOOPBACK,
@@ -47,7 +47,7 @@ class Raw:
     def __init__(self, hub, me):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.ROUTING_ID, identity_of(me))
+        self.socket.setsockopt(zmq.ROUTING_ID, worker_identity(me))
         self.socket.connect(hub.address)
         self.hub, self.me, self.sequence = hub, me, 0
 
@@ -77,7 +77,7 @@ def test_what_no_hub_should_take_is_counted_by_what_it_is(ends, hub):
     assert hub.peers() == [raw.me], "of what followed"
 
 
-def test_an_envelope_under_another_s_identity_is_not_delivered_and_makes_nobody_known(ends, hub):
+def test_an_envelope_with_a_false_source_is_not_delivered_and_adds_no_peer(ends, hub):
     raw = ends(Raw, hub, 5)
     assert raw.come(wired(make(6, HUB))) == []
     assert hub.refused == {"ForeignEnvelope": 1}
@@ -98,7 +98,7 @@ def until_it_is_known(router, message):
         time.sleep(0.005)
 
 
-def test_a_worker_takes_nothing_from_who_is_no_hub(ends):
+def test_a_worker_accepts_envelopes_of_the_hub_only(ends):
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what can't be sent is an error, not dropped
@@ -106,13 +106,13 @@ def test_a_worker_takes_nothing_from_who_is_no_hub(ends):
     try:
         worker = ends(WorkerExchange, f"tcp://127.0.0.1:{port}", 7, "run")
         drive([worker], lambda _: worker.peers())
-        sent = until_it_is_known(router, [identity_of(7), *wired(make(8, 7))])
+        sent = until_it_is_known(router, [worker_identity(7), *wired(make(8, 7))])
         for number in range(20):
             wrong = [wired(make(8, 7)), wired(make(HUB, 8)), wired(make(HUB, 7, run="another"))]
             for parts in [*bad_messages(random.Random(number), HUB), *wrong]:
-                router.send_multipart([identity_of(7), *parts])
+                router.send_multipart([worker_identity(7), *parts])
                 sent += 1
-        router.send_multipart([identity_of(7), *wired(make(HUB, 7, 9))])
+        router.send_multipart([worker_identity(7), *wired(make(HUB, 7, 9))])
         came = drive([worker], lambda came: came[0])[0]
         assert [each.header.sequence for each in came] == [9]
         assert worker.refused.total() == sent
@@ -160,7 +160,7 @@ def test_whatever_happens_to_an_envelope_it_is_refused_or_what_was_sent(ends, hu
         came = raw.come(parts or [b""])
         assert len(came) <= 1
         for each in came:
-            assert [bytes(part) for part in encode_sealed(each.header, each.payload)] == sent == parts
+            assert [bytes(part) for part in encode_checksummed(each.header, each.payload)] == sent == parts
         outcomes.add(len(came))
 
     change()
@@ -168,7 +168,7 @@ def test_whatever_happens_to_an_envelope_it_is_refused_or_what_was_sent(ends, hu
 
 
 @pytest.mark.timeout(180)
-def test_ten_thousand_bad_messages_leave_nothing_and_hold_up_nobody(ends, hub):
+def test_ten_thousand_bad_messages_leak_nothing_and_delay_no_peer(ends, hub):
     worker = ends(WorkerExchange, hub.address, 7, "run")
     meet(hub, worker)
     process, resident, served = psutil.Process(), [], 0
@@ -193,7 +193,7 @@ def test_ten_thousand_bad_messages_leave_nothing_and_hold_up_nobody(ends, hub):
 def connected(hub, me=77):
     """Return a TCP connection that has shaken hands as worker `me`."""
     raw = socket.create_connection(("127.0.0.1", port_of(hub.address)), ENOUGH)
-    shake_hands(raw, identity_of(me), hub.poll)
+    shake_hands(raw, worker_identity(me), hub.poll)
     return raw
 
 
@@ -237,7 +237,7 @@ def test_half_an_envelope_is_none(ends, hub):
     assert hub.refused == {}
 
 
-def test_what_is_no_zeromq_is_nobody(ends, hub):
+def test_other_protocols_add_no_peer(ends, hub):
     draw, came = random.Random(1), []
     for _ in range(200):
         garbage(hub.address, draw, lambda: came.extend(hub.poll()))

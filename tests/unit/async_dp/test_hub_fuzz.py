@@ -14,7 +14,8 @@ from paceline.async_dp.protocol.update_codec import CODECS, UpdateCodec
 from paceline.async_dp.wal.worker_outbox import Outbox
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.envelope import Envelope
+from paceline.transport.transport_interface import HUB
 
 VALUES = st.one_of(
     st.none(),

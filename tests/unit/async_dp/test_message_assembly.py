@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.async_dp.protocol.hub_messages import HubMessage, number, text
 from paceline.async_dp.protocol.message_assembly import MessageAssembler, ReplayWindow, split_message
-from paceline.transport.envelope import decode, encode
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope, decode, encode
 
 
 def frames(payload: bytes, *, round: int = 0, source: int = 3, frame_nbytes: int = 4096) -> list[Envelope]:
@@ -114,9 +113,9 @@ def test_a_short_message_is_one_envelope(nbytes: int) -> None:
 
 
 def test_frames_of_the_slowest_pace_are_taken() -> None:
-    from paceline.transport.token_bucket import frame_nbytes
+    from paceline.transport.token_bucket import max_frame_nbytes
 
-    nbytes = frame_nbytes(1000.0)
+    nbytes = max_frame_nbytes(1000.0)
     cuts = frames(bytes(100_000), frame_nbytes=nbytes)
     assembler = MessageAssembler(lambda header: 1 << 20)
     whole = [message for message in map(assembler.take, cuts) if message is not None]

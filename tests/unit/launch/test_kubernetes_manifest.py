@@ -1,4 +1,4 @@
-"""Manifests of PyTorchJobs against the published schema (kubeflow/README.md), and YAML that says what was meant."""
+"""PyTorchJob manifests against the published schema (kubeflow/README.md), and their YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
-from paceline.launch.targets.kubernetes_manifest import PodOptions, manifest, pytorch_job, yaml_text
+from paceline.launch.targets.kubernetes_manifest import (
+    PodOptions,
+    kubernetes_manifest,
+    pytorch_job,
+    yaml_text,
+)
 
 PUBLISHED = json.loads((Path(__file__).parent / "kubeflow" / "pytorchjob.v1.9.0.schema.json").read_text())
 PODS = PodOptions("lab/train:1", claim="runs")
@@ -99,9 +104,9 @@ def test_the_check_refuses_what_the_server_would(check):
 @pytest.mark.parametrize(
     "word", ['a b"=0"', "no", "1", "x: y", "a\nb\n", " - #", "𝛼é\x85\u2028", "$(HOME)", "'", "{}"]
 )
-def test_words_come_through(word):
+def test_arguments_are_quoted(word):
     work = ClusterJob(("train.py", word), env={"X": word}, folder="/runs")
-    job = yaml.safe_load(manifest(work, PODS))
+    job = yaml.safe_load(kubernetes_manifest(work, PODS))
     [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     meant = word.replace("$(", "$$(")  # Kubernetes reads $$( as $(
     assert container["command"][-1] == meant
@@ -119,16 +124,16 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.just("spec"), VALUES, min_size=1))
-def test_yaml_says_what_was_meant(value):
+def test_yaml_round_trips(value):
     assert yaml.safe_load(yaml_text(value)) == value
 
 
-def test_what_can_not_be_is_refused():
+def test_invalid_values_are_refused():
     with pytest.raises(UsageError, match="a pod needs an image"):
         PodOptions("")
     with pytest.raises(UsageError, match="shared_memory=5 bytes"):
         PodOptions("x", shared_memory=5)
     with pytest.raises(UsageError, match="no folder to mount it at"):
-        manifest(ClusterJob(("train.py",)), PODS)
+        kubernetes_manifest(ClusterJob(("train.py",)), PODS)
     with pytest.raises(UsageError, match="of them for /dev/shm"):
-        manifest(ClusterJob(("train.py",), memory=1 << 30), PodOptions("x"))
+        kubernetes_manifest(ClusterJob(("train.py",), memory=1 << 30), PodOptions("x"))

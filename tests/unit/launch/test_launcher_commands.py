@@ -1,4 +1,4 @@
-"""Commands and files of launchers, from a description: what they say, how they quote, what is refused."""
+"""Commands and files of the launchers: content, quoting, refused input."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 from paceline.launch.targets.mpiexec_command import host_file, mpiexec_command
-from paceline.launch.targets.ray_job import ray_driver, work_from_json
-from paceline.launch.targets.slurm import SlurmOptions, batch_script, read_job
+from paceline.launch.targets.ray_job import job_from_json, ray_driver
+from paceline.launch.targets.slurm import SlurmOptions, batch_script, parse_job_state
 from paceline.launch.targets.torchrun_command import torchrun_command, torchrun_line, torchrun_script
 
 WEIRD = ['a b"=0"', "it's", "$HOME `x` \\", "two\nlines", "*", "", "--steps", "é"]
@@ -25,32 +25,32 @@ NAMED = {"hosts": 2, "host_names": ("pc1", "pc2")}
         ({"program": ()}, "no program to run"),
         ({"program": ("",)}, "no program to run"),
         ({"program": ("-m",)}, "no program to run"),
-        ({"program": ("--ranks", "2", "train.py")}, "'--ranks' is no script"),
+        ({"program": ("--ranks", "2", "train.py")}, "'--ranks' is not a script"),
         ({"program": ("train.py", "a\0b")}, "an argument has a zero byte"),
         ({"hosts": 0}, "hosts=0"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"gpus_per_rank": -1}, "gpus_per_rank=-1"),
         ({"cpus_per_rank": 0}, "cpus_per_rank=0"),
         ({"max_restarts": -1}, "max_restarts=-1"),
-        ({"port": 70000}, "port=70000 is no port"),
+        ({"port": 70000}, "port=70000 is not a port"),
         ({"hosts": 2, "min_hosts": 3}, "min_hosts=3, of 2"),
         ({"min_hosts": 0}, "min_hosts=0, of 1"),
         ({"memory": 5}, "memory=5 bytes"),
         ({"seconds": 5.0}, "a time limit of 5 s"),
         ({"seconds": float("nan")}, "a time limit of nan s"),
-        ({"name": "My Job"}, "'My Job' is no name of a job"),
-        ({"name": "-a"}, "'-a' is no name"),
+        ({"name": "My Job"}, "'My Job' is not a valid job name"),
+        ({"name": "-a"}, "'-a' is not a valid job name"),
         ({"hosts": 2, "host_names": ("pc1",)}, "2 hosts, but these names: pc1"),
         ({"hosts": 2, "host_names": ("pc1", "pc1")}, "2 hosts, but these names: pc1, pc1"),
-        ({"host_names": ("-oProxyCommand=x",)}, "is no name of a host"),
-        ({"host_names": ("pc1,pc2",)}, "is no name of a host"),
-        ({"env": {"A B": "1"}}, "'A B' is no name of a variable"),
+        ({"host_names": ("-oProxyCommand=x",)}, "is not a host name"),
+        ({"host_names": ("pc1,pc2",)}, "is not a host name"),
+        ({"env": {"A B": "1"}}, "'A B' is not a variable name"),
         ({"env": {"A": "a\0b"}}, "A has a zero byte"),
         ({"folder": "runs/a"}, "folder 'runs/a' is not the same everywhere"),
         ({"folder": "/runs\n/a"}, "is not the same everywhere"),
     ],
 )
-def test_work_that_can_not_be_is_refused(what, said):
+def test_invalid_jobs_are_refused(what, said):
     with pytest.raises(UsageError, match=said) as caught:
         ClusterJob(**{"program": ("train.py",)} | what)
     assert "→" in str(caught.value)
@@ -63,7 +63,7 @@ def test_work_counts():
     assert ClusterJob(("train.py",), env={"OMP_NUM_THREADS": "7"}).variables() == {"OMP_NUM_THREADS": "7"}
 
 
-def test_paceline_run_is_told_the_hosts():
+def test_paceline_run_gets_the_hosts():
     work = ClusterJob(
         ("-m", "my.module", "-m"), hosts=3, min_hosts=2, ranks_per_host=2, name="gpt", python="py"
     )
@@ -85,7 +85,7 @@ def test_torchrun_meets_at_the_first_host():
         torchrun_command(ClusterJob(("train.py",), hosts=2))
 
 
-def test_torchrun_s_line_comes_through_a_shell():
+def test_the_torchrun_line_is_valid_shell():
     work = ClusterJob(("train.py", *WEIRD), **NAMED, env={"A": WEIRD[0]}, folder="/runs/it's 100%")
     words = shlex.split(torchrun_line(work))
     assert words[:4] == ["cd", "/runs/it's 100%", "&&", "exec"]
@@ -149,9 +149,9 @@ def test_a_batch_script_without_limit_is_not_warned():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SlurmOptions(options=("constraint",)), "'constraint' is no option of sbatch"),
-        (lambda: SlurmOptions(options=("--a=b\nrm",)), "can't stand in a line"),
-        (lambda: SlurmOptions(partition="a\nb"), "can't stand in a line"),
+        (lambda: SlurmOptions(options=("constraint",)), "'constraint' is not an option of sbatch"),
+        (lambda: SlurmOptions(options=("--a=b\nrm",)), "is not possible in a batch script"),
+        (lambda: SlurmOptions(partition="a\nb"), "is not possible in a batch script"),
         (lambda: SlurmOptions(warn=0), "warn=0"),
         (
             lambda: batch_script(ClusterJob(("x.py",), seconds=60.0)),
@@ -160,7 +160,7 @@ def test_a_batch_script_without_limit_is_not_warned():
         (lambda: batch_script(ClusterJob(("x.py",), folder="/a\\b")), "has a backslash"),
     ],
 )
-def test_what_slurm_can_not_be_told_is_refused(make, said):
+def test_invalid_slurm_options_are_refused(make, said):
     with pytest.raises(UsageError, match=said):
         make()
 
@@ -183,17 +183,18 @@ def test_what_slurm_can_not_be_told_is_refused(make, said):
     ],
 )
 def test_the_state_of_a_job_is_read(text, state, code, over):
-    job = read_job(text)
+    job = parse_job_state(text)
     assert (job.job, job.state, job.exit_code, job.over) == (3, state, code, over)
 
 
 def test_the_state_of_a_job_is_one_line():
     assert (
-        str(read_job("JobId=3 JobState=PENDING Reason=Resources Restarts=0")) == "job 3: PENDING (Resources)"
+        str(parse_job_state("JobId=3 JobState=PENDING Reason=Resources Restarts=0"))
+        == "job 3: PENDING (Resources)"
     )
-    running = read_job("JobId=3 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] ExitCode=0:0")
+    running = parse_job_state("JobId=3 JobState=RUNNING Reason=None Restarts=1 NodeList=n[1-2] ExitCode=0:0")
     assert str(running) == "job 3: RUNNING on n[1-2], requeued 1 time"
-    assert str(read_job("JobId=3 JobState=FAILED ExitCode=7:0")) == "job 3: FAILED, exit code 7"
+    assert str(parse_job_state("JobId=3 JobState=FAILED ExitCode=7:0")) == "job 3: FAILED, exit code 7"
 
 
 def test_mpich_and_open_mpi_have_other_options():
@@ -219,5 +220,5 @@ def test_a_driver_for_ray_carries_the_work():
     tree = ast.parse(ray_driver(work))
     [carried] = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     assert isinstance(carried, ast.Constant)
-    assert work_from_json(str(carried.value)) == work
+    assert job_from_json(str(carried.value)) == work
     assert json.loads(str(carried.value))["program"][1] == WEIRD[0]

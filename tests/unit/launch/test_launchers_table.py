@@ -1,4 +1,4 @@
-"""The table of launchers is made of what became of tests, the worst of each cell."""
+"""Table of launchers: each cell shows the worst result of its tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_cell_is_the_worst_of_its_tests():
     }
 
 
-def test_what_did_not_run_is_not_told_as_done():
+def test_skipped_tests_do_not_count_as_passed():
     assert cells({}) == {}
     assert show({"MPI": {"finishes": "yes"}, "Ray": {"resumes": "skipped"}}).splitlines()[2:] == [
         "| MPI | yes | not tried |",

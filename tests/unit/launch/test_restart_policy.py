@@ -1,4 +1,4 @@
-"""How a run goes on after a failure: decided from its past alone, without processes."""
+"""Decision after a failure: first failure, restart, size and outcome, without processes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.agent.job_outcome import JobOutcome, exit_status, failed
-from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_echo
-from paceline.launch.agent.restart_policy import WorldRun, decide_restart
-from paceline.launch.agent.world_agreement import HostMember, PreviousWorld, WorldAgreement, agree_on_world
+from paceline._core.json_codec import decode, encode
+from paceline.launch.agent.rank_failure import RankFailure, first_failure, is_secondary
+from paceline.launch.agent.world_agreement import (
+    HostMember,
+    JobOutcome,
+    PreviousWorld,
+    WorldAgreement,
+    WorldRun,
+    agree_on_world,
+    decide_restart,
+    failed_outcome,
+)
+from paceline.launch.process.rank_process import exit_status
 
 A, B, C = (HostMember(f"pc{number}", f"agent{number}", 2) for number in range(3))
 
@@ -44,20 +53,20 @@ def test_the_same_rank_without_progress_is_given_up(past, expected):
     assert action(past) == expected
 
 
-def test_no_further_down_than_asked():
+def test_the_minimum_world_size_is_kept():
     stuck = [life(), life()]
     assert action(stuck, ranks=3, min_ranks=2) == "fewer"
     assert action(stuck, ranks=2, min_ranks=2) == "end"
     assert action(stuck, ranks=1, min_ranks=1) == "end"
     assert (
-        "2 times in a row without progress, and 4 ranks"
+        "2 times in a row without progress, and at least 4 ranks"
         in decide_restart(stuck, 4, min_ranks=4, max_restarts=9).why
     )
 
 
 @pytest.mark.parametrize(
     ("restarts", "why"),
-    [(0, "no restarts were asked for"), (1, "restarted 1 time already"), (3, "restarted 3 times already")],
+    [(0, "restarts are disabled"), (1, "restarted 1 time already"), (3, "restarted 3 times already")],
 )
 def test_restarts_are_counted(restarts, why):
     past = [life(f"pc0/{number}") for number in range(restarts + 1)]
@@ -67,7 +76,7 @@ def test_restarts_are_counted(restarts, why):
 
 def test_too_few_ranks_left_end_the_run():
     assert action([life()], ranks=1) == "end"
-    assert decide_restart([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 wanted"
+    assert decide_restart([life()], 1, min_ranks=2, max_restarts=3).why == "1 rank left, at least 2 required"
 
 
 @given(
@@ -80,17 +89,19 @@ def test_whatever_happens_the_run_ends_within_its_bounds(places, ranks, min_rank
     past = []
     for place, progress in places:
         past.append(WorldRun(place, ranks, progress))
-        told = decide_restart(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
-        if told == "end":
+        reported = decide_restart(past, ranks, min_ranks=min_ranks, max_restarts=max_restarts).action
+        if reported == "end":
             break
-        ranks -= told == "fewer"
+        ranks -= reported == "fewer"
         assert ranks >= min_ranks
         assert len(past) <= max_restarts
     assert len(past) <= max_restarts + 1
 
 
 def rank_failed(number, *lines, host=A, code=1):
-    return RankFailure(host.host, host.member, number, number % 2, code, 12.0, lines)
+    return RankFailure(
+        host.host, host.member, rank=number, local_rank=number % 2, exit_code=code, seconds=12.0, lines=lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,37 +115,37 @@ def rank_failed(number, *lines, host=A, code=1):
         "paceline.errors.MissingRanks: 1 of 2 ranks did not come within 60 s",
     ],
 )
-def test_who_lost_a_peer_is_an_echo(line):
-    assert is_echo(rank_failed(0, "Traceback", line))
-    assert not is_echo(rank_failed(0, line, *["later"] * 5))
+def test_a_lost_peer_is_a_secondary_failure(line):
+    assert is_secondary(rank_failed(0, "Traceback", line))
+    assert not is_secondary(rank_failed(0, line, *["later"] * 5))
 
 
-def test_who_cites_another_rank_at_length_is_an_echo():
+def test_quoting_another_rank_is_a_secondary_failure():
     named = "[rank0]: paceline.errors.PeerFailed: [rank 1, step 24] rank 1 on host pc1 raised KeyError: 7"
     cited = [f"[rank0]:   |   File 'train.py', line {number}" for number in range(9)]
-    assert is_echo(rank_failed(0, named, *cited, "[rank0]:   | KeyError: 7", "[rank0]:   → correct it"))
+    assert is_secondary(rank_failed(0, named, *cited, "[rank0]:   | KeyError: 7", "[rank0]:   → correct it"))
 
 
 @pytest.mark.parametrize(
     "line", ["ValueError: a bad batch", "", "torch.OutOfMemoryError: CUDA out of memory"]
 )
-def test_who_has_a_reason_of_its_own_is_none(line):
-    assert not is_echo(rank_failed(0, line))
+def test_other_errors_are_primary_failures(line):
+    assert not is_secondary(rank_failed(0, line))
 
 
-def test_the_first_failure_is_the_first_told_that_is_no_echo():
-    echo, cause, later = (
+def test_the_first_failure_is_the_first_primary_one():
+    secondary, cause, later = (
         rank_failed(0, "PeerLost"),
         rank_failed(3, "ValueError: x"),
         rank_failed(2, "KeyError"),
     )
-    assert first_failure([echo, cause, later]) is cause
-    assert first_failure([later, echo, cause]) is later
-    assert first_failure([echo]) is echo
+    assert first_failure([secondary, cause, later]) is cause
+    assert first_failure([later, secondary, cause]) is later
+    assert first_failure([secondary]) is secondary
     assert first_failure([]) is None
 
 
-def test_a_failure_tells_who_how_and_why():
+def test_a_failure_is_described_by_rank_exit_and_reason():
     assert (
         str(rank_failed(1, "[rank1]: ValueError: x"))
         == "rank 1 on pc0 ended with exit code 1 after 12 s (ValueError: x)"
@@ -146,7 +157,7 @@ def test_a_failure_tells_who_how_and_why():
 
 def judged(before, now, past=(), number=1, **limits):
     verdict, lives = agree_on_world(number, before, now, past, **{"min_ranks": 2, "max_restarts": 3} | limits)
-    assert WorldAgreement.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    assert decode(json.loads(json.dumps(encode(verdict))), WorldAgreement, "verdict") == verdict
     return verdict, lives
 
 
@@ -157,31 +168,31 @@ def test_a_run_begins_without_a_failure():
 
 
 def test_a_rank_failed_and_all_hosts_are_there():
-    told = (rank_failed(0, "PeerLost"), rank_failed(3, "ValueError: x", host=B))
-    verdict, lives = judged(PreviousWorld((A, B), told, False), [A, B])
-    assert verdict.first == told[1]
-    assert verdict.after == told[:1]
+    reported = (rank_failed(0, "PeerLost"), rank_failed(3, "ValueError: x", host=B))
+    verdict, lives = judged(PreviousWorld((A, B), reported, False), [A, B])
+    assert verdict.first == reported[1]
+    assert verdict.after == reported[:1]
     assert lives == (WorldRun("pc1/1", 4, False, refused=False),)
     assert str(verdict) == (
         "restart 1: rank 3 on pc1 ended with exit code 1 after 12 s (ValueError: x); 4 → 4 ranks on 2 hosts"
     )
 
 
-def test_a_lost_host_caused_the_echoes_of_others():
-    told = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
-    verdict, lives = judged(PreviousWorld((A, B, C), told, True, 30.0), [A, C])
+def test_a_lost_host_caused_the_secondary_failures():
+    reported = (rank_failed(0, "Connection reset by peer"), rank_failed(1, "Connection reset by peer"))
+    verdict, lives = judged(PreviousWorld((A, B, C), reported, True, 30.0), [A, C])
     assert (verdict.first.host, verdict.first.rank, verdict.lost) == ("pc1", None, ("pc1",))
     assert lives == (WorldRun("pc1", 6, True, of_rank=False),)
     assert str(verdict) == "restart 1: pc1 was lost after 30 s; 6 → 4 ranks on 2 hosts"
 
 
 def test_a_host_whose_rank_failed_before_it_was_lost_is_named_by_the_rank():
-    told = (rank_failed(2, "MemoryError", host=B),)
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A], min_ranks=1)
+    reported = (rank_failed(2, "MemoryError", host=B),)
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A], min_ranks=1)
     assert (verdict.first.rank, verdict.lost, verdict.after) == (2, ("pc1",), ())
 
 
-def test_a_host_that_came_back_at_once_was_lost_and_joined():
+def test_a_host_that_rejoins_at_once_was_lost_and_joined():
     again = HostMember("pc1", "another agent", 2)
     verdict, _ = judged(PreviousWorld((A, B), (), False), [A, again])
     assert (verdict.first.host, verdict.lost, verdict.joined) == ("pc1", ("pc1",), ("pc1",))
@@ -195,9 +206,9 @@ def test_a_host_that_joins_counts_as_no_failure():
 
 
 def test_a_stuck_rank_is_taken_from_its_host():
-    told = (rank_failed(3, "ValueError: x", host=B),)
+    reported = (rank_failed(3, "ValueError: x", host=B),)
     past = [WorldRun("pc1/1", 4, True)]
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], past)
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A, B], past)
     assert (verdict.shrinks, verdict.leaves, verdict.ranks_after, verdict.hosts_after) == (
         B.member,
         False,
@@ -207,7 +218,7 @@ def test_a_stuck_rank_is_taken_from_its_host():
     assert "in a row without progress; 4 → 3 ranks on 2 hosts" in str(verdict)
 
     one = HostMember("pc1", "agent1", 1)
-    verdict, _ = judged(PreviousWorld((A, one), told, False), [A, one], [WorldRun("pc1/1", 3, False)])
+    verdict, _ = judged(PreviousWorld((A, one), reported, False), [A, one], [WorldRun("pc1/1", 3, False)])
     assert (verdict.shrinks, verdict.leaves, verdict.ranks_after, verdict.hosts_after) == (
         "agent1",
         True,
@@ -215,18 +226,18 @@ def test_a_stuck_rank_is_taken_from_its_host():
         1,
     )
 
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A], past)
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A], past)
     assert (verdict.decision.action, verdict.shrinks) == ("same", "")  # its host is gone with it
 
 
-def test_the_end_tells_the_first_failure_and_what_followed():
-    told = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
-    verdict, _ = judged(PreviousWorld((A, B), told, False), [A, B], max_restarts=0)
-    over = failed(verdict)
+def test_the_outcome_names_the_first_failure_and_later_ones():
+    reported = (rank_failed(0, "PeerLost"), rank_failed(3, "one", "ValueError: x", host=B, code=3))
+    verdict, _ = judged(PreviousWorld((A, B), reported, False), [A, B], max_restarts=0)
+    over = failed_outcome(verdict)
     assert (over.code, over.rank, verdict.ranks_after) == (3, 3, 0)
     assert over.text == (
         "ended with exit code 3 on pc1 after 12 s; after it rank 0 (ended with exit code 1); "
-        "no restarts were asked for\n  rank 3 | one\n  rank 3 | ValueError: x"
+        "restarts are disabled\n  rank 3 | one\n  rank 3 | ValueError: x"
     )
     assert str(over.error()).startswith("[rank 3] ended with exit code 3 on pc1")
     assert over.error().exit_code == 3
@@ -234,15 +245,15 @@ def test_the_end_tells_the_first_failure_and_what_followed():
 
 def test_the_end_by_a_lost_host_and_by_a_signal():
     verdict, _ = judged(PreviousWorld((A, B), (), False, 7.0), [A], min_ranks=4)
-    over = failed(verdict)
+    over = failed_outcome(verdict)
     assert (over.code, over.rank, over.text) == (
         1,
         None,
-        "pc1 was lost after 7 s; 2 ranks left, at least 4 wanted",
+        "pc1 was lost after 7 s; 2 ranks left, at least 4 required",
     )
-    told = (rank_failed(1, code=-9),)
-    over = failed(judged(PreviousWorld((A,), told, False), [A], max_restarts=0)[0])
-    assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; no restarts were asked for")
+    reported = (rank_failed(1, code=-9),)
+    over = failed_outcome(judged(PreviousWorld((A,), reported, False), [A], max_restarts=0)[0])
+    assert (over.code, over.text) == (137, "was ended by SIGKILL after 12 s; restarts are disabled")
     assert "out of memory" in over.remedy
 
 
@@ -268,7 +279,7 @@ def test_a_program_that_was_called_wrongly_is_not_started_again():
         (-9, [], False),
     ],
 )
-def test_who_was_called_wrongly_says_so(code, lines, refused):
+def test_usage_errors_are_recognised(code, lines, refused):
     failure = rank_failed(0, *lines, code=code)
     assert failure.refused is refused
     verdict, _ = judged(PreviousWorld((A,), (failure,), False), [A], min_ranks=1)

@@ -1,4 +1,4 @@
-"""What `paceline run` is asked for: read and refused before anything is started, torch included."""
+"""Input of `paceline run`: parsed and refused before anything starts, torch included."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import pytest
 
 from paceline.errors import MissingRanks, UsageError
 from paceline.launch.agent.elastic_run import run_elastic, serve_rendezvous
-from paceline.launch.agent.job_spec import JobSpec, check_log_dir, check_program
+from paceline.launch.agent.job_spec import JobSpec, check_script
 from paceline.launch.agent.rendezvous_address import (
     RendezvousAddress,
-    await_server,
-    check_free,
-    is_here,
-    own_address,
-    read_address,
+    check_port_free,
+    is_local,
+    parse_rendezvous_address,
+    reachable_address,
+    wait_for_server,
 )
-from paceline.launch.process.rank_process import RankLogs
+from paceline.launch.process.rank_process import RankLogs, check_log_dir
 
 PC1 = RendezvousAddress("pc1", 29400)
 
@@ -37,22 +37,22 @@ PC1 = RendezvousAddress("pc1", 29400)
     ],
 )
 def test_addresses_are_read(text, host, port, shown):
-    address = read_address(text)
+    address = parse_rendezvous_address(text)
     assert (address.host, address.port, str(address)) == (host, port, shown)
 
 
 @pytest.mark.parametrize(
     "text", ["", ":4000", "pc1:", "pc1:x", "tcp://pc1:4000", "pc1:4000/x", "::1", "a b:3"]
 )
-def test_what_is_no_address_is_refused(text):
-    with pytest.raises(UsageError, match="no address of a rendezvous"):
-        read_address(text)
+def test_invalid_addresses_are_refused(text):
+    with pytest.raises(UsageError, match="is not a rendezvous address"):
+        parse_rendezvous_address(text)
 
 
 @pytest.mark.parametrize("port", [0, 65536, 99999])
 def test_ports_that_cannot_be_are_refused(port):
-    with pytest.raises(UsageError, match=f"names port {port}"):
-        read_address(f"pc1:{port}")
+    with pytest.raises(UsageError, match=f"has the invalid port {port}"):
+        parse_rendezvous_address(f"pc1:{port}")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_ports_that_cannot_be_are_refused(port):
         ({"min_ranks": 3}, "min_ranks=3, of 2 ranks"),
         ({"hosts": 3, "min_ranks": 7, "address": PC1}, r"min_ranks=7, of 6 ranks \(3 hosts × 2\)"),
         ({"max_restarts": -1}, "max_restarts=-1"),
-        ({"hosts": 2}, "2 hosts, but no place where they meet"),
+        ({"hosts": 2}, "2 hosts, but no rendezvous"),
         ({"address": PC1}, "a rendezvous at pc1:29400, but only one host"),
     ],
 )
@@ -83,12 +83,12 @@ def test_the_least_hosts_hold_the_least_ranks(ranks, least, hosts):
 
 def test_programs_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(UsageError, match="no program"):
-        check_program([])
+        check_script([])
     with pytest.raises(UsageError, match=r"no such script: .*absent\.py"):
-        check_program([str(tmp_path / "absent.py")])
+        check_script([str(tmp_path / "absent.py")])
     with pytest.raises(UsageError, match="no such script"):
         run_elastic([str(tmp_path)], 2)
-    check_program(["-m", "anything"])
+    check_script(["-m", "anything"])
 
 
 def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -102,51 +102,51 @@ def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
 
 def test_logs_have_a_place_for_each_start(tmp_path):
     with RankLogs(tmp_path / "kept") as logs:
-        assert logs.of(0, 3) is None
-        assert logs.of(1, 0) == tmp_path / "kept" / "rank1.log"
-        assert logs.of(2, 3) == tmp_path / "kept" / "restart3" / "rank2.log"
+        assert logs.path(0, 3) is None
+        assert logs.path(1, 0) == tmp_path / "kept" / "rank1.log"
+        assert logs.path(2, 3) == tmp_path / "kept" / "restart3" / "rank2.log"
     assert (tmp_path / "kept" / "restart3").is_dir()
     with RankLogs(None) as logs:
-        private = logs.of(1, 0)
+        private = logs.path(1, 0)
         assert isinstance(private, Path)
         assert private.parent.is_dir()
     assert not private.parent.exists()
 
 
 def test_own_addresses_are_known(monkeypatch):
-    assert is_here(RendezvousAddress("127.0.0.1", 1))
-    assert is_here(RendezvousAddress("localhost", 1))
-    assert not is_here(RendezvousAddress("192.0.2.1", 1))  # reserved for documentation
-    with pytest.raises(UsageError, match="resolves to nothing"):
-        is_here(RendezvousAddress("no-such-host.invalid", 1))
-    assert own_address(RendezvousAddress("127.0.0.1", 9), serving=False) == "127.0.0.1"
+    assert is_local(RendezvousAddress("127.0.0.1", 1))
+    assert is_local(RendezvousAddress("localhost", 1))
+    assert not is_local(RendezvousAddress("192.0.2.1", 1))  # reserved for documentation
+    with pytest.raises(UsageError, match="does not resolve"):
+        is_local(RendezvousAddress("no-such-host.invalid", 1))
+    assert reachable_address(RendezvousAddress("127.0.0.1", 9), serving=False) == "127.0.0.1"
     assert (
-        own_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
+        reachable_address(RendezvousAddress("localhost", 9), serving=True) == "localhost"
     )  # others know it by this name
 
 
-def test_a_taken_port_is_told_before_it_is_served():
+def test_a_taken_port_is_refused_before_serving():
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         address = RendezvousAddress("127.0.0.1", taken.getsockname()[1])
-        for refuse in (check_free, serve_rendezvous):
+        for refuse in (check_port_free, serve_rendezvous):
             with pytest.raises(UsageError, match=f"can't serve at {address}: the port is taken"):
                 refuse(address)
-    check_free(address)
-    with pytest.raises(UsageError, match="no address of this machine"):
-        check_free(RendezvousAddress("192.0.2.1", 29400))
+    check_port_free(address)
+    with pytest.raises(UsageError, match="is not an address of this machine"):
+        check_port_free(RendezvousAddress("192.0.2.1", 29400))
 
 
-def test_a_rendezvous_that_nobody_serves_is_given_up():
+def test_a_rendezvous_without_server_times_out():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = RendezvousAddress("127.0.0.1", free.getsockname()[1])
         with pytest.raises(MissingRanks, match=f"no rendezvous at {address} within 0.1 s") as caught:
-            await_server(address, 0.1, print)
+            wait_for_server(address, 0.1, print)
         assert "--serve" in caught.value.remedy
         free.listen()
-        await_server(address, 5.0, print)
+        wait_for_server(address, 5.0, print)
 
 
 def test_refusing_needs_no_torch():

@@ -1,4 +1,4 @@
-"""The network lab on paper: what is asked for, what is refused, and the commands that make it. Nothing is run."""
+"""The lab's network as data: settings, refused input, and the commands that build it. Nothing is run."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.testing.netlab.lab_network import (
     SWITCH,
     LabNetwork,
     NetworkCommand,
-    address_of,
-    build,
+    build_network,
     burst_nbytes,
-    change_rate,
+    change_link_rate,
+    host_address,
+    host_name,
     hosts_file,
-    name_of,
     packet_nbytes,
     plan_network,
-    set_port,
+    set_link_state,
 )
 
 PIDS = [501, 502, 503]
@@ -55,20 +55,20 @@ def test_a_star_holds_a_rate_per_host():
         ({"hosts": 2, "slow": {"host1": "1Mbit/s"}}, "slow names host 'host1'"),
         ({"hosts": 2, "slow": {1: "1 furlong"}}, "'1 furlong' is no rate"),
         ({"hosts": 2, "delay": "soon"}, "'soon' is no time"),
-        ({"hosts": 2, "delay": "1h"}, "delay='1h' is no delay of a network"),
-        ({"hosts": 2, "delay": -1.0}, "delay=-1.0 is no delay"),
+        ({"hosts": 2, "delay": "1h"}, "delay='1h' is not a network delay"),
+        ({"hosts": 2, "delay": -1.0}, "delay=-1.0 is not a network delay"),
     ],
 )
-def test_what_can_not_be_is_refused(arguments, message):
+def test_invalid_values_are_refused(arguments, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         plan_network(**arguments)
 
 
 def test_hosts_have_names_and_addresses_of_their_own():
-    assert [name_of(host) for host in (0, 9)] == ["host0", "host9"]
-    assert address_of(0) == "10.77.0.1"
-    assert len({address_of(host) for host in range(MAX_HOSTS)}) == MAX_HOSTS
-    assert address_of(MAX_HOSTS - 1) == "10.77.0.250"
+    assert [host_name(host) for host in (0, 9)] == ["host0", "host9"]
+    assert host_address(0) == "10.77.0.1"
+    assert len({host_address(host) for host in range(MAX_HOSTS)}) == MAX_HOSTS
+    assert host_address(MAX_HOSTS - 1) == "10.77.0.250"
 
 
 def test_the_list_of_hosts_names_each():
@@ -84,7 +84,7 @@ def test_the_list_of_hosts_names_each():
 
 
 def test_the_plan_makes_a_bridge_and_a_link_for_each_host():
-    steps = build(plan_network(3), PIDS)
+    steps = build_network(plan_network(3), PIDS)
     at_switch = lines(steps, SWITCH, "ip")
     assert at_switch[0].startswith("link add name switch type bridge")
     for host, pid in enumerate(PIDS):
@@ -101,18 +101,20 @@ def test_the_plan_makes_a_bridge_and_a_link_for_each_host():
 
 
 def test_the_plan_leaves_ipv6_alone_where_there_is_none():
-    assert not [step for step in build(plan_network(2), PIDS[:2], ipv6=False) if "addrgenmode" in step.line]
+    assert not [
+        step for step in build_network(plan_network(2), PIDS[:2], ipv6=False) if "addrgenmode" in step.line
+    ]
 
 
 def test_the_links_are_there_before_the_hosts_use_them():
-    steps = build(plan_network(3, "1Gbit/s"), PIDS)
+    steps = build_network(plan_network(3, "1Gbit/s"), PIDS)
     made = max(place for place, step in enumerate(steps) if "link add" in step.line)
     used = min(place for place, step in enumerate(steps) if step.host != SWITCH)
     assert made < used
 
 
 def test_both_ends_of_a_link_are_held_to_its_rate():
-    steps = build(plan_network(2, "1Gbit/s", slow={1: "100Mbit/s"}), PIDS[:2])
+    steps = build_network(plan_network(2, "1Gbit/s", slow={1: "100Mbit/s"}), PIDS[:2])
     fast = "root handle 1: tbf rate 1000000000bit burst 125000 latency 100ms"
     slow = "root handle 1: tbf rate 100000000bit burst 12500 latency 100ms"
     assert lines(steps, 0, "tc") == [f"qdisc replace dev eth0 {fast}"]
@@ -126,16 +128,16 @@ def test_both_ends_of_a_link_are_held_to_its_rate():
 
 
 def test_a_delay_is_added_once_on_the_way():
-    steps = build(plan_network(2, "1Gbit/s", delay="1ms"), PIDS[:2])
+    steps = build_network(plan_network(2, "1Gbit/s", delay="1ms"), PIDS[:2])
     netem = [step for step in steps if "netem" in step.line]
     line = "qdisc replace dev eth0 parent 1:1 handle 10: netem delay 1000us limit 100000"
     assert netem == [NetworkCommand(0, "tc", line), NetworkCommand(1, "tc", line)]
-    alone = [step.line for step in change_rate(0, None, 0.5) if "netem" in step.line]
+    alone = [step.line for step in change_link_rate(0, None, 0.5) if "netem" in step.line]
     assert alone == ["qdisc replace dev eth0 root handle 10: netem delay 500000us limit 100000"]
 
 
 def test_a_rate_can_be_taken_away():
-    assert change_rate(2, None) == [
+    assert change_link_rate(2, None) == [
         NetworkCommand(2, "ip", "link set dev eth0 gso_max_size 65536"),
         NetworkCommand(2, "tc", "qdisc replace dev eth0 root pfifo_fast"),
         NetworkCommand(SWITCH, "tc", "qdisc replace dev port2 root pfifo_fast"),
@@ -143,7 +145,7 @@ def test_a_rate_can_be_taken_away():
 
 
 def test_a_link_is_cut_at_the_switch():
-    assert set_port(1, "down") == [NetworkCommand(SWITCH, "ip", "link set dev port1 down")]
+    assert set_link_state(1, "down") == [NetworkCommand(SWITCH, "ip", "link set dev port1 down")]
 
 
 @given(rate=st.floats(1000, 1e11))

@@ -1,4 +1,4 @@
-"""The lab's other decisions: what a machine lacks, torchrun's command lines, reading counters. Nothing is run."""
+"""The lab's requirements, torchrun's command lines, and interface counters. Nothing is run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_requirements
-from paceline.testing.netlab.lab_job import is_failure_report, torchrun_command, without_report
-from paceline.testing.netlab.lab_network import InterfaceBytes, read_traffic
-from paceline.testing.netlab.lab_requirements import check_program, is_python, lacking, search_path
+from paceline.testing.netlab.lab_job import is_torchrun_failure, lab_torchrun_command, strip_torchrun_report
+from paceline.testing.netlab.lab_network import InterfaceBytes, parse_traffic
+from paceline.testing.netlab.lab_requirements import (
+    check_lab_program,
+    is_python,
+    missing_facility,
+    search_path,
+)
 
 ALL = (1 << 41) - 1
 
 
-def test_nothing_is_lacking_where_everything_is_there():
-    assert lacking("linux", [], ALL) is None
-    assert lacking("linux", [], 1 << 12 | 1 << 21) is None
+def test_a_complete_machine_lacks_nothing():
+    assert missing_facility("linux", [], ALL) is None
+    assert missing_facility("linux", [], 1 << 12 | 1 << 21) is None
 
 
 @pytest.mark.parametrize(
@@ -35,8 +40,8 @@ def test_nothing_is_lacking_where_everything_is_there():
         (("linux", [], ALL & ~(1 << 12)), ["lacks CAP_NET_ADMIN\n"]),
     ],
 )
-def test_what_is_lacking_is_named_with_the_way_to_get_it(facts, told):
-    problem = lacking(*facts)
+def test_a_missing_requirement_is_named_with_a_remedy(facts, told):
+    problem = missing_facility(*facts)
     assert isinstance(problem, UsageError)
     for part in told:
         assert part in str(problem)
@@ -51,9 +56,9 @@ def test_tools_are_looked_for_where_administrators_have_them(monkeypatch):
     assert asked == [["/nowhere", "/usr/sbin", "/sbin"]]
 
 
-def test_torchrun_is_told_the_place_of_each_host():
+def test_torchrun_gets_the_node_rank_of_each_host():
     program = ["train.py", "--steps", "3"]
-    command = torchrun_command(program, node=1, nodes=4, ranks_per_host=2, master=0, port=29501)
+    command = lab_torchrun_command(program, node=1, nodes=4, ranks_per_host=2, master=0, port=29501)
     assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert command[-3:] == program
     options = dict(word[2:].split("=") for word in command[3:-3])
@@ -71,16 +76,16 @@ def test_torchrun_is_told_the_place_of_each_host():
     ("program", "python"),
     [(["train.py"], True), (["-m", "my.module"], True), (["paceline", "train"], False), (["./train"], False)],
 )
-def test_what_is_no_python_is_run_as_it_is(program, python):
+def test_other_programs_run_without_python(program, python):
     assert is_python(program) is python
-    command = torchrun_command(program, node=0, nodes=1, ranks_per_host=1, master=0, port=1)
+    command = lab_torchrun_command(program, node=0, nodes=1, ranks_per_host=1, master=0, port=1)
     assert ("--no-python" in command) is not python
 
 
 def test_fewer_than_one_rank_is_refused():
     for ranks in (0, -2):
         with pytest.raises(UsageError, match=f"ranks_per_host={ranks}: at least 1"):
-            torchrun_command(["train.py"], node=0, nodes=1, ranks_per_host=ranks, master=0, port=1)
+            lab_torchrun_command(["train.py"], node=0, nodes=1, ranks_per_host=ranks, master=0, port=1)
 
 
 def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, monkeypatch):
@@ -91,13 +96,13 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
     tool.write_text("")
     tool.chmod(0o755)
     for program in (["train.py"], ["./tool"], ["-m", "my.module"], [os.path.basename(sys.executable)]):
-        check_program(program, tmp_path)
+        check_lab_program(program, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ([], "there is no program to run"),
+        ([], "no program to run"),
         (["other.py"], "no such script: other.py"),
         (["tool"], "no such program: tool"),
         (["./tool"], "no such program: ./tool"),
@@ -106,7 +111,7 @@ def test_programs_are_looked_for_beside_python_and_from_the_folder(tmp_path, mon
 def test_a_program_that_is_not_there_is_refused(tmp_path, program, message):
     (tmp_path / "tool").write_text("")  # neither on the path nor executable
     with pytest.raises(UsageError, match=message):
-        check_program(program, tmp_path)
+        check_lab_program(program, tmp_path)
 
 
 REPORT = (
@@ -120,11 +125,14 @@ NOTICE = (
 
 
 def test_torchrun_s_own_traceback_is_left_out():
-    assert is_failure_report(REPORT)
-    assert not is_failure_report(NOTICE)
+    assert is_torchrun_failure(REPORT)
+    assert not is_torchrun_failure(NOTICE)
     own = f"ValueError: a bad batch\n{NOTICE}\n{REPORT}"
-    assert without_report(f"{own}\nTraceback (most recent call last):\n  ChildFailedError\n") == own
-    assert without_report("usage: torchrun\nerror: unrecognized") == "usage: torchrun\nerror: unrecognized"
+    assert strip_torchrun_report(f"{own}\nTraceback (most recent call last):\n  ChildFailedError\n") == own
+    assert (
+        strip_torchrun_report("usage: torchrun\nerror: unrecognized")
+        == "usage: torchrun\nerror: unrecognized"
+    )
 
 
 TABLE = """\
@@ -136,11 +144,11 @@ Inter-|   Receive                                                |  Transmit
 
 
 def test_counters_are_read_by_column():
-    assert read_traffic(TABLE) == InterfaceBytes(sent=4096, received=2**64 - 1)
-    assert read_traffic(TABLE, "lo") == InterfaceBytes(sent=100, received=100)
+    assert parse_traffic(TABLE) == InterfaceBytes(sent=4096, received=2**64 - 1)
+    assert parse_traffic(TABLE, "lo") == InterfaceBytes(sent=100, received=100)
 
 
-def test_the_difference_of_counters_is_what_went_between():
+def test_counters_can_be_subtracted():
     assert InterfaceBytes(sent=9, received=7) - InterfaceBytes(sent=4, received=7) == InterfaceBytes(
         sent=5, received=0
     )

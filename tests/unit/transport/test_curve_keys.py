@@ -1,4 +1,4 @@
-"""Keys of a star: who has which, that none is overwritten or seen by others, and what is said of a wrong one."""
+"""Keys of hub and workers: who holds which, permissions, no overwriting, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zmq
 
 from paceline.errors import UsageError
 from paceline.transport.zmq import curve_keys
-from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys, read_public
+from paceline.transport.zmq.curve_keys import HubKeys, WorkerKeys, make_keys, read_public_key
 
 
 def mode(path):
@@ -26,7 +26,7 @@ def test_hub_and_worker_have_keys_that_belong_together(tmp_path):
     given = make_keys(tmp_path / "keys", "alice")
     hub, worker = HubKeys.read(tmp_path / "keys"), WorkerKeys.read(given)
     assert (given.name, worker.name, worker.hub) == ("alice.key", "alice", hub.public)
-    assert read_public(hub.workers / "alice.pub") == ("alice", worker.public)
+    assert read_public_key(hub.workers / "alice.pub") == ("alice", worker.public)
     for each in (hub, worker):
         assert zmq.curve_public(each.secret.encode()).decode() == each.public
     assert HubKeys.read(tmp_path / "keys" / "hub.key") == hub
@@ -58,7 +58,7 @@ def test_keys_are_never_overwritten(tmp_path, there):
     make_keys(folder, "bob")
     (folder / there).write_text("mine")
     before = content(folder)
-    with pytest.raises(UsageError, match=f"{there} is there already"):
+    with pytest.raises(UsageError, match=f"{there} already exists"):
         make_keys(folder, "alice")
     assert content(folder) == before
 
@@ -71,8 +71,8 @@ def test_a_file_that_appears_at_the_last_moment_is_not_overwritten_either(tmp_pa
         (folder / "alice.key").write_text("another's")
         return "x", "y"
 
-    monkeypatch.setattr(curve_keys, "_pair", also_made)
-    with pytest.raises(UsageError, match=r"alice\.key is there already"):
+    monkeypatch.setattr(curve_keys, "_new_pair", also_made)
+    with pytest.raises(UsageError, match=r"alice\.key already exists"):
         make_keys(folder, "alice")
     assert (folder / "alice.key").read_text() == "another's"
 
@@ -114,7 +114,7 @@ def test_workers_that_are_added_at_once_are_given_the_same_hub(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "hub", ".hidden", "a/b", "../up", "a b", "x" * 65, "ä", "a\n"])
 def test_a_name_that_could_be_another_file_is_refused(tmp_path, name):
-    with pytest.raises(UsageError, match="no name for a worker's keys"):
+    with pytest.raises(UsageError, match="not a valid name for a worker's keys"):
         make_keys(tmp_path / "keys", name)
     assert not (tmp_path / "keys").exists()
 
@@ -132,13 +132,13 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path):
         make_keys(tmp_path / "file" / "keys")
 
 
-def test_each_end_is_told_when_it_was_given_the_other_s_key(tmp_path):
+def test_swapped_key_files_are_recognised(tmp_path):
     given = make_keys(tmp_path / "keys", "alice")
     with pytest.raises(UsageError, match=r"alice\.key is a worker's key, not a hub's key"):
         HubKeys.read(given)
     with pytest.raises(UsageError, match=r"hub\.key is a hub's key, not a worker's key\n.*stays with it"):
         WorkerKeys.read(tmp_path / "keys" / "hub.key")
-    with pytest.raises(UsageError, match="a record of whom a hub admits, not a worker's key"):
+    with pytest.raises(UsageError, match="a public key of a worker, not a worker's key"):
         WorkerKeys.read(tmp_path / "keys" / "workers" / "alice.pub")
 
 
@@ -155,7 +155,7 @@ def test_a_record_of_a_worker_may_be_read_by_others(tmp_path):
     make_keys(tmp_path / "keys", "alice")
     record = tmp_path / "keys" / "workers" / "alice.pub"
     record.chmod(0o644)
-    assert read_public(record)[0] == "alice"
+    assert read_public_key(record)[0] == "alice"
 
 
 def private(path, data):
@@ -170,7 +170,7 @@ def private(path, data):
 def test_what_is_no_file_of_keys_is_said_to_be_none(tmp_path, data):
     path = private(tmp_path / "file", data)
     for read in (HubKeys.read, WorkerKeys.read):
-        with pytest.raises(UsageError, match=r"is no file of keys|can't be read as a \w+ key"):
+        with pytest.raises(UsageError, match=r"is not a key file|can't be read as a \w+ key"):
             read(path)
 
 
@@ -204,5 +204,5 @@ def test_keys_that_do_not_belong_together_are_found(tmp_path):
     texts = [make_keys(tmp_path / "keys", name).read_text() for name in ("alice", "bob")]
     secrets = [next(line for line in text.splitlines() if line.startswith("secret")) for text in texts]
     mixed = private(tmp_path / "mixed", texts[0].replace(*secrets).encode())
-    with pytest.raises(UsageError, match="don't belong together"):
+    with pytest.raises(UsageError, match="its keys don't match"):
         WorkerKeys.read(mixed)

@@ -1,4 +1,4 @@
-"""Envelopes: what goes in comes out, nothing is copied, no size is believed, and values that can't be are refused."""
+"""Envelopes: round trip without copies, no unverified size is trusted, and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def forged(*values, begin=envelope.BEGIN):
 
 
 @given(headers, st.binary(max_size=2000))
-def test_what_goes_in_comes_out(sent, payload):
-    came, got = decode(b"".join(encode(sent, payload)))
+def test_encode_and_decode_are_inverse(sent, payload):
+    received, got = decode(b"".join(encode(sent, payload)))
     assert bytes(got) == payload
-    assert came == replace(
+    assert received == replace(
         sent, nbytes=len(payload), total_nbytes=len(payload), checksum=xxh3_64_intdigest(payload)
     )
 
@@ -63,9 +63,9 @@ def test_a_message_in_frames_is_put_together_again(frame_nbytes, message):
     whole_message = bytearray(len(message))
     for frame in range(frames):
         offset = frame * frame_nbytes
-        tells = replace(PLAIN, frame=frame, frames=frames, offset=offset, total_nbytes=len(message))
-        came, payload = decode(b"".join(encode(tells, message[offset : offset + frame_nbytes])))
-        whole_message[came.offset : came.offset + came.nbytes] = payload
+        frame_header = replace(PLAIN, frame=frame, frames=frames, offset=offset, total_nbytes=len(message))
+        received, payload = decode(b"".join(encode(frame_header, message[offset : offset + frame_nbytes])))
+        whole_message[received.offset : received.offset + received.nbytes] = payload
     assert whole_message == message
 
 
@@ -77,30 +77,30 @@ def test_neither_encoding_nor_decoding_copies_the_payload():
     tracemalloc.start()
     try:
         encode(PLAIN, payload)
-        _, came = decode(data)
+        _, received = decode(data)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert came.obj is data
+    assert received.obj is data
     assert peak < 1_000_000
 
 
 def test_a_payload_that_is_not_bytes_is_sent_as_the_bytes_it_is():
     numbers = memoryview(bytearray(40)).cast("i")
-    came, payload = decode(b"".join(encode(PLAIN, numbers)))
-    assert (came.nbytes, payload.nbytes) == (40, 40)
+    received, payload = decode(b"".join(encode(PLAIN, numbers)))
+    assert (received.nbytes, payload.nbytes) == (40, 40)
 
 
 @pytest.mark.parametrize("frames", [1, 5])
-def test_no_memory_is_taken_for_a_size_that_nobody_checked(frames):
+def test_no_memory_is_allocated_for_an_unverified_size(frames):
     huge = 2**62
-    told = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
-    values = [getattr(told, name) for name in envelope_header._NAMES]
+    huge_header = replace(PLAIN, frames=frames, nbytes=huge, total_nbytes=huge)
+    values = [getattr(huge_header, name) for name in envelope_header._NAMES]
     values[envelope_header._NAMES.index("meta")] = {}
     data = forged(envelope_header.SCHEMA, *values)
     tracemalloc.start()
     try:
-        with pytest.raises(DamagedEnvelope, match=f"payload of {huge} bytes; at most 1000"):
+        with pytest.raises(DamagedEnvelope, match=f"payload of {huge} bytes; the limit is 1000"):
             decode_head(data, limit=1000)
         _, peak = tracemalloc.get_traced_memory()
     finally:
@@ -111,21 +111,21 @@ def test_no_memory_is_taken_for_a_size_that_nobody_checked(frames):
 def test_a_list_of_absurd_length_in_a_header_takes_no_memory():
     head = envelope.BEGIN + envelope._SIZES.pack(5, 5 ^ 0xFFFF) + b"\xdd\xff\xff\xff\xff"
     data = head + envelope._CHECKSUM.pack(xxh3_64_intdigest(head))
-    with pytest.raises(DamagedEnvelope, match="header can't be read"):
+    with pytest.raises(DamagedEnvelope, match="header can't be decoded"):
         decode_head(data)
 
 
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ([999, 1, 2], ForeignEnvelope, "follows schema 999"),
+        ([999, 1, 2], ForeignEnvelope, "has schema 999"),
         ([1, 2, 3], DamagedEnvelope, "has 2 fields"),
-        ([], DamagedEnvelope, "no list of values"),
-        ({"run": "x"}, DamagedEnvelope, "no list of values"),
+        ([], DamagedEnvelope, "not a list of values"),
+        ({"run": "x"}, DamagedEnvelope, "not a list of values"),
         ([1, 5, *["x"] * 14], DamagedEnvelope, "run is 5"),
     ],
 )
-def test_a_header_whose_checksum_is_right_is_still_not_believed(values, error, message):
+def test_header_fields_are_validated_despite_a_valid_checksum(values, error, message):
     with pytest.raises(error, match=message):
         decode(forged(values))
 
@@ -151,12 +151,12 @@ def test_a_header_that_makes_no_sense_is_not_sent(changes, message):
 
 
 def test_what_follows_an_envelope_is_no_part_of_it():
-    with pytest.raises(DamagedEnvelope, match="followed by 1 bytes") as caught:
+    with pytest.raises(DamagedEnvelope, match="followed by 1 extra bytes") as caught:
         decode(b"".join(encode(PLAIN, b"hello")) + b"x")
     assert (caught.value.source, caught.value.sequence) == (1, 3)
 
 
 def test_nothing_is_a_truncated_envelope():
-    with pytest.raises(TruncatedEnvelope, match="0 came") as caught:
+    with pytest.raises(TruncatedEnvelope, match="got 0") as caught:
         decode(b"")
     assert caught.value.part == "begin mark"

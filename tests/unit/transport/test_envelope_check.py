@@ -1,4 +1,4 @@
-"""Envelopes that a carrier brought in parts: what was sent, or an error; nothing else, whatever was done to them."""
+"""Envelopes received in parts: the sent one or an error, whatever was done to them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import DamagedEnvelope, EnvelopeError, ForeignEnvelope, TruncatedEnvelope
-from paceline.transport.envelope import encode, encode_sealed, seal
-from paceline.transport.envelope_check import check_place, open_parts, open_whole
+from paceline.transport.envelope import (
+    add_checksum,
+    check_route,
+    decode_envelope,
+    decode_parts,
+    encode,
+    encode_checksummed,
+)
 from paceline.transport.envelope_header import Header
 
 PLAIN = Header("run", "frame", source=7, target=0, sequence=3, meta={"base": 5, "score": 0.5})
@@ -29,9 +35,9 @@ def turned(data, at, bit):
 @given(st.binary(max_size=9000))
 def test_what_was_sent_is_opened(payload):
     parts = parts_of(PLAIN, payload)
-    for came in (open_parts(parts, limit=LIMIT), open_whole(b"".join(parts), limit=LIMIT)):
+    for came in (decode_parts(parts, limit=LIMIT), decode_envelope(b"".join(parts), limit=LIMIT)):
         assert bytes(came.payload) == payload
-        assert came.header == seal(PLAIN, payload)
+        assert came.header == add_checksum(PLAIN, payload)
 
 
 @st.composite
@@ -79,10 +85,10 @@ def mutations(draw):
 def test_whatever_is_done_to_an_envelope_it_is_refused_or_it_is_what_was_sent(made):
     sent, came, other = made
     try:
-        opened = open_parts(came, limit=LIMIT)
+        opened = decode_parts(came, limit=LIMIT)
     except EnvelopeError:
         return
-    again = [bytes(part) for part in encode_sealed(opened.header, opened.payload)]
+    again = [bytes(part) for part in encode_checksummed(opened.header, opened.payload)]
     assert again == came
     assert again in (sent, other)
 
@@ -91,28 +97,28 @@ def test_whatever_is_done_to_an_envelope_it_is_refused_or_it_is_what_was_sent(ma
 def test_too_few_and_too_many_parts_are_none(count):
     parts = (parts_of(PLAIN, b"hello") * 2)[:count]
     with pytest.raises(TruncatedEnvelope if count < 3 else DamagedEnvelope, match="parts"):
-        open_parts(parts, limit=LIMIT)
+        decode_parts(parts, limit=LIMIT)
 
 
 def test_a_payload_may_be_as_long_as_the_limit_and_no_longer():
-    open_parts(parts_of(PLAIN, bytes(LIMIT)), limit=LIMIT)
-    with pytest.raises(DamagedEnvelope, match=f"at most {LIMIT} are taken"):
-        open_parts(parts_of(PLAIN, bytes(LIMIT + 1)), limit=LIMIT)
+    decode_parts(parts_of(PLAIN, bytes(LIMIT)), limit=LIMIT)
+    with pytest.raises(DamagedEnvelope, match=f"the limit is {LIMIT}"):
+        decode_parts(parts_of(PLAIN, bytes(LIMIT + 1)), limit=LIMIT)
 
 
 def test_what_follows_the_head_is_no_part_of_it():
     head, payload, tail = parts_of(PLAIN, b"hello")
-    with pytest.raises(DamagedEnvelope, match="the head of envelope 3"):
-        open_parts([head + b"x", payload, tail], limit=LIMIT)
+    with pytest.raises(DamagedEnvelope, match=r"envelope 3 .* has a head of .* bytes, expected"):
+        decode_parts([head + b"x", payload, tail], limit=LIMIT)
 
 
 def test_a_long_payload_is_not_copied_and_a_short_one_holds_nothing_else():
     parts = parts_of(PLAIN, bytes(8000))
-    assert open_parts(parts, limit=LIMIT).payload.obj is parts[1]
+    assert decode_parts(parts, limit=LIMIT).payload.obj is parts[1]
     big = memoryview(bytearray(1 << 20))
     head, payload, tail = parts_of(PLAIN, b"short")
     big[: len(payload)] = payload
-    came = open_parts([head, big[: len(payload)], tail], limit=LIMIT)
+    came = decode_parts([head, big[: len(payload)], tail], limit=LIMIT)
     assert came.payload == b"short"
     assert isinstance(came.payload, bytes)
 
@@ -120,18 +126,18 @@ def test_a_long_payload_is_not_copied_and_a_short_one_holds_nothing_else():
 @pytest.mark.parametrize(
     ("changes", "carried_from", "what"),
     [
-        ({}, 8, "was carried from 8"),
-        ({}, None, "was carried from nobody known"),
-        ({"source": 0}, 7, "was carried from 7"),
+        ({}, 8, "was sent by 8"),
+        ({}, None, "was sent by an unknown sender"),
+        ({"source": 0}, 7, "was sent by 7"),
         ({"run": "other"}, 7, "is of run 'other', this is run 'run'"),
-        ({"target": 5}, 7, "came to 0"),
+        ({"target": 5}, 7, "was delivered to 0"),
     ],
 )
 def test_what_is_for_others_or_of_others_is_foreign(changes, carried_from, what):
-    check_place(PLAIN, me=0, run="run", carried_from=7)
+    check_route(PLAIN, me=0, run="run", carried_from=7)
     with pytest.raises(ForeignEnvelope, match=what):
-        check_place(replace(PLAIN, **changes), me=0, run="run", carried_from=carried_from)
+        check_route(replace(PLAIN, **changes), me=0, run="run", carried_from=carried_from)
 
 
 def test_without_a_run_envelopes_of_any_are_taken():
-    check_place(PLAIN, me=0, run="", carried_from=7)
+    check_route(PLAIN, me=0, run="", carried_from=7)

@@ -1,4 +1,4 @@
-"""Faults put into envelopes on their way: every one is found, named as what it is, and not delivered."""
+"""Faults injected into envelopes in transit: each is detected, classified, and not delivered."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def swap_parts(rng, sent, at):
     """Give envelope `at` the payload or the end of another one."""
     other, which = rng.choice([each for each in range(ENVELOPES) if each != at]), rng.choice([1, 2])
     parts = list(sent[at])
-    if which == 1:  # of the same size, so that nothing but its checksum tells
+    if which == 1:  # of the same size, so that only its checksum differs
         parts[1] = rng.randbytes(len(parts[1]))
         parts[1] = bytes([parts[1][0] ^ (parts[1] == sent[at][1])]) + parts[1][1:]
     else:
@@ -195,12 +195,12 @@ def test_an_inbox_that_keeps_no_order_takes_early_ones_once_each():
     for header in headers:
         inbox.accept(header)
     assert inbox.expected(1) == 1
-    with pytest.raises(RepeatedEnvelope, match="has come before"):
+    with pytest.raises(RepeatedEnvelope, match="was received before"):
         inbox.accept(headers[0])
     inbox.skip(1, 2)
     assert inbox.expected(1) == 2
     inbox.accept(Header(RUN, "x", source=1, target=ME, sequence=4))
-    with pytest.raises(ForeignEnvelope, match="was carried from 1"):
+    with pytest.raises(ForeignEnvelope, match="was sent by 1"):
         inbox.accept(Header(RUN, "x", source=2, target=ME, sequence=0), carried_from=1)
 
 

@@ -1,4 +1,4 @@
-"""Addresses of hubs: what is one, what is within reach of others, and what else is said."""
+"""Addresses of hubs: parsing, reachability, refused input."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.transport.hub_address import Address, parse_address
+from paceline.transport.hub_address import HubAddress, parse_hub_address
 from paceline.transport.zmq.curve_keys import needs_keys
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "parsed"),
     [
-        ("tcp://127.0.0.1:7000", Address("tcp", "127.0.0.1", 7000)),
-        ("tcp://*:7000", Address("tcp", "*", 7000)),
-        ("tcp://10.0.0.1:*", Address("tcp", "10.0.0.1", None)),
-        ("tcp://[::1]:7000", Address("tcp", "::1", 7000)),
-        ("tcp://hub.example:65535", Address("tcp", "hub.example", 65535)),
-        ("ipc:///tmp/hub", Address("ipc", "/tmp/hub", 0)),
+        ("tcp://127.0.0.1:7000", HubAddress("tcp", "127.0.0.1", 7000)),
+        ("tcp://*:7000", HubAddress("tcp", "*", 7000)),
+        ("tcp://10.0.0.1:*", HubAddress("tcp", "10.0.0.1", None)),
+        ("tcp://[::1]:7000", HubAddress("tcp", "::1", 7000)),
+        ("tcp://hub.example:65535", HubAddress("tcp", "hub.example", 65535)),
+        ("ipc:///tmp/hub", HubAddress("ipc", "/tmp/hub", 0)),
     ],
 )
-def test_an_address_is_read_and_written_alike(text, told):
-    assert parse_address(text, bind=True) == told
-    assert str(told) == text
+def test_an_address_is_read_and_written_alike(text, parsed):
+    assert parse_hub_address(text, bind=True) == parsed
+    assert str(parsed) == text
 
 
 @pytest.mark.parametrize(
@@ -39,21 +39,21 @@ def test_an_address_is_read_and_written_alike(text, told):
 def test_what_is_no_address_is_refused_with_an_example(text):
     for bind in (False, True):
         with pytest.raises(UsageError, match="tcp://"):
-            parse_address(text, bind=bind)
+            parse_hub_address(text, bind=bind)
 
 
 @pytest.mark.parametrize("text", ["tcp://*:7000", "tcp://0.0.0.0:7000", "tcp://[::]:7000", "tcp://host:*"])
 def test_what_only_a_hub_can_be_at_is_nothing_to_connect_to(text):
-    parse_address(text, bind=True)
+    parse_hub_address(text, bind=True)
     with pytest.raises(UsageError):
-        parse_address(text, bind=False)
+        parse_hub_address(text, bind=False)
 
 
 @settings(deadline=None)
 @given(st.text(max_size=40), st.sampled_from(["", "tcp://", "ipc://"]), st.booleans())
 def test_any_text_is_an_address_or_a_usage_error(text, begin, bind):
     try:
-        parse_address(begin + text, bind=bind)
+        parse_hub_address(begin + text, bind=bind)
     except UsageError:
         return
 

@@ -1,8 +1,9 @@
-"""Rings and all-to-alls over a carrier inside this process: all arrives, every fault is found and named."""
+"""Ring and all-to-all over an in-process carrier: messages arrive, and every fault is detected and named."""
 
 from __future__ import annotations
 
 import gc
+import json
 import random
 import weakref
 from collections import deque
@@ -13,16 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline._core.json_codec import decode, encode
 from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
-from paceline.transport.envelope_faults import FAULTS, order_of, parse_fault
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import ReceiveLedger, frames_of, message_checksum
-from paceline.transport.mpi_exchange.incoming_messages import Incoming
-from paceline.transport.mpi_exchange.message_carrier import Arrival, Tag
-from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
-from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
-from paceline.transport.mpi_exchange.progress_loop import drive
-from paceline.transport.mpi_exchange.ring_and_all_to_all import Ring, bytes_view
+from paceline.transport.message_frames import ReceiveLedger, message_checksum, split_frames
+from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
+from paceline.transport.mpi_exchange.message_carrier import MessageTag, ProbedMessage
+from paceline.transport.mpi_exchange.outgoing_messages import (
+    ENVELOPE_FAULTS,
+    OutgoingMessage,
+    faulty_frame_order,
+    parse_envelope_fault,
+)
+from paceline.transport.mpi_exchange.ring_and_all_to_all import RingExchange, bytes_view, drive_exchange
+from paceline.transport.mpi_exchange.round_reports import ExchangeProblem, RoundReport, gather_reports
 
 KIND = {  # of the first problem that a fault has to lead to
     "flip-begin": "DamagedEnvelope",
@@ -41,7 +46,7 @@ KIND = {  # of the first problem that a fault has to lead to
 
 
 @dataclass
-class Flight:
+class FakeRequest:
     """A message that its receiver takes, or has taken, after a few looks."""
 
     looks: int
@@ -70,7 +75,7 @@ class Carrier:
 
     def send(self, buffer, target, tag):
         self.comm.between(self.rank, target).append((tag, buffer))
-        return Flight(self.comm.rng.randrange(3))
+        return FakeRequest(self.comm.rng.randrange(3))
 
     def probe(self, source, tag=None):
         queue = self.comm.between(source, self.rank)
@@ -80,9 +85,9 @@ class Carrier:
 
         def receive(place):
             memoryview(place)[:] = buffer
-            return Flight(self.comm.rng.randrange(3))
+            return FakeRequest(self.comm.rng.randrange(3))
 
-        return Arrival(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
 
 class Pair:
@@ -97,15 +102,19 @@ class Pair:
     def exchange(self, data, fault="", timeout=0.05):
         place = bytearray(self.nbytes)
         header = Header("run", "frame", 1, 0, self.sequence, round=self.round)
-        out = Outgoing(self.sender, header, data, self.frame_nbytes, fault)
-        into = Incoming(self.receiver, self.inbox, 1, self.round, memoryview(place), self.frame_nbytes)
-        drive([out], [into], timeout)
+        out = OutgoingMessage(self.sender, header, data, self.frame_nbytes, fault)
+        into = incoming(self.receiver, self.inbox, memoryview(place), self.round, self.frame_nbytes)
+        drive_exchange([out], [into], timeout)
         self.sequence, self.round = out.sequence, self.round + 1
         return out, into, place
 
 
-def kinds(incoming):
-    return [type(each).__name__ for each in incoming.problems]
+def incoming(carrier, ledger, place, round=0, frame_nbytes=64):
+    return IncomingMessage(carrier, ledger, source=1, round=round, place=place, frame_nbytes=frame_nbytes)
+
+
+def kinds(message):
+    return [type(each).__name__ for each in message.problems]
 
 
 @given(st.integers(0, 2**32), st.lists(st.binary(max_size=700), min_size=1, max_size=3), st.integers(1, 300))
@@ -117,7 +126,7 @@ def test_messages_arrive_whole_round_after_round(seed, messages, frame_nbytes):
             out, into, place = pair.exchange(message)
             assert into.whole
             assert place == message
-            assert out.checksum == into.checksum == into.told_checksum
+            assert out.checksum == into.checksum == into.expected_checksum
 
 
 @pytest.mark.parametrize("fault", sorted(KIND))
@@ -133,7 +142,7 @@ def test_every_fault_is_found_named_and_ends_in_nothing_delivered(fault):
         assert kinds(into)[1:] in ([], ["MissingEnvelope"])
         assert pair.inbox.counts.total() >= len(into.problems)
         _, after, place = pair.exchange(message)
-        assert after.whole, f"what came after {fault} suffered too: {after.problems}"
+        assert after.whole, f"the message after {fault} was affected too: {after.problems}"
         assert place == message
 
 
@@ -158,22 +167,22 @@ class SlowCarrier(Carrier):
         def receive(place):
             memoryview(place)[:] = buffer
             self.asked.append((came, isinstance(place, memoryview)))
-            return Held() if came == Tag.PAYLOAD else Flight(0)
+            return Held() if came == MessageTag.PAYLOAD else FakeRequest(0)
 
-        return Arrival(came, memoryview(buffer).nbytes, receive)
+        return ProbedMessage(came, memoryview(buffer).nbytes, receive)
 
 
-def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(monkeypatch):
+def test_receives_of_two_envelopes_are_posted_while_the_first_payload_arrives(monkeypatch):
     monkeypatch.setattr(Held, "held", True)
     comm, message, place = Wire(random.Random(1)), random.Random(2).randbytes(150), bytearray(150)
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
-    out = Outgoing(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
-    into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(place), 64)
+    out = OutgoingMessage(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 0, round=0), message, 64)
+    into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(place))
     for _ in range(10):
         out.advance()
         into.advance()
-    head, payload, tail = (Tag.HEAD, False), (Tag.PAYLOAD, True), (Tag.TAIL, False)
+    head, payload, tail = (MessageTag.HEAD, False), (MessageTag.PAYLOAD, True), (MessageTag.TAIL, False)
     assert receiver.asked[:6] == [head, payload, tail, head, payload, tail]
     assert len(receiver.asked) == 7  # the first head has been taken, which leaves room for one more
     monkeypatch.setattr(Held, "held", False)
@@ -182,24 +191,31 @@ def test_two_envelopes_are_asked_for_while_the_first_payload_is_still_coming(mon
         into.advance()
     assert into.whole
     assert place == message
-    assert [one for one in receiver.asked if one[0] == Tag.PAYLOAD] == [payload] * 3  # none came aside
-    comm.between(1, 0).append((Tag.HEAD, b"of the next round"))
+    assert [one for one in receiver.asked if one[0] == MessageTag.PAYLOAD] == [payload] * 3  # none came aside
+    comm.between(1, 0).append((MessageTag.HEAD, b"of the next round"))
     into.advance()
     assert len(comm.between(1, 0)) == 1
 
 
-def test_a_close_is_the_last_that_is_asked_for_in_a_round():
+def test_no_receive_is_posted_after_a_close():
     comm = Wire(random.Random(1))
     receiver = SlowCarrier(comm, 0, 2)
     receiver.asked = []
     for round, message in enumerate((b"first", b"second")):
-        out = Outgoing(Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64)
+        out = OutgoingMessage(
+            Carrier(comm, 1, 2), Header("run", "frame", 1, 0, 2 * round, round=round), message, 64
+        )
         while not out.done:
             out.advance()
-    into = Incoming(receiver, ReceiveLedger("run", 0, [1]), 1, 0, memoryview(bytearray(5)), 64)
+    into = incoming(receiver, ReceiveLedger("run", 0, [1]), memoryview(bytearray(5)))
     for _ in range(10):
         into.advance()
-    assert [tag for tag, _ in receiver.asked] == [Tag.HEAD, Tag.PAYLOAD, Tag.TAIL, Tag.CLOSE]
+    assert [tag for tag, _ in receiver.asked] == [
+        MessageTag.HEAD,
+        MessageTag.PAYLOAD,
+        MessageTag.TAIL,
+        MessageTag.CLOSE,
+    ]
     assert len(comm.between(1, 0)) == 4
 
 
@@ -219,7 +235,7 @@ def test_messages_of_another_size_are_foreign_and_say_both_sizes():
     pair = Pair(1, 100)
     _, into, _ = pair.exchange(bytes(200))
     assert kinds(into)[0] == "ForeignEnvelope"
-    assert "200 bytes in 4 frames; expected were 100 bytes in 2 frames" in str(into.problems[0])
+    assert "200 bytes in 4 frames; expected 100 bytes in 2 frames" in str(into.problems[0])
 
 
 def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
@@ -231,16 +247,18 @@ def test_work_goes_on_while_messages_are_under_way_and_is_finished_in_the_end():
         return left[0] >= 0
 
     carriers = Carrier(comm, 1, 2), Carrier(comm, 0, 2)
-    out = Outgoing(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
-    incoming = Incoming(carriers[1], ReceiveLedger("run", 0, [1]), 1, 0, memoryview(into), 64)
-    under_way = drive([out], [incoming], 5.0, work)
-    assert incoming.whole
+    out = OutgoingMessage(carriers[0], Header("run", "frame", 1, 0, 0), bytes(10_000), 64)
+    received = incoming(carriers[1], ReceiveLedger("run", 0, [1]), memoryview(into))
+    under_way = drive_exchange([out], [received], 5.0, work)
+    assert received.whole
     assert left[0] == -1
     assert 100 < under_way < 5000
 
 
 def ring_of_one(fault="", kind=Carrier):
-    return Ring(kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault)
+    return RingExchange(
+        kind(Wire(random.Random(1)), 0, 1), run="run", timeout=0.05, frame_nbytes=64, fault=fault
+    )
 
 
 def test_after_work_that_raised_no_other_exchange_can_follow():
@@ -250,7 +268,7 @@ def test_after_work_that_raised_no_other_exchange_can_follow():
     ring = ring_of_one()
     with pytest.raises(ValueError, match="a mistake of the program"):
         ring.exchange(bytes(1000), bytearray(1000), work)
-    with pytest.raises(EnvelopeError, match="may still be under way"):
+    with pytest.raises(EnvelopeError, match="may still be pending"):
         ring.exchange(bytes(1000), bytearray(1000))
 
 
@@ -258,9 +276,9 @@ class LostCarrier(Carrier):
     """What it sends is never taken."""
 
     def send(self, buffer, target, tag):
-        launch_queue = Flight(10**9)
-        self.flights = [*getattr(self, "flights", []), weakref.ref(launch_queue)]
-        return launch_queue
+        request = FakeRequest(10**9)
+        self.requests = [*getattr(self, "requests", []), weakref.ref(request)]
+        return request
 
 
 def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
@@ -268,34 +286,36 @@ def test_what_is_under_way_when_an_exchange_is_given_up_stays_in_memory():
     outcome = ring.exchange(bytes(1000), bytearray(1000))
     assert [each.kind for each in outcome.problems] == ["MissingEnvelope"]
     gc.collect()
-    assert len(ring.carrier.flights) == 6
-    assert all(launch_queue() is not None for launch_queue in ring.carrier.flights), (
+    assert len(ring.carrier.requests) == 6
+    assert all(request() is not None for request in ring.carrier.requests), (
         "MPI would write to memory of others"
     )
 
 
-def test_who_tells_nothing_or_takes_nothing_is_named():
+def test_ranks_that_send_or_receive_no_report_are_named():
     carrier = LostCarrier(Wire(random.Random(1)), 0, 3)
-    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 told nothing for 0\.05 s") as caught:
-        agree(carrier, ExchangeAgreement(0), 0.05)
+    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 reported nothing for 0\.05 s") as caught:
+        gather_reports(carrier, RoundReport(0), 0.05)
     assert caught.value.source == 1
     for source in (1, 2):
-        carrier.comm.between(source, 0).append((Tag.VERDICT, ExchangeAgreement(source).packed()))
-    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 took nothing of what it was told for 0\.05 s"):
-        agree(carrier, ExchangeAgreement(0), 0.05)
+        carrier.comm.between(source, 0).append(
+            (MessageTag.VERDICT, json.dumps(encode(RoundReport(source))).encode())
+        )
+    with pytest.raises(MissingEnvelope, match=r"^rank 1, 2 received no report for 0\.05 s"):
+        gather_reports(carrier, RoundReport(0), 0.05)
     gc.collect()
-    assert all(launch_queue() is not None for launch_queue in carrier.flights)
+    assert all(request() is not None for request in carrier.requests)
 
 
 @pytest.mark.parametrize("wrong", [5, "text", np.zeros((3, 4)).T, np.zeros(3, "M8[s]")])
-def test_what_has_no_bytes_in_a_row_can_not_be_exchanged(wrong):
+def test_non_contiguous_data_is_refused(wrong):
     with pytest.raises(UsageError, match="can't be exchanged"):
         bytes_view(wrong)
 
 
 @pytest.mark.parametrize(("nbytes", "frame_nbytes"), [(0, 5), (1, 5), (5, 5), (6, 5), (1000, 1)])
 def test_frames_cover_a_message_once(nbytes, frame_nbytes):
-    frames = frames_of(nbytes, frame_nbytes)
+    frames = split_frames(nbytes, frame_nbytes)
     assert sum(each.nbytes for each in frames) == nbytes
     assert [each.offset for each in frames] == [each.index * frame_nbytes for each in frames]
     assert max(each.nbytes for each in frames) <= frame_nbytes
@@ -304,7 +324,7 @@ def test_frames_cover_a_message_once(nbytes, frame_nbytes):
 @pytest.mark.parametrize("frame_nbytes", [0, -1, 17 << 20])
 def test_frames_of_no_or_too_many_bytes_are_refused(frame_nbytes):
     with pytest.raises(UsageError, match="16 MiB"):
-        frames_of(10, frame_nbytes)
+        split_frames(10, frame_nbytes)
 
 
 def test_the_checksum_of_a_message_depends_on_the_order_of_its_frames():
@@ -312,26 +332,26 @@ def test_the_checksum_of_a_message_depends_on_the_order_of_its_frames():
 
 
 def test_faults_are_read_with_their_rank_and_unknown_ones_refused():
-    assert parse_fault("swap") == ("swap", 0)
-    assert parse_fault("lose@3") == ("lose", 3)
+    assert parse_envelope_fault("swap") == ("swap", 0)
+    assert parse_envelope_fault("lose@3") == ("lose", 3)
     with pytest.raises(UsageError, match="did you mean 'repeat'"):
-        parse_fault("repaet")
-    with pytest.raises(UsageError, match="'x' is no rank"):
-        parse_fault("lose@x")
-    assert set(FAULTS) == set(KIND) | {"stall"}
+        parse_envelope_fault("repaet")
+    with pytest.raises(UsageError, match="'x' is not a rank"):
+        parse_envelope_fault("lose@x")
+    assert set(ENVELOPE_FAULTS) == set(KIND) | {"stall"}
 
 
 def test_a_fault_in_the_order_is_in_the_middle():
-    assert order_of("", 4) == [0, 1, 2, 3]
-    assert order_of("swap", 4) == [0, 2, 1, 3]
-    assert order_of("lose", 4) == [0, 1, 3]
-    assert order_of("stall", 4) == [0, 1]
-    assert order_of("swap", 1) == [0]
+    assert faulty_frame_order("", 4) == [0, 1, 2, 3]
+    assert faulty_frame_order("swap", 4) == [0, 2, 1, 3]
+    assert faulty_frame_order("lose", 4) == [0, 1, 3]
+    assert faulty_frame_order("stall", 4) == [0, 1]
+    assert faulty_frame_order("swap", 1) == [0]
 
 
-def test_a_verdict_survives_the_way():
-    problem = Problem("DamagedEnvelope", 1, 2, "bad “bits”")
-    verdict = ExchangeAgreement(1, (problem,), {"closed": True})
-    assert ExchangeAgreement.unpacked(verdict.packed()) == verdict
+def test_a_report_survives_serialisation():
+    problem = ExchangeProblem("DamagedEnvelope", 1, 2, "bad “bits”")
+    verdict = RoundReport(1, (problem,), {"closed": True})
+    assert decode(json.loads(json.dumps(encode(verdict))), RoundReport, "report") == verdict
     assert str(problem) == "rank 1 found a DamagedEnvelope of rank 2: bad “bits”"
-    assert Tag.HEAD != Tag.VERDICT
+    assert MessageTag.HEAD != MessageTag.VERDICT

@@ -1,4 +1,4 @@
-"""What waits to be sent: short ones first, in turn and in order, no faster than buckets let it, and not too much."""
+"""Queue of outgoing envelopes: order, fairness, rate and capacity."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_token_bucket import most_in_any
 
 from paceline.errors import UsageError
+from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
-from paceline.transport.paced_queue import PacedQueue, counted_nbytes
-from paceline.transport.token_bucket import ENVELOPE_NBYTES, TokenBucket
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.paced_queue import PacedQueue, wire_nbytes
+from paceline.transport.token_bucket import ENVELOPE_OVERHEAD_NBYTES, TokenBucket
 
 
 def envelope(target, sequence, nbytes, **meta):
@@ -73,11 +73,14 @@ def test_targets_go_on_in_turn_where_the_bucket_stopped():
         assert wait > 0
         now += wait
     assert keys(gone.taken) == [(target, sequence) for sequence in range(3) for target in (1, 2, 3)]
-    assert now == pytest.approx((9 * (LONG + ENVELOPE_NBYTES) - 1.5 * LONG) / 1e6)
+    assert now == pytest.approx((9 * (LONG + ENVELOPE_OVERHEAD_NBYTES) - 1.5 * LONG) / 1e6)
 
 
 def test_a_long_one_is_not_passed_by_those_that_would_fit():
-    paced, gone = PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_NBYTES, now=0.0)), Gone()
+    paced, gone = (
+        PacedQueue(bucket=TokenBucket(rate=1e6, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0)),
+        Gone(),
+    )
     for target, nbytes in ((1, LONG), (2, LONG), (3, 5000)):
         paced.put(envelope(target, 0, nbytes))
     wait = paced.pump(0.0, gone)
@@ -87,15 +90,15 @@ def test_a_long_one_is_not_passed_by_those_that_would_fit():
     assert keys(gone.taken) == [(1, 0), (4, 0)], "a short one goes first: it costs the long ones little"
 
 
-def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
+def test_a_target_with_its_own_bucket_delays_no_other():
     paced, gone = PacedQueue(), Gone()
-    paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_NBYTES, now=0.0))
+    paced.limit(1, TokenBucket(rate=1e5, burst=LONG + ENVELOPE_OVERHEAD_NBYTES, now=0.0))
     for sequence in range(3):
         paced.put(envelope(1, sequence, LONG))
         paced.put(envelope(2, sequence, LONG))
     wait = paced.pump(0.0, gone)
     assert keys(gone.taken) == [(1, 0), (2, 0), (2, 1), (2, 2)]
-    assert wait == pytest.approx((LONG + ENVELOPE_NBYTES) / 1e5)
+    assert wait == pytest.approx((LONG + ENVELOPE_OVERHEAD_NBYTES) / 1e5)
     assert paced.pump(wait * 0.9, gone) == pytest.approx(wait * 0.1)
     paced.pump(wait, gone)
     assert keys(gone.taken)[-1] == (1, 1)
@@ -103,7 +106,7 @@ def test_a_target_with_a_bucket_of_its_own_holds_up_nobody_else():
     assert paced.pump(wait, gone) == math.inf
 
 
-def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
+def test_a_blocked_peer_delays_no_other_and_keeps_its_place():
     paced, gone = PacedQueue(), Gone()
     gone.blocked.add(1)
     for sequence in range(3):
@@ -112,7 +115,7 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_else_and_loses_no_place():
     before = paced.waiting_nbytes
     assert 0 < paced.pump(0.0, gone) < 0.1
     assert keys(gone.taken) == [(2, 0), (2, 1), (2, 2)]
-    assert paced.waiting_nbytes == before - 3 * (LONG + ENVELOPE_NBYTES)
+    assert paced.waiting_nbytes == before - 3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)
     gone.blocked.clear()
     assert paced.pump(0.0, gone) == math.inf
     assert keys(gone.taken[3:]) == [(1, 0), (1, 1), (1, 2)]
@@ -123,27 +126,27 @@ def test_what_is_not_taken_costs_nothing():
     paced, gone = PacedQueue(bucket=bucket), Gone(room=0)
     paced.put(envelope(1, 0, LONG))
     paced.pump(0.0, gone)
-    assert bucket.room(0.0) == 1_000_000
+    assert bucket.available(0.0) == 1_000_000
 
 
 def test_no_more_than_so_many_bytes_wait():
-    paced, gone = PacedQueue(most_nbytes=3 * (LONG + ENVELOPE_NBYTES)), Gone(room=1)
+    paced, gone = PacedQueue(max_nbytes=3 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone(room=1)
     assert [paced.put(envelope(1, sequence, LONG)) for sequence in range(4)] == [True, True, True, False]
     assert not paced.put(envelope(2, 0, 0))
     paced.pump(0.0, gone)
     assert paced.put(envelope(1, 3, LONG))
-    with pytest.raises(UsageError, match=r"no more than \d+ may wait"):
+    with pytest.raises(UsageError, match=r"holds at most"):
         paced.put(envelope(1, 4, 4 * LONG))
 
 
 def test_a_target_that_is_forgotten_makes_room():
-    paced, gone = PacedQueue(most_nbytes=2 * (LONG + ENVELOPE_NBYTES)), Gone()
+    paced, gone = PacedQueue(max_nbytes=2 * (LONG + ENVELOPE_OVERHEAD_NBYTES)), Gone()
     paced.put(envelope(1, 0, LONG))
     paced.put(envelope(1, 1, SHORT))
     paced.put(envelope(2, 0, SHORT))
     assert paced.forget(1) == 2
     assert paced.forget(1) == 0
-    assert paced.waiting_nbytes == SHORT + ENVELOPE_NBYTES
+    assert paced.waiting_nbytes == SHORT + ENVELOPE_OVERHEAD_NBYTES
     paced.pump(0.0, gone)
     assert keys(gone.taken) == [(2, 0)]
 
@@ -168,8 +171,8 @@ def test_what_cannot_be_sent_at_all_raises_once_and_does_not_come_up_again():
 
 def test_long_texts_in_a_header_count():
     plain = envelope(1, 0, SHORT)
-    told = Envelope(replace(plain.header, meta={"text": "x" * 8000, "score": 0.5}), plain.payload)
-    assert counted_nbytes(told) >= counted_nbytes(plain) + 8000
+    annotated = Envelope(replace(plain.header, meta={"text": "x" * 8000, "score": 0.5}), plain.payload)
+    assert wire_nbytes(annotated) >= wire_nbytes(plain) + 8000
 
 
 @settings(deadline=None)
@@ -177,8 +180,8 @@ def test_long_texts_in_a_header_count():
     st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0, SHORT, 5000, 20_000, LONG])), max_size=40),
     st.randoms(use_true_random=False),
 )
-def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw):
-    rate, burst = 1e6, LONG + ENVELOPE_NBYTES
+def test_every_envelope_is_sent_once_in_order_at_the_rate(asked, draw):
+    rate, burst = 1e6, LONG + ENVELOPE_OVERHEAD_NBYTES
     paced, now, left = PacedQueue(bucket=TokenBucket(rate, burst, 0.0)), 0.0, []
 
     def send(given):
@@ -200,5 +203,5 @@ def test_all_that_is_put_in_comes_out_once_in_order_and_not_too_fast(asked, draw
                 if each.header.target == target and (len(each.payload) > 4096) == is_long
             ]
             assert mine == sorted(mine)
-    assert most_in_any(1.0, [(at, counted_nbytes(each)) for at, each in left]) <= rate + burst + 1
+    assert most_in_any(1.0, [(at, wire_nbytes(each)) for at, each in left]) <= rate + burst + 1
     assert paced.waiting_nbytes == 0

@@ -22,7 +22,7 @@ def spoil(exchange: ZmqEndpoint, share: float, seed: int) -> Counter[str]:
         share: of all envelopes. seed: of what is drawn.
     """
     drawn, counts, held = random.Random(seed), Counter[str](), list[list[Any]]()
-    comm = exchange._wire
+    comm = exchange._socket
     send = comm.send
 
     def spoilt(parts: Sequence[Any]) -> None:

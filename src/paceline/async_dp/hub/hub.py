@@ -39,9 +39,9 @@ from paceline.async_dp.protocol.update_codec import CODECS
 from paceline.async_dp.wal.hub_journal import HubJournal
 from paceline.async_dp.wal.memory_journal import MemoryJournal
 from paceline.errors import CheckpointError, DamagedEnvelope, EnvelopeError
-from paceline.transport.envelope import Bytes
+from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.envelope_header import Header
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.transport_interface import HUB
 
 __all__ = ["Hub"]
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
 from paceline.async_dp.protocol.message_assembly import FRAME_NBYTES, split_message
+from paceline.transport.envelope import Envelope
 from paceline.transport.paced_queue import PacedQueue
-from paceline.transport.token_bucket import frame_nbytes, make_token_bucket
-from paceline.transport.transport_interface import Envelope, Exchange
+from paceline.transport.token_bucket import make_token_bucket, max_frame_nbytes
+from paceline.transport.transport_interface import Exchange
 
 __all__ = ["FrameSender"]
 
@@ -126,7 +127,7 @@ class FrameSender:
 
     def _frame_nbytes(self, target: int) -> int:
         rates = [each for each in (self._rate, self._rate_of.get(target)) if each is not None]
-        return frame_nbytes(min(rates)) if rates else FRAME_NBYTES
+        return max_frame_nbytes(min(rates)) if rates else FRAME_NBYTES
 
     def _send(self, envelope: Envelope) -> bool:
         if not self._exchange.send(envelope):

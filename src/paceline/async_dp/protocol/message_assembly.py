@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.async_dp.protocol.hub_messages import HubMessage
-from paceline.transport.envelope import Bytes
+from paceline.transport.envelope import Bytes, Envelope
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import frames_of
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.message_frames import split_frames
 
 __all__ = ["FRAME_NBYTES", "MessageAssembler", "ReplayWindow", "split_message"]
 
@@ -53,7 +52,7 @@ def _frames(
     message: HubMessage, run: str, sequence: int, meta: Mapping[str, Any], payload: Bytes, frame_nbytes: int
 ) -> Iterator[Envelope]:
     """Yield the envelopes of a message that does not fit into one."""
-    frames = frames_of(len(payload), frame_nbytes)
+    frames = split_frames(len(payload), frame_nbytes)
     for frame in frames:
         header = Header(
             run, message.kind, message.source, message.target, sequence + frame.index, message.round,

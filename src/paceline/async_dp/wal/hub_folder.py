@@ -140,7 +140,7 @@ def write_at(handle: int, pieces: Sequence[Bytes], offset: int) -> None:
     """
     for start in range(0, len(pieces), _PIECES_AT_ONCE):
         batch = [memoryview(piece).cast("B") for piece in pieces[start : start + _PIECES_AT_ONCE]]
-        fault_injection.writing(sum(piece.nbytes for piece in batch))
+        fault_injection.before_write(sum(piece.nbytes for piece in batch))
         while batch:
             nbytes = os.pwritev(handle, batch, offset)
             offset += nbytes

@@ -83,7 +83,7 @@ class JournalWriter:
             OSError: it can't be written.
         """
         start = Start(revision, first, secrets.randbits(64))
-        fault_injection.writing(START_NBYTES)
+        fault_injection.before_write(START_NBYTES)
         write_atomic(path, lambda beside: beside.write_bytes(pack_start(start)))
         return cls(path, start, START_NBYTES, first)
 

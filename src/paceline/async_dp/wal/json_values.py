@@ -152,7 +152,7 @@ def write_checked_file(path: Path, values: Mapping[str, Any]) -> None:
     """
     body = json.loads(text_of(values, path.name))
     text = json.dumps({"format": _FORMAT, "xxh3": _sum_of(body), "values": body}, indent=1) + "\n"
-    fault_injection.writing(len(text))
+    fault_injection.before_write(len(text))
     write_text(path, text)
 
 

@@ -332,7 +332,7 @@ def write_update(folder: Path, letter: PendingUpdate, sender: Sender) -> None:
         OSError: it can't be written; what was there stays.
     """
     data = pack_update(letter, sender)
-    fault_injection.writing(len(data))
+    fault_injection.before_write(len(data))
     write_atomic(update_path(folder, letter.fragment), lambda beside: beside.write_bytes(data))
 
 

@@ -29,8 +29,9 @@ from paceline.async_dp.wal.worker_outbox import Outbox, PendingUpdate
 from paceline.async_dp.worker.fragment_replica import FragmentReplica, State
 from paceline.async_dp.worker.reply_timeout import ReplyTimeout, Under
 from paceline.errors import DamagedEnvelope, UsageError
+from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.transport_interface import HUB
 
 __all__ = ["HubSession"]
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import psutil
 
 from paceline.errors import UsageError
-from paceline.transport.hub_address import parse_address
+from paceline.transport.hub_address import parse_hub_address
 from paceline.transport.token_bucket import parse_share
 from paceline.transport.zmq.curve_keys import needs_keys
 
@@ -67,7 +67,7 @@ def check_hub(address: str, secured: bool) -> tuple[str, int]:
     Raises:
         UsageError: it is no address, or on another machine and there is no key for it.
     """
-    place = parse_address(address, bind=False)
+    place = parse_hub_address(address, bind=False)
     if needs_keys(address) and not secured:
         raise UsageError(
             f"the hub at {address} is on another machine, and there is no key for it",

@@ -93,7 +93,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _write(stream: EarlyFlush, block: memoryview) -> None:
-    fault_injection.writing(len(block))
+    fault_injection.before_write(len(block))
     while block:
         block = block[stream.write(block) :]
 

@@ -1,1 +1,1 @@
-"""The elastic agent of one host: rendezvous, restarts, the outcome of a run."""
+"""Elastic agent of one host: rendezvous, restarts and the outcome of a job."""

@@ -1,12 +1,12 @@
-"""The agent of one host: torch's elastic agent, with its ranks, its looks at the others and its end in our hands.
+"""Elastic agent of one host: torch's agent, with its own rank processes, failure reports and end of the job.
 
-torch's agent brings the rendezvous, the assignment of ranks and the order of start, restart and stop. Ours are:
+torch's agent provides the rendezvous, the assignment of ranks and the order of start, restart and stop. This one adds:
 
-1. Ranks are processes on a leash, so nothing outlives the agent; a rank's end is noticed as it happens.
-2. Whoever sees a failure tells it on the board, at once; the others restart at that word, not when they fail too.
-3. Before a world begins, the host that the rendezvous numbered 0 judges why the last one ended, for all of them.
+1. Ranks get a parent-death signal, so nothing outlives the agent; the end of a rank is noticed at once.
+2. A failure is reported in the job store at once, and the other agents restart on that report.
+3. Before a world begins, the host that the rendezvous numbered 0 decides for all why the last one ended.
 4. A host whose ranks have ended well waits for the others, and restarts with them if one of them fails.
-5. Ranks that are watched leave by themselves, so that none takes another one's end for a failure.
+5. Watched ranks shut down gracefully, so that none takes another one's end for a failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import socket
 import sys
 import time
 import uuid
-from dataclasses import asdict
 from typing import Any
 
 from torch.distributed import DistError, DistNetworkError, DistStoreError, Store
@@ -34,89 +33,108 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
 )
 
 from paceline._core import graceful_shutdown
 from paceline._core.child_process import stop_processes
-from paceline._core.cpu_cores import usable_cores
+from paceline._core.json_codec import decode, encode
 from paceline._core.process_exit import signal_name
-from paceline.launch.agent.elastic_rendezvous import ElasticRendezvous
-from paceline.launch.agent.job_outcome import JobOutcome, failed
+from paceline.errors import WorldError
+from paceline.launch.agent.elastic_rendezvous import (
+    STORE_TIMEOUT_SECONDS,
+    ElasticRendezvous,
+    RendezvousEndpoint,
+    StoreHeartbeat,
+    join_rendezvous,
+    open_endpoint,
+    open_job_store,
+)
 from paceline.launch.agent.job_spec import JobSpec
-from paceline.launch.agent.job_store import JobStore, too_few
-from paceline.launch.agent.rank_failure import RankFailure, is_echo
-from paceline.launch.agent.restart_log import RestartLog
-from paceline.launch.agent.world_agreement import HostMember, WorldAgreement
-from paceline.launch.process.rank_process import RankLogs, RankProcess, await_end, start_rank
+from paceline.launch.agent.job_store import JobStore, too_few_hosts
+from paceline.launch.agent.rank_failure import RankFailure, is_secondary
+from paceline.launch.agent.restart_log import RestartLog, log_line
+from paceline.launch.agent.world_agreement import (
+    HostMember,
+    JobEnded,
+    JobOutcome,
+    WorldAgreement,
+    failed_outcome,
+)
+from paceline.launch.process.rank_process import (
+    RankLogs,
+    RankProcess,
+    default_environment,
+    start_rank,
+    wait_for_exit,
+)
 
-__all__ = ["ElasticAgent", "RunOver"]
+__all__ = ["ElasticAgent", "run_host"]
 
-_LOOK_SECONDS = 0.1
-_STEADY_SECONDS = 60.0  # ranks that ran so long count as having got on, where nobody knows better
-
-
-class RunOver(Exception):
-    """The run has ended on all hosts."""
-
-    def __init__(self, over: JobOutcome) -> None:
-        super().__init__(over.text)
-        self.over = over
+_POLL_SECONDS = 0.1
+_PROGRESS_SECONDS = 60.0  # ranks that ran so long made progress, unless the job defines it
+_LINGER_SECONDS = 5.0  # the server of the rendezvous lets the others read the outcome
 
 
-class _Again(Exception):
-    """This world is not to begin: a host leaves it first."""
+class _RepeatRendezvous(Exception):
+    """This world must not begin, because a host leaves it first."""
 
 
 class ElasticAgent(SimpleElasticAgent):
-    """Runs the ranks of this host as part of a run; :meth:`run` returns when the run has ended well.
+    """Runs this host's ranks of a job; :meth:`run` returns when the job has ended well.
 
     Args:
-        job: what is to be run.
-        meeting: the rendezvous.
-        board: what the hosts of the run tell each other.
-        logs: where ranks write.
-        serving: whether the run ends with this host, since it serves the rendezvous.
+        job: to run.
+        rendezvous: of its hosts.
+        job_store: its shared state.
+        logs: of the ranks.
+        serving: whether the job ends with this host, because it serves the rendezvous.
     """
 
     def __init__(
-        self, job: JobSpec, meeting: ElasticRendezvous, board: JobStore, logs: RankLogs, *, serving: bool
+        self,
+        job: JobSpec,
+        rendezvous: ElasticRendezvous,
+        job_store: JobStore,
+        logs: RankLogs,
+        *,
+        serving: bool,
     ) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.ranks,
             entrypoint=sys.executable,
             args=tuple(job.argv),
-            rdzv_handler=meeting,
+            rdzv_handler=rendezvous,
             max_restarts=job.max_restarts,
-            monitor_interval=_LOOK_SECONDS,
+            monitor_interval=_POLL_SECONDS,
         )
         super().__init__(spec)
-        self._job, self._meeting, self._board, self._logs = job, meeting, board, logs
-        self._serving = serving
-        self._journal = RestartLog(job.log_dir)
+        self._job, self._rendezvous_handler, self._job_store = job, rendezvous, job_store
+        self._logs, self._serving = logs, serving
+        self._restart_log = RestartLog(job.log_dir)
         self._me = HostMember(socket.gethostname(), uuid.uuid4().hex, job.ranks)
         self._running: list[RankProcess] = []
-        self._number, self._started = -1, time.monotonic()
-        self._news, self._finished, self._ending = -1, False, False
-        self._reason: graceful_shutdown.Reason = "failed"
+        self._world, self._started = -1, time.monotonic()
+        self._changes, self._finished, self._ending = -1, False, False
+        self._stop_reason: graceful_shutdown.Reason = "failed"
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are in the latest world."""
+        """Number of hosts of the latest world."""
         return self._worker_group.group_world_size or 1
 
-    # What torch's agent does by itself: run, the rendezvous, restarts. What it asks of us follows.
-
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Start ranks, and again after each failure, until the run is over."""
+        """Start ranks, and restart them after each failure, until the job has ended."""
         try:
             self._initialize_workers(self._worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments
-            while not self._look():
+            while not self._poll():
                 pass
         except KeyboardInterrupt:
-            self._end_run(JobOutcome(130, f"interrupted on {self._me.host}", remedy="start it anew to go on"))
+            outcome = JobOutcome(130, f"interrupted on {self._me.host}", remedy="start it again to continue")
+            self._end_job(outcome)
             raise
         except SystemExit as error:
             self._leave(int(error.code or 0))
@@ -125,224 +143,257 @@ class ElasticAgent(SimpleElasticAgent):
         return RunResult(WorkerState.SUCCEEDED, {one.global_rank: None for one in self._worker_group.workers})
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # type: ignore[override]
-        """Meet the others, as often as it takes until a world can begin."""
+        """Repeat the rendezvous until a world can begin."""
         while True:
             try:
                 super()._rendezvous(worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments
                 return
-            except _Again:
+            except _RepeatRendezvous:
                 continue
             except DistNetworkError:
                 raise
-            except DistStoreError:  # a host was lost between joining and telling so
+            except DistStoreError:  # a host was lost between joining and publishing itself
                 continue
             except RendezvousTimeoutError:
-                self._end_run(JobOutcome(1, str(too_few(self._job))))
+                self._end_job(JobOutcome(1, str(too_few_hosts(self._job))))
                 raise
             except (RendezvousClosedError, RendezvousGracefulExitError):
-                over = self._board.over()
-                if over is None:
+                outcome = self._job_store.outcome()
+                if outcome is None:
                     raise
-                raise RunOver(over) from None
+                raise JobEnded(outcome) from None
 
     def _assign_worker_ranks(  # type: ignore[override]
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Agree on how the run goes on, then have torch number the ranks."""
-        store.set(f"member/{group_rank}", json.dumps(asdict(self._me)))
+        """Agree on how the job continues, then let torch number the ranks."""
+        store.set(f"member/{group_rank}", json.dumps(encode(self._me)))
         if group_rank == 0:
-            told = store.multi_get([f"member/{number}" for number in range(group_world_size)])
-            members = [HostMember(**json.loads(text)) for text in told]
-            verdict = self._board.judge(members, self._job)
-            store.set("verdict", json.dumps(verdict.to_json()))
-        verdict = WorldAgreement.from_json(json.loads(store.get("verdict")))
-        self._obey(verdict)
+            texts = store.multi_get([f"member/{number}" for number in range(group_world_size)])
+            members = [decode(json.loads(text), HostMember, "member") for text in texts]
+            agreement = self._job_store.agree(members, self._job)
+            store.set("verdict", json.dumps(encode(agreement)))
+        self._apply(decode(json.loads(store.get("verdict")), WorldAgreement, "verdict"))
         spec.local_world_size = self._me.ranks
         return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)  # type: ignore[call-arg]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks of this host."""
         workers = worker_group.workers
-        names = {
+        shared = {
             "GROUP_RANK": worker_group.group_rank,
             "GROUP_WORLD_SIZE": worker_group.group_world_size,
             "LOCAL_WORLD_SIZE": len(workers),
             "MASTER_ADDR": worker_group.master_addr,
             "MASTER_PORT": worker_group.master_port,
             "ROLE_NAME": worker_group.spec.role,
-            "TORCHELASTIC_RESTART_COUNT": self._number,
+            "TORCHELASTIC_RESTART_COUNT": self._world,
             "TORCHELASTIC_MAX_RESTARTS": self._job.max_restarts,
             "TORCHELASTIC_RUN_ID": self._job.name,
-            "TORCHELASTIC_USE_AGENT_STORE": self._meeting.use_agent_store,
+            "TORCHELASTIC_USE_AGENT_STORE": self._rendezvous_handler.use_agent_store,
         }
+        base = default_environment(len(workers)) | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"} | os.environ
+        base.pop("PACELINE_INIT_METHOD", None)  # of an outer launcher: it would override the store
+        base |= self._job.env
         self._started, self._finished, self._ending = time.monotonic(), False, False
         self._running = []
         for worker in workers:
+            shutdown_file = self._logs.shutdown_file(worker.local_rank)
+            shutdown_file.unlink(missing_ok=True)
             own = {
                 "RANK": worker.global_rank,
                 "LOCAL_RANK": worker.local_rank,
                 "WORLD_SIZE": worker.world_size,
                 "ROLE_RANK": worker.global_rank,
                 "ROLE_WORLD_SIZE": worker.world_size,
+                graceful_shutdown.VARIABLE: shutdown_file,
             }
-            leave_file = self._logs.leave_file(worker.local_rank)
-            leave_file.unlink(missing_ok=True)
-            env = self._environment(len(workers)) | {
-                name: str(value)
-                for name, value in (names | own | {graceful_shutdown.VARIABLE: leave_file}).items()
-            }
-            log = self._logs.of(worker.global_rank, self._number)
+            env = base | {name: str(value) for name, value in (shared | own).items()}
+            log = self._logs.path(worker.global_rank, self._world)
             self._running.append(
                 start_rank(self._job.argv, env, worker.global_rank, worker.local_rank, log, follow=True)
             )
         return {one.local_rank: one.process.pid for one in self._running}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        files = {one.rank: self._logs.leave_file(one.local_rank) for one in self._running}
+        files = {one.rank: self._logs.shutdown_file(one.local_rank) for one in self._running}
         for file in files.values():
-            graceful_shutdown.request_shutdown(file, self._reason)
-        deadline = time.monotonic() + self._job.patience.leave
+            graceful_shutdown.request_shutdown(file, self._stop_reason)
+        deadline = time.monotonic() + self._job.timeouts.graceful
         while (left := deadline - time.monotonic()) > 0:
-            there = [one for one in self._running if one.exit_code() is None]
-            if not any(graceful_shutdown.is_listening(files[one.rank]) for one in there):
+            alive = [one for one in self._running if one.exit_code() is None]
+            if not any(graceful_shutdown.is_listening(files[one.rank]) for one in alive):
                 break
-            await_end(there, min(left, _LOOK_SECONDS))
-        stop_processes(self._running, self._job.patience.end)
+            wait_for_exit(alive, min(left, _POLL_SECONDS))
+        stop_processes(self._running, self._job.timeouts.end)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 0.0) -> None:
-        stop_processes(self._running, self._job.patience.end)
+        stop_processes(self._running, self._job.timeouts.end)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        raise AssertionError("our own loop looks at the ranks")
+        raise AssertionError("_poll monitors the ranks")
 
-    # Looking at this host's ranks and at the others.
-
-    def _look(self) -> bool:
-        """Wait a moment for something to happen, do what it asks for, and return whether the run has ended well."""
-        await_end(self._running, _LOOK_SECONDS)
+    def _poll(self) -> bool:
+        """Wait briefly for an event, handle it, and return whether the job has ended well."""
+        wait_for_exit(self._running, _POLL_SECONDS)
         codes = [one.exit_code() for one in self._running]
         if any(codes):
-            self._tell_failures()
+            self._report_failures()
             self._restart()
             return False
         if not self._finished and all(code == 0 for code in codes):
             self._finished = True
-            if self._board.finish(self._number) == self._worker_group.group_world_size:
-                self._end_run(JobOutcome(0))
-        news = self._board.news()
-        if news != self._news:
-            over = self._board.over()
-            if over is not None:
-                return self._end(over)
-            self._ending = self._board.finished(self._number) > 0
-            if self._board.failed(self._number):
+            if self._job_store.report_finished(self._world) == self._worker_group.group_world_size:
+                self._end_job(JobOutcome(0))
+        changes = self._job_store.change_count()
+        if changes != self._changes:
+            outcome = self._job_store.outcome()
+            if outcome is not None:
+                if outcome.code:
+                    raise JobEnded(outcome)
+                return True
+            self._ending = self._job_store.finished_hosts(self._world) > 0
+            if self._job_store.has_failed(self._world):
                 self._restart()
-            self._news = news
-        elif self._job.hosts > 1 and (reason := self._world_changed()):
+            self._changes = changes
+        elif self._job.hosts > 1 and (reason := self._membership_change()):
             self._restart(reason)
         return False
 
-    def _end(self, over: JobOutcome) -> bool:
-        if over.code:
-            raise RunOver(over)
-        return True
-
-    def _world_changed(self) -> graceful_shutdown.Reason | None:
-        """Return whether a host was lost, or one is to be let in: not while ranks end well already."""
-        newcomers = self._meeting.newcomers()
-        if self._meeting.broken():
+    def _membership_change(self) -> graceful_shutdown.Reason | None:
+        """Return why the world must restart: a host was lost, or one waits to join while no ranks have ended."""
+        waiting = self._rendezvous_handler.has_waiting_hosts()
+        if self._rendezvous_handler.has_lost_hosts():
             return "failed"
-        return "changed" if newcomers and self._job.rejoin and not self._ending else None
+        return "changed" if waiting and self._job.rejoin and not self._ending else None
 
-    def _tell_failures(self) -> None:
-        """Tell which ranks of this host failed; if all of them lost a peer, wait a little for that one's end."""
-        told: set[int] = set()
-        deadline = time.monotonic() + self._job.patience.follow
+    def _report_failures(self) -> None:
+        """Report the failed ranks of this host; if all of them lost a peer, wait briefly for that peer's end."""
+        reported: set[int] = set()
+        deadline = time.monotonic() + self._job.timeouts.follow
         while True:
-            failed = [one for one in self._running if one.exit_code() and one.rank not in told]
-            failed.sort(key=lambda one: (one.exit_code() or 0, one.rank))  # those that signals ended first
-            failures = [self._failure(one) for one in failed]
-            for failure in failures:
-                told.add(failure.rank or 0)
-                self._board.fail(self._number, failure)
+            failed = [one for one in self._running if one.exit_code() and one.rank not in reported]
+            failed.sort(key=lambda one: (one.exit_code() or 0, one.rank))  # those ended by signals first
+            for one in failed:
+                reported.add(one.rank)
+                self._report_failure(one.tail(), one)
             left = deadline - time.monotonic()
-            if left <= 0 or not all(is_echo(one) for one in self._board.failures(self._number)):
+            if left <= 0 or not all(is_secondary(one) for one in self._job_store.failures(self._world)):
                 return
             if all(one.exit_code() is not None for one in self._running):
                 return
-            await_end(self._running, min(left, _LOOK_SECONDS))
+            wait_for_exit(self._running, min(left, _POLL_SECONDS))
 
-    def _failure(self, one: RankProcess) -> RankFailure:
-        return RankFailure(
+    def _report_failure(self, lines: tuple[str, ...], failed: RankProcess | None = None) -> None:
+        failure = RankFailure(
             self._me.host,
             self._me.member,
-            one.rank,
-            one.local_rank,
-            one.exit_code(),
-            time.monotonic() - self._started,
-            one.tail(),
+            rank=failed and failed.rank,
+            local_rank=failed and failed.local_rank,
+            exit_code=failed and failed.exit_code(),
+            seconds=time.monotonic() - self._started,
+            lines=lines,
         )
+        self._job_store.report_failure(self._world, failure)
 
     def _leave(self, code: int) -> None:
-        """Tell that this host was asked to end; the others go on without it, unless it serves the rendezvous."""
-        how = f"asked to end ({signal_name(code - 128)})"
+        """Report that this host was ended by a signal; the others continue, unless it serves the rendezvous."""
+        how = f"ended by {signal_name(code - 128)}"
         if self._serving:
-            self._end_run(JobOutcome(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
+            self._end_job(JobOutcome(code, f"{self._me.host}, which serves the rendezvous, was {how}"))
             return
-        seconds = time.monotonic() - self._started
         with contextlib.suppress(DistError):
-            self._board.fail(
-                self._number, RankFailure(self._me.host, self._me.member, seconds=seconds, lines=(how,))
-            )
-
-    # Agreeing with the others.
+            self._report_failure((how,))
 
     def _restart(self, reason: graceful_shutdown.Reason = "failed") -> None:
-        """Stop this host's ranks, meet the others, and start ranks again."""
-        self._reason = reason
-        if self._got_on():
-            self._board.advance(self._number)
+        """Stop this host's ranks, repeat the rendezvous, and start ranks again."""
+        self._stop_reason = reason
+        if self._made_progress():
+            self._job_store.report_progress(self._world)
         self._restart_workers(self._worker_group)  # type: ignore[call-arg] — torch's decorator hides its arguments
 
-    def _got_on(self) -> bool:
+    def _made_progress(self) -> bool:
         if self._job.progress is not None:
             return self._job.progress()
-        return time.monotonic() - self._started > _STEADY_SECONDS
+        return time.monotonic() - self._started > _PROGRESS_SECONDS
 
-    def _obey(self, verdict: WorldAgreement) -> None:
-        """Note the verdict on the world that is about to begin, and do what it says."""
-        self._number = verdict.restart
-        if verdict.restart:
-            self._journal.restarted(verdict)
-        if verdict.decision.action == "end":
-            over = failed(verdict)
-            self._end_run(over)
-            raise RunOver(over)
-        if verdict.shrinks:
-            self._shrink(verdict)
-
-    def _shrink(self, verdict: WorldAgreement) -> None:
-        """Run one rank fewer where a rank failed again and again; a host that is left with none leaves the run."""
-        mine = verdict.shrinks == self._me.member
+    def _apply(self, agreement: WorldAgreement) -> None:
+        """Log and carry out the agreement on the world that is about to begin."""
+        self._world = agreement.restart
+        if agreement.restart:
+            self._restart_log.write(agreement)
+        if agreement.decision.action == "end":
+            outcome = failed_outcome(agreement)
+            self._end_job(outcome)
+            raise JobEnded(outcome)
+        if not agreement.shrinks:
+            return
+        mine = agreement.shrinks == self._me.member
         if mine:
             self._me = HostMember(self._me.host, self._me.member, self._me.ranks - 1)
-        if verdict.leaves:
-            raise RunOver(failed(verdict)) if mine else _Again
+        if agreement.leaves:
+            raise JobEnded(failed_outcome(agreement)) if mine else _RepeatRendezvous
 
-    def _end_run(self, over: JobOutcome) -> None:
-        """End the run on all hosts, also on those that wait to be let in."""
+    def _end_job(self, outcome: JobOutcome) -> None:
+        """End the job on all hosts, including those that wait to join."""
         with contextlib.suppress(DistError):
-            self._board.end(over)
-            self._meeting.shutdown()
-
-    def _environment(self, ranks: int) -> dict[str, str]:
-        threads = str(max(1, int(usable_cores() / ranks)))
-        env = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-        env |= os.environ
-        env.pop("PACELINE_INIT_METHOD", None)  # of an outer launcher: it would beat the place to meet
-        return env | dict(self._job.env)
+            self._job_store.end(outcome)
+            self._rendezvous_handler.shutdown()
 
     def kill(self) -> None:
         """Kill the ranks of this host at once."""
         for one in self._running:
             one.signal_group(signal.SIGKILL)
+
+
+def run_host(job: JobSpec, logs: RankLogs) -> None:
+    """Join or serve the rendezvous and run this host's agent; errors as for `elastic_run.run_job`."""
+    endpoint = open_endpoint(job)
+    serving = endpoint.served is not None
+    try:
+        job_store = open_job_store(job, endpoint)
+        job_store.register(job)
+        rendezvous = join_rendezvous(job, endpoint, endpoint.connect(), late=job_store.has_started())
+        agent = ElasticAgent(job, rendezvous, job_store, logs, serving=serving)
+        heartbeat = (
+            None if serving else StoreHeartbeat(endpoint, lambda: _exit_after_loss(endpoint, agent, logs))
+        )
+        try:
+            agent.run()
+        finally:
+            if heartbeat:
+                heartbeat.stop()
+            _leave_store(job_store, agent.hosts if serving else 0)
+    except JobEnded as ended:
+        if ended.outcome.code:
+            raise ended.outcome.error() from None
+        log_line("the job ended well while this host waited to join")
+    except RendezvousTimeoutError:
+        raise too_few_hosts(job) from None
+    except (DistError, RendezvousConnectionError) as error:
+        raise _store_lost(endpoint, str(error.__cause__ or error).splitlines()[0]) from None
+
+
+def _leave_store(job_store: JobStore, hosts: int) -> None:
+    """Leave the store; its server waits until `hosts` hosts have read the outcome and left."""
+    with contextlib.suppress(DistError):
+        job_store.report_left()
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < deadline and job_store.left_hosts() < hosts:
+            time.sleep(0.05)
+
+
+def _store_lost(endpoint: RendezvousEndpoint, reason: str) -> WorldError:
+    return WorldError(
+        f"the rendezvous at {endpoint.address} was lost: {reason}",
+        remedy="its host has ended or is unreachable, and the job with it; "
+        "served by a host that does not train (paceline run --serve), it outlives every host that does",
+    )
+
+
+def _exit_after_loss(endpoint: RendezvousEndpoint, agent: ElasticAgent, logs: RankLogs) -> None:
+    """End this process, whose main thread is blocked by the lost store."""
+    agent.kill()
+    log_line(f"Error: {_store_lost(endpoint, f'no answer for {STORE_TIMEOUT_SECONDS} s')}")
+    logs.__exit__(None, None, None)
+    os._exit(1)

@@ -1,11 +1,11 @@
-"""Where the agents of a run meet: torch's rendezvous on a c10d store, its settings, and what it leaves to be done.
+"""Rendezvous of a job's agents: torch's dynamic rendezvous on a c10d store, with clock and liveness checks.
 
-[Note: clocks] torch's rendezvous compares the clock of the host that looks with the time that a host wrote as its last
-sign of life. A host whose clock is wrong by more than the time after which hosts count as lost would be thrown out
-again and again. So whoever serves the store writes its time there, and who comes compares.
+[Note: clocks] torch's rendezvous compares the clock of the observing host with the time that a host wrote as its last
+heartbeat. A host whose clock is off by more than the heartbeat time-out would be removed again and again. So the server
+of the store writes its time there, and every host compares.
 
-[Note: silence] A question to the store waits for ever when the store's host loses power or its cable: nothing is sent
-that TCP could miss. So one thread asks every second on a connection of its own, and another one watches it.
+[Note: silent store] A request to the store blocks for ever when the store's host loses power or its cable, since TCP
+has nothing to time out. So one thread sends a request every second on its own connection, and another one watches it.
 """
 
 from __future__ import annotations
@@ -33,205 +33,243 @@ from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
 from paceline.launch.agent.job_store import JobStore
 from paceline.launch.agent.rendezvous_address import (
     RendezvousAddress,
-    await_server,
-    check_free,
-    is_here,
-    is_taken,
-    own_address,
+    check_port_free,
+    is_local,
+    is_port_taken,
+    reachable_address,
+    wait_for_server,
 )
 from paceline.launch.agent.restart_log import log_line
 
 __all__ = [
-    "SILENT_SECONDS",
+    "STORE_TIMEOUT_SECONDS",
     "ElasticRendezvous",
-    "RendezvousPlace",
+    "RendezvousEndpoint",
     "StoreHeartbeat",
-    "check_place",
-    "job_store_of",
+    "check_endpoint",
     "join_rendezvous",
-    "open_place",
-    "serve",
+    "open_endpoint",
+    "open_job_store",
+    "serve_store",
 ]
 
+STORE_TIMEOUT_SECONDS = 10
 _STORE_SECONDS = 10.0
 _CLOCK_SECONDS = 0.5
 _MARK = "paceline"
 _YEAR_SECONDS = 365 * 86400.0
-_NEVER = 1_000_000_000  # a host alone is not lost, however long it was suspended
-_HERE = RendezvousAddress("127.0.0.1", 0)
-SILENT_SECONDS = 10
+_UNLIMITED = 1_000_000_000  # a single host is not lost, however long it was suspended
+_LOCALHOST = RendezvousAddress("127.0.0.1", 0)
 
 
 @dataclass(frozen=True)
-class RendezvousPlace:
-    """A rendezvous as one process sees it: its address, and the store if this process serves it."""
+class RendezvousEndpoint:
+    """A rendezvous as seen by one process: its address, and the store if this process serves it."""
 
     address: RendezvousAddress
     served: TCPStore | None
 
-    def store(self) -> TCPStore:
-        """Return a new connection to the store: a question holds up all others on the same one."""
-        return _connect(self.address)
+    def connect(self) -> TCPStore:
+        """Return a new connection to the store, since a blocking request delays all others on the same one."""
+        return _tcp_store(self.address, serve=False)
 
 
 class ElasticRendezvous(DynamicRendezvousHandler):
-    """torch's rendezvous, which also tells when a host of the world has left it."""
+    """torch's rendezvous, which also reports when a host has left the world."""
 
     _size = 1
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next world, where its ranks get a new store of their own on the host of rank 0.
+        """Return the next world; its ranks get a new store on the host of rank 0.
 
-        torch would keep the address that it gave the first time, even when the host there is gone.
+        torch would keep the address of the first store, even when the host there is gone.
         """
         self._bootstrap_store_info = None
         info = super().next_rendezvous()
         self._size = info.world_size
         return info
 
-    def newcomers(self) -> bool:
-        """Return whether a host waits to be let in."""
+    def has_waiting_hosts(self) -> bool:
+        """Return whether a host waits to join."""
         return self.num_nodes_waiting() > 0
 
-    def broken(self) -> bool:
-        """Return whether a host of the world has left, or was lost; :meth:`newcomers` brings it up to date."""
-        there = self._state_holder.state.participants
-        return len(there) < self._size or self._this_node not in there
+    def has_lost_hosts(self) -> bool:
+        """Return whether a host has left the world or was lost, as of the last call of `has_waiting_hosts`."""
+        present = self._state_holder.state.participants
+        return len(present) < self._size or self._this_node not in present
 
 
 class StoreHeartbeat:
-    """Watches whether the store answers; see [Note: silence].
+    """Checks that the store answers; see [Note: silent store].
 
     Args:
-        place: where it is served, by another process.
-        lost: called, in a thread, when it has not answered for `SILENT_SECONDS`.
+        endpoint: served by another process.
+        on_lost: called, in a thread, when the store has not answered for `STORE_TIMEOUT_SECONDS`.
     """
 
-    def __init__(self, place: RendezvousPlace, lost: Callable[[], None]) -> None:
-        self._beats = 0
+    def __init__(self, endpoint: RendezvousEndpoint, on_lost: Callable[[], None]) -> None:
+        self._answers = 0
         self._stop = threading.Event()
-        self._store = place.store()
-        self._lost = lost
-        for work in (self._ask, self._watch):
-            threading.Thread(target=work, name="paceline-pulse", daemon=True).start()
+        self._store = endpoint.connect()
+        self._on_lost = on_lost
+        for work in (self._send_requests, self._watch):
+            threading.Thread(target=work, name="paceline-store-heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop checking."""
         self._stop.set()
 
-    def _ask(self) -> None:
+    def _send_requests(self) -> None:
         while not self._stop.wait(1.0):
             try:
                 self._store.add("paceline/pulse", 0)
             except dist.DistError:
-                return  # the agent notices by itself; if it is held up, so does the watch
-            self._beats += 1
+                return  # the agent notices it too; if it is blocked, `_watch` does
+            self._answers += 1
 
     def _watch(self) -> None:
         silent, seen = 0, 0
         while not self._stop.wait(1.0):
-            silent = 0 if self._beats != seen else silent + 1
-            seen = self._beats
-            if silent >= SILENT_SECONDS:
-                self._lost()
+            silent = 0 if self._answers != seen else silent + 1
+            seen = self._answers
+            if silent >= STORE_TIMEOUT_SECONDS:
+                self._on_lost()
                 return
 
 
-def open_place(job: JobSpec) -> RendezvousPlace:
-    """Return where the agents meet; this process serves it if it is on this host and nobody does yet.
+def open_endpoint(job: JobSpec) -> RendezvousEndpoint:
+    """Return the job's rendezvous; this process serves it if the address is local and not served yet.
 
     Raises:
-        MissingRanks: it can't be reached in time.
-        WorldError: what listens there is no rendezvous, or the clocks differ.
+        MissingRanks: it is not reachable in time.
+        WorldError: the server is not a rendezvous, or the clocks differ.
         UsageError: it can't be served here.
     """
     address = job.address
     if address is None:
-        server = _serve(_HERE)
-        return RendezvousPlace(RendezvousAddress(_HERE.host, server.port), server)
-    if is_here(address) and not is_taken(address.port):
-        check_free(address)
-        with contextlib.suppress(UsageError):  # another one on this host was faster
-            return serve(address)
-    await_server(address, job.patience.join, log_line)
-    place = RendezvousPlace(address, None)
-    check_place(place, job.patience)
-    return place
+        server = _tcp_store(_LOCALHOST, serve=True)
+        return RendezvousEndpoint(RendezvousAddress(_LOCALHOST.host, server.port), server)
+    if is_local(address) and not is_port_taken(address.port):
+        check_port_free(address)
+        with contextlib.suppress(UsageError):  # another process on this host was faster
+            return serve_store(address)
+    wait_for_server(address, job.timeouts.join, log_line)
+    endpoint = RendezvousEndpoint(address, None)
+    check_endpoint(endpoint, job.timeouts)
+    return endpoint
 
 
-def serve(address: RendezvousAddress) -> RendezvousPlace:
+def serve_store(address: RendezvousAddress) -> RendezvousEndpoint:
     """Serve a rendezvous at `address` until this process ends.
 
     Raises:
-        UsageError: somebody else does.
+        UsageError: the port is taken.
     """
     try:
-        server = _serve(address)
+        server = _tcp_store(address, serve=True)
     except dist.DistError:
         raise UsageError(
             f"can't serve at {address}: the port is taken", remedy="choose another port"
         ) from None
     server.set(_MARK, "1")
-    clock = _connect(address)
-    tell_time = threading.Thread(target=_tell_time, args=(clock,), name="paceline-clock", daemon=True)
-    tell_time.start()
-    return RendezvousPlace(address, server)
+    clock = _tcp_store(address, serve=False)
+    threading.Thread(target=_publish_time, args=(clock,), name="paceline-clock", daemon=True).start()
+    return RendezvousEndpoint(address, server)
 
 
 def join_rendezvous(
-    job: JobSpec, place: RendezvousPlace, store: Store, *, late: bool = False
+    job: JobSpec, endpoint: RendezvousEndpoint, store: Store, *, late: bool = False
 ) -> ElasticRendezvous:
-    """Return this host's handler of the rendezvous, whose state is on `store`.
+    """Return this host's rendezvous handler.
 
     Args:
-        late: whether the run has begun already; then it may take any time until this host is let in.
+        job: to join.
+        endpoint: of the rendezvous.
+        store: holds the state of the rendezvous.
+        late: whether the job has already begun; then it may take any time until this host is admitted.
     """
-    patience = job.patience
+    limits = job.timeouts
     seconds = {
-        "join": patience.join if job.rejoin or not late else _YEAR_SECONDS,
-        "last_call": patience.last_call,
+        "join": limits.join if job.rejoin or not late else _YEAR_SECONDS,
+        "last_call": limits.last_call,
         "close": 5.0,
-        "heartbeat": patience.lost,
+        "heartbeat": limits.heartbeat_timeout,
     }
+    attempts = max(1, round(limits.heartbeat_timeout / limits.heartbeat))
+    serving = endpoint.served is not None
     handler = ElasticRendezvous.from_backend(
         job.name,
         store,
         C10dRendezvousBackend(store, job.name),
         job.min_hosts,
         job.hosts,
-        _HERE.host if job.address is None else own_address(place.address, serving=place.served is not None),
+        reachable_address(endpoint.address, serving=serving) if job.address else _LOCALHOST.host,
         RendezvousTimeout(**{name: timedelta(seconds=value) for name, value in seconds.items()}),
-        keep_alive_interval=patience.beat,  # type: ignore[arg-type] — a timedelta takes parts of a second
-        keep_alive_max_attempt=max(1, round(patience.lost / patience.beat)) if job.address else _NEVER,
+        keep_alive_interval=limits.heartbeat,  # type: ignore[arg-type] — timedelta takes fractions of a second
+        keep_alive_max_attempt=attempts if job.address else _UNLIMITED,
     )
     assert isinstance(handler, ElasticRendezvous)
     return handler
 
 
-def job_store_of(job: JobSpec, place: RendezvousPlace) -> JobStore:
-    """Return the board of a run, on a connection of its own."""
-    return JobStore(PrefixStore(f"paceline/run/{job.name}", place.store()))
+def open_job_store(job: JobSpec, endpoint: RendezvousEndpoint) -> JobStore:
+    """Return the store of a job on its own connection."""
+    return JobStore(PrefixStore(f"paceline/run/{job.name}", endpoint.connect()))
 
 
-def _serve(address: RendezvousAddress) -> TCPStore:
+def _tcp_store(address: RendezvousAddress, *, serve: bool) -> TCPStore:
     seconds = timedelta(seconds=_STORE_SECONDS)
-    return TCPStore(address.host, address.port, is_master=True, timeout=seconds, wait_for_workers=False)
+    return TCPStore(address.host, address.port, is_master=serve, timeout=seconds, wait_for_workers=False)
 
 
-def _connect(address: RendezvousAddress) -> TCPStore:
-    seconds = timedelta(seconds=_STORE_SECONDS)
-    return TCPStore(address.host, address.port, is_master=False, timeout=seconds, wait_for_workers=False)
-
-
-def _tell_time(store: TCPStore) -> None:
+def _publish_time(store: TCPStore) -> None:
     while True:
         store.set("paceline/clock", repr(time.time()))
         time.sleep(_CLOCK_SECONDS)
 
 
+def check_endpoint(endpoint: RendezvousEndpoint, timeouts: JobTimeouts) -> None:
+    """Raise WorldError unless the server is a rendezvous of Paceline, and its clock agrees with this host's."""
+    answers: queue.Queue[float | str] = queue.Queue()
+    # In a thread: torch waits for the answer of a foreign server without a time-out.
+    threading.Thread(
+        target=_measure_clock, args=(endpoint, answers), name="paceline-check", daemon=True
+    ).start()
+    with _silence_stderr():
+        try:
+            offset = answers.get(timeout=1.5 * _STORE_SECONDS)
+        except queue.Empty:
+            offset = "it does not answer"
+    if isinstance(offset, str):
+        raise WorldError(
+            f"the server at {endpoint.address} is not a rendezvous of paceline: {offset}",
+            remedy="choose another port",
+        )
+    limit = timeouts.heartbeat_timeout / 2
+    if abs(offset) > limit:
+        raise WorldError(
+            f"the clock of this host is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} that at "
+            f"{endpoint.address}; at most {limit:g} s are allowed",
+            remedy="set the clocks by NTP on all hosts",
+        )
+
+
+def _measure_clock(endpoint: RendezvousEndpoint, answers: queue.Queue[float | str]) -> None:
+    """Put the seconds by which this clock is ahead of the rendezvous', or an error message."""
+    try:
+        store = endpoint.connect()
+        store.get(_MARK)
+        first = store.get("paceline/clock")
+        while (latest := store.get("paceline/clock")) == first:
+            time.sleep(0.02)
+        answers.put(time.time() - float(latest))
+    except (dist.DistError, RuntimeError) as error:
+        answers.put(str(error).splitlines()[0])
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torch's C++ says about a foreign server, many lines, from the terminal."""
+def _silence_stderr() -> Iterator[None]:
+    """Suppress the many lines that torch's C++ writes about a foreign server."""
     terminal = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -240,39 +278,3 @@ def _quiet() -> Iterator[None]:
     finally:
         os.dup2(terminal, 2)
         os.close(terminal)
-
-
-def check_place(place: RendezvousPlace, patience: JobTimeouts) -> None:
-    """Raise WorldError unless what listens there is a rendezvous of ours, and its clock and this one agree."""
-    answers: queue.Queue[float | str] = queue.Queue()
-    # In a thread: torch waits for the answer of a foreign server without a limit.
-    threading.Thread(target=_ask, args=(place, answers), name="paceline-check", daemon=True).start()
-    with _quiet():
-        try:
-            apart = answers.get(timeout=1.5 * _STORE_SECONDS)
-        except queue.Empty:
-            apart = "it does not answer"
-    if isinstance(apart, str):
-        raise WorldError(
-            f"what listens at {place.address} is no rendezvous of paceline: {apart}",
-            remedy="choose another port",
-        )
-    if abs(apart) > patience.lost / 2:
-        raise WorldError(
-            f"the clock of this host is {abs(apart):.1f} s {'ahead of' if apart > 0 else 'behind'} that at "
-            f"{place.address}; at most {patience.lost / 2:g} s are allowed",
-            remedy="set the clocks by NTP on all hosts",
-        )
-
-
-def _ask(place: RendezvousPlace, answers: queue.Queue[float | str]) -> None:
-    """Find out how many seconds this clock is ahead of that of the rendezvous, or why nobody can tell."""
-    try:
-        store = place.store()
-        store.get(_MARK)
-        first = store.get("paceline/clock")
-        while (told := store.get("paceline/clock")) == first:
-            time.sleep(0.02)
-        answers.put(time.time() - float(told))
-    except (dist.DistError, RuntimeError) as error:
-        answers.put(str(error).splitlines()[0])

@@ -1,8 +1,8 @@
-"""Running a program as ranks on one host or several, restarted after failures by torch's elastic agent.
+"""Runs a program as ranks on one host or several, restarted after failures by torch's elastic agent.
 
     run_elastic(["train.py", "--epochs", "3"], ranks=4, min_ranks=2)      # one host
 
-Torch is imported by the agent, only once everything that can be refused has been.
+Torch is imported only after everything that can be refused has been checked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline._core.child_process import sigterm_raises
-from paceline.launch.agent.job_spec import JobSpec, check_log_dir, check_program
-from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_free, is_here
+from paceline.launch.agent.job_spec import JobSpec, check_script
+from paceline.launch.agent.rendezvous_address import RendezvousAddress, check_port_free, is_local
 from paceline.launch.agent.restart_log import log_line
-from paceline.launch.process.rank_process import RankLogs
+from paceline.launch.process.rank_process import RankLogs, check_log_dir
 from paceline.testing import fault_injection
 
 __all__ = ["run_elastic", "run_job", "serve_rendezvous"]
@@ -33,33 +33,33 @@ def run_elastic(
     min_ranks: int | None = None,
     progress: Callable[[], bool] | None = None,
 ) -> None:
-    """Run ``python *argv`` as `ranks` processes of this host, restarted after failures; return when all ended well.
+    """Run ``python *argv`` as `ranks` processes of this host, restarted after failures, until all have ended well.
 
-    Takes the place of :func:`paceline.launch.process.local_ranks.run_ranks`. Rank 0 writes to this terminal, the
-    others to ``rank<k>.log``, after restart n to ``restart<n>/rank<k>.log``. When a rank ends with an error, the
-    others are ended, and all are started again: ``TORCHELASTIC_RESTART_COUNT`` tells a rank how often that has
-    happened, and it is up to the program to go on from its last checkpoint. The ranks are told their places in
-    torchrun's variables and meet at a store of this process (``env://``), so no port is needed and
-    ``PACELINE_INIT_METHOD`` is not set. They end with this process, however it ends. Why each world ended is said in
-    one line on the terminal and written to ``restarts.jsonl`` in `log_dir`.
+    Replaces :func:`paceline.launch.process.local_ranks.run_ranks`. Rank 0 writes to this terminal, the others to
+    ``rank<k>.log``, after restart n to ``restart<n>/rank<k>.log``. When a rank ends with an error, the others are
+    ended, and all are started again with ``TORCHELASTIC_RESTART_COUNT`` incremented; the program has to resume from its
+    last checkpoint. Ranks get torchrun's variables and use a store of this process (``env://``), so no port is needed
+    and ``PACELINE_INIT_METHOD`` is not set. They end with this process, however it ends. Why each world ended is logged
+    in one line on the terminal and in ``restarts.jsonl`` in `log_dir`.
 
-    The world size stays, unless the same rank fails twice in a row without progress in between: then there is one
-    rank fewer, down to `min_ranks`; where that is not allowed, the run ends.
+    The world keeps its size, unless the same rank fails twice in a row without progress: then it has one rank fewer,
+    down to `min_ranks`; below that, the run ends.
 
     Args:
         argv: arguments to this Python, such as ``["-m", "my.module", "--steps", "3"]``.
-        ranks: how many processes, at least 1.
-        env: variables to set besides those of this process; ``OMP_NUM_THREADS`` is each rank's share of the cores
-            where neither sets it.
-        log_dir: folder for logs and ``restarts.jsonl``, made if absent; None: kept only to explain a failure.
-        max_restarts: failures to go on after; 0: none.
-        min_ranks: the least world size; None: `ranks`.
-        progress: called in this process once after each failure, when ranks may still be running; returns whether
-            the run got on since it was called last (for the first time: since the start), such as a newer checkpoint.
-            Whatever it raises ends the run. None: ranks that ran for a minute got on.
+        ranks: number of processes, at least 1.
+        env: variables to set in addition to those of this process; ``OMP_NUM_THREADS`` defaults to each rank's share
+            of the cores.
+        log_dir: folder for logs and ``restarts.jsonl``, created if missing; None: logs are kept only to explain a
+            failure.
+        max_restarts: number of failures after which it is restarted.
+        min_ranks: minimum world size; None: `ranks`.
+        progress: called in this process once after each failure, while ranks may still be running; returns whether
+            the run made progress since the last call (or the start), such as a newer checkpoint. An exception ends
+            the run. None: ranks that ran for a minute made progress.
 
     Raises:
-        RankFailed: the run is not to go on; `rank` failed first, and `exit_code` is for this process to end with.
+        RankFailed: the run does not continue; `rank` failed first, and `exit_code` is the exit code for this process.
         UsageError: no program, no ranks, more `min_ranks` than `ranks`, or a `log_dir` that can't be written.
         KeyboardInterrupt: Ctrl-C; the ranks have been ended.
 
@@ -79,46 +79,46 @@ def run_elastic(
 
 
 def run_job(job: JobSpec) -> None:
-    """Run the ranks of this host as part of a run, and return when the run has ended well on all hosts.
+    """Run this host's ranks of a job, and return when the job has ended well on all hosts.
 
     Raises:
-        RankFailed: the run is not to go on; the same is told on every host.
-        UsageError: no such script, a log folder that can't be written, faults that can't be read, an address that
-            names no host, or another host was started otherwise.
-        MissingRanks: the rendezvous could not be reached, or too few hosts came, within the time of `job.patience`.
-        WorldError: the rendezvous was lost, or the run was over before this host came.
+        RankFailed: the job does not continue; the error is the same on every host.
+        UsageError: no such script, an unwritable log folder, invalid faults, an address that does not resolve, or
+            another host was started with other settings.
+        MissingRanks: the rendezvous was unreachable or too few hosts joined, within ``job.timeouts``.
+        WorldError: the rendezvous was lost, or the job ended before this host joined.
         KeyboardInterrupt: Ctrl-C; all ranks of all hosts are ended.
     """
-    check_program(job.argv)
+    check_script(job.argv)
     check_log_dir(job.log_dir)
-    fault_injection.read_environment()  # to refuse what can't be read before it is refused on every rank
+    fault_injection.arm_from_environment()  # refuse invalid faults here rather than on every rank
     if job.address is not None:
-        is_here(job.address)  # raises where the name means nothing
+        is_local(job.address)  # raises if the name does not resolve
     with sigterm_raises(), RankLogs(job.log_dir) as logs:
-        with _few_words():
-            from paceline.launch.agent.host_participation import take_part
-        take_part(job, logs)
+        with _quiet_torch():
+            from paceline.launch.agent.elastic_agent import run_host
+        run_host(job, logs)
 
 
 def serve_rendezvous(address: RendezvousAddress) -> None:
-    """Serve the rendezvous of runs whose hosts all may fail, from a host that does not train; until Ctrl-C or SIGTERM.
+    """Serve a rendezvous until Ctrl-C or SIGTERM, from a host that does not train, so that every host may fail.
 
     Raises:
         UsageError: it can't be served there.
     """
-    check_free(address)
+    check_port_free(address)
     with sigterm_raises():
-        with _few_words():
-            from paceline.launch.agent.elastic_rendezvous import serve
-        place = serve(address)
-        log_line(f"serving the rendezvous at {place.address}; end with Ctrl-C")
+        with _quiet_torch():
+            from paceline.launch.agent.elastic_rendezvous import serve_store
+        endpoint = serve_store(address)
+        log_line(f"serving the rendezvous at {endpoint.address}; end with Ctrl-C")
         while True:
             signal.pause()
 
 
 @contextlib.contextmanager
-def _few_words() -> Iterator[None]:
-    """Have torch's C++, where it is loaded now, keep to errors: of a lost store it writes two stacks of frames."""
+def _quiet_torch() -> Iterator[None]:
+    """Limit torch's C++ logging, if it is loaded now, to errors: it writes two stack traces for a lost store."""
     if "TORCH_CPP_LOG_LEVEL" in os.environ:
         yield
         return

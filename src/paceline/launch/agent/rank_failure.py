@@ -1,32 +1,29 @@
-"""What went wrong with a rank or a host, and which of several failures was the first one (pure).
+"""Failures of ranks and hosts, and which of several was the first (pure).
 
-[Note: echoes] When a rank ends, the others see its connections close, raise, and end too: some of them sooner than the
-process that closed them. And the clocks of hosts differ. So the first failure is not the one with the least time: those
-that say themselves that a peer was lost are echoes of another one, and come after all that do not. Among the rest the
-order counts in which the hosts told of them at the rendezvous.
+[Note: secondary failures] When a rank ends, the others see its connections close, raise, and end too, some of them
+sooner than the process that closed them; and the clocks of hosts differ. So the first failure is not the earliest one:
+failures whose own last lines report a lost peer are secondary, and rank after all others. Among the others the order
+counts in which the hosts reported them at the rendezvous.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 from paceline._core.process_exit import describe_exit
 
-__all__ = ["RankFailure", "first_failure", "is_echo"]
+__all__ = ["RankFailure", "first_failure", "is_secondary"]
 
 _PEER_LOST = re.compile(
     r"\b(PeerLost|PeerFailed|BackwardFailed|MissingRanks)\b|Connection (reset|closed|refused) by peer|Connection reset|"
     r"Connection closed|Connection refused|Broken pipe|remote process exited|DistNetworkError|failed to recv"
 )
-_QUOTED = "| "  # before lines that `paceline.Watchdog` cites of another rank
-_OF_THE_END = 5  # the last lines tell why a process ended
-_REFUSED = (
-    2  # exit code of a program that was called wrongly: of argparse, of typer, of Paceline's own commands
-)
-_USED_WRONGLY = re.compile(r"^(paceline\.errors\.)?UsageError: ")
+_QUOTED = "| "  # starts lines in which `paceline.Watchdog` cites another rank
+_REASON_LINES = 5  # the last lines say why a process ended
+_USAGE_EXIT_CODE = 2  # of argparse, typer, and Paceline's own commands
+_USAGE_ERROR = re.compile(r"^(paceline\.errors\.)?UsageError: ")
 
 
 @dataclass(frozen=True)
@@ -34,27 +31,23 @@ class RankFailure:
     """A rank that ended with an error, or a host that was lost.
 
     Attributes:
-        host: its name.
-        member: the agent on that host, unlike any other.
-        rank: number in the world, None for a whole host.
-        local_rank: number on its host, None for a whole host.
-        exit_code: of the process, −n if signal n ended it; None for a host.
-        seconds: how long the ranks had run.
-        lines: the last that it wrote; for a host, how it was lost.
+        host: host name.
+        member: id of the agent on that host.
+        rank: number in the world; None for a whole host.
+        local_rank: number on the host; None for a whole host.
+        exit_code: of the process, −n for signal n; None for a host.
+        seconds: how long the ranks had been running.
+        lines: last lines of output; for a host, how it was lost.
     """
 
     host: str
     member: str
+    _: KW_ONLY
     rank: int | None = None
     local_rank: int | None = None
     exit_code: int | None = None
     seconds: float = 0.0
     lines: tuple[str, ...] = ()
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> RankFailure:
-        """Return the failure that `dataclasses.asdict` made `record` of."""
-        return cls(**{**record, "lines": tuple(record["lines"])})
 
     @property
     def place(self) -> str:
@@ -63,44 +56,45 @@ class RankFailure:
 
     @property
     def how(self) -> str:
-        """What became of it."""
+        """How it ended."""
         return "was lost" if self.exit_code is None else describe_exit(self.exit_code)
 
     @property
     def why(self) -> str:
-        """The last line that it wrote, where that tells a reason: not of one that a signal ended; no remedy."""
-        told = [line for line in self.last_words() if not line.startswith("→")]
-        return told[-1] if told and (self.exit_code or 0) >= 0 else ""
+        """The last line of output, without remedies; empty for a process that was ended by a signal."""
+        lines = [line for line in self.last_lines() if not line.startswith("→")]
+        return lines[-1] if lines and (self.exit_code or 0) >= 0 else ""
 
     @property
     def refused(self) -> bool:
-        """Whether the program was called or uses Paceline wrongly, so that it would fail again."""
-        return self.exit_code == _REFUSED or any(_USED_WRONGLY.match(line) for line in self.last_words())
+        """Whether the program was called wrongly or misuses Paceline, so that it would fail again."""
+        usage_error = any(_USAGE_ERROR.match(line) for line in self.last_lines())
+        return self.exit_code == _USAGE_EXIT_CODE or usage_error
 
-    def last_words(self) -> list[str]:
-        """Return its last lines, without what torch puts before them."""
-        return [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in self.lines[-_OF_THE_END:]]
+    def last_lines(self) -> list[str]:
+        """Return the last lines of output without torch's prefix."""
+        return [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in self.lines[-_REASON_LINES:]]
 
     def __str__(self) -> str:
-        who = self.host if self.rank is None else f"rank {self.rank} on {self.host}"
-        return f"{who} {self.how} after {self.seconds:.0f} s" + (f" ({self.why})" if self.why else "")
+        name = self.host if self.rank is None else f"rank {self.rank} on {self.host}"
+        return f"{name} {self.how} after {self.seconds:.0f} s" + (f" ({self.why})" if self.why else "")
 
 
-def is_echo(failure: RankFailure) -> bool:
-    """Return whether a rank ended because it lost another one, by its own last lines; see [Note: echoes].
+def is_secondary(failure: RankFailure) -> bool:
+    """Return whether a rank ended because it lost a peer, by its own output; see [Note: secondary failures].
 
     Example:
-        >>> last_words = ("RuntimeError: Connection closed by peer [10.0.0.2]:4711",)
-        >>> is_echo(RankFailure("pc1", "a", 0, 0, 1, lines=last_words))
+        >>> lines = ("RuntimeError: Connection closed by peer [10.0.0.2]:4711",)
+        >>> is_secondary(RankFailure("pc1", "a", rank=0, local_rank=0, exit_code=1, lines=lines))
         True
     """
-    return any(_PEER_LOST.search(line) or line.startswith(_QUOTED) for line in failure.last_words())
+    return any(_PEER_LOST.search(line) or line.startswith(_QUOTED) for line in failure.last_lines())
 
 
-def first_failure(told: Sequence[RankFailure]) -> RankFailure | None:
-    """Return the failure that caused the others, None of none; see [Note: echoes].
+def first_failure(failures: Sequence[RankFailure]) -> RankFailure | None:
+    """Return the failure that caused the others, None if there is none.
 
     Args:
-        told: all failures of one world, in the order in which hosts told of them.
+        failures: all failures of one world, in the order in which they were reported.
     """
-    return min(told, key=is_echo, default=None)
+    return min(failures, key=is_secondary, default=None)

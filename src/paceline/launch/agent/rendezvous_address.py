@@ -1,4 +1,4 @@
-"""Addresses of a rendezvous: read, looked up, tried, before anything is started (sockets, but no torch)."""
+"""Addresses of a rendezvous: parsing, name resolution and reachability (sockets, but no torch)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from ipaddress import ip_address
 from paceline.errors import MissingRanks, UsageError
 
 __all__ = [
-    "DEFAULT_PORT",
     "RendezvousAddress",
-    "await_server",
-    "check_free",
-    "is_here",
-    "is_taken",
-    "own_address",
-    "read_address",
+    "check_port_free",
+    "is_local",
+    "is_port_taken",
+    "parse_rendezvous_address",
+    "reachable_address",
+    "wait_for_server",
 ]
 
-DEFAULT_PORT = 29400  # torchrun's for c10d
-_VALID = "write HOST:PORT, for example pc1:29400"
-_PATIENCE_SECONDS = 2.0  # then it is said what is waited for
+_DEFAULT_PORT = 29400  # torchrun's for c10d
+_QUIET_SECONDS = 2.0  # before it is logged that the server is missing
 
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where a rendezvous is served."""
+    """Host and port of a rendezvous."""
 
     host: str
     port: int
@@ -39,30 +37,32 @@ class RendezvousAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def read_address(text: str) -> RendezvousAddress:
-    """Return the address that `text` says: HOST or HOST:PORT, an IPv6 address in brackets.
+def parse_rendezvous_address(text: str) -> RendezvousAddress:
+    """Parse HOST or HOST:PORT; an IPv6 address needs brackets.
 
     Raises:
-        UsageError: it says none.
+        UsageError: the address is invalid.
 
     Example:
-        >>> read_address("pc1:4000"), str(read_address("[::1]"))
+        >>> parse_rendezvous_address("pc1:4000"), str(parse_rendezvous_address("[::1]"))
         (RendezvousAddress(host='pc1', port=4000), '[::1]:29400')
     """
     found = re.fullmatch(r"(?:\[([0-9a-fA-F:.%\w]+)\]|([\w.-]+))(?::(\d+))?", text.strip())
     if found is None:
-        raise UsageError(f"{text!r} is no address of a rendezvous", remedy=_VALID)
-    port = int(found[3] or DEFAULT_PORT)
+        raise UsageError(
+            f"{text!r} is not a rendezvous address", remedy="write HOST:PORT, for example pc1:29400"
+        )
+    port = int(found[3] or _DEFAULT_PORT)
     if not 0 < port < 65536:
-        raise UsageError(f"{text!r} names port {port}", remedy="valid: 1 to 65535")
+        raise UsageError(f"{text!r} has the invalid port {port}", remedy="valid: 1 to 65535")
     return RendezvousAddress(found[1] or found[2], port)
 
 
-def is_here(address: RendezvousAddress) -> bool:
-    """Return whether `address` is one of this machine.
+def is_local(address: RendezvousAddress) -> bool:
+    """Return whether `address` belongs to this machine.
 
     Raises:
-        UsageError: its host's name resolves to nothing.
+        UsageError: the host name does not resolve.
     """
     for family, _, _, _, where in _resolve(address):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -74,40 +74,39 @@ def is_here(address: RendezvousAddress) -> bool:
     return False
 
 
-def check_free(address: RendezvousAddress) -> None:
-    """Refuse to serve where it is not possible.
+def check_port_free(address: RendezvousAddress) -> None:
+    """Raise unless a server can listen at `address`.
 
     Raises:
-        UsageError: the host is another one, or the port is taken or not allowed.
+        UsageError: it belongs to another machine, or the port is taken or not allowed.
     """
-    if not is_here(address):
+    if not is_local(address):
         raise UsageError(
-            f"can't serve at {address}: {address.host} is no address of this machine",
-            remedy="name an address of this machine that the other hosts can reach",
+            f"can't serve at {address}: {address.host} is not an address of this machine",
+            remedy="give an address of this machine that the other hosts can reach",
         )
-    reason = _refusal(address.port)
-    if reason is not None:
-        taken = reason.errno == errno.EADDRINUSE
-        told = "the port is taken" if taken else reason.strerror
+    error = _bind_error(address.port)
+    if error is not None:
+        taken = error.errno == errno.EADDRINUSE
         raise UsageError(
-            f"can't serve at {address}: {told}",
+            f"can't serve at {address}: {'the port is taken' if taken else error.strerror}",
             remedy="choose another port" if taken else "choose a port above 1023",
         )
 
 
-def is_taken(port: int) -> bool:
+def is_port_taken(port: int) -> bool:
     """Return whether something listens at `port` of this machine."""
-    reason = _refusal(port)
-    return reason is not None and reason.errno == errno.EADDRINUSE
+    error = _bind_error(port)
+    return error is not None and error.errno == errno.EADDRINUSE
 
 
-def own_address(toward: RendezvousAddress, *, serving: bool) -> str:
-    """Return the address of this machine that hosts can reach which reach the rendezvous.
+def reachable_address(toward: RendezvousAddress, *, serving: bool) -> str:
+    """Return the address of this machine that is reachable for hosts that can reach the rendezvous.
 
     Args:
-        toward: of the rendezvous.
-        serving: whether it is served here: then it is the address that all hosts were given. Its name may mean
-            loopback here; then the name itself is returned.
+        toward: address of the rendezvous.
+        serving: whether it is served here. Then its own address is returned, or its host name if that resolves to
+            loopback here.
     """
     family, _, _, _, where = _resolve(toward)[0]
     if serving:
@@ -118,20 +117,20 @@ def own_address(toward: RendezvousAddress, *, serving: bool) -> str:
         return str(probe.getsockname()[0])
 
 
-def await_server(address: RendezvousAddress, seconds: float, say: Callable[[str], None]) -> None:
-    """Return when something listens at `address`.
+def wait_for_server(address: RendezvousAddress, seconds: float, log: Callable[[str], None]) -> None:
+    """Wait until something listens at `address`.
 
     Args:
-        address: where to look.
-        seconds: time until it counts as unreachable.
-        say: told what is waited for, once it takes long.
+        address: of the server.
+        seconds: maximum time to wait.
+        log: called with a line for the user if it takes long.
 
     Raises:
-        MissingRanks: nothing could be reached in time; the message says how it was tried.
-        UsageError: the name of the host resolves to nothing.
+        MissingRanks: nothing was reachable in time; says why.
+        UsageError: the host name does not resolve.
     """
     _resolve(address)
-    start, told = time.monotonic(), False
+    start, logged = time.monotonic(), False
     while True:
         left = start + seconds - time.monotonic()
         try:
@@ -143,16 +142,16 @@ def await_server(address: RendezvousAddress, seconds: float, say: Callable[[str]
             raise MissingRanks(
                 f"no rendezvous at {address} within {seconds:g} s: {reason}",
                 remedy=f"start the same command on {address.host}, or `paceline run --serve {address}` there; "
-                "check the address, and that no firewall is between",
+                "check the address, and firewalls in between",
             )
-        if not told and time.monotonic() - start > _PATIENCE_SECONDS:
-            told = True
-            say(f"waiting for the rendezvous at {address} ({reason})")
+        if not logged and time.monotonic() - start > _QUIET_SECONDS:
+            logged = True
+            log(f"waiting for the rendezvous at {address} ({reason})")
         time.sleep(min(0.2, max(left, 0.0)))
 
 
-def _refusal(port: int) -> OSError | None:
-    """Return why nothing can listen at `port`, None if it can: torch's store listens at all addresses."""
+def _bind_error(port: int) -> OSError | None:
+    """Return why nothing can listen at `port`, None if it is free; torch's store listens at all addresses."""
     family = socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -160,8 +159,8 @@ def _refusal(port: int) -> OSError | None:
             probe.bind(("", port))
             probe.listen(1)
     except OSError as error:
-        if error.errno == errno.EAFNOSUPPORT or error.errno == errno.EADDRNOTAVAIL:
-            return None  # no IPv6 here: the store will tell
+        if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            return None  # no IPv6 here: the store will report it
         return error
     return None
 
@@ -171,6 +170,6 @@ def _resolve(address: RendezvousAddress) -> list[tuple]:
         return socket.getaddrinfo(address.host, address.port, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
         raise UsageError(
-            f"the host {address.host!r} of the rendezvous resolves to nothing: {error}",
+            f"the rendezvous host {address.host!r} does not resolve: {error}",
             remedy="give its IP address, or add the name to /etc/hosts on every host",
         ) from None

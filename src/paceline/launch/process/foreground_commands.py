@@ -1,7 +1,6 @@
-"""Commands that run for as long as this one does: one here, or one for each host, with what they write.
+"""Runs commands in the foreground: one, or one per host with its output labelled.
 
-Phases of :func:`run_commands`: start all; copy their lines; when one fails, give the others time to fail of the same
-cause; end whatever still runs.
+All commands are started; when one fails, the others get time to fail of the same cause; then what still runs is ended.
 """
 
 from __future__ import annotations
@@ -23,64 +22,72 @@ from paceline._core.child_process import (
     stop_processes,
     with_pdeathsig,
 )
-from paceline.errors import UsageError
-from paceline.launch.agent.job_outcome import exit_status
+from paceline.errors import RankFailed, UsageError
+from paceline.launch.process.rank_process import exit_status
 
 __all__ = ["run_commands"]
 
 _FOLLOW_SECONDS = 10.0
 
 
-def run_commands(command_of_host: Mapping[str, Sequence[str]], follow: float = _FOLLOW_SECONDS) -> int:
-    """Run a command for each host, and return the exit code of the first that failed, else 0.
+def run_commands(
+    command_of_host: Mapping[str, Sequence[str]],
+    follow: float = _FOLLOW_SECONDS,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> int:
+    """Run a command per host, and return the first exit status that is not 0, else 0.
 
-    They end with this process, however it ends.
+    The commands end with this process, however it ends.
 
     Args:
-        command_of_host: where there are several, their lines are shown behind the names of their hosts.
+        command_of_host: if there are several, their output lines are prefixed with the names of their hosts.
         follow: seconds that the others have to end after one has failed.
+        env: variables to set in addition to those of this process.
+        timeout: seconds until the commands count as hung; None: no limit.
 
     Raises:
-        UsageError: there is no such program.
+        UsageError: a program does not exist.
+        RankFailed: time was up; the commands have been ended.
     """
-    running: dict[str, ChildProcess] = {}
-    copies: list[threading.Thread] = []
+    variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
+    running: list[ChildProcess] = []
+    copiers: list[threading.Thread] = []
     with sigterm_raises():
         try:
             for host, command in command_of_host.items():
-                running[host] = child = _start(command, piped=len(command_of_host) > 1)
+                child = _start(command, variables, piped=len(command_of_host) > 1)
+                running.append(child)
                 if child.process.stdout is not None:
-                    copies.append(_copy(host, child.process.stdout))
-            return _await(running, follow)
+                    copiers.append(_copy_lines(host, child.process.stdout))
+            return exit_status(_wait(running, follow, timeout))
         finally:
-            stop_processes(list(running.values()))
-            for copy in copies:
-                copy.join(timeout=1.0)  # a child of the command may live on and hold the other end
+            stop_processes(running)
+            for thread in copiers:
+                thread.join(timeout=1.0)  # a child of the command may keep the other end open
 
 
-def _start(command: Sequence[str], *, piped: bool) -> ChildProcess:
-    output = subprocess.PIPE if piped else None
-    error = subprocess.STDOUT if piped else None
-    env = {"PYTHONUNBUFFERED": "1", **os.environ}
-    line = with_pdeathsig(_found(command))
+def _start(command: Sequence[str], env: Mapping[str, str], *, piped: bool) -> ChildProcess:
+    path = which(command[0])
+    if path is None:
+        raise UsageError(
+            f"no program {command[0]!r} on this machine", remedy="install it, or name another one"
+        )
     return ChildProcess(
         subprocess.Popen(
-            line, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=error, process_group=0
+            with_pdeathsig([path, *command[1:]]),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if piped else None,
+            stderr=subprocess.STDOUT if piped else None,
+            process_group=0,
         )
     )
 
 
-def _found(command: Sequence[str]) -> list[str]:
-    path = which(command[0])
-    if path is None:
-        raise UsageError(
-            f"there is no program {command[0]!r} on this machine", remedy="install it, or name another"
-        )
-    return [path, *command[1:]]
-
-
-def _copy(host: str, lines: IO[bytes]) -> threading.Thread:
-    """Copy lines to this terminal until there are no more, each behind the host's name."""
+def _copy_lines(host: str, lines: IO[bytes]) -> threading.Thread:
+    """Copy lines to this terminal in a thread, each prefixed with the host's name."""
 
     def run() -> None:
         with contextlib.suppress(OSError, ValueError), lines:
@@ -93,15 +100,21 @@ def _copy(host: str, lines: IO[bytes]) -> threading.Thread:
     return thread
 
 
-def _await(running: Mapping[str, ChildProcess], follow: float) -> int:
-    """Return the first exit code that is an error, once all have ended or have had time to; else 0."""
-    first, deadline = 0, float("inf")
-    while time.monotonic() < deadline:
-        codes = [child.exit_code() for child in running.values()]
+def _wait(running: Sequence[ChildProcess], follow: float, timeout: float | None) -> int:
+    """Return the first exit code that is not 0, once all have ended or `follow` has passed; else 0."""
+    first, follow_until = 0, float("inf")
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    while time.monotonic() < follow_until:
+        codes = [child.exit_code() for child in running]
         failed = next((code for code in codes if code), 0)
         if failed and not first:
-            first, deadline = failed, time.monotonic() + follow
+            first, follow_until = failed, time.monotonic() + follow
         if None not in codes:
             break
+        if time.monotonic() > deadline:
+            raise RankFailed(
+                f"the commands had not ended after {timeout:g} s",
+                remedy="raise the time limit, or find out what they wait for",
+            )
         time.sleep(POLL_SECONDS)
-    return exit_status(first)
+    return first

@@ -1,8 +1,8 @@
-"""Running a program as the ranks of one world on this machine.
+"""Runs a program as the ranks of one world on this machine.
 
-Phases of :func:`run_ranks`: start all ranks; watch until all have ended, or one has failed, or time is up;
-then, however that went, end whatever still runs and remove what was made. Each rank leads a process group of
-its own, so that its children end with it and Ctrl-C reaches this process alone, which then ends them in order.
+:func:`run_ranks` starts all ranks, waits until all have ended, one has failed or time is up, and then in any case ends
+what still runs and removes its files. Each rank leads its own process group, so its children end with it, and Ctrl-C
+reaches this process alone, which ends the ranks in order.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline._core.child_process import POLL_SECONDS, sigterm_raises, stop_processes
-from paceline._core.cpu_cores import usable_cores
 from paceline._core.process_exit import describe_exit
 from paceline.errors import RankFailed, UsageError
-from paceline.launch.agent.job_outcome import remedy_of
-from paceline.launch.agent.job_spec import check_log_dir
-from paceline.launch.process.rank_process import RankProcess, start_rank
+from paceline.launch.process.rank_process import (
+    RankProcess,
+    check_log_dir,
+    default_environment,
+    exit_remedy,
+    start_rank,
+)
 
 __all__ = ["run_ranks"]
 
-_FOLLOW_SECONDS = (
-    1.0  # how long other ranks may take to fail of the same cause, to be told apart from the first
-)
+_FOLLOW_SECONDS = 1.0  # for other ranks to fail of the same cause
 
 
 def run_ranks(
@@ -37,17 +38,16 @@ def run_ranks(
     log_dir: str | Path | None = None,
     timeout: float | None = None,
 ) -> None:
-    """Run ``python *argv`` as `ranks` processes that form one world, and return when all have ended well.
+    """Run ``python *argv`` as `ranks` processes that form one world, until all have ended well.
 
-    Rank 0 writes to this terminal, the others to ``rank<k>.log``. The ranks are told their places in torchrun's
-    variables and meet in a file (``PACELINE_INIT_METHOD``), so no port is needed. They end with this process,
-    however it ends.
+    Rank 0 writes to this terminal, the others to ``rank<k>.log``. Ranks get torchrun's variables and use a file for
+    their rendezvous (``PACELINE_INIT_METHOD``), so no port is needed. They end with this process, however it ends.
 
     Args:
         argv: arguments to this Python, such as ``["-m", "my.module", "--steps", "3"]``.
-        ranks: how many processes, at least 1.
-        env: variables to set besides those of this process.
-        log_dir: folder for the logs of ranks 1 and up, made if absent; None: kept only to explain a failure.
+        ranks: number of processes, at least 1.
+        env: variables to set in addition to those of this process.
+        log_dir: folder for the logs of ranks 1 and up, created if missing; None: kept only to explain a failure.
         timeout: seconds until the run counts as hung; None: no limit.
 
     Raises:
@@ -55,75 +55,65 @@ def run_ranks(
         UsageError: no program, fewer than one rank, or a `log_dir` that can't be written.
     """
     if not argv:
-        raise UsageError("there is no program to run", remedy='pass its arguments, such as ["train.py"]')
+        raise UsageError("no program to run", remedy='pass its arguments, such as ["train.py"]')
     if ranks < 1:
-        raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
+        raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="give 1 or more")
     running: list[RankProcess] = []
     private = Path(tempfile.mkdtemp(prefix="paceline-run-"))
     try:
         with sigterm_raises():
             logs = private if log_dir is None else Path(log_dir)
             check_log_dir(logs)
-            variables = {
-                **os.environ,
-                **(env or {}),
-                "PACELINE_INIT_METHOD": f"{private.as_uri()}/rendezvous",
-            }
+            base = default_environment(ranks) | os.environ | dict(env or {})
+            base["PACELINE_INIT_METHOD"] = f"{private.as_uri()}/rendezvous"
             for rank in range(ranks):
-                running.append(_start(argv, rank, ranks, variables, logs))  # noqa: PERF401 — end those started if one fails
-            _watch(running, timeout, logs_stay=log_dir is not None)
+                log = logs / f"rank{rank}.log" if rank else None
+                running.append(start_rank(argv, base | _place(rank, ranks), rank, rank, log))
+            _wait(running, timeout, logs_kept=log_dir is not None)
     finally:
         stop_processes(running)
         shutil.rmtree(private, ignore_errors=True)
 
 
-def _start(
-    argv: Sequence[str], rank: int, ranks: int, variables: Mapping[str, str], logs: Path
-) -> RankProcess:
+def _place(rank: int, ranks: int) -> dict[str, str]:
     place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-    threads = str(max(1, int(usable_cores() / ranks)))
-    env = {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"} | dict(variables)
-    env |= {name: str(value) for name, value in place.items()}
-    return start_rank(argv, env, rank, rank, logs / f"rank{rank}.log" if rank else None)
+    return {name: str(value) for name, value in {**place, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}.items()}
 
 
-def _watch(running: Sequence[RankProcess], timeout: float | None, *, logs_stay: bool) -> None:
+def _wait(running: Sequence[RankProcess], timeout: float | None, *, logs_kept: bool) -> None:
     """Return when all ranks have ended well; raise when one has not, or when time is up."""
     deadline = None if timeout is None else time.monotonic() + timeout
     while True:
         codes = {one.rank: one.exit_code() for one in running}
         failed = [one for one in running if codes[one.rank]]
         if failed:
-            raise _failure(running, failed, logs_stay=logs_stay)
+            raise _failure(running, failed, logs_kept=logs_kept)
         if all(code == 0 for code in codes.values()):
             return
         if deadline is not None and time.monotonic() > deadline:
-            still = [one for one in running if codes[one.rank] is None]
+            alive = [one for one in running if codes[one.rank] is None]
             raise RankFailed(
-                f"not finished within {timeout:g} s: rank {', '.join(str(one.rank) for one in still)} still running"
-                + "".join(_tail(one) for one in still),
-                rank=still[0].rank,
+                f"not finished within {timeout:g} s: rank {', '.join(str(one.rank) for one in alive)} still running"
+                + "".join(_tail(one) for one in alive),
+                rank=alive[0].rank,
                 remedy="raise the time limit, or find out what the rank waits for",
             )
         time.sleep(POLL_SECONDS)
 
 
-def _failure(running: Sequence[RankProcess], failed: list[RankProcess], *, logs_stay: bool) -> RankFailed:
-    """Return the error for the rank that failed first; whoever follows within a moment is named too."""
-    first = min(
-        failed, key=lambda one: (one.exit_code() or 0, one.rank)
-    )  # those that a signal ended before others
+def _failure(running: Sequence[RankProcess], failed: list[RankProcess], *, logs_kept: bool) -> RankFailed:
+    """Return the error for the rank that failed first, with those that follow within a moment."""
+    first = min(failed, key=lambda one: (one.exit_code() or 0, one.rank))  # those ended by signals first
     others = [one for one in running if one is not first]
     deadline = time.monotonic() + _FOLLOW_SECONDS
     while time.monotonic() < deadline and any(one.exit_code() is None for one in others):
         time.sleep(POLL_SECONDS)
     followed = [f"rank {one.rank} ({_how(one)})" for one in others if one.exit_code()]
     after = f"; after it {', '.join(followed)}" if followed else ""
-    where = f"; its whole output is in {first.log}" if first.log and logs_stay else ""
+    where = f"; its complete output is in {first.log}" if first.log and logs_kept else ""
     shown = _tail(first) if first.log else "; its output is above"
     return RankFailed(
-        f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=remedy_of(first.exit_code())
+        f"{_how(first)}{after}{where}{shown}", rank=first.rank, remedy=exit_remedy(first.exit_code())
     )
 
 
@@ -132,7 +122,7 @@ def _how(one: RankProcess) -> str:
 
 
 def _tail(one: RankProcess) -> str:
-    """Return the last lines that a rank wrote, to be appended to a message."""
+    """Return the last lines of a rank's output, to be appended to a message."""
     if one.log is None:
         return ""
-    return "".join(f"\n  rank {one.rank} | {line}" for line in one.tail()) or "\n  (it wrote nothing)"
+    return "".join(f"\n  rank {one.rank} | {line}" for line in one.tail()) or "\n  (no output)"

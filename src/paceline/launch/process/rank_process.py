@@ -1,7 +1,4 @@
-"""A rank as a process of this machine: started on a leash, its output kept, its end noticed at once.
-
-The files of the ranks of a run: where they write, and in which they are asked to leave.
-"""
+"""A rank as a process of this machine: its start, output, log files and exit status."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import os
 import pty
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,25 +20,33 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline._core.child_process import POLL_SECONDS, ChildProcess, with_pdeathsig
+from paceline._core.cpu_cores import usable_cores
+from paceline.errors import UsageError
 
-__all__ = ["OutputCopy", "RankLogs", "RankProcess", "await_end", "start_rank"]
+__all__ = [
+    "RankLogs",
+    "RankProcess",
+    "check_log_dir",
+    "default_environment",
+    "exit_remedy",
+    "exit_status",
+    "start_rank",
+    "wait_for_exit",
+]
 
-_TAIL_LINES = 20
+_TAIL_LINES, _TAIL_NBYTES = 20, 16384
 
 
-_TAIL_NBYTES = 16384
+class StderrTee:
+    """Copies a child's error output to this terminal, and keeps its end.
 
-
-class OutputCopy:
-    """Error output on its way to this terminal, of which the end is kept.
-
-    Whoever writes finds a terminal where this process has one: its progress bars look as usual.
+    The child sees a terminal if this process has one, so progress bars look as usual.
     """
 
     def __init__(self) -> None:
         if os.isatty(2):
             self._read, self.write = pty.openpty()
-            tty.setraw(self.write)  # lines end as they were written
+            tty.setraw(self.write)  # keeps line ends as they are
         else:
             self._read, self.write = os.pipe()
         self._end = b""
@@ -48,12 +54,12 @@ class OutputCopy:
         self._thread.start()
 
     def text(self) -> str:
-        """Return the end of what was written, once the writer has ended."""
-        self._thread.join(timeout=1.0)  # a child of it may live on and hold the other end
+        """Return the end of the output, once the child has ended."""
+        self._thread.join(timeout=1.0)  # a child of the child may keep the other end open
         return self._end.decode(errors="replace")
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # a pseudo terminal that all have left: EIO
+        with contextlib.suppress(OSError):  # EIO: the pseudo terminal was closed
             while data := os.read(self._read, _TAIL_NBYTES):
                 self._end = (self._end + data)[-_TAIL_NBYTES:]
                 while data:
@@ -63,21 +69,21 @@ class OutputCopy:
 
 @dataclass(frozen=True)
 class RankProcess(ChildProcess):
-    """A rank of a world; its output goes to `log`, or to this terminal, which `copy` may follow."""
+    """A rank of a world; its output goes to `log`, or to this terminal, optionally through `tee`."""
 
     rank: int
     local_rank: int
     log: Path | None = None
-    copy: OutputCopy | None = None
+    tee: StderrTee | None = None
 
-    def tail(self, lines: int = _TAIL_LINES) -> tuple[str, ...]:
-        """Return the last lines that it wrote, as far as they were kept."""
-        text = self.copy.text() if self.copy else ""
+    def tail(self) -> tuple[str, ...]:
+        """Return the last lines of output, as far as they were kept."""
+        text = self.tee.text() if self.tee else ""
         if self.log is not None:
             with contextlib.suppress(OSError), self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
                 text = file.read().decode(errors="replace")
-        return tuple(text.rstrip().splitlines()[-lines:])
+        return tuple(text.rstrip().splitlines()[-_TAIL_LINES:])
 
 
 def start_rank(
@@ -89,54 +95,93 @@ def start_rank(
     *,
     follow: bool = False,
 ) -> RankProcess:
-    """Start ``python *argv`` with the variables `env` as a rank that ends with this process.
+    """Start ``python *argv`` as a rank that ends with this process.
 
     Args:
         argv: arguments to this Python.
-        env: all variables.
-        rank, local_rank: its numbers in the world and on this machine.
+        env: the complete environment.
+        rank: number in the world.
+        local_rank: number on this machine.
         log: file for its output; None: this terminal.
-        follow: keep the end of what it writes as errors to this terminal.
+        follow: keep the end of the error output that it writes to this terminal.
     """
-    copy = OutputCopy() if follow and log is None else None
+    tee = StderrTee() if follow and log is None else None
     with contextlib.ExitStack() as files:
         output = files.enter_context(log.open("wb")) if log else None
-        if copy:
-            files.callback(os.close, copy.write)
+        if tee:
+            files.callback(os.close, tee.write)
         process = subprocess.Popen(
             with_pdeathsig([sys.executable, *argv]),
             env=dict(env),
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT if output else copy and copy.write,
+            stderr=subprocess.STDOUT if output else tee and tee.write,
             process_group=0,
         )
-    return RankProcess(process, rank, local_rank, log, copy)
+    return RankProcess(process, rank, local_rank, log, tee)
 
 
-def await_end(running: Sequence[ChildProcess], seconds: float) -> None:
-    """Return as soon as one of the processes that still run ends, and after `seconds` at the latest."""
-    still = [one for one in running if one.exit_code() is None]
-    if not still or not hasattr(os, "pidfd_open"):
-        time.sleep(min(seconds, POLL_SECONDS) if still else seconds)
+def default_environment(ranks: int) -> dict[str, str]:
+    """Return the default variables of one of `ranks` ranks on this machine: its share of the cores as threads."""
+    threads = str(max(1, int(usable_cores() / ranks)))
+    return {"OMP_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+
+
+def wait_for_exit(running: Sequence[ChildProcess], seconds: float) -> None:
+    """Return as soon as one of the running processes ends, and after `seconds` at the latest."""
+    alive = [one for one in running if one.exit_code() is None]
+    if not alive or not hasattr(os, "pidfd_open"):
+        time.sleep(min(seconds, POLL_SECONDS) if alive else seconds)
         return
-    ends = select.poll()
+    poll = select.poll()
     with contextlib.ExitStack() as files:
-        for one in still:
-            end = os.pidfd_open(one.process.pid)
-            files.callback(os.close, end)
-            ends.register(end, select.POLLIN)
-        ends.poll(seconds * 1000)
+        for one in alive:
+            pidfd = os.pidfd_open(one.process.pid)
+            files.callback(os.close, pidfd)
+            poll.register(pidfd, select.POLLIN)
+        poll.poll(seconds * 1000)
+
+
+def exit_status(code: int | None) -> int:
+    """Return the exit status of a process as a shell reports it; None: unknown.
+
+    Example:
+        >>> exit_status(3), exit_status(-9), exit_status(None)
+        (3, 137, 1)
+    """
+    return 1 if code is None else code if code >= 0 else 128 - code
+
+
+def exit_remedy(exit_code: int | None) -> str:
+    """Return the remedy for a rank that ended with this exit code; −n: by signal n."""
+    if exit_code == -signal.SIGKILL:
+        return "a process killed from outside often was out of memory: try fewer ranks or a smaller batch"
+    return "correct what its output says; the other ranks have been ended"
+
+
+def check_log_dir(folder: Path | None) -> None:
+    """Create the folder for logs; raise UsageError if it can't be created or written."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"log_dir {folder} can't be written: {error.strerror}",
+            remedy="name a folder that you may write to",
+        ) from error
 
 
 class RankLogs:
-    """Files of one host, as long as a with-statement lasts; logs in a folder that was named, for good.
+    """Log and shutdown files of one host's ranks: in a private folder for the duration of a with-statement.
 
     Rank 0 writes to the terminal. Logs of the first start are ``rank<k>.log``, those after restart n
     ``restart<n>/rank<k>.log``.
 
     Args:
-        folder: where logs go; None: kept only to explain a failure.
+        folder: for permanent logs; None: they are kept only to explain a failure.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -151,12 +196,12 @@ class RankLogs:
     ) -> None:
         shutil.rmtree(self._private, ignore_errors=True)
 
-    def leave_file(self, local_rank: int) -> Path:
-        """Return the file in which a rank is asked to leave (`paceline._core.graceful_shutdown`)."""
+    def shutdown_file(self, local_rank: int) -> Path:
+        """Return the file that requests a rank's shutdown (`paceline._core.graceful_shutdown`)."""
         return self._private / f"leave{local_rank}"
 
-    def of(self, rank: int, restart: int) -> Path | None:
-        """Return the file for a rank after so many restarts, None for the terminal; its folder is made."""
+    def path(self, rank: int, restart: int) -> Path | None:
+        """Return the log file of a rank after a restart, None for the terminal; its folder is created."""
         if rank == 0:
             return None
         base = self._folder or self._private

@@ -1,12 +1,7 @@
-"""What a launcher is to place on a cluster: a program, where it runs, how many ranks, what each needs (pure).
+"""Description of a job for a cluster's launcher: program, hosts, ranks and resources (pure).
 
 Every launcher is a function from this description to a command or the text of a file. It reads nothing and starts
-nothing, so what will happen can be looked at first.
-
-The command that a launcher places once on every host: ``paceline run`` with its ranks (pure).
-
-Slurm and Ray place processes; which of them failed first, and that all start again from the newest checkpoint, within
-a second and without losing the place on the cluster, is what `paceline run` is there for.
+nothing, so the result can be inspected first.
 """
 
 from __future__ import annotations
@@ -14,22 +9,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from paceline.errors import UsageError
 
 __all__ = ["ClusterJob", "run_command"]
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,52}[a-z0-9])?")
-
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
 _HOST = re.compile(r"[A-Za-z0-9_.:-]+")
-
-
-_NUMBERS = ("hosts", "ranks_per_host", "cpus_per_rank", "gpus_per_rank", "max_restarts")
 
 
 @dataclass(frozen=True)
@@ -38,24 +26,24 @@ class ClusterJob:
 
     Attributes:
         program: a Python script, or ``-m`` and a module; then its own arguments.
-        name: of the job: small letters, digits and hyphens, as Kubernetes has it.
-        hosts: how many.
-        host_names: their names, where a launcher has to be told; the ranks meet on the first.
-        min_hosts: the least number to go on with after a loss, where the launcher can; None: all.
-        ranks_per_host: processes on each host.
-        cpus_per_rank, gpus_per_rank: what each rank is given.
-        memory: bytes on each host; None: what the cluster gives.
-        seconds: the time limit; None: what the cluster gives.
+        name: of the job: lower-case letters, digits and hyphens, as Kubernetes requires.
+        hosts: number of hosts.
+        host_names: their names, for launchers that need them; the rendezvous is on the first one.
+        min_hosts: minimum number of hosts to continue with after a loss, where the launcher can; None: all.
+        ranks_per_host: processes per host.
+        cpus_per_rank: cores per rank.
+        gpus_per_rank: GPUs per rank.
+        memory: bytes per host; None: the cluster's default.
+        seconds: time limit; None: the cluster's default.
         env: variables to set.
-        folder: where the program runs, under the same path on every host; paths in its arguments, that of its
-            checkpoints too, start here, so it is to be on a disk that all hosts share. Empty: where the launcher
-            itself is started.
-        max_restarts: failures after which the ranks are started again.
-        port: where the ranks meet, on the first host.
-        python: the interpreter on the hosts.
+        folder: working directory, under the same path on every host; relative paths in the program's arguments start
+            here, those of checkpoints too, so it should be on a shared disk. Empty: where the launcher is started.
+        max_restarts: number of failures after which the ranks are restarted.
+        port: of the rendezvous, on the first host.
+        python: interpreter on the hosts.
 
     Raises:
-        UsageError: a number or name that can't be.
+        UsageError: a number or text is invalid.
 
     Example:
         >>> ClusterJob(("train.py", "--epochs", "3"), hosts=2, ranks_per_host=4).ranks
@@ -63,6 +51,7 @@ class ClusterJob:
     """
 
     program: tuple[str, ...]
+    _: KW_ONLY
     name: str = "train"
     hosts: int = 1
     host_names: tuple[str, ...] = ()
@@ -80,62 +69,63 @@ class ClusterJob:
 
     def __post_init__(self) -> None:
         _check_program(self.program)
-        for name in _NUMBERS:
-            least = 0 if name in ("gpus_per_rank", "max_restarts") else 1
-            if getattr(self, name) < least:
-                raise UsageError(f"{name}={getattr(self, name)}", remedy=f"give {least} or more")
-        if not 0 < self.port < 65536:
-            raise UsageError(
-                f"port={self.port} is no port", remedy="give 1 to 65535; above 1023 needs no right"
-            )
-        if not 1 <= self.fewest_hosts <= self.hosts:
-            raise UsageError(
-                f"min_hosts={self.min_hosts}, of {self.hosts}", remedy=f"valid: 1 to {self.hosts}"
-            )
-        self._check_amounts()
+        self._check_numbers()
         self._check_texts()
 
     @property
     def ranks(self) -> int:
-        """The world size, with all hosts."""
+        """World size with all hosts."""
         return self.hosts * self.ranks_per_host
 
     @property
     def fewest_hosts(self) -> int:
-        """The least number of hosts that it goes on with."""
+        """Minimum number of hosts to continue with."""
         return self.hosts if self.min_hosts is None else self.min_hosts
 
     @property
     def cpus_per_host(self) -> int:
-        """The cores that it needs on each host."""
+        """Cores per host."""
         return self.ranks_per_host * self.cpus_per_rank
 
     @property
     def gpus_per_host(self) -> int:
-        """The GPUs that it needs on each host."""
+        """GPUs per host."""
         return self.ranks_per_host * self.gpus_per_rank
 
     @property
     def first_host(self) -> str:
-        """The name of the host where the ranks meet.
+        """Name of the rendezvous host.
 
         Raises:
-            UsageError: there are several, and they have no names.
+            UsageError: there are several hosts without names.
         """
         if self.host_names:
             return self.host_names[0]
         if self.hosts > 1:
             raise UsageError(
-                f"{self.hosts} hosts, but no names: the ranks can't know where to meet",
-                remedy="name each of them, the one where the ranks meet first (--host)",
+                f"{self.hosts} hosts, but no names, so the ranks have no rendezvous",
+                remedy="name each of them, the rendezvous host first (--host)",
             )
         return "127.0.0.1"
 
     def variables(self) -> dict[str, str]:
-        """Return the variables to set, with a rank's threads, unless they are among them."""
+        """Return the variables to set, with OMP_NUM_THREADS by default."""
         return {"OMP_NUM_THREADS": str(self.cpus_per_rank), **self.env}
 
-    def _check_amounts(self) -> None:
+    def _check_numbers(self) -> None:
+        minimum = dict.fromkeys(("hosts", "ranks_per_host", "cpus_per_rank"), 1)
+        minimum |= dict.fromkeys(("gpus_per_rank", "max_restarts"), 0)
+        for name, least in minimum.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}={getattr(self, name)}", remedy=f"give {least} or more")
+        if not 0 < self.port < 65536:
+            raise UsageError(
+                f"port={self.port} is not a port", remedy="give 1 to 65535; above 1023 needs no privileges"
+            )
+        if not 1 <= self.fewest_hosts <= self.hosts:
+            raise UsageError(
+                f"min_hosts={self.min_hosts}, of {self.hosts}", remedy=f"valid: 1 to {self.hosts}"
+            )
         if self.memory is not None and self.memory < 1 << 20:
             raise UsageError(f"memory={self.memory} bytes a host", remedy="give 1MiB or more, such as 64GiB")
         if self.seconds is not None and not 60 <= self.seconds < math.inf:
@@ -146,35 +136,35 @@ class ClusterJob:
     def _check_texts(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"{self.name!r} is no name of a job",
-                remedy="small letters, digits and hyphens, 54 at most, no hyphen at either end",
+                f"{self.name!r} is not a valid job name",
+                remedy="lower-case letters, digits and hyphens, 54 at most, no hyphen at either end",
             )
         if self.host_names and len(set(self.host_names)) != self.hosts:
-            told = ", ".join(self.host_names)
-            raise UsageError(f"{self.hosts} hosts, but these names: {told}", remedy="name each of them once")
+            names = ", ".join(self.host_names)
+            raise UsageError(f"{self.hosts} hosts, but these names: {names}", remedy="name each of them once")
         for host in self.host_names:
             if not _HOST.fullmatch(host) or host.startswith("-"):
                 raise UsageError(
-                    f"{host!r} is no name of a host", remedy="for example pc1, pc1.lab or 10.0.0.1"
+                    f"{host!r} is not a host name", remedy="for example pc1, pc1.lab or 10.0.0.1"
                 )
         for name in self.env:
             if not _VARIABLE.fullmatch(name):
-                raise UsageError(f"{name!r} is no name of a variable", remedy="letters, digits and _")
+                raise UsageError(f"{name!r} is not a variable name", remedy="letters, digits and _")
         for what, text in {"folder": self.folder, "python": self.python, **self.env}.items():
             _check_text(what, text)
         if "\n" in self.folder or (self.folder and not self.folder.startswith("/")):
             raise UsageError(
                 f"folder {self.folder!r} is not the same everywhere",
-                remedy="give an absolute path, without line breaks, that means the same on all hosts",
+                remedy="give an absolute path, without line breaks, that is valid on all hosts",
             )
 
 
 def _check_program(program: tuple[str, ...]) -> None:
     if not program or not program[0] or program == ("-m",):
-        raise UsageError("there is no program to run", remedy="name a script, such as train.py")
+        raise UsageError("no program to run", remedy="name a script, such as train.py")
     if program[0].startswith("-") and program[0] != "-m":
         raise UsageError(
-            f"{program[0]!r} is no script",
+            f"{program[0]!r} is not a script",
             remedy="options of the launcher go before the script, its own after",
         )
     for word in program:
@@ -183,23 +173,26 @@ def _check_program(program: tuple[str, ...]) -> None:
 
 def _check_text(what: str, text: str) -> None:
     if "\0" in text:
-        raise UsageError(f"{what} has a zero byte: {text!r}", remedy="no program can be given that")
+        raise UsageError(f"{what} has a zero byte: {text!r}", remedy="remove it: programs can't receive it")
 
 
-def run_command(work: ClusterJob, rendezvous: str = "") -> list[str]:
-    """Return the command that runs the ranks of one host, the same on each.
+def run_command(job: ClusterJob, rendezvous: str = "") -> list[str]:
+    """Return the ``paceline run`` command that Slurm or Ray starts once on every host, the same on each.
+
+    It names the rank that failed first, and restarts all from the newest checkpoint within a second, without losing
+    the allocation.
 
     Args:
-        work: what is to be run.
-        rendezvous: HOST:PORT where several hosts meet.
+        job: to run.
+        rendezvous: HOST:PORT of several hosts' rendezvous.
 
     Example:
         >>> " ".join(run_command(ClusterJob(("train.py", "--lr", "1"), ranks_per_host=2)))
         'python3 -m paceline run --ranks 2 --max-restarts 3 train.py --lr 1'
     """
-    options = ["--ranks", str(work.ranks_per_host), "--max-restarts", str(work.max_restarts)]
-    if work.hosts > 1:
-        options += ["--hosts", str(work.hosts), "--rendezvous", rendezvous, "--name", work.name]
-        options += ["--min-ranks", str(work.fewest_hosts * work.ranks_per_host)]
-    program = ["--module", *work.program[1:]] if work.program[0] == "-m" else list(work.program)
-    return [work.python, "-m", "paceline", "run", *options, *program]
+    options = ["--ranks", str(job.ranks_per_host), "--max-restarts", str(job.max_restarts)]
+    if job.hosts > 1:
+        options += ["--hosts", str(job.hosts), "--rendezvous", rendezvous, "--name", job.name]
+        options += ["--min-ranks", str(job.fewest_hosts * job.ranks_per_host)]
+    program = ["--module", *job.program[1:]] if job.program[0] == "-m" else list(job.program)
+    return [job.python, "-m", "paceline", "run", *options, *program]

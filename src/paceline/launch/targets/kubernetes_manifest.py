@@ -1,37 +1,33 @@
-"""Kubernetes: a PyTorchJob of the Kubeflow training operator, as a manifest (pure).
+"""Kubernetes: manifest of a PyTorchJob for the Kubeflow training operator (pure).
 
-Every host is a pod that runs torchrun; the operator tells it by torchrun's variables (``PET_…``) where the pods meet,
-and starts a pod again that fails. The folder is a volume that all pods share, so checkpoints outlive them.
-
-Plain values as YAML: blocks for people; texts in quotes, so that none is taken for anything else (pure).
+Every host is a pod that runs torchrun. The operator passes the rendezvous in torchrun's variables (``PET_…``), and
+restarts failed pods. The folder is a volume that all pods share, so checkpoints outlive them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import yaml
 
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
 
-__all__ = ["PodOptions", "manifest", "pytorch_job", "yaml_text"]
-
-_SHARED_MEMORY = {"name": "shared-memory", "mountPath": "/dev/shm"}
+__all__ = ["PodOptions", "kubernetes_manifest", "pytorch_job", "yaml_text"]
 
 
 @dataclass(frozen=True)
 class PodOptions:
-    """What Kubernetes wants to be told besides the work.
+    """What Kubernetes needs besides the job.
 
     Attributes:
-        image: of the container, with Python, Paceline and the program in it.
-        claim: the persistent volume claim that is mounted at the work's folder; with several hosts one that can be
-            written from all (ReadWriteMany).
-        namespace: empty: that of whoever applies the manifest.
-        shared_memory: bytes of /dev/shm in each pod, where ranks of a host exchange; they count as the pod's memory.
+        image: container image with Python, Paceline and the program.
+        claim: persistent volume claim mounted at the job's folder; with several hosts one that all can write to
+            (ReadWriteMany).
+        namespace: of the job; empty: the default of the user who applies the manifest.
+        shared_memory: bytes of /dev/shm per pod, which ranks of a host use to communicate; part of the pod's memory.
 
     Raises:
         UsageError: no image, or no shared memory.
@@ -51,93 +47,114 @@ class PodOptions:
             )
 
 
-def pytorch_job(work: ClusterJob, pods: PodOptions) -> dict[str, Any]:
-    """Return the PyTorchJob, as plain values.
+def kubernetes_manifest(job: ClusterJob, pods: PodOptions) -> str:
+    """Return the PyTorchJob as YAML, for ``kubectl apply -f``; errors as for `pytorch_job`."""
+    return yaml_text(pytorch_job(job, pods))
+
+
+def pytorch_job(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
+    """Return the PyTorchJob as plain values.
 
     Raises:
         UsageError: a volume without a folder, or memory that the shared memory alone would fill.
 
     Example:
-        >>> job = pytorch_job(ClusterJob(("train.py",), hosts=4), PodOptions("example/train:1"))
-        >>> job["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
+        >>> manifest = pytorch_job(ClusterJob(("train.py",), hosts=4), PodOptions("example/train:1"))
+        >>> manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["replicas"]
         4
     """
-    if pods.claim and not work.folder:
+    if pods.claim and not job.folder:
         raise UsageError(
             f"volume {pods.claim!r}, but no folder to mount it at", remedy="name one, such as --folder /runs"
         )
-    if work.memory is not None and work.memory <= pods.shared_memory:
+    if job.memory is not None and job.memory <= pods.shared_memory:
         raise UsageError(
-            f"{work.memory} bytes of memory, {pods.shared_memory} of them for /dev/shm",
+            f"{job.memory} bytes of memory, {pods.shared_memory} of them for /dev/shm",
             remedy="give a pod more memory, or less of it shared",
         )
-    policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": work.max_restarts}
-    if work.seconds is not None:
-        policy["activeDeadlineSeconds"] = math.ceil(work.seconds)
-    worker = {"replicas": work.hosts, "restartPolicy": "OnFailure", "template": {"spec": _pod(work, pods)}}
+    policy: dict[str, Any] = {"cleanPodPolicy": "None", "backoffLimit": job.max_restarts}
+    if job.seconds is not None:
+        policy["activeDeadlineSeconds"] = math.ceil(job.seconds)
+    worker = {"replicas": job.hosts, "restartPolicy": "OnFailure", "template": {"spec": _pod(job, pods)}}
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": {"name": work.name} | ({"namespace": pods.namespace} if pods.namespace else {}),
+        "metadata": {"name": job.name} | ({"namespace": pods.namespace} if pods.namespace else {}),
         "spec": {
-            "nprocPerNode": str(work.ranks_per_host),
+            "nprocPerNode": str(job.ranks_per_host),
             "runPolicy": policy,
             "elasticPolicy": {
                 "rdzvBackend": "c10d",
-                "rdzvId": work.name,
-                "rdzvPort": work.port,
-                "minReplicas": work.fewest_hosts,
-                "maxReplicas": work.hosts,
-                "maxRestarts": work.max_restarts,
+                "rdzvId": job.name,
+                "rdzvPort": job.port,
+                "minReplicas": job.fewest_hosts,
+                "maxReplicas": job.hosts,
+                "maxRestarts": job.max_restarts,
             },
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
 
 
-def manifest(work: ClusterJob, pods: PodOptions) -> str:
-    """Return the PyTorchJob as YAML, for ``kubectl apply -f``."""
-    return yaml_text(pytorch_job(work, pods))
-
-
-def _pod(work: ClusterJob, pods: PodOptions) -> dict[str, Any]:
+def _pod(job: ClusterJob, pods: PodOptions) -> dict[str, Any]:
     memory = {"medium": "Memory", "sizeLimit": str(pods.shared_memory)}
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
-    mounts = [dict(_SHARED_MEMORY)]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     if pods.claim:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}})
-        mounts.append({"name": "runs", "mountPath": work.folder})
+        mounts.append({"name": "runs", "mountPath": job.folder})
     container = {
-        "name": "pytorch",  # the operator looks for it by this name
+        "name": "pytorch",  # the operator requires this name
         "image": pods.image,
-        "command": [work.python, "-m", "torch.distributed.run", *map(_literal, work.program)],
-        "env": [{"name": name, "value": _literal(value)} for name, value in work.variables().items()],
-        "ports": [{"name": "pytorchjob-port", "containerPort": work.port}],
-        "resources": _resources(work),
+        "command": [job.python, "-m", "torch.distributed.run", *map(_escape, job.program)],
+        "env": [{"name": name, "value": _escape(value)} for name, value in job.variables().items()],
+        "ports": [{"name": "pytorchjob-port", "containerPort": job.port}],
+        "resources": _resources(job),
         "volumeMounts": mounts,
     }
-    if work.folder:
-        container["workingDir"] = work.folder
+    if job.folder:
+        container["workingDir"] = job.folder
     return {"containers": [container], "volumes": volumes}
 
 
-def _resources(work: ClusterJob) -> dict[str, dict[str, str]]:
-    asked = {"cpu": str(work.cpus_per_host)}
-    if work.memory is not None:
-        asked["memory"] = str(work.memory)
-    if not work.gpus_per_rank:
-        return {"requests": asked}
-    gpus = {"nvidia.com/gpu": str(work.gpus_per_host)}
-    return {"requests": asked | gpus, "limits": gpus}
+def _resources(job: ClusterJob) -> dict[str, dict[str, str]]:
+    requests = {"cpu": str(job.cpus_per_host)}
+    if job.memory is not None:
+        requests["memory"] = str(job.memory)
+    if not job.gpus_per_rank:
+        return {"requests": requests}
+    gpus = {"nvidia.com/gpu": str(job.gpus_per_host)}
+    return {"requests": requests | gpus, "limits": gpus}
 
 
-def _literal(text: str) -> str:
-    """Return `text` so that Kubernetes leaves it as it is: it expands ``$(NAME)``, unless the $ is doubled."""
+def _escape(text: str) -> str:
+    """Escape ``$(NAME)``, which Kubernetes would expand."""
     return text.replace("$(", "$$(")
 
 
+class _QuotingDumper(yaml.SafeDumper):
+    """Double-quotes every string but keys, so that none is read as another type; writes no aliases."""
+
+    def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+        node = super().represent_mapping(tag, mapping, flow_style)
+        for key, _ in node.value:
+            key.style = None
+        return node
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_QuotingDumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"')
+)
+
+
 def yaml_text(value: dict[str, Any]) -> str:
-    """Return `value`, made of dicts, lists, texts, numbers and booleans, as a YAML document.
+    """Return plain values as a YAML document.
 
     Example:
         >>> print(yaml_text({"a": {"b": 1, "c": ["no", "x: y"]}}), end="")
@@ -147,39 +164,4 @@ def yaml_text(value: dict[str, Any]) -> str:
             - "no"
             - "x: y"
     """
-    return "".join(f"{line}\n" for line in _lines(value))
-
-
-def _lines(value: Any) -> Iterator[str]:
-    """Yield the lines of a dict or list that holds something."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _entry(f"{name}:", inner)
-    else:
-        for inner in value:
-            first, *rest = _lines(inner) if _is_block(inner) else [_scalar(inner)]
-            yield f"- {first}"
-            yield from (f"  {line}" for line in rest)
-
-
-def _entry(name: str, value: Any) -> Iterator[str]:
-    if not _is_block(value):
-        yield f"{name} {_scalar(value)}"
-        return
-    yield name
-    yield from (f"  {line}" for line in _lines(value))
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, dict | list) and bool(value)
-
-
-def _scalar(value: Any) -> str:
-    """Return a value as JSON has it, which YAML 1.2 includes; what can't be seen is escaped."""
-    text = json.dumps(value, ensure_ascii=False)
-    return "".join(one if one.isprintable() else _escape(one) for one in text)
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return yaml.dump(value, Dumper=_QuotingDumper, sort_keys=False, allow_unicode=True, width=math.inf)

@@ -1,27 +1,18 @@
-"""Running a program as the ranks of an MPI world by mpiexec: on this machine, or as a command for several hosts.
+"""mpiexec: runs a program as the ranks of an MPI world on this machine, or returns the command for several hosts.
 
-mpiexec stands beside this Python where MPI came from a wheel (``pip install 'paceline[mpi]'``); else it is looked
-for on the PATH. It has to belong to the MPI that mpi4py was loaded with: a foreign one starts as many worlds of one.
+mpiexec is next to this Python if MPI was installed from a wheel (``pip install 'paceline[mpi]'``), else on the PATH. It
+must belong to the MPI library that mpi4py loads: a foreign one starts a world of size 1 per process.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
-from paceline._core.child_process import (
-    POLL_SECONDS,
-    ChildProcess,
-    sigterm_raises,
-    stop_processes,
-    with_pdeathsig,
-)
-from paceline.errors import RankFailed, UsageError
+from paceline.errors import UsageError
+from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.world.mpi_world import INSTALL_MPI, find_mpiexec
 
@@ -31,7 +22,7 @@ __all__ = [
     "mpi_command",
     "mpich_settings",
     "mpiexec_command",
-    "need_mpi",
+    "require_mpi",
     "run_mpi",
 ]
 
@@ -48,7 +39,7 @@ _RELEASE_GATHER = {
 def mpich_settings(crowded: bool) -> dict[str, str]:
     """Return the variables with which MPICH was fastest here, of those that benchmarks/all_reduce tries.
 
-    They are MPICH's own (doc/mpich/tuning_parameters.md, 2.3 and 2.6); another MPI takes no notice of them.
+    They are MPICH's own (doc/mpich/tuning_parameters.md, 2.3 and 2.6); other MPIs ignore them.
 
     Args:
         crowded: whether there are more ranks than cores.
@@ -56,8 +47,8 @@ def mpich_settings(crowded: bool) -> dict[str, str]:
     return dict(_YIELD_OFTEN if crowded else _RELEASE_GATHER)
 
 
-def need_mpi() -> str:
-    """Return the path of mpiexec, once it is clear that the ranks can use MPI.
+def require_mpi() -> str:
+    """Return the path of mpiexec.
 
     Raises:
         UsageError: mpiexec or mpi4py is not installed.
@@ -66,9 +57,7 @@ def need_mpi() -> str:
         raise UsageError("MPI needs mpi4py, which is not installed", remedy=INSTALL_MPI)
     mpiexec = find_mpiexec()
     if mpiexec is None:
-        raise UsageError(
-            f"there is no mpiexec, neither beside {sys.executable} nor on the PATH", remedy=INSTALL_MPI
-        )
+        raise UsageError(f"no mpiexec, neither next to {sys.executable} nor on the PATH", remedy=INSTALL_MPI)
     return mpiexec
 
 
@@ -83,25 +72,25 @@ def mpi_command(ranks: int, program: Sequence[str], mpiexec: str) -> list[str]:
 
 
 def mpiexec_command(
-    work: ClusterJob, mpi: MpiImplementation, mpiexec: str = "mpiexec", hosts: str = ""
+    job: ClusterJob, mpi: MpiImplementation, mpiexec: str = "mpiexec", hosts: str = ""
 ) -> list[str]:
-    """Return the command that runs a program as the ranks of one world on its hosts.
+    """Return the command that runs a job's ranks on its hosts.
 
-    MPI tells ranks their numbers, but not where to meet: the first host is told to all.
+    MPI assigns ranks but no rendezvous, so the first host is passed to all as MASTER_ADDR.
 
     Args:
-        work: what is to be run.
-        mpi: whose mpiexec it is: options differ. Intel's MPI has MPICH's.
-        mpiexec: its path.
-        hosts: a file with the hosts, as :func:`host_file` makes it; else they stand in the command.
+        job: to run.
+        mpi: implementation, whose options differ; Intel's MPI has MPICH's.
+        mpiexec: path of mpiexec.
+        hosts: file with the hosts, see :func:`host_file`; empty: they are listed in the command.
 
     Example:
-        >>> work = ClusterJob(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4)
-        >>> " ".join(mpiexec_command(work, "mpich")[:7])
+        >>> job = ClusterJob(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4)
+        >>> " ".join(mpiexec_command(job, "mpich")[:7])
         'mpiexec -n 8 -ppn 4 -hosts pc1,pc2'
     """
-    each, names, mpich = work.ranks_per_host, work.host_names, mpi == "mpich"
-    command = [mpiexec, "-n", str(work.ranks)]
+    each, names, mpich = job.ranks_per_host, job.host_names, mpi == "mpich"
+    command = [mpiexec, "-n", str(job.ranks)]
     command += ["-ppn", str(each)] if mpich else ["--map-by", f"ppr:{each}:node"]
     if hosts:
         command += ["-f" if mpich else "--hostfile", hosts]
@@ -109,23 +98,23 @@ def mpiexec_command(
         command += (
             ["-hosts", ",".join(names)] if mpich else ["--host", ",".join(f"{one}:{each}" for one in names)]
         )
-    if work.folder:
-        command += ["-wdir" if mpich else "--wdir", work.folder]
-    variables = {"MASTER_ADDR": work.first_host, "MASTER_PORT": str(work.port), **work.variables()}
+    if job.folder:
+        command += ["-wdir" if mpich else "--wdir", job.folder]
+    variables = {"MASTER_ADDR": job.first_host, "MASTER_PORT": str(job.port), **job.variables()}
     for name, value in variables.items():
         command += ["-genv", name, value] if mpich else ["-x", f"{name}={value}"]
-    return [*command, work.python, "-u", *work.program]
+    return [*command, job.python, "-u", *job.program]
 
 
-def host_file(work: ClusterJob, mpi: MpiImplementation) -> str:
-    """Return the text of a file of hosts and their ranks for mpiexec.
+def host_file(job: ClusterJob, mpi: MpiImplementation) -> str:
+    """Return the text of mpiexec's file of hosts and their ranks.
 
     Example:
         >>> host_file(ClusterJob(("train.py",), hosts=2, host_names=("pc1", "pc2"), ranks_per_host=4), "openmpi")
         'pc1 slots=4\\npc2 slots=4\\n'
     """
-    between = ":" if mpi == "mpich" else " slots="
-    return "".join(f"{host}{between}{work.ranks_per_host}\n" for host in work.host_names)
+    separator = ":" if mpi == "mpich" else " slots="
+    return "".join(f"{host}{separator}{job.ranks_per_host}\n" for host in job.host_names)
 
 
 def run_mpi(
@@ -135,14 +124,14 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> int:
-    """Run ``python *program`` as `ranks` processes of one MPI world, and return mpiexec's exit code.
+    """Run ``python *program`` as `ranks` processes of one MPI world, and return mpiexec's exit status.
 
-    All output comes to this terminal. The ranks end with this process, however it ends; on Ctrl-C too.
+    All output goes to this terminal. The ranks end with this process, however it ends, Ctrl-C included.
 
     Args:
         program: arguments to this Python, such as ``["-m", "my.module"]``.
-        ranks: how many processes, at least 1.
-        env: variables to set besides those of this process.
+        ranks: number of processes, at least 1.
+        env: variables to set in addition to those of this process.
         timeout: seconds until the run counts as hung; None: no limit.
 
     Raises:
@@ -150,22 +139,5 @@ def run_mpi(
         RankFailed: time was up; the ranks have been ended.
     """
     if ranks < 1:
-        raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="ask for 1 or more")
-    command = with_pdeathsig(mpi_command(ranks, program, need_mpi()))
-    variables = {"PYTHONUNBUFFERED": "1", **os.environ, **(env or {})}
-    deadline = None if timeout is None else time.monotonic() + timeout
-    with sigterm_raises():
-        child = ChildProcess(
-            subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, process_group=0)
-        )
-        try:
-            while (code := child.exit_code()) is None:
-                if deadline is not None and time.monotonic() > deadline:
-                    raise RankFailed(
-                        f"the ranks under mpiexec had not ended after {timeout:g} s",
-                        remedy="raise the time limit, or find out what they wait for",
-                    )
-                time.sleep(POLL_SECONDS)
-            return code
-        finally:
-            stop_processes([child])
+        raise UsageError(f"ranks={ranks}: a world has at least one rank", remedy="give 1 or more")
+    return run_commands({"": mpi_command(ranks, program, require_mpi())}, env=env, timeout=timeout)

@@ -1,12 +1,11 @@
-"""Slurm: the batch script of a job that goes on from its newest checkpoint whatever ends it (pure).
+"""Slurm: batch scripts for jobs that resume from their newest checkpoint, and following a submitted job.
 
-Slurm starts one ``paceline run`` on every host, and that the ranks: a rank that fails costs a second, not the job's
-place in the queue. The job itself is requeued when a host is lost, when it is preempted, and before its time is up;
-then the script runs again, and the program goes on from its newest checkpoint.
+Slurm starts one ``paceline run`` on every host, which starts the ranks: a failed rank costs a second, not the job's
+allocation. The job is requeued when a host is lost, when it is preempted, and before its time limit; then the script
+runs again, and the program resumes from its newest checkpoint.
 
-Slurm's queue: submit a batch script, ask for a job's state, follow what it writes until it has ended.
-
-Jobs are asked for by scontrol, which needs no accounting; it forgets a job some minutes after its end (MinJobAge).
+The state of a job is read with scontrol, which needs no accounting, but forgets a job some minutes after its end
+(MinJobAge).
 """
 
 from __future__ import annotations
@@ -21,25 +20,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
 
+from paceline._core.format import plural
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.targets.cluster_job import ClusterJob, run_command
 
-__all__ = ["JobState", "SlurmOptions", "batch_script", "need_slurm", "read_job", "submit_script", "watch_job"]
+__all__ = [
+    "JobState",
+    "SlurmOptions",
+    "batch_script",
+    "parse_job_state",
+    "require_slurm",
+    "submit_script",
+    "watch_job",
+]
 
 _FIRST_PORT, _PORTS = 20000, 20000
+_POLL_SECONDS = 1.0
+_ANSWER_SECONDS = 60.0  # a controller that restarts or is busy may take so long to answer
+_TRIES = 30
+_RETURN_SECONDS = 30.0  # within which a job whose node was lost is back in the queue, if it comes back
+_MAY_RETURN = {"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"}
+_OVER = _MAY_RETURN | {"CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a Slurm cluster wants to be told besides the work.
+    """What a Slurm cluster needs besides the job.
 
     Attributes:
-        partition, account: empty: Slurm's default.
+        partition: empty: Slurm's default.
+        account: empty: Slurm's default.
         options: further options of sbatch, such as ``"--constraint=ib"``.
-        warn: seconds before the time limit at which the job is requeued; only jobs with a time limit are.
+        warn: seconds before the time limit at which the job is requeued, if it has one.
 
     Raises:
-        UsageError: an option that is none.
+        UsageError: an option is invalid.
     """
 
     partition: str = ""
@@ -50,148 +65,117 @@ class SlurmOptions:
     def __post_init__(self) -> None:
         for option in (*self.options, self.partition, self.account):
             if not option.isprintable():
-                raise UsageError(f"{option!r} can't stand in a line of a batch script", remedy="leave it out")
+                raise UsageError(
+                    f"{option!r} is not possible in a batch script", remedy="use printable characters"
+                )
         for option in self.options:
             if not option.startswith("-"):
-                raise UsageError(f"{option!r} is no option of sbatch", remedy="write it as --name=value")
+                raise UsageError(f"{option!r} is not an option of sbatch", remedy="write it as --name=value")
         if self.warn < 1:
             raise UsageError(f"warn={self.warn}", remedy="give at least 1 second")
 
 
-def batch_script(work: ClusterJob, cluster: SlurmOptions | None = None) -> str:
+def batch_script(job: ClusterJob, cluster: SlurmOptions | None = None) -> str:
     """Return the text of a script for sbatch.
 
     Raises:
-        UsageError: a time limit that is over before the warning, or something that can't stand in such a script.
+        UsageError: the time limit ends before the warning, or a text is not possible in such a script.
 
     Example:
         >>> "#SBATCH --requeue" in batch_script(ClusterJob(("train.py",))).splitlines()
         True
     """
-    cluster = cluster or SlurmOptions()
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(work, cluster)), "", *_set_up(work)]
-    if work.seconds is not None:
+    options = _options(job, cluster or SlurmOptions())
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *_setup(job)]
+    if job.seconds is not None:
         lines += [
-            "# Time is nearly up: back into the queue; the program goes on from its newest checkpoint.",
+            "# Before the time limit: back into the queue; the program resumes from its newest checkpoint.",
             "trap 'scontrol requeue \"$SLURM_JOB_ID\"' USR1",
         ]
-    lines += _run(work)
+    words = [shlex.quote(word) for word in run_command(job, "-")]
+    if job.hosts > 1:
+        words[words.index("--rendezvous") + 1] = '"$first:$port"'  # our options precede the program's
+    srun = f"srun --ntasks-per-node=1 --cpus-per-task={job.cpus_per_host} --kill-on-bad-exit=1"
+    lines += [
+        f"{srun} {' '.join(words)} &",
+        "# A signal ends a wait, but not the process that is waited for.",
+        'wait "$!"; while kill -0 "$!" 2>/dev/null; do wait "$!"; done; wait "$!"; exit $?',
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _options(work: ClusterJob, cluster: SlurmOptions) -> list[str]:
+def _options(job: ClusterJob, cluster: SlurmOptions) -> list[str]:
     """Return the options of sbatch, each as one line of the script."""
     options = {
-        "job-name": work.name,
-        "nodes": str(work.hosts),
+        "job-name": job.name,
+        "nodes": str(job.hosts),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(work.cpus_per_host),
-        "gpus-per-node": str(work.gpus_per_host) if work.gpus_per_rank else "",
-        "mem": f"{math.ceil(work.memory / (1 << 20))}M" if work.memory else "",
-        "time": _minutes(work, cluster),
-        "signal": f"B:USR1@{cluster.warn}" if work.seconds is not None else "",
-        "partition": _quoted(cluster.partition),
-        "account": _quoted(cluster.account),
-        "output": _log(work),
+        "cpus-per-task": str(job.cpus_per_host),
+        "gpus-per-node": str(job.gpus_per_host) if job.gpus_per_rank else "",
+        "mem": f"{math.ceil(job.memory / (1 << 20))}M" if job.memory else "",
+        "time": _time_limit(job, cluster),
+        "signal": f"B:USR1@{cluster.warn}" if job.seconds is not None else "",
+        "partition": _quote(cluster.partition),
+        "account": _quote(cluster.account),
+        "output": _log_path(job),
     }
-    told = [f"--{name}={value}" for name, value in options.items() if value]
-    return [*told, "--open-mode=append", "--requeue", *cluster.options]
+    given = [f"--{name}={value}" for name, value in options.items() if value]
+    return [*given, "--open-mode=append", "--requeue", *cluster.options]
 
 
-def _log(work: ClusterJob) -> str:
-    """Return the path of the job's log, in which Slurm replaces what follows a %."""
-    if "\\" in work.folder:
+def _time_limit(job: ClusterJob, cluster: SlurmOptions) -> str:
+    if job.seconds is None:
+        return ""
+    if job.seconds <= cluster.warn:
         raise UsageError(
-            f"folder {work.folder!r}: Slurm replaces nothing in the path of a log that has a backslash",
+            f"a time limit of {job.seconds:g} s, and a warning {cluster.warn} s before it",
+            remedy="give the job more time, or warn it later",
+        )
+    minutes = math.ceil(job.seconds / 60)
+    return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def _log_path(job: ClusterJob) -> str:
+    """Return the path of the job's log, in which Slurm replaces patterns that start with %."""
+    if "\\" in job.folder:
+        raise UsageError(
+            f"folder {job.folder!r}: Slurm replaces no patterns in the path of a log that has a backslash",
             remedy="name a folder without one",
         )
-    folder = work.folder.replace("%", "%%") + "/" if work.folder else ""
-    return _quoted(f"{folder}{work.name}-%j.log")
+    folder = job.folder.replace("%", "%%") + "/" if job.folder else ""
+    return _quote(f"{folder}{job.name}-%j.log")
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return `text` as sbatch reads it in a line of a script: in quotes, with those in it escaped."""
     return "" if not text else '"{}"'.format(text.replace("\\", "\\\\").replace('"', '\\"'))
 
 
-def _minutes(work: ClusterJob, cluster: SlurmOptions) -> str:
-    if work.seconds is None:
-        return ""
-    if work.seconds <= cluster.warn:
-        raise UsageError(
-            f"a time limit of {work.seconds:g} s, and a warning {cluster.warn} s before it",
-            remedy="give the job more time, or warn it later",
-        )
-    minutes = math.ceil(work.seconds / 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:00"
-
-
-def _set_up(work: ClusterJob) -> list[str]:
+def _setup(job: ClusterJob) -> list[str]:
     lines = ["set -u"]
-    if work.folder:
-        lines.append(f"cd {shlex.quote(work.folder)} || exit 2")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in work.env.items()]
-    if work.hosts > 1:
-        port = f"{_FIRST_PORT} + SLURM_JOB_ID * 31 % {_PORTS}"
+    if job.folder:
+        lines.append(f"cd {shlex.quote(job.folder)} || exit 2")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
+    if job.hosts > 1:
         lines += [
-            "# The hosts meet on the first of them, at a port that other jobs hardly have.",
+            "# The rendezvous is on the first host, at a port that other jobs are unlikely to use.",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"port=$(( {port} ))",
+            f"port=$(( {_FIRST_PORT} + SLURM_JOB_ID * 31 % {_PORTS} ))",
         ]
     return lines
 
 
-def _run(work: ClusterJob) -> list[str]:
-    """Return the lines that run a command on every host, wait for all, and end as they did."""
-    words = [shlex.quote(word) for word in run_command(work, "-")]
-    if work.hosts > 1:
-        words[words.index("--rendezvous") + 1] = '"$first:$port"'  # our options come first
-    return [
-        f"srun --ntasks-per-node=1 --cpus-per-task={work.cpus_per_host} --kill-on-bad-exit=1 {' '.join(words)} &",
-        "# A signal ends a wait, but not what is waited for.",
-        'wait "$!"; while kill -0 "$!" 2>/dev/null; do wait "$!"; done; wait "$!"; exit $?',
-    ]
-
-
-_LOOK_SECONDS = 1.0
-
-
-_ASK_SECONDS = 60.0  # a controller that is restarted or busy may take so long to answer
-
-
-_TRIES = 30
-
-
-_RETURN_SECONDS = 30.0  # within which a job whose node was lost is back in the queue, if it comes back
-
-
-_MAY_RETURN = {"BOOT_FAIL", "NODE_FAIL", "PREEMPTED"}
-
-
-_OVER = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-}
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobState:
-    """What Slurm says of a job.
+    """State of a job as Slurm reports it.
 
     Attributes:
-        job: its number.
-        state: Slurm's word, such as PENDING, RUNNING or COMPLETED.
+        job: number of the job.
+        state: such as PENDING, RUNNING or COMPLETED.
         reason: why it waits or failed; ``None`` is Slurm's word for none.
         restarts: how often it was requeued.
         nodes: where it runs, as Slurm lists them; empty: nowhere.
-        exit_code: for a command that followed it to end with.
+        exit_code: for a command that follows the job.
     """
 
     job: int
@@ -203,27 +187,23 @@ class JobState:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended for good, as far as Slurm knows."""
+        """Whether it has ended, as far as Slurm knows."""
         return self.state in _OVER
 
     def __str__(self) -> str:
         where = f" on {self.nodes}" if self.nodes and not self.over else ""
         why = f" ({self.reason})" if self.reason not in ("", "None") and not where else ""
-        again = f", requeued {self.restarts} time{'s' * (self.restarts != 1)}" if self.restarts else ""
+        requeued = f", requeued {plural(self.restarts, 'time')}" if self.restarts else ""
         code = f", exit code {self.exit_code}" if self.over else ""
-        return f"job {self.job}: {self.state}{where}{why}{again}{code}"
+        return f"job {self.job}: {self.state}{where}{why}{requeued}{code}"
 
 
-def need_slurm() -> None:
-    """Refuse a machine without Slurm's commands.
-
-    Raises:
-        UsageError: sbatch or scontrol is not on the PATH.
-    """
+def require_slurm() -> None:
+    """Raise UsageError unless sbatch and scontrol are on the PATH."""
     absent = [name for name in ("sbatch", "scontrol") if which(name) is None]
     if absent:
         raise UsageError(
-            f"there is no {' and no '.join(absent)} on this machine",
+            f"no {' and no '.join(absent)} on this machine",
             remedy="write the script with --out FILE, and run `sbatch FILE` on a login node of the cluster",
         )
 
@@ -232,43 +212,44 @@ def submit_script(path: Path) -> int:
     """Submit the batch script at `path`, and return the job's number.
 
     Raises:
-        UsageError: Slurm is not here, or refused the script.
+        UsageError: Slurm is not installed, or refused the script.
     """
-    need_slurm()
-    told = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
-    number = told.stdout.strip().partition(";")[0]
-    if told.returncode or not number.isdecimal():
+    require_slurm()
+    done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    number = done.stdout.strip().partition(";")[0]
+    if done.returncode or not number.isdecimal():
         raise UsageError(
-            f"sbatch refused {path}: {told.stderr.strip() or told.stdout.strip()}",
-            remedy="change what it names, or pass what the cluster wants (--partition, --account, --option)",
+            f"sbatch refused {path}: {done.stderr.strip() or done.stdout.strip()}",
+            remedy="change what it names, or pass what the cluster requires (--partition, --account, --option)",
         )
     return int(number)
 
 
-def read_job(text: str) -> JobState:
-    """Return what ``scontrol show job --oneliner`` says (pure).
+def parse_job_state(text: str) -> JobState:
+    """Parse the output of ``scontrol show job --oneliner`` (pure).
 
     Example:
-        >>> read_job("JobId=7 JobName=a JobState=FAILED Reason=NonZeroExitCode Restarts=1 ExitCode=3:0").exit_code
+        >>> state = "JobId=7 JobName=a JobState=FAILED Reason=NonZeroExitCode Restarts=1 ExitCode=3:0"
+        >>> parse_job_state(state).exit_code
         3
     """
 
-    def told(name: str) -> str:
+    def value(name: str) -> str:
         found = re.search(rf"(?:^|\s){name}=(\S*)", text)
         return "" if found is None or found[1] == "(null)" else found[1]
 
-    state = told("JobState")
-    code, _, number = told("ExitCode").partition(":")
+    state = value("JobState")
+    code, _, number = value("ExitCode").partition(":")
     exit_code = int(code or 0) or (128 + int(number) if number and int(number) else 0)
     if not exit_code and state in _OVER - {"COMPLETED"}:
         exit_code = 1
     return JobState(
-        int(told("JobId") or 0),
-        state,
-        told("Reason"),
-        int(told("Restarts") or 0),
-        told("NodeList"),
-        exit_code,
+        job=int(value("JobId") or 0),
+        state=state,
+        reason=value("Reason"),
+        restarts=int(value("Restarts") or 0),
+        nodes=value("NodeList"),
+        exit_code=exit_code,
     )
 
 
@@ -276,50 +257,52 @@ def watch_job(job: int, log: Path, say: Callable[[str], None], show: Callable[[b
     """Follow a job until it has ended, and return its last state.
 
     Args:
-        job: its number.
-        log: the file that it writes; may come later.
-        say: told of every change of its state, in one line.
-        show: given what it writes, as it comes.
+        job: number of the job.
+        log: file that it writes; may appear later.
+        say: called with one line for every change of its state.
+        show: called with its output as it appears.
 
     Raises:
-        RankFailed: Slurm has not answered for minutes, or knows no such job.
+        RankFailed: Slurm has not answered for minutes, or does not know the job.
     """
     shown, at, left = "", 0, _RETURN_SECONDS
     while True:
-        state = _ask(job)
-        at = _copy(log, at, show)
+        state = _query(job)
+        at = _copy_new(log, at, show)
         if str(state) != shown:
             shown, left = str(state), _RETURN_SECONDS
             say(shown)
         if state.over and (state.state not in _MAY_RETURN or left <= 0):
-            _copy(log, at, show)
+            _copy_new(log, at, show)
             return state
-        time.sleep(_LOOK_SECONDS)
-        left -= _LOOK_SECONDS
+        time.sleep(_POLL_SECONDS)
+        left -= _POLL_SECONDS
 
 
-def _ask(job: int) -> JobState:
+def _query(job: int) -> JobState:
     command = ["scontrol", "show", "job", "--oneliner", str(job)]
-    told = None
+    why = f"no answer within {_ANSWER_SECONDS:g} s, {_TRIES} times"
     for _ in range(_TRIES):
         try:
-            told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_ASK_SECONDS)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_ANSWER_SECONDS
+            )
         except subprocess.TimeoutExpired:
             continue
-        if told.returncode == 0 and "JobState=" in told.stdout:
-            return read_job(told.stdout)
-        if "Invalid job id" in told.stderr:
+        if done.returncode == 0 and "JobState=" in done.stdout:
+            return parse_job_state(done.stdout)
+        why = done.stderr.strip()
+        if "Invalid job id" in why:
             break
-        time.sleep(_LOOK_SECONDS)
-    why = told.stderr.strip() if told else f"no answer within {_ASK_SECONDS:g} s, {_TRIES} times"
+        time.sleep(_POLL_SECONDS)
     raise RankFailed(
-        f"Slurm tells nothing of job {job}: {why}",
-        remedy=f"ask for it with `sacct -j {job}`; scontrol forgets jobs some minutes after their end",
+        f"Slurm reports nothing about job {job}: {why}",
+        remedy=f"query it with `sacct -j {job}`; scontrol forgets jobs some minutes after their end",
     )
 
 
-def _copy(log: Path, at: int, show: Callable[[bytes], None]) -> int:
-    """Show what was added to the file since byte `at`, and return where it ends now."""
+def _copy_new(log: Path, at: int, show: Callable[[bytes], None]) -> int:
+    """Show the content of a file from byte `at` on, and return its end."""
     try:
         with log.open("rb") as file:
             file.seek(at)

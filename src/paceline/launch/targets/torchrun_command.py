@@ -1,4 +1,4 @@
-"""torchrun on one host or several: the command that is started on each of them, the same everywhere (pure)."""
+"""torchrun: the command to start on every host, the same on each (pure)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from paceline.launch.targets.cluster_job import ClusterJob
 __all__ = ["torchrun_command", "torchrun_line", "torchrun_script"]
 
 
-def torchrun_command(work: ClusterJob) -> list[str]:
-    """Return torchrun's command for every host; they meet at the first one's port.
+def torchrun_command(job: ClusterJob) -> list[str]:
+    """Return the torchrun command for every host; the rendezvous is on the first one.
 
     Raises:
         UsageError: several hosts without names.
@@ -20,33 +20,29 @@ def torchrun_command(work: ClusterJob) -> list[str]:
         '--standalone --nproc-per-node=2'
     """
     options = ["--standalone"]
-    if work.hosts > 1:
-        fewest = f"{work.fewest_hosts}:" if work.fewest_hosts < work.hosts else ""
-        options = [f"--nnodes={fewest}{work.hosts}", "--rdzv-backend=c10d", f"--rdzv-id={work.name}"]
-        options.append(f"--rdzv-endpoint={_address(work)}")
-    options += [f"--nproc-per-node={work.ranks_per_host}", f"--max-restarts={work.max_restarts}"]
-    return [work.python, "-m", "torch.distributed.run", *options, *work.program]
+    if job.hosts > 1:
+        host = f"[{job.first_host}]" if ":" in job.first_host else job.first_host
+        fewest = f"{job.fewest_hosts}:" if job.fewest_hosts < job.hosts else ""
+        options = [f"--nnodes={fewest}{job.hosts}", "--rdzv-backend=c10d", f"--rdzv-id={job.name}"]
+        options.append(f"--rdzv-endpoint={host}:{job.port}")
+    options += [f"--nproc-per-node={job.ranks_per_host}", f"--max-restarts={job.max_restarts}"]
+    return [job.python, "-m", "torch.distributed.run", *options, *job.program]
 
 
-def torchrun_line(work: ClusterJob) -> str:
-    """Return the line for a shell on every host: folder, variables, command.
+def torchrun_line(job: ClusterJob) -> str:
+    """Return the shell line for every host: folder, variables, command.
 
-    The ranks' store is not the rendezvous' own, by which a host that comes back would wait in vain (torch 2.13).
+    The ranks get their own store: with the rendezvous' store, a host that rejoins would wait for ever (torch 2.13).
     """
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if work.hosts > 1 else {}
-    variables |= work.variables()
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if job.hosts > 1 else {}
+    variables |= job.variables()
     settings = [f"{name}={value}" for name, value in variables.items()]
-    line = f"exec {shlex.join(['env', *settings, *torchrun_command(work)])}"
-    return f"cd {shlex.quote(work.folder)} && {line}" if work.folder else line
+    line = f"exec {shlex.join(['env', *settings, *torchrun_command(job)])}"
+    return f"cd {shlex.quote(job.folder)} && {line}" if job.folder else line
 
 
-def torchrun_script(work: ClusterJob) -> str:
-    """Return the text of a shell script that is to be started on every host."""
-    where = f"on each of {', '.join(work.host_names)}" if work.host_names else "here"
-    told = f"# Start this {where}. Run again after whatever ended it, it goes on from the newest checkpoint."
-    return f"#!/bin/sh\n{told}\n{torchrun_line(work)}\n"
-
-
-def _address(work: ClusterJob) -> str:
-    host = work.first_host
-    return f"[{host}]:{work.port}" if ":" in host else f"{host}:{work.port}"
+def torchrun_script(job: ClusterJob) -> str:
+    """Return the text of a shell script to start on every host."""
+    where = f"on each of {', '.join(job.host_names)}" if job.host_names else "here"
+    comment = f"# Start this {where}. If it is started again, it resumes from the newest checkpoint."
+    return f"#!/bin/sh\n{comment}\n{torchrun_line(job)}\n"

@@ -1,11 +1,11 @@
-"""The network lab: hosts around a slow switch, on one machine.
+"""Network lab: hosts around a slow switch, emulated on one machine.
 
     with Lab(hosts=4, rate="200Mbit/s") as lab:
         lab.torchrun(["train.py"], ranks_per_host=2)
 
-Hosts are Linux namespaces, links are veth pairs that the kernel holds to a rate, so programs run unchanged and the
-times are those of a network as slow as asked. `star` and `plan` say what is made and how (pure), `inside`
-is what runs within a host, `place` holds one, `job` follows a command on several, `lab` is what a user has.
+Hosts are Linux namespaces, links are veth pairs whose rate the kernel limits, so programs run unchanged and take as
+long as on a network of that speed. `lab_network` returns the commands that build it (pure), `namespace_main` runs
+inside a host, `lab_host` owns one, `lab_job` follows a command on several, and `lab` is the interface.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A network of hosts on this machine, as long as a with-statement lasts: `Lab`."""
+"""Lab: a network of hosts emulated on this machine for the duration of a with-statement."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab_network, lab_requirements
 from paceline.testing.netlab.lab_host import LabHost
-from paceline.testing.netlab.lab_job import LabJob, LabProgram, LabResult, torchrun_command
+from paceline.testing.netlab.lab_job import LabJob, LabProgram, LabResult, lab_torchrun_command
 from paceline.testing.netlab.lab_network import (
     INTERFACE,
     InterfaceBytes,
-    address_of,
+    host_address,
+    host_name,
     hosts_file,
-    name_of,
+    parse_link_rate,
+    parse_traffic,
     plan_network,
-    read_rate,
-    read_traffic,
 )
-from paceline.testing.netlab.lab_requirements import check_program, is_python, search_path
+from paceline.testing.netlab.lab_requirements import check_lab_program, is_python, search_path
 
 __all__ = ["Lab"]
 
@@ -35,25 +35,25 @@ _FIRST_PORT, _PORTS = 29500, 1000
 
 
 class Lab:
-    """Hosts on this machine, each with a network, host name, process table and shared memory of its own.
+    """Emulated hosts, each with its own network, host name, process table and shared memory.
 
-    They are the points of a star: one link each, of limited rate, to a switch. They share this machine's disk and
-    cores. Everything is gone when the lab is closed or this process ends, whatever ends it.
+    Each has one link of limited rate to a switch (a star). They share this machine's disk and cores. Everything is
+    removed when the lab is closed or this process ends, even by SIGKILL.
 
     Args:
-        hosts: how many, 1 to 250; they are numbered from 0 and called host0, host1, …
-        rate: of every link in each direction, such as ``"1Gbit/s"``, or bytes per second; None: unlimited.
-        slow: the rates of those hosts whose link has another, by number of host.
-        delay: what a packet takes longer from host to host, such as ``"1ms"``; needs netem in the kernel.
+        hosts: number of hosts, 1 to 250; they are numbered from 0 and named host0, host1, …
+        rate: of every link per direction, such as ``"1Gbit/s"``, or bytes per second; None: unlimited.
+        slow: rates of links that differ from it, by host number.
+        delay: added to every packet from host to host, such as ``"1ms"``; needs netem in the kernel.
 
     Attributes:
-        hosts: how many there are.
+        hosts: number of hosts.
         rates: of each host's link, in bytes per second; None: unlimited.
         addresses: IP address of each host.
 
     Raises:
-        UsageError: a number, rate or delay that can't be, or this machine lacks what a lab needs.
-        HostFailed: a host could not be made.
+        UsageError: an invalid number, rate or delay, or this machine lacks a requirement.
+        HostFailed: a host could not be created.
 
     Example:
         >>> with Lab(hosts=2, rate="200Mbit/s", slow={1: "50Mbit/s"}) as lab:  # doctest: +SKIP
@@ -69,25 +69,25 @@ class Lab:
         slow: Mapping[int, str | float] | None = None,
         delay: str | float = 0.0,
     ) -> None:
-        asked = plan_network(hosts, rate, slow, delay)
-        lab_requirements.require(delay=asked.delay > 0)
-        self.hosts, self.rates = asked.hosts, list(asked.rates)
-        self.addresses = [address_of(host) for host in range(hosts)]
-        self._delay = asked.delay
+        network = plan_network(hosts, rate, slow, delay)
+        lab_requirements.require_lab(delay=network.delay > 0)
+        self.hosts, self.rates = network.hosts, list(network.rates)
+        self.addresses = [host_address(host) for host in range(hosts)]
+        self._delay = network.delay
         self._ports = count()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._jobs: list[LabJob] = []
-        self._places: dict[int, LabHost] = {}
+        self._nodes: dict[int, LabHost] = {}
         try:
-            for host in (lab_network.SWITCH, *range(hosts)):  # they start side by side
-                name = "switch" if host == lab_network.SWITCH else name_of(host)
-                self._places[host] = LabHost(name, hosts_file(hosts))
-            pids = {host: place.ready() for host, place in self._places.items()}
+            for host in (lab_network.SWITCH, *range(hosts)):  # they start concurrently
+                name = "switch" if host == lab_network.SWITCH else host_name(host)
+                self._nodes[host] = LabHost(name, hosts_file(hosts))
+            pids = {host: node.ready() for host, node in self._nodes.items()}
             ipv6 = Path("/proc/net/if_inet6").exists()
-            self._carry_out(lab_network.build(asked, [pids[host] for host in range(hosts)], ipv6=ipv6))
+            self._apply(lab_network.build_network(network, [pids[host] for host in range(hosts)], ipv6=ipv6))
             for host in range(hosts):
-                self._places[host].keep_order(INTERFACE, host)
-                self._places[lab_network.SWITCH].keep_order(lab_network.port_of(host), host)
+                self._nodes[host].receive_on_one_core(INTERFACE, host)
+                self._nodes[lab_network.SWITCH].receive_on_one_core(lab_network.switch_port(host), host)
         except BaseException:
             self.close()
             raise
@@ -101,13 +101,13 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        """Kill all processes of all hosts and remove the network; closing twice is closing once."""
-        while self._places:
-            self._places.popitem()[1].close()
+        """Kill all processes of all hosts and remove the network; further calls do nothing."""
+        while self._nodes:
+            self._nodes.popitem()[1].close()
         while self._processes:
             self._processes.pop().wait()
         while self._jobs:
-            self._jobs.pop().settle()
+            self._jobs.pop().close()
 
     def run(
         self,
@@ -119,15 +119,15 @@ class Lab:
         timeout: float | None = None,
         check: bool = True,
     ) -> list[LabResult]:
-        """Run a command on hosts, and return the results when it has ended on all of them.
+        """Run a command on hosts until it has ended on all of them, and return the results.
 
         Args:
             command: a Python script (its name ends with .py), ``-m`` and a module, or any program, then its arguments;
-                or a line for the shell.
+                or a shell command line.
             on: a host or several; None: all.
-            env: variables to set besides those of this process and GLOO_SOCKET_IFNAME.
-            cwd: folder to run in; None: the present one.
-            timeout: seconds until it counts as hung; None: no limit.
+            env: variables to set in addition to those of this process and GLOO_SOCKET_IFNAME.
+            cwd: folder to run in; None: the current one.
+            timeout: seconds after which it is ended; None: no limit.
             check: if it fails on a host, end it on the others and raise.
 
         Raises:
@@ -144,7 +144,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
     ) -> LabJob:
-        """Start a command on hosts and return at once; the arguments are those of :meth:`run`."""
+        """Start a command on hosts, and return at once; arguments as for :meth:`run`."""
         argv = ["sh", "-c", command] if isinstance(command, str) else list(command)
         chosen = self._chosen(on)
         folder, variables = self._checked(argv, env or {}, cwd)
@@ -163,15 +163,19 @@ class Lab:
         timeout: float | None = None,
         check: bool = True,
     ) -> list[LabResult]:
-        """Run a program as the ranks of one world on hosts, and return the results when all have ended.
+        """Run a program as the ranks of one world on hosts until all have ended, and return the results.
 
-        torchrun runs on every host: rank 0 is on the first one, and each host is a node. OMP_NUM_THREADS is 1
+        torchrun runs on every host: each host is a node, and rank 0 is on the first one. OMP_NUM_THREADS is 1
         unless set.
 
         Args:
             program: a Python script (its name ends with .py), ``-m`` and a module, or any command; then its arguments.
-            ranks_per_host: processes on each host.
-            on, env, cwd, timeout, check: as for :meth:`run`.
+            ranks_per_host: processes per host.
+            on: as for :meth:`run`.
+            env: as for :meth:`run`.
+            cwd: as for :meth:`run`.
+            timeout: as for :meth:`run`.
+            check: as for :meth:`run`.
 
         Raises:
             HostFailed: with `check`, a rank failed; or time was up.
@@ -189,13 +193,13 @@ class Lab:
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
     ) -> LabJob:
-        """Start a program as ranks and return at once; the arguments are those of :meth:`torchrun`."""
+        """Start a program as ranks, and return at once; arguments as for :meth:`torchrun`."""
         chosen = self._chosen(on)
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         folder, variables = self._checked(program, threads | dict(env or {}), cwd)
         port = _FIRST_PORT + next(self._ports) % _PORTS
         command_of_host = {
-            host: torchrun_command(
+            host: lab_torchrun_command(
                 program,
                 node=node,
                 nodes=len(chosen),
@@ -208,39 +212,39 @@ class Lab:
         return self._start(command_of_host, variables, folder)
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start a command on one host as `subprocess.Popen` does: for pipes, and files passed on.
+        """Start a command on one host as `subprocess.Popen` does, with pipes and passed files.
 
-        The process that is returned stands for the command: it ends as the command ends, and the command dies with it.
+        The returned process represents the command: it ends as the command does, and the command ends with it.
         """
         (host,) = self._chosen(host)
         options = {"env": self._environment({})} | options
-        process = self._places[host].popen(command, options.pop("cwd", None) or Path.cwd(), **options)
+        process = self._nodes[host].popen(command, options.pop("cwd", None) or Path.cwd(), **options)
         self._processes.append(process)
         return process
 
     def bytes(self, host: int) -> InterfaceBytes:
-        """Return what `host` has sent and received so far; the difference of two is what went between."""
+        """Return the bytes `host` has sent and received so far; two values can be subtracted."""
         (host,) = self._chosen(host)
-        return read_traffic(self._places[host].read("dev"))
+        return parse_traffic(self._nodes[host].read("dev"))
 
     def rate(self, host: int, rate: str | float | None) -> None:
         """Change the rate of a host's link, in both directions; None: unlimited."""
         (host,) = self._chosen(host)
-        self.rates[host] = None if rate is None else read_rate(rate)
-        self._carry_out(lab_network.change_rate(host, self.rates[host], self._delay))
+        self.rates[host] = None if rate is None else parse_link_rate(rate)
+        self._apply(lab_network.change_link_rate(host, self.rates[host], self._delay))
 
     def cut(self, host: int) -> None:
-        """Cut a host's link at the switch: packets are lost in both directions, as if the cable were pulled."""
+        """Cut a host's link at the switch: packets are lost in both directions, as if the cable were unplugged."""
         (host,) = self._chosen(host)
-        self._carry_out(lab_network.set_port(host, "down"))
+        self._apply(lab_network.set_link_state(host, "down"))
 
     def mend(self, host: int) -> None:
-        """Connect a host's link again."""
+        """Reconnect a host's link."""
         (host,) = self._chosen(host)
-        self._carry_out(lab_network.set_port(host, "up"))
+        self._apply(lab_network.set_link_state(host, "up"))
 
     def kill(self, host: int) -> None:
-        """Kill every process of a host at one instant (SIGKILL); the host stays and can run others."""
+        """Kill every process of a host at one instant (SIGKILL); the host remains and can run others."""
         self._signal(host, signal.SIGKILL)
 
     def stop(self, host: int) -> None:
@@ -248,39 +252,39 @@ class Lab:
         self._signal(host, signal.SIGSTOP)
 
     def resume(self, host: int) -> None:
-        """Let the processes of a stopped host go on."""
+        """Continue the processes of a stopped host."""
         self._signal(host, signal.SIGCONT)
 
     def _signal(self, host: int, number: int) -> None:
         (host,) = self._chosen(host)
-        self._places[host].signal_all(number)
+        self._nodes[host].signal_all(number)
 
-    def _carry_out(self, steps: Iterable[lab_network.NetworkCommand]) -> None:
-        for (host, tool), group in groupby(steps, lambda step: (step.host, step.tool)):
-            self._places[host].network(tool, [step.line for step in group])
+    def _apply(self, commands: Iterable[lab_network.NetworkCommand]) -> None:
+        for (host, tool), group in groupby(commands, lambda one: (one.host, one.tool)):
+            self._nodes[host].network(tool, [one.line for one in group])
 
     def _chosen(self, on: int | Iterable[int] | None) -> list[int]:
-        """Return the hosts that are meant, each once, in order."""
-        if not self._places:
+        """Return the selected hosts, each once, in order."""
+        if not self._nodes:
             raise UsageError("this lab is closed", remedy="use it inside its with-statement")
         chosen = range(self.hosts) if on is None else [on] if isinstance(on, int) else sorted(set(on))
         for host in chosen:
             if host not in range(self.hosts):
-                raise UsageError(f"there is no host {host!r}", remedy=f"valid: 0 to {self.hosts - 1}")
+                raise UsageError(f"no host {host!r}", remedy=f"valid: 0 to {self.hosts - 1}")
         if not chosen:
             raise UsageError(
-                "no host was named", remedy=f"name some of 0 to {self.hosts - 1}, or None for all"
+                "no host selected", remedy=f"name some of 0 to {self.hosts - 1}, or None for all"
             )
         return list(chosen)
 
     def _checked(
         self, program: Sequence[str], env: Mapping[str, str], cwd: str | Path | None
     ) -> tuple[Path, dict[str, str]]:
-        """Return where a program runs and with which variables, once it is clear that it can."""
+        """Return the folder and variables for a program; raise if it can't run."""
         folder, variables = Path(cwd or ".").absolute(), self._environment(env)
         if not folder.is_dir():
             raise UsageError(f"can't run in {folder}: no such folder", remedy="name one that exists")
-        check_program(program, folder, variables["PATH"])
+        check_lab_program(program, folder, variables["PATH"])
         return folder, variables
 
     def _start(
@@ -301,7 +305,7 @@ class Lab:
     def _start_one(
         self, host: int, command: Sequence[str], variables: Mapping[str, str], folder: Path
     ) -> LabProgram:
-        # A file takes whatever comes while a pipe has to be emptied; a nameless one leaves nothing behind.
+        # Unlike pipes, files need no reader; nameless ones leave nothing on disk.
         out, err = (tempfile.TemporaryFile("ab+") for _ in range(2))  # noqa: SIM115 — the program closes them
         process = self.popen(
             host, command, env=variables, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
@@ -309,7 +313,7 @@ class Lab:
         return LabProgram(host, process, out, err)
 
     def _environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a command: this Python and its scripts are found first."""
+        """Return the variables of a command; its PATH begins with this Python and its scripts."""
         network = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONUNBUFFERED": "1"}
         return {**os.environ, "PATH": search_path(), **network, **env}
 

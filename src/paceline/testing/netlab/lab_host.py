@@ -1,8 +1,8 @@
-"""A host or the switch of a lab, as the process that owns it sees it: held, changed, entered, ended.
+"""Host or switch of a lab, seen from the process that owns it: start, network set-up, programs, signals, end.
 
-[Note: packets in order] What is sent over a veth pair is taken in by the core that sends it. A sender that moves to
-another core would let packets overtake each other; TCP takes that for a loss and halves its rate. So one core takes
-in all that comes to a device (receive packet steering, rps_cpus), as a network card does with the packets of a flow.
+[Note: packets in order] Packets sent over a veth pair are received on the sender's core. A sender that moves to another
+core would let packets overtake each other; TCP takes that for a loss and halves its rate. So one core receives all
+packets of a device (receive packet steering, rps_cpus), as a network card does with the packets of a flow.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from paceline.testing.netlab.lab_requirements import tool_path
 __all__ = ["LabHost"]
 
 _END_SECONDS = 10.0
-_MASK_CORES = 32  # a mask of more is written in groups
+_MASK_CORES = 32  # masks of more cores are written in groups
 
 
 class LabHost:
-    """Namespaces that live as long as this object is not closed and this process lives.
+    """Namespaces of one host, until this object is closed or this process ends.
 
-    Starting takes place in the background: call `ready` before anything else.
+    They start in the background; the other methods wait until they are ready.
 
     Args:
-        name: host name there.
-        hosts: text of /etc/hosts there.
+        name: host name inside.
+        hosts: text of /etc/hosts inside.
     """
 
     def __init__(self, name: str, hosts: str) -> None:
@@ -45,33 +45,33 @@ class LabHost:
                 stdout=subprocess.PIPE,
                 pass_fds=[owner],
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C is for us
+                start_new_session=True,  # Ctrl-C is for this process
             )
         finally:
             os.close(owner)
         assert self._holder.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # ready() tells why
+        with contextlib.suppress(BrokenPipeError):  # ready() raises with the reason
             self._holder.stdin.write(hosts.encode() + b"\0")
 
     def ready(self) -> int:
-        """Wait until the namespaces are there, and return the id of process number 1 there.
+        """Wait until the namespaces are ready, and return the id of their process number 1, as seen from outside.
 
         Raises:
-            HostFailed: they can't be made.
+            HostFailed: they can't be created.
         """
         assert self._holder.stdout is not None
         if not self._pid:
             word, _, rest = self._holder.stdout.readline().decode().strip().partition(" ")
             if word != "ready":
-                raise HostFailed(f"{self.name} can't be made: {rest or 'its first process ended'}")
+                raise HostFailed(f"{self.name} can't be created: {rest or 'its first process ended'}")
             self._pid = int(rest)
         return self._pid
 
     def network(self, tool: str, lines: Sequence[str]) -> None:
-        """Have ``ip`` or ``tc`` do `lines` in this place's network.
+        """Run `lines` of ``ip`` or ``tc`` in this host's network namespace.
 
         Raises:
-            HostFailed: a line was refused; the message quotes it.
+            HostFailed: a line failed; the message contains the tool's error.
         """
         network = f"--net=/proc/{self.ready()}/ns/net"
         done = subprocess.run(
@@ -82,36 +82,36 @@ class LabHost:
             check=False,
         )
         if done.returncode:
-            said = " ".join(done.stderr.split())
+            stderr = " ".join(done.stderr.split())
             raise HostFailed(
-                f"{self.name}: {tool} -batch with {len(lines)} lines from {lines[0]!r} said: {said}"
+                f"{self.name}: {tool} -batch failed, with {len(lines)} lines from {lines[0]!r}: {stderr}"
             )
 
-    def keep_order(self, device: str, number: int) -> None:
-        """Have one core take in all that comes to a device, see [Note: packets in order].
+    def receive_on_one_core(self, device: str, number: int) -> None:
+        """Receive all packets of a device on one core, see [Note: packets in order].
 
         Args:
-            device: its name.
-            number: spreads devices over the cores.
+            device: name of the network device.
+            number: selects the core, to spread devices over the cores.
         """
         cores = [core for core in sorted(os.sched_getaffinity(0)) if core < _MASK_CORES] or [0]
-        inside = Path("/proc") / str(self.ready()) / "root"  # its files, as its first process sees them
+        inside = Path("/proc") / str(self.ready()) / "root"  # its files, as seen by its first process
         queues = inside / "sys/class/net" / device / "queues"
         with contextlib.suppress(OSError):
             for queue in queues.glob("rx-*/rps_cpus"):
                 queue.write_text(f"{1 << cores[number % len(cores)]:x}")
 
     def popen(self, command: Sequence[str], folder: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-        """Start `command` here in `folder`; `options` are those of `subprocess.Popen`."""
+        """Start `command` on this host in `folder`; `options` are those of `subprocess.Popen`."""
         entry = [*_script("enter"), str(self.ready()), str(folder)]
         process = subprocess.Popen([*entry, *command], start_new_session=True, **options)
         return cast("subprocess.Popen[bytes]", process)
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to all processes here but number 1, at one instant.
+        """Send a signal to all processes of this host except number 1, at one instant.
 
         Raises:
-            HostFailed: there is no such host any more.
+            HostFailed: the host has ended.
         """
         assert self._holder.stdin is not None
         assert self._holder.stdout is not None
@@ -120,14 +120,14 @@ class LabHost:
             self._holder.stdin.write(bytes([number]))
             if self._holder.stdout.read(1):
                 return
-        raise HostFailed(f"{self.name} is no more: its first process ended")
+        raise HostFailed(f"{self.name} has ended: its first process ended")
 
     def read(self, path: str) -> str:
-        """Return a file below /proc/net of this place."""
+        """Return a file below /proc/net of this host."""
         return Path(f"/proc/{self.ready()}/net/{path}").read_text()
 
     def close(self) -> None:
-        """End every process here and return when they are gone; the kernel then removes the network."""
+        """End every process of this host, and wait for their end; the kernel then removes the network."""
         assert self._holder.stdin is not None
         assert self._holder.stdout is not None
         self._holder.stdin.close()

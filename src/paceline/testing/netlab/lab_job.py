@@ -1,7 +1,4 @@
-"""A command that runs on hosts of a lab: its output, its end, what went wrong.
-
-torchrun on every host of a lab: the command line of each, and what it says when a rank fails (pure).
-"""
+"""Job on hosts of a lab: one process per host, with its output, exit code and failure; torchrun's command lines."""
 
 from __future__ import annotations
 
@@ -20,32 +17,36 @@ import psutil
 
 from paceline._core.process_exit import describe_exit
 from paceline.errors import HostFailed, UsageError
-from paceline.testing.netlab.lab_network import address_of, name_of
+from paceline.testing.netlab.lab_network import host_address, host_name
 from paceline.testing.netlab.lab_requirements import is_python
 
-__all__ = ["LabJob", "LabProgram", "LabResult", "is_failure_report", "torchrun_command", "without_report"]
+__all__ = [
+    "LabJob",
+    "LabProgram",
+    "LabResult",
+    "is_torchrun_failure",
+    "lab_torchrun_command",
+    "strip_torchrun_report",
+]
 
-_LOOK_SECONDS = 0.05  # how often a job is looked at
-
-
-_FOLLOW_SECONDS = 2.0  # how long others may take to fail of the same cause, to be told apart from the first
-
-
-_END_SECONDS = 5.0  # between asking a program to end and killing it
-
-
+_POLL_SECONDS = 0.05
+_TORCHRUN_POLL_SECONDS = 0.05  # interval at which torchrun checks its ranks; short, to find the first failure
+_FOLLOW_SECONDS = 2.0  # for other hosts to fail of the same cause
+_END_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _TAIL_LINES, _FOLLOWER_LINES = 40, 5  # a host has several ranks
+_TORCHRUN_REPORT = re.compile(r"E\d{4} .*torch/distributed/elastic/.*\] failed \(exitcode: ")
 
 
 @dataclass(frozen=True)
 class LabResult:
-    """What became of a command on one host.
+    """Result of a command on one host.
 
     Attributes:
         host: number of the host.
         code: exit code; −n: ended by signal n.
-        stdout, stderr: what it wrote.
-        seconds: how long it ran.
+        stdout: standard output.
+        stderr: error output.
+        seconds: running time.
     """
 
     host: int
@@ -56,30 +57,31 @@ class LabResult:
 
 
 class LabProgram:
-    """A job's process on one host.
+    """Process of a job on one host.
 
     Args:
         host: number of the host.
-        process: what was started there.
-        out, err: the files that it writes to; they are closed once it has ended and its result is taken.
+        process: on that host.
+        out: file with its standard output; closed when its result is taken.
+        err: file with its error output; closed as well.
     """
 
     def __init__(self, host: int, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
         self.host, self.process = host, process
         self._file_of_name = {"stdout": out, "stderr": err}
-        self._told = dict.fromkeys(self._file_of_name, 0)  # bytes that lines() has given
+        self._yielded = dict.fromkeys(self._file_of_name, 0)  # bytes that lines() has yielded
         self._started, self.ended = time.monotonic(), 0.0
         self._result: LabResult | None = None
 
     def code(self) -> int | None:
-        """Return the exit code, None while it runs."""
+        """Return the exit code; None while it runs."""
         code = self.process.poll()
         if code is not None and not self.ended:
             self.ended = time.monotonic()
         return code
 
     def result(self) -> LabResult:
-        """Return what became of it; call once it has ended."""
+        """Return the result; call once it has ended."""
         code = self.code()
         assert code is not None
         if self._result is None:
@@ -90,20 +92,20 @@ class LabProgram:
         return self._result
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines that were completed since the last call; all once it has ended, none after its result."""
+        """Yield the lines completed since the last call; all after its end, none after its result was taken."""
         over = self.code() is not None
         for name, file in self._file_of_name.items():
-            new = b"" if file.closed else _read(file, self._told[name])
+            new = b"" if file.closed else _read(file, self._yielded[name])
             whole = new if over else new[: new.rfind(b"\n") + 1]
-            self._told[name] += len(whole)
+            self._yielded[name] += len(whole)
             yield from whole.decode(errors="replace").splitlines()
 
-    def seen(self) -> bool:
-        """Return whether somebody has followed the lines."""
-        return any(self._told.values())
+    def was_followed(self) -> bool:
+        """Return whether any lines were taken from `lines`."""
+        return any(self._yielded.values())
 
     def signal(self, *numbers: int) -> None:
-        """Send signals to the program and all its descendants; one that has hardly started is killed."""
+        """Send signals to the program and all its descendants; kill it if it has not started them yet."""
         if self.code() is not None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -117,86 +119,86 @@ class LabProgram:
 
 
 class LabJob:
-    """A command that was started on one or several hosts; :meth:`Lab.start` makes it."""
+    """Command on one or several hosts, started by :meth:`Lab.start`."""
 
     def __init__(self, programs: Sequence[LabProgram]) -> None:
         self._programs = list(programs)
 
     def running(self) -> list[int]:
-        """Return the hosts on which it has not ended."""
+        """Return the hosts on which it is running."""
         return [one.host for one in self._programs if one.code() is None]
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield (host, line) for every line of output or error output that was completed since the last call."""
+        """Yield (host, line) for every line of output or error output completed since the last call."""
         for one in self._programs:
             for line in one.lines():
                 yield one.host, line
 
     def wait(
-        self, timeout: float | None = None, *, check: bool = True, look: Callable[[], object] | None = None
+        self, timeout: float | None = None, *, check: bool = True, on_poll: Callable[[], object] | None = None
     ) -> list[LabResult]:
-        """Return the results, in the order of hosts, when the command has ended on all of them.
+        """Wait until the command has ended on all hosts, and return the results, in the order of hosts.
 
         Args:
-            timeout: seconds from now until it counts as hung; it is ended then. None: no limit.
-            check: if it fails on a host, end it on the others and raise. False: let every host end by itself.
-            look: called about 20 times a second meanwhile, and once at the end.
+            timeout: seconds from now after which it is ended; None: no limit.
+            check: if it fails on a host, end it on the others and raise. False: wait for all hosts.
+            on_poll: called about 20 times a second meanwhile, and once at the end.
 
         Raises:
-            HostFailed: with `check`, it failed on a host; or time was up. The message ends with what it wrote last.
+            HostFailed: with `check`, it failed on a host; or time was up. The message ends with its last output.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.running() and not (check and self._failed()):
             if deadline is not None and time.monotonic() > deadline:
-                raise self._late(timeout or 0.0)
-            if look is not None:
-                look()
-            time.sleep(_LOOK_SECONDS)
+                raise self._timeout_error(timeout or 0.0)
+            if on_poll is not None:
+                on_poll()
+            time.sleep(_POLL_SECONDS)
         if check and self._failed():
-            raise self._failure(look)
-        if look is not None:
-            look()
+            raise self._failure_error(on_poll)
+        if on_poll is not None:
+            on_poll()
         return [one.result() for one in self._programs]
 
     def follow(self, tick: Callable[[], object], ticks: int | None = None) -> None:
-        """Wait until it ends, and show meanwhile what it writes; however that goes, no program is left.
+        """Wait until it ends, copying its output to standard error; end it on all hosts in any case.
 
         Args:
-            tick: called for each line ``tick``; all others go to standard error, behind their host's name.
-            ticks: how many come. What is written after the last (torchrun complains where another host's ends first)
-                is shown only if the job fails.
+            tick: called for each line ``tick``; all others are copied, prefixed with their host's name.
+            ticks: expected number of them. Output after the last (torchrun complains if another host's ends first) is
+                only shown if the job fails.
 
         Raises:
             HostFailed: it failed on a host.
         """
-        seen, late = 0, list[str]()
+        counted, late = 0, list[str]()
 
-        def look() -> None:
-            nonlocal seen
+        def on_poll() -> None:
+            nonlocal counted
             for host, line in self.lines():
                 if line == "tick":
-                    seen += 1
+                    counted += 1
                     tick()
-                elif ticks is None or seen < ticks:
-                    print(f"{name_of(host)} | {line}", file=sys.stderr)
+                elif ticks is None or counted < ticks:
+                    print(f"{host_name(host)} | {line}", file=sys.stderr)
                 else:
-                    late.append(f"{name_of(host)} | {line}\n")
+                    late.append(f"{host_name(host)} | {line}\n")
 
         try:
-            self.wait(look=look)
+            self.wait(on_poll=on_poll)
         except HostFailed:
             print(*late, sep="", end="", file=sys.stderr)
             raise
         finally:
             self.end()
 
-    def settle(self) -> None:
+    def close(self) -> None:
         """Keep the results of a job that has ended on all hosts, and close its files."""
         for one in self._programs:
             one.result()
 
     def end(self) -> None:
-        """End it where it still runs, with all its children: first asked, then killed."""
+        """End it on all hosts, with all its children: SIGTERM, later SIGKILL."""
         for one in self._programs:
             one.signal(signal.SIGTERM, signal.SIGCONT)
         deadline = time.monotonic() + _END_SECONDS
@@ -204,37 +206,37 @@ class LabJob:
             if time.monotonic() > deadline:
                 for one in self._programs:
                     one.signal(signal.SIGKILL)
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def _failed(self) -> list[LabProgram]:
         return [one for one in self._programs if one.code()]
 
-    def _failure(self, look: Callable[[], object] | None) -> HostFailed:
-        """End the job and return the error for the host that failed first, with those that followed."""
+    def _failure_error(self, on_poll: Callable[[], object] | None) -> HostFailed:
+        """End the job, and return the error for the host that failed first, with those that followed."""
         deadline = time.monotonic() + _FOLLOW_SECONDS
         while time.monotonic() < deadline and self.running():
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         first, *after = sorted(self._failed(), key=lambda one: one.ended)
         self.end()
-        if look is not None:
-            look()
-        names = ", ".join(f"{name_of(one.host)} ({_how(one)})" for one in after)
+        if on_poll is not None:
+            on_poll()
+        names = ", ".join(f"{host_name(one.host)} ({_how(one)})" for one in after)
         return HostFailed(
-            f"{name_of(first.host)} {_how(first)}{f'; after it {names}' if names else ''}"
+            f"{host_name(first.host)} {_how(first)}{f'; after it {names}' if names else ''}"
             + "".join(_tail(one, _FOLLOWER_LINES) for one in after)
             + _tail(first),
             host=first.host,
-            remedy="correct what its output says; on the other hosts it has been ended",
+            remedy="fix the cause in its output; it was ended on the other hosts",
         )
 
-    def _late(self, timeout: float) -> HostFailed:
-        still = [one for one in self._programs if one.code() is None]
+    def _timeout_error(self, timeout: float) -> HostFailed:
+        alive = [one for one in self._programs if one.code() is None]
         self.end()
         return HostFailed(
-            f"not finished within {timeout:g} s: still running on {', '.join(name_of(one.host) for one in still)}"
-            + "".join(_tail(one) for one in still),
-            host=still[0].host,
-            remedy="raise the time limit, or find out what it waits for",
+            f"not finished within {timeout:g} s: still running on {', '.join(host_name(one.host) for one in alive)}"
+            + "".join(_tail(one) for one in alive),
+            host=alive[0].host,
+            remedy="raise the time limit, or find out what it is waiting for",
         )
 
 
@@ -243,74 +245,65 @@ def _how(one: LabProgram) -> str:
 
 
 def _tail(one: LabProgram, most: int = _TAIL_LINES) -> str:
-    """Return the last lines that a program wrote, to be appended to a message, unless they were followed."""
-    if one.seen():
+    """Return the last lines of output, to be appended to a message, unless they were followed."""
+    if one.was_followed():
         return ""
     result = one.result()
     lines = result.stdout.rstrip().splitlines()[-most // 4 :]
-    lines += without_report(result.stderr).rstrip().splitlines()[-most:]
-    return "".join(f"\n  {name_of(one.host)} | {line}" for line in lines or ["(it wrote nothing)"])
+    lines += strip_torchrun_report(result.stderr).rstrip().splitlines()[-most:]
+    return "".join(f"\n  {host_name(one.host)} | {line}" for line in lines or ["(no output)"])
 
 
 def _read(file: IO[bytes], start: int = 0) -> bytes:
-    """Return what is in a file from byte `start`, without moving the place where the program writes."""
+    """Return the content of a file from byte `start`, without moving the position at which the program writes."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size - start, start)
 
 
-_WORKER_LOOK_SECONDS = (
-    0.05  # how often torchrun looks whether a rank has failed: who failed first shall be seen first
-)
-
-
-_REPORT = re.compile(r"E\d{4} .*torch/distributed/elastic/.*\] failed \(exitcode: ")
-
-
-def torchrun_command(
+def lab_torchrun_command(
     program: Sequence[str], *, node: int, nodes: int, ranks_per_host: int, master: int, port: int
 ) -> list[str]:
     """Return the command that runs `program` as the ranks of one host.
 
     Args:
         program: a Python script (its name ends with .py), ``-m`` and a module, or any command; then its arguments.
-        node: number of this host among those that take part.
-        nodes: how many take part.
-        ranks_per_host: processes on each.
-        master: the host of rank 0.
-        port: a free one there.
+        node: number of this host among the participating ones.
+        nodes: number of participating hosts.
+        ranks_per_host: processes per host.
+        master: host of rank 0.
+        port: a free port of that host.
 
     Raises:
         UsageError: fewer than one rank.
     """
     if ranks_per_host < 1:
         raise UsageError(
-            f"ranks_per_host={ranks_per_host}: at least 1", remedy="give how many processes a host runs"
+            f"ranks_per_host={ranks_per_host}: at least 1", remedy="give the number of processes per host"
         )
     options = {
         "--nnodes": nodes,
         "--node-rank": node,
         "--nproc-per-node": ranks_per_host,
-        "--master-addr": address_of(master),
+        "--master-addr": host_address(master),
         "--master-port": port,
-        "--monitor-interval": _WORKER_LOOK_SECONDS,
+        "--monitor-interval": _TORCHRUN_POLL_SECONDS,
     }
-    told = [f"{name}={value}" for name, value in options.items()]
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        *told,
+        *(f"{name}={value}" for name, value in options.items()),
         *([] if is_python(program) else ["--no-python"]),
         *program,
     ]
 
 
-def is_failure_report(line: str) -> bool:
-    """Return whether torchrun says with this line that a rank failed; forty lines of its own follow."""
-    return _REPORT.match(line) is not None
+def is_torchrun_failure(line: str) -> bool:
+    """Return whether torchrun reports with this line that a rank failed; forty more lines follow."""
+    return _TORCHRUN_REPORT.match(line) is not None
 
 
-def without_report(text: str) -> str:
-    """Return what ranks wrote, without what torchrun adds when one fails but the line that says so."""
+def strip_torchrun_report(text: str) -> str:
+    """Return the output of ranks, without torchrun's report of a failure except for its first line."""
     lines = text.splitlines()
-    end = next((number + 1 for number, line in enumerate(lines) if is_failure_report(line)), len(lines))
+    end = next((number + 1 for number, line in enumerate(lines) if is_torchrun_failure(line)), len(lines))
     return "\n".join(lines[:end])

@@ -1,20 +1,16 @@
-"""What a lab shall be: hosts in a star around one switch, each at the end of a link of its own (pure).
+"""Network of a lab as data: rates, names and addresses of hosts, and the commands that build and change it (pure).
 
-Bytes that a host of the lab has sent and received.
+The network is a star: every host has a veth pair to a switch. Its own end is eth0; the other one is port<k> of a bridge
+in the switch's namespace. All devices are created inside namespaces, so no name is visible outside, and labs are
+isolated from each other.
 
-The commands that build and change a lab's network, as data (pure).
-
-Every host has a veth pair: its own end is called eth0, the other one is port<k> of a bridge in the switch's
-namespace. All devices are made within those namespaces, so no name is ever seen outside and labs can't meet.
-
-Rates are kept by a token bucket (tbf) at both ends: the host's end shapes what it sends, the switch's end what it
+A token bucket (tbf) at both ends limits the rate: the host's end shapes what it sends, the switch's end what it
 receives.
 
-[Note: the bucket's size] What fits into the bucket passes at once after a pause, so a large one makes short messages
-too fast; a small one loses tokens whenever the kernel's timer is late, and then the link is slower than asked.
-1 ms of the rate keeps both errors small, on a busy machine too. The kernel cuts packets larger than the bucket into
-frames one by one (0.3 to 0.5 of a core at 200 Mbit/s, against 0.1), so the host is told to make none larger than half
-of it (gso_max_size).
+[Note: the bucket's size] After a pause, a full bucket passes at once, so a large one makes short messages too fast; a
+small one loses tokens whenever the kernel's timer is late, which makes the link slower than its rate. 1 ms of the rate
+keeps both errors small, also on a busy machine. The kernel segments packets larger than the bucket into single frames
+(0.3 to 0.5 of a core at 200 Mbit/s, against 0.1), so the host's packets are limited to half of it (gso_max_size).
 """
 
 from __future__ import annotations
@@ -35,30 +31,30 @@ __all__ = [
     "InterfaceBytes",
     "LabNetwork",
     "NetworkCommand",
-    "address_of",
-    "build",
+    "build_network",
     "burst_nbytes",
-    "change_rate",
+    "change_link_rate",
+    "host_address",
+    "host_name",
     "hosts_file",
-    "name_of",
     "packet_nbytes",
+    "parse_link_rate",
+    "parse_traffic",
     "plan_network",
-    "port_of",
-    "read_rate",
-    "read_traffic",
-    "set_port",
+    "set_link_state",
+    "switch_port",
 ]
 
-INTERFACE = "eth0"  # the link's end at the host
-
-
+INTERFACE = "eth0"  # the host's end of its link
 MAX_HOSTS = 250
+SWITCH = -1
 
-
-_NETWORK = "10.77.0."  # private (RFC 1918); no other network is reachable from within, so none can clash
-
-
-_SLOWEST = 1000.0  # bytes per second: below, one packet takes more than a second
+_NETWORK = "10.77.0."  # private (RFC 1918); no other network is reachable from inside, so it can't clash
+_MIN_RATE = 1000.0  # bytes per second: below, one packet takes more than a second
+_BURST_SECONDS = 1e-3
+_MIN_BURST = 4096  # more than two packets of 1500 bytes
+_MAX_PACKET = 65536  # the kernel's own limit
+_MAX_QUEUEING = "100ms"  # packets that would wait longer are dropped
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,8 @@ class LabNetwork:
     """Hosts around a switch.
 
     Attributes:
-        rates: of each host's link, in each direction, in bytes per second; None: unlimited.
-        delay: seconds that every packet takes longer from one host to another.
+        rates: of each host's link, per direction, in bytes per second; None: unlimited.
+        delay: seconds added to every packet from one host to another.
     """
 
     rates: tuple[float | None, ...]
@@ -75,7 +71,7 @@ class LabNetwork:
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(self.rates)
 
 
@@ -85,16 +81,16 @@ def plan_network(
     slow: Mapping[int, str | float] | None = None,
     delay: str | float = 0.0,
 ) -> LabNetwork:
-    """Return the star that is asked for.
+    """Return the network with these hosts and rates.
 
     Args:
-        hosts: how many, 1 to 250.
+        hosts: number of hosts, 1 to 250.
         rate: of every link, such as ``"1Gbit/s"`` or bytes per second; None: unlimited.
-        slow: the rates of those hosts whose link has another, by number of host.
-        delay: what a packet takes longer from host to host, such as ``"1ms"`` or seconds.
+        slow: rates of links that differ from it, by host number.
+        delay: added to every packet from host to host, such as ``"1ms"`` or seconds.
 
     Raises:
-        UsageError: a number of hosts, host, rate or delay that can't be.
+        UsageError: an invalid number of hosts, host, rate or delay.
 
     Example:
         >>> plan_network(3, "1Gbit/s", slow={2: "100Mbit/s"}).rates
@@ -102,177 +98,155 @@ def plan_network(
     """
     if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= MAX_HOSTS:
         raise UsageError(
-            f"hosts={hosts!r}: a lab has 1 to {MAX_HOSTS} hosts", remedy="give a whole number, such as 4"
+            f"hosts={hosts!r}: a lab has 1 to {MAX_HOSTS} hosts", remedy="give an integer, such as 4"
         )
-    rates = [None if rate is None else read_rate(rate)] * hosts
+    rates = [None if rate is None else parse_link_rate(rate)] * hosts
     for host, other in (slow or {}).items():
         if host not in range(hosts):
             raise UsageError(
                 f"slow names host {host!r}, but there are {hosts} hosts", remedy=f"valid: 0 to {hosts - 1}"
             )
-        rates[host] = read_rate(other)
+        rates[host] = parse_link_rate(other)
     seconds = parse_seconds(delay)
     if not 0 <= seconds <= 10:
-        raise UsageError(f"delay={delay!r} is no delay of a network", remedy="give 0 to 10 s, such as 1ms")
+        raise UsageError(f"delay={delay!r} is not a network delay", remedy="give 0 to 10 s, such as 1ms")
     return LabNetwork(tuple(rates), seconds)
 
 
-def read_rate(rate: str | float) -> float:
+def parse_link_rate(rate: str | float) -> float:
     """Return the rate of a link in bytes per second.
 
     Raises:
-        UsageError: `rate` is no rate, or too slow for packets.
+        UsageError: `rate` is invalid, or too slow for packets.
     """
     value = parse_rate(rate)
-    if not _SLOWEST <= value < math.inf:
+    if not _MIN_RATE <= value < math.inf:
         raise UsageError(
             f"rate={rate!r}: a link carries at least 8 kbit/s", remedy="give a rate such as 100Mbit/s"
         )
     return value
 
 
-def name_of(host: int) -> str:
+def host_name(host: int) -> str:
     """Return the host name of host number `host`."""
     return f"host{host}"
 
 
-def address_of(host: int) -> str:
+def host_address(host: int) -> str:
     """Return the IP address of host number `host`.
 
     Example:
-        >>> address_of(0), address_of(3)
+        >>> host_address(0), host_address(3)
         ('10.77.0.1', '10.77.0.4')
     """
     return f"{_NETWORK}{host + 1}"
 
 
 def hosts_file(hosts: int) -> str:
-    """Return the text of /etc/hosts, by which the hosts find each other.
+    """Return the text of /etc/hosts on every host.
 
-    The mapped addresses are those that a server for IPv6 sees its clients at; torch's store asks for their names.
+    The mapped addresses are those of clients as an IPv6 server sees them; torch's store looks up their names.
     """
     lines = ["127.0.0.1 localhost", "::1 localhost"]
     for host in range(hosts):
-        lines += [f"{address_of(host)} {name_of(host)}", f"::ffff:{address_of(host)} {name_of(host)}.lab"]
+        lines += [
+            f"{host_address(host)} {host_name(host)}",
+            f"::ffff:{host_address(host)} {host_name(host)}.lab",
+        ]
     return "\n".join(lines) + "\n"
 
 
-def read_traffic(table: str, interface: str = INTERFACE) -> InterfaceBytes:
+def parse_traffic(table: str, interface: str = INTERFACE) -> InterfaceBytes:
     """Return the counters of one interface from the text of /proc/net/dev."""
     found = read_interface_bytes(table)
     assert interface in found, f"no interface {interface} in\n{table}"
     return found[interface]
 
 
-SWITCH = -1
-
-
-_BURST_SECONDS = 1e-3
-
-
-_LEAST_BURST = 4096  # more than two packets of 1500 bytes
-
-
-_LARGEST_PACKET = 65536  # the kernel's own limit
-
-
-_QUEUE = "100ms"  # what waits longer is dropped
-
-
 @dataclass(frozen=True)
 class NetworkCommand:
-    """One line for ``ip -batch`` or ``tc -batch``, and the host in whose network it is said (−1: the switch)."""
+    """Line for ``ip -batch`` or ``tc -batch``, and the host in whose namespace it runs (−1: the switch)."""
 
     host: int
     tool: Literal["ip", "tc"]
     line: str
 
 
-def build(star: LabNetwork, pids: Sequence[int], *, ipv6: bool = True) -> list[NetworkCommand]:
-    """Return the steps that connect namespaces to a star.
+def build_network(network: LabNetwork, pids: Sequence[int], *, ipv6: bool = True) -> list[NetworkCommand]:
+    """Return the commands that connect namespaces to a star.
 
     Args:
-        star: what shall be.
-        pids: of a process in each host's network namespace.
-        ipv6: whether the kernel knows IPv6, and so has to be told not to use it.
+        network: to build.
+        pids: of one process in each host's network namespace.
+        ipv6: whether the kernel supports IPv6, which then has to be kept quiet.
     """
-    steps = [
-        NetworkCommand(
-            SWITCH, "ip", "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
-        ),
-        *_bring_up(SWITCH, "switch", ipv6),
-    ]
+    bridge = "link add name switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+    commands = [NetworkCommand(SWITCH, "ip", bridge), *_bring_up(SWITCH, "switch", ipv6)]
     for host, pid in enumerate(pids):
-        steps += [
-            NetworkCommand(
-                SWITCH, "ip", f"link add name {port_of(host)} type veth peer name {INTERFACE} netns {pid}"
-            ),
-            NetworkCommand(SWITCH, "ip", f"link set dev {port_of(host)} master switch"),
-            *_bring_up(SWITCH, port_of(host), ipv6),
+        port = switch_port(host)
+        commands += [
+            NetworkCommand(SWITCH, "ip", f"link add name {port} type veth peer name {INTERFACE} netns {pid}"),
+            NetworkCommand(SWITCH, "ip", f"link set dev {port} master switch"),
+            *_bring_up(SWITCH, port, ipv6),
         ]
-    for host in range(star.hosts):
-        steps += [
+    for host in range(network.hosts):
+        commands += [
             NetworkCommand(host, "ip", "link set dev lo up"),
             *_bring_up(host, INTERFACE, ipv6),
-            NetworkCommand(host, "ip", f"address add {address_of(host)}/24 dev {INTERFACE}"),
+            NetworkCommand(host, "ip", f"address add {host_address(host)}/24 dev {INTERFACE}"),
         ]
-    for host, rate in enumerate(star.rates):
-        if rate is not None or star.delay:
-            steps += change_rate(host, rate, star.delay)
-    return steps
+    for host, rate in enumerate(network.rates):
+        if rate is not None or network.delay:
+            commands += change_link_rate(host, rate, network.delay)
+    return commands
 
 
-def change_rate(host: int, rate: float | None, delay: float = 0.0) -> list[NetworkCommand]:
-    """Return the steps that give a host's link a rate (bytes per second; None: unlimited) and a delay (seconds).
+def change_link_rate(host: int, rate: float | None, delay: float = 0.0) -> list[NetworkCommand]:
+    """Return the commands that set the rate (bytes per second; None: unlimited) and delay (seconds) of a host's link.
 
-    The delay is added where the packet leaves the host, so that it counts once on the way to another host.
+    The delay is added where a packet leaves the host, so it counts once on the way to another host.
     """
-    steps = []
-    for place, device in ((host, INTERFACE), (SWITCH, port_of(host))):
-        steps += [
-            NetworkCommand(place, "tc", line)
-            for line in _queue(device, rate, delay if place == host else 0.0)
-        ]
-    packet = _LARGEST_PACKET if rate is None else packet_nbytes(rate)
-    return [NetworkCommand(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}"), *steps]
+    packet = _MAX_PACKET if rate is None else packet_nbytes(rate)
+    commands = [NetworkCommand(host, "ip", f"link set dev {INTERFACE} gso_max_size {packet}")]
+    for node, device in ((host, INTERFACE), (SWITCH, switch_port(host))):
+        lines = _queueing_disciplines(device, rate, delay if node == host else 0.0)
+        commands += [NetworkCommand(node, "tc", line) for line in lines]
+    return commands
 
 
-def set_port(host: int, state: Literal["up", "down"]) -> list[NetworkCommand]:
-    """Return the step that connects or cuts a host's link, at the switch."""
-    return [NetworkCommand(SWITCH, "ip", f"link set dev {port_of(host)} {state}")]
+def set_link_state(host: int, state: Literal["up", "down"]) -> list[NetworkCommand]:
+    """Return the command that connects or cuts a host's link, at the switch."""
+    return [NetworkCommand(SWITCH, "ip", f"link set dev {switch_port(host)} {state}")]
 
 
 def burst_nbytes(rate: float) -> int:
-    """Return the size of the token bucket for a rate in bytes per second, see [Note: the bucket's size]."""
-    return max(_LEAST_BURST, round(rate * _BURST_SECONDS))
+    """Return the token bucket's size for a rate in bytes per second, see [Note: the bucket's size]."""
+    return max(_MIN_BURST, round(rate * _BURST_SECONDS))
 
 
 def packet_nbytes(rate: float) -> int:
-    """Return the largest packet that a host hands to its link, before it is cut into frames."""
-    return min(_LARGEST_PACKET, burst_nbytes(rate) // 2)
+    """Return the size of the largest packet a host passes to its link, before segmentation into frames."""
+    return min(_MAX_PACKET, burst_nbytes(rate) // 2)
 
 
-def _bring_up(place: int, device: str, ipv6: bool) -> list[NetworkCommand]:
-    """Return the steps that put a device to use, without the address and the chatter that IPv6 gives it by itself."""
-    quiet = [NetworkCommand(place, "ip", f"link set dev {device} addrgenmode none")] if ipv6 else []
-    return [*quiet, NetworkCommand(place, "ip", f"link set dev {device} up")]
+def _bring_up(node: int, device: str, ipv6: bool) -> list[NetworkCommand]:
+    """Return the commands that bring up a device without an IPv6 address and its traffic."""
+    quiet = [NetworkCommand(node, "ip", f"link set dev {device} addrgenmode none")] if ipv6 else []
+    return [*quiet, NetworkCommand(node, "ip", f"link set dev {device} up")]
 
 
-def _queue(device: str, rate: float | None, delay: float) -> list[str]:
-    lines, parent = [], "root"
-    if rate is not None:
-        shape = f"rate {round(rate * 8)}bit burst {burst_nbytes(rate)} latency {_QUEUE}"
-        lines.append(f"qdisc replace dev {device} root handle 1: tbf {shape}")
-        parent = "parent 1:1"
+def _queueing_disciplines(device: str, rate: float | None, delay: float) -> list[str]:
+    if rate is None:
+        lines, parent = [f"qdisc replace dev {device} root pfifo_fast"], "root"
     else:
-        lines.append(f"qdisc replace dev {device} root pfifo_fast")
+        shape = f"rate {round(rate * 8)}bit burst {burst_nbytes(rate)} latency {_MAX_QUEUEING}"
+        lines, parent = [f"qdisc replace dev {device} root handle 1: tbf {shape}"], "parent 1:1"
     if delay:
-        lines.append(
-            f"qdisc replace dev {device} {parent} handle 10: netem delay {delay * 1e6:.0f}us limit 100000"
-        )
+        netem = f"netem delay {delay * 1e6:.0f}us limit 100000"
+        lines.append(f"qdisc replace dev {device} {parent} handle 10: {netem}")
     return lines
 
 
-def port_of(host: int) -> str:
+def switch_port(host: int) -> str:
     """Return the name of the switch's end of a host's link."""
     return f"port{host}"

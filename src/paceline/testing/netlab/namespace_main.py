@@ -1,20 +1,20 @@
-"""The inside of a lab's hosts, as a script that needs nothing but Python's own library.
+"""Program inside the namespaces of a lab's host; needs only Python's standard library.
 
-    python inside.py hold NAME OWNER_FD      be a host
-    python inside.py enter PID FOLDER PROGRAM ARGUMENT …      run a program on the host that PID holds
+    python namespace_main.py hold NAME OWNER_FD                     be a host
+    python namespace_main.py enter PID FOLDER PROGRAM ARGUMENT …    run a program on the host that PID holds
 
-*hold* makes namespaces of its own (network, host name, processes, mounts, shared memory) and a process in them that is
-number 1 there. When number 1 ends, the kernel ends every other process there and removes what nobody uses any more:
-namespaces, network devices, shared memory. Number 1 ends when its standard input is closed, and when the owner has
-ended (OWNER_FD is a pidfd of it), however that came about: so nothing can be left behind.
+*hold* creates namespaces (network, host name, processes, mounts, shared memory) and process number 1 in them. When
+number 1 ends, the kernel ends all other processes there and removes everything unused: namespaces, network devices,
+shared memory. Number 1 ends when its standard input is closed, and when the owner ends for any reason (OWNER_FD is a
+pidfd of it), so nothing can be left behind.
 
-It reads the text of /etc/hosts from standard input, up to a zero byte, and answers ``ready PID`` on standard output, or
-``failed`` and why. From then on every byte it reads is the number of a signal for all processes of the host at once,
-and is answered by the same byte.
+It reads the text of /etc/hosts from standard input, up to a zero byte, and replies on standard output with
+``ready PID``, or ``failed`` and the reason. Each further byte is the number of a signal to send to all processes of the
+host at once, and the reply is the same byte.
 
-*enter* is three processes: one outside, which the owner waits for; one inside, to which the program's orphans are
-given, so that all its descendants can be found; and the program. All end as the program does, and each with the
-one before it. nsenter(1) would not do: it stops itself when the program is stopped, and loses orphans.
+*enter* consists of three processes: one outside, for which the owner waits; one inside, which adopts the program's
+orphans, so that all its descendants can be found; and the program. All end as the program does, and each ends with its
+parent. nsenter(1) is no alternative: it stops itself when the program is stopped, and loses orphans.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def hold(name: str, owner: int) -> NoReturn:
-    """Be the host `name` until told to end, or until the process behind the pidfd `owner` has ended."""
+    """Be the host `name` until standard input is closed or the process of the pidfd `owner` has ended."""
     try:
         _call("unshare", _NEW_MOUNT | _NEW_UTS | _NEW_IPC | _NEW_PID | _NEW_NET)
     except OSError as error:
-        _answer(f"failed {error}")
+        _reply(f"failed {error}")
         os._exit(1)
-    _end_as(_in_child(lambda: _be_first(name, owner)))
+    _end_as(_in_child(lambda: _run_init(name, owner)))
 
 
 def enter(pid: str, folder: str, command: list[str]) -> NoReturn:
-    """Run `command` in `folder` on the host whose process number 1 is known here as `pid`, and end as it does."""
+    """Run `command` in `folder` on the host whose process number 1 is `pid` outside, and end as it does."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # they are for the program
+        signal.signal(number, signal.SIG_IGN)  # only the program receives them
     kinds = ("ipc", "uts", "net", "pid", "mnt")
-    spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]
-    for space in spaces:
-        _call("setns", space, 0)
+    namespaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]
+    for namespace in namespaces:
+        _call("setns", namespace, 0)
     os.chdir(folder)
-    _end_as(_in_child(lambda: _watch_over(command)))
+    _end_as(_in_child(lambda: _run_subreaper(command)))
 
 
-def _be_first(name: str, owner: int) -> NoReturn:
-    """Be process number 1 of a host."""
+def _run_init(name: str, owner: int) -> NoReturn:
+    """Run as process number 1 of a host."""
     try:
-        pid = os.readlink("/proc/self")  # as it is known outside: /proc is not yet our own
-        _furnish(name, _read_to_zero())
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans that end leave no trace
+        pid = os.readlink("/proc/self")  # as seen from outside: /proc is not mounted yet
+        _set_up(name, _read_to_zero())
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of orphans
     except OSError as error:
-        _answer(f"failed {error}")
+        _reply(f"failed {error}")
         os._exit(1)
-    _answer(f"ready {pid}")
+    _reply(f"ready {pid}")
     waiting = select.poll()
     waiting.register(0, select.POLLIN)
     waiting.register(owner, select.POLLIN)
@@ -86,13 +86,13 @@ def _be_first(name: str, owner: int) -> NoReturn:
         if not request:
             break
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, request[0])  # everyone here but number 1
+            os.kill(-1, request[0])  # all processes except this one
         os.write(1, request)
     os._exit(0)
 
 
-def _furnish(name: str, hosts: bytes) -> None:
-    """Give the host its name, its own process table, shared memory, list of hosts and way of TCP."""
+def _set_up(name: str, hosts: bytes) -> None:
+    """Set the host's name, process table, shared memory, /etc/hosts and TCP settings."""
     os.chdir("/")
     socket.sethostname(name)
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
@@ -101,29 +101,29 @@ def _furnish(name: str, hosts: bytes) -> None:
         Path("/proc/sys/net/ipv4", name).write_text(value)
     with contextlib.suppress(
         OSError
-    ):  # some containers don't let it; then see [Note: packets in order] in place.py
+    ):  # refused in some containers; see [Note: packets in order] in lab_host.py
         _mount("sysfs", "/sys", "sysfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
     _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
     known = Path("/dev/shm/hosts")
     known.write_bytes(hosts)
     _mount(str(known), "/etc/hosts", None, _MS_BIND)
-    known.unlink()  # what is mounted stays
+    known.unlink()  # the mount keeps it
 
 
-def _watch_over(command: list[str]) -> NoReturn:
-    """Run `command` and adopt what its descendants leave behind, until it ends."""
+def _run_subreaper(command: list[str]) -> NoReturn:
+    """Run `command` until it ends, and adopt the orphans of its descendants."""
     _call("prctl", _SET_CHILD_SUBREAPER, 1)
-    _end_as(_in_child(lambda: _become(command)))
+    _end_as(_in_child(lambda: _exec(command)))
 
 
-def _become(command: list[str]) -> NoReturn:
+def _exec(command: list[str]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)  # an ignored signal would stay ignored
     os.execvp(command[0], command)
 
 
 def _in_child(work: Callable[[], NoReturn]) -> int:
-    """Do `work` in a child that dies with this process, wait for it (and for adopted ones), return its status."""
+    """Run `work` in a child that dies with this process, wait for it (and adopted orphans), and return its status."""
     child = os.fork()
     if child == 0:
         try:
@@ -140,10 +140,10 @@ def _in_child(work: Callable[[], NoReturn]) -> int:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End this process as another one did: with the same exit code, or by the same signal."""
+    """End this process with a wait status: the same exit code, or by the same signal."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        _call("prctl", _SET_DUMPABLE, 0)  # the program has left its core file already
+        _call("prctl", _SET_DUMPABLE, 0)  # the program has already written its core file
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -160,7 +160,7 @@ def _read_to_zero() -> bytes:
     return text[:-1]
 
 
-def _answer(text: str) -> None:
+def _reply(text: str) -> None:
     os.write(1, f"{text}\n".encode())
 
 
@@ -170,7 +170,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str | N
 
 
 def _call(function: str, *arguments: object, what: str = "") -> None:
-    """Call a function of the C library; what it reports becomes an OSError."""
+    """Call a function of the C library; raise OSError if it fails."""
     if getattr(_libc, function)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what or function}: {os.strerror(number)}")

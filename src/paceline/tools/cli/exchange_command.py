@@ -24,13 +24,12 @@ from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonRowsOption
 from paceline.tools.result_files import check_writable
-from paceline.transport.envelope_faults import FAULTS, parse_fault
 from paceline.transport.message_frames import FRAME_NBYTES
-from paceline.transport.mpi_exchange.exchange_settings import SHAPES, ExchangeSettings, check_memory
+from paceline.transport.mpi_exchange.exchange_settings import EXCHANGE_SHAPES, ExchangeSettings, check_memory
 
 if TYPE_CHECKING:
-    from paceline.transport.mpi_exchange.exchange_measurement import Measured, Row
-    from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+    from paceline.transport.mpi_exchange.exchange_measurement import ExchangeMeasurement, RankMeasurement
+    from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
 
 __all__ = ["FOOTER", "exchange", "table"]
 
@@ -50,7 +49,7 @@ _BEHIND_SECONDS = 0.2  # that rank 0 is to end first, so that one message says w
 
 
 def exchange(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(SHAPES) + ".")],
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(EXCHANGE_SHAPES) + ".")],
     ranks: Annotated[
         int | None,
         typer.Option(help=f"Processes to start; under mpiexec, all of its own (default {_RANKS})."),
@@ -69,7 +68,8 @@ def exchange(
         FRAME_NBYTES
     ),
     inject: Annotated[
-        str | None, typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(FAULTS)}.")
+        str | None,
+        typer.Option(metavar="FAULT[@RANK]", help=f"Make a rank do wrong: {', '.join(ENVELOPE_FAULTS)}."),
     ] = None,
     json_file: JsonRowsOption = None,
 ) -> None:
@@ -83,14 +83,16 @@ def exchange(
     """
     from paceline.world.mpi_world import mpi_launcher_size
 
+    fault, faulty_rank = parse_envelope_fault(inject) if inject is not None else ("", 0)
     settings = ExchangeSettings(
         shape,
         _nbytes(nbytes, ints),
-        rounds,
-        parse_seconds(work),
-        parse_seconds(timeout),
-        parse_bytes(frame),
-        *(parse_fault(inject) if inject is not None else ("", 0)),
+        rounds=rounds,
+        work_seconds=parse_seconds(work),
+        timeout=parse_seconds(timeout),
+        frame_nbytes=parse_bytes(frame),
+        fault=fault,
+        faulty_rank=faulty_rank,
     )
     there = mpi_launcher_size(os.environ)
     if there is not None and ranks not in (None, there):
@@ -112,10 +114,10 @@ def _nbytes(nbytes: str | None, ints: float | None) -> int:
 
 
 def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> None:
-    from paceline.launch.targets.mpiexec_command import need_mpi, run_mpi
+    from paceline.launch.targets.mpiexec_command import require_mpi, run_mpi
     from paceline.world.machine_facts import available_nbytes
 
-    need_mpi()
+    require_mpi()
     if json_file is not None:
         check_writable(json_file, "--json")
     check_memory(settings.nbytes_of_rank(ranks), ranks, available_nbytes())
@@ -127,8 +129,8 @@ def _start(settings: ExchangeSettings, ranks: int, json_file: Path | None) -> No
 def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     """Be a rank: rank 0 shows how far it is, and what came of it."""
     from paceline.tools.bench.progress_bar import ProgressBar
-    from paceline.transport.mpi_exchange.exchange_measurement import measure, turns
-    from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
+    from paceline.transport.mpi_exchange.exchange_measurement import measure_exchange, tick_count
+    from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
     from paceline.world.machine_facts import available_nbytes
 
     carrier = MpiCarrier()
@@ -136,10 +138,10 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     try:
         if first and json_file is not None:
             check_writable(json_file, "--json")
-        check_memory(settings.nbytes_of_rank(carrier.size), carrier.ranks_here(), available_nbytes())
+        check_memory(settings.nbytes_of_rank(carrier.size), carrier.local_size(), available_nbytes())
         title = f"{settings.shape}, {carrier.size} ranks, {format_size(settings.nbytes)} each"
-        with ProgressBar(title, turns(settings), shown=first) as tick:
-            measured = measure(settings, carrier, tick)
+        with ProgressBar(title, tick_count(settings), shown=first) as tick:
+            measured = measure_exchange(settings, carrier, tick)
     except BaseException as error:  # a rank that is gone would leave the others waiting
         _end_all(carrier, error)
         raise
@@ -150,15 +152,15 @@ def _take_part(settings: ExchangeSettings, json_file: Path | None) -> None:
     _after_rank_0(carrier)
     if not measured.closed:
         carrier.abort(1)  # messages are under way for ever, so MPI can't be left in order
-    if measured.problems or not all(row.right for row in measured.rows):
+    if measured.problems or not all(row.correct for row in measured.rows):
         raise typer.Exit(1)
 
 
 def _after_rank_0(carrier: MpiCarrier) -> None:
     """Wait until rank 0 has printed and written all: mpiexec ends it when another one fails."""
-    from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, agree
+    from paceline.transport.mpi_exchange.round_reports import RoundReport, gather_reports
 
-    agree(carrier, ExchangeAgreement(carrier.rank), _WRITING_SECONDS)
+    gather_reports(carrier, RoundReport(carrier.rank), _WRITING_SECONDS)
     if carrier.rank > 0:
         time.sleep(_BEHIND_SECONDS)
 
@@ -174,7 +176,7 @@ def _end_all(carrier: MpiCarrier, error: BaseException) -> None:
     carrier.abort(2 if isinstance(error, UsageError) else 1)
 
 
-def _show(settings: ExchangeSettings, measured: Measured) -> None:
+def _show(settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
     """Print the table, and in red what was wrong."""
     from rich.console import Console
 
@@ -188,7 +190,7 @@ def _show(settings: ExchangeSettings, measured: Measured) -> None:
         console.print(f"WRONG: {problem}", style="bold red", markup=False)
 
 
-def _write(path: Path, settings: ExchangeSettings, measured: Measured) -> None:
+def _write(path: Path, settings: ExchangeSettings, measured: ExchangeMeasurement) -> None:
     from paceline.tools.result_files import machine_record, versions
 
     result = {
@@ -198,7 +200,7 @@ def _write(path: Path, settings: ExchangeSettings, measured: Measured) -> None:
         "machine": machine_record(),
         "versions": versions(["paceline", "mpi4py", "mpich", "numpy", "xxhash"]),
         "settings": asdict(settings) | {"ranks": len(measured.rows)},
-        "rows": [asdict(row) | {"right": row.right} for row in measured.rows],
+        "rows": [asdict(row) | {"right": row.correct} for row in measured.rows],
         "problems": [asdict(problem) for problem in measured.problems],
         "rounds": measured.rounds,
     }
@@ -213,7 +215,7 @@ FOOTER = (
 )
 
 
-def table(settings: ExchangeSettings, measured: Measured) -> Table:
+def table(settings: ExchangeSettings, measured: ExchangeMeasurement) -> Table:
     """Return the rows as a table; a rank that did not get what was sent to it is red."""
     size = format_size(measured.rows[0].nbytes)
     rounds = f"{measured.rounds} round{'s' * (measured.rounds > 1)}"
@@ -224,11 +226,11 @@ def table(settings: ExchangeSettings, measured: Measured) -> Table:
     for name in ("bytes", "told by senders", "received", "seconds", "rate", "overlap", "under way"):
         made.add_column(name, justify="right", no_wrap=True)
     for row in measured.rows:
-        made.add_row(*_cells(row), style="" if row.right else "bold red")
+        made.add_row(*_cells(row), style="" if row.correct else "bold red")
     return made
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: RankMeasurement) -> list[str]:
     return [
         str(row.rank),
         _ranks(row.sent_to),

@@ -100,7 +100,7 @@ class HubTable:
 
     def _refused(self) -> Counter[str]:
         exchange = self._exchange
-        return self._hub.refused + exchange.refused + exchange.turned_away
+        return self._hub.refused + exchange.refused + exchange.rejected
 
     def _picture(self) -> Group:
         hub = self._hub

@@ -65,13 +65,13 @@ def lab(
     Making the network needs root. It is gone afterwards, however this command ends.
     """
     from paceline.testing.netlab.lab import Lab
-    from paceline.testing.netlab.lab_requirements import check_program
+    from paceline.testing.netlab.lab_requirements import check_lab_program
     from paceline.testing.netlab.link_monitor import LinkMonitor
 
     if ranks < 0:
         raise UsageError(f"--ranks {ranks}: at least 0", remedy="0 runs the program once per host, by itself")
     limit = None if timeout is None else parse_seconds(timeout)
-    check_program(program)
+    check_lab_program(program)
     if json_file is not None:
         check_writable(json_file, "--json")
     with Lab(hosts, rate, slow=read_slow(slow or ()), delay=delay) as net:
@@ -148,7 +148,7 @@ def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Conso
     """Print what the hosts say as they say it, below it what passes over the links, until all have ended."""
     from rich.text import Text
 
-    from paceline.testing.netlab.lab_job import is_failure_report
+    from paceline.testing.netlab.lab_job import is_torchrun_failure
 
     over: set[int] = set()  # hosts where a rank failed: what follows is torchrun's own traceback
 
@@ -156,14 +156,14 @@ def _follow(job: LabJob, watch: LinkMonitor, limit: float | None, console: Conso
         for host, line in job.lines():
             if host not in over:
                 console.print(Text.assemble((f"host{host} | ", "cyan"), Text.from_ansi(line)))
-            if is_failure_report(line):
+            if is_torchrun_failure(line):
                 over.add(host)
-        if watch.look():
+        if watch.update():
             status.update(_progress(watch))
 
     with console.status(_progress(watch)) as status:
         try:
-            job.wait(limit, look=look)
+            job.wait(limit, on_poll=look)
         finally:
             job.end()
             look()

@@ -14,7 +14,7 @@ from paceline._core.units import parse_seconds
 from paceline.errors import RankFailed, UsageError
 from paceline.launch.agent.elastic_run import run_job, serve_rendezvous
 from paceline.launch.agent.job_spec import JobSpec, JobTimeouts
-from paceline.launch.agent.rendezvous_address import read_address
+from paceline.launch.agent.rendezvous_address import parse_rendezvous_address
 
 __all__ = [
     "GraceOption",
@@ -68,7 +68,7 @@ def run(
                 "--serve runs no script",
                 remedy="serve on one host, and run the script on others by --rendezvous",
             )
-        serve_rendezvous(read_address(serve))
+        serve_rendezvous(parse_rendezvous_address(serve))
         return
     if not script:
         raise UsageError("there is no script to run", remedy="for example: paceline run --ranks 2 train.py")
@@ -78,11 +78,11 @@ def run(
         ranks * hosts if min_ranks is None else min_ranks,
         hosts=hosts,
         max_restarts=max_restarts,
-        address=None if rendezvous is None else read_address(rendezvous),
+        address=None if rendezvous is None else parse_rendezvous_address(rendezvous),
         name=name,
         rejoin=rejoin,
         log_dir=log_dir,
-        patience=JobTimeouts(
+        timeouts=JobTimeouts(
             last_call=_seconds("--last-call", last_call),
             join=_seconds("--wait", wait),
             end=_seconds("--grace", grace),

@@ -16,7 +16,7 @@ from paceline.async_dp.hub.hub_rules import HubRules
 from paceline.async_dp.worker.selection_policy import SelectionPolicy
 from paceline.errors import UsageError
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope
 
 __all__ = ["AsyncPlan", "Churn", "Machine", "Schedule", "Spoil", "churned", "jittered", "paces"]
 

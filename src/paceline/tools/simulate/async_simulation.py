@@ -27,9 +27,9 @@ from paceline.tools.simulate.async_rows import Point
 from paceline.tools.simulate.async_settings import AsyncPlan, Churn, Machine
 from paceline.tools.simulate.learning_tasks import Task
 from paceline.tools.simulate.simulated_worker import Node
-from paceline.transport.envelope import Bytes
-from paceline.transport.transport_interface import HUB, Envelope
-from paceline.transport.virtual_time import Clock, Link, Network, VirtualExchange
+from paceline.transport.envelope import Bytes, Envelope
+from paceline.transport.transport_interface import HUB
+from paceline.transport.virtual_time import VirtualClock, VirtualExchange, VirtualLink, VirtualNetwork
 
 __all__ = ["AsyncPlan", "AsyncResult", "Churn", "Machine", "Point", "Simulation", "simulate"]
 
@@ -89,7 +89,7 @@ class Simulation:
 
     def __init__(self, plan: AsyncPlan, task: Task, tick: Callable[[Point], object]) -> None:
         self.plan, self.task, self._tick = plan, task, tick
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self._journal = _Journal(keep=any(each.worker < 0 for each in plan.churn))
         self._judge = task.learner(0, 1)
         self._initial_loss = self._judge.score()
@@ -97,10 +97,10 @@ class Simulation:
             self._judge.module, plan.cadence.fragments, Compression.of(plan.compression)
         )
         scale = 1.0 if plan.parameters is None else plan.parameters / self.layout.numel
-        self.network = Network(self.clock, plan.spoil, scale)
+        self.network = VirtualNetwork(self.clock, plan.spoil, scale)
         self._hub: Hub | None = None
         self._refused = Counter[str]()  # by hubs that were killed
-        self.hub_link = Link(plan.hub_up, plan.hub_down, plan.latency)
+        self.hub_link = VirtualLink(plan.hub_up, plan.hub_down, plan.latency)
         self._sequence = 0
         self._nodes = [Node(self, index) for index in range(len(plan.machines))]
         self._points: list[Point] = []
@@ -153,7 +153,7 @@ class Simulation:
         if now >= until or not any(node.alive and node.busy for node in self._nodes):
             self.clock.stop()
         else:
-            self.clock.at(now + _DRAIN_LOOK_SECONDS, self._drain, until)
+            self.clock.schedule(now + _DRAIN_LOOK_SECONDS, self._drain, until)
 
     def share_done(self, node: Node) -> float:
         """Return which share of the training a worker has done."""
@@ -169,9 +169,9 @@ class Simulation:
             if plan.begins(node.index):
                 node.start()
         for each in plan.churn:
-            self.clock.at(each.seconds, self._churn, each)
+            self.clock.schedule(each.seconds, self._churn, each)
         if plan.score_every:
-            self.clock.at(plan.score_every, self._look)
+            self.clock.schedule(plan.score_every, self._look)
         self.clock.run(plan.seconds)
         return self._result()
 
@@ -189,7 +189,7 @@ class Simulation:
     def _look(self) -> None:
         self._points.append(self._point())
         self._tick(self._points[-1])
-        self.clock.at(self.clock.now + self.plan.score_every, self._look)
+        self.clock.schedule(self.clock.now + self.plan.score_every, self._look)
 
     # ------------------------------------------------------------------ what comes out
 

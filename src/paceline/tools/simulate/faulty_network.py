@@ -10,8 +10,7 @@ from collections import Counter
 
 from paceline._core.keyed_random import derive_key
 from paceline.errors import EnvelopeError, UsageError
-from paceline.transport.envelope import decode, encode
-from paceline.transport.transport_interface import Envelope
+from paceline.transport.envelope import Envelope, decode, encode
 
 __all__ = ["Spoiling"]
 

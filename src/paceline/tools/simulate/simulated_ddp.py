@@ -21,7 +21,7 @@ from paceline.tools.plan.slow_network import BACKWARD_SHARE
 from paceline.tools.simulate.async_rows import Point
 from paceline.tools.simulate.async_settings import Machine, Schedule, jittered
 from paceline.tools.simulate.learning_tasks import Learner, Task
-from paceline.transport.virtual_time import OVERHEAD
+from paceline.transport.virtual_time import WIRE_OVERHEAD
 
 __all__ = ["LockstepPlan", "LockstepResult", "lockstep", "ring_seconds"]
 
@@ -126,8 +126,8 @@ class _Lockstep:
         self._params = [list(each.module.parameters()) for each in self._learners]
         numel = plan.parameters or sum(param.numel() for param in self._params[0])
         rate = min(min(each.up, each.down) for each in plan.machines)
-        self._comm_seconds = ring_seconds(workers, OVERHEAD * 4.0 * numel, rate, plan.latency)
-        self._nbytes_of_step = 2 * (workers - 1) / workers * OVERHEAD * 4.0 * numel
+        self._comm_seconds = ring_seconds(workers, WIRE_OVERHEAD * 4.0 * numel, rate, plan.latency)
+        self._nbytes_of_step = 2 * (workers - 1) / workers * WIRE_OVERHEAD * 4.0 * numel
         self._now = self._exposed = self._waited = 0.0
         self._points: list[Point] = []
         self._next_point = plan.score_every or math.inf

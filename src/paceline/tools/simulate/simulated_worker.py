@@ -21,8 +21,8 @@ from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.async_dp.worker.hub_session import HubSession
 from paceline.parallel.compression.compression_config import Compression
 from paceline.tools.simulate.async_settings import jittered
-from paceline.transport.transport_interface import Envelope
-from paceline.transport.virtual_time import Link, VirtualExchange
+from paceline.transport.envelope import Envelope
+from paceline.transport.virtual_time import VirtualExchange, VirtualLink
 
 if TYPE_CHECKING:
     from paceline.tools.simulate.async_simulation import Simulation
@@ -54,7 +54,7 @@ class Node:
         self._lr = machine.lr if machine.lr is not None else simulation.task.lr
         self._key = derive_key(plan.seed, self.number)
         self.made, self.alive = 0, False
-        self.link = Link(machine.up, machine.down, plan.latency)
+        self.link = VirtualLink(machine.up, machine.down, plan.latency)
         self._outbox = Outbox(None, self.number)
         self._life = 0
         self._past = Counter[str]()  # what was counted in lives that are over
@@ -116,7 +116,7 @@ class Node:
         """Begin to train, and to talk."""
         self.alive = True
         self._exchange = VirtualExchange(self.number, self._simulation.network, self.link, self._arrive)
-        self._clock.at(self._clock.now, self._pump, self._life)
+        self._clock.schedule(self._clock.now, self._pump, self._life)
         self._go_on()
 
     def stop(self) -> None:
@@ -145,7 +145,7 @@ class Node:
             if count > left:
                 count = left
         seconds = machine.step_seconds * count * jittered(machine.jitter, self._key, self.made)
-        self._clock.at(self._clock.now + seconds, self._computed, self._life, count)
+        self._clock.schedule(self._clock.now + seconds, self._computed, self._life, count)
 
     def _computed(self, life: int, count: int) -> None:
         """Compute the steps whose time has passed, and do what is due."""
@@ -193,7 +193,7 @@ class Node:
         if not alarms or when < alarms[-1]:
             when = max(when, now + _TICK)
             alarms.append(when)
-            self._clock.at(when, self._woken, self._life)
+            self._clock.schedule(when, self._woken, self._life)
 
     def _woken(self, life: int) -> None:
         if life != self._life or not self.alive:

@@ -37,7 +37,7 @@ def start(settings: Settings) -> None:
         UsageError: the data, the folder or the world do not fit the settings; nothing was started.
         RankFailed: a rank ended with an error, and more restarts were not asked for or of no use.
     """
-    fault_injection.read_environment()
+    fault_injection.arm_from_environment()
     place = read_environment(os.environ)
     if place.source == "arguments":
         _launch(settings)

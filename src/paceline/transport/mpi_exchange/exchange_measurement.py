@@ -1,56 +1,63 @@
-"""A rank's part in `paceline exchange`: the exchange alone, the work alone, both, round after round.
-
-How far work and an exchange go on at the same time (pure), and work to try it with.
-"""
+"""Measurement behind ``paceline exchange``: the exchange alone, the work alone, and both overlapped, per round."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 
+from paceline._core.json_codec import decode, encode
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings
-from paceline.transport.mpi_exchange.polled_agreement import Problem
-from paceline.transport.mpi_exchange.ring_and_all_to_all import AllToAll, MpiCarrier, Outcome, Ring
+from paceline.transport.mpi_exchange.message_carrier import MpiCarrier
+from paceline.transport.mpi_exchange.ring_and_all_to_all import (
+    AllToAllExchange,
+    ExchangeOutcome,
+    RingExchange,
+)
+from paceline.transport.mpi_exchange.round_reports import ExchangeProblem
 
-__all__ = ["Measured", "Row", "Slices", "measure", "overlap", "turns"]
+__all__ = [
+    "ExchangeMeasurement",
+    "RankMeasurement",
+    "SlicedWork",
+    "measure_exchange",
+    "overlap_share",
+    "tick_count",
+]
 
-_SLICE_NUMEL = 50_000  # some 0.3 ms of sines
+_SLICE_NUMEL = 50_000  # about 0.3 ms of sines
 
 
-def overlap(work_seconds: float, exchange_seconds: float, both_seconds: float) -> float | None:
-    """Return the part of the shorter of two times that is hidden behind the longer.
+def overlap_share(work_seconds: float, exchange_seconds: float, both_seconds: float) -> float | None:
+    """Return the share of the shorter time that is hidden behind the longer one.
 
-    1: both together take no longer than the longer one alone. 0: as long as one after the other. Below 0: they
-    hinder each other. None: one of them takes no time at all.
-
-        (work + exchange − both) ÷ min(work, exchange)
+    (work + exchange − both) ÷ min(work, exchange): 1 if both together take as long as the longer one alone, 0 if as
+    long as one after the other, negative if they slow each other down; None if one of them takes no time.
 
     Args:
-        work_seconds: the work alone.
-        exchange_seconds: the exchange alone.
-        both_seconds: the same work and the same exchange at the same time.
+        work_seconds: time of the work alone.
+        exchange_seconds: time of the exchange alone.
+        both_seconds: time of both, overlapped.
 
     Example:
-        >>> overlap(2.0, 1.0, 2.0), overlap(2.0, 1.0, 2.5), overlap(2.0, 1.0, 3.0)
+        >>> overlap_share(2.0, 1.0, 2.0), overlap_share(2.0, 1.0, 2.5), overlap_share(2.0, 1.0, 3.0)
         (1.0, 0.5, 0.0)
     """
     shorter = min(work_seconds, exchange_seconds)
     return (work_seconds + exchange_seconds - both_seconds) / shorter if shorter > 0 else None
 
 
-class Slices:
-    """A fixed amount of computing on one core, done slice by slice.
+class SlicedWork:
+    """Fixed amount of computation on one core, done in slices.
 
     Args:
-        seconds: about how long all of it takes alone; it is counted out when this is made, and then stays.
+        seconds: approximate time of all slices; their number is calibrated once, on construction.
 
     Attributes:
-        count: slices in all.
+        count: number of slices.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -61,42 +68,47 @@ class Slices:
             np.sin(self._numbers, out=self._out)
             self.count += 1
 
-    def again(self) -> Slices:
-        """Make all of it left to do, and return this."""
+    def restart(self) -> SlicedWork:
+        """Mark all slices as not done, and return self."""
         self._left = self.count
         return self
 
     def __call__(self) -> bool:
-        """Do a slice, if one is left; return whether one was."""
+        """Do a slice, if any is left; return whether one was."""
         if self._left == 0:
             return False
         self._left -= 1
         np.sin(self._numbers, out=self._out)
         return True
 
-    def alone(self) -> float:
-        """Do all of it and return the seconds that it took."""
-        self.again()
+    def run_alone(self) -> float:
+        """Do all slices and return the seconds they took."""
+        self.restart()
         started = time.perf_counter()
         while self():
             pass
         return time.perf_counter() - started
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one rank saw.
+@dataclass(frozen=True, kw_only=True)
+class RankMeasurement:
+    """Measurement of one rank; the fields are those of the JSON output.
 
     Attributes:
-        rank: which.
-        sent_to, received_from: ranks.
-        nbytes: sent in a round, and received.
-        sent_checksum: of what it sent last; told_checksum: what its sources told it of theirs;
-            received_checksum: of what it received. Hexadecimal; told and received are equal where all is well.
-        seconds: of a round without work, median; nbytes_per_second: `nbytes` in that time.
-        work_seconds: of the work alone, median; both_seconds: of a round with the work, median; None without work.
-        whole: every message that it last received was whole.
-        overlap: as `overlap` defines it; under_way: share of the work done while messages were under way.
+        rank: its number.
+        sent_to: target ranks.
+        received_from: source ranks.
+        nbytes: bytes sent, and received, per round.
+        sent_checksum: of the last sent messages, hexadecimal.
+        told_checksum: of the last received messages, as their senders computed it; hexadecimal.
+        received_checksum: of the last received messages; hexadecimal.
+        whole: whether the last received messages were whole.
+        seconds: median time of a round without work.
+        nbytes_per_second: `nbytes` divided by that time.
+        work_seconds: median time of the work alone; None without work.
+        both_seconds: median time of a round with work; None without work.
+        overlap: see `overlap_share`.
+        under_way: median share of the work done while messages were in flight.
     """
 
     rank: int
@@ -115,45 +127,47 @@ class Row:
     under_way: float | None
 
     @property
-    def right(self) -> bool:
-        """Whether what came is what was sent."""
+    def correct(self) -> bool:
+        """Whether the received data equals the sent data."""
         return self.whole and self.told_checksum == self.received_checksum
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What all ranks saw, the same on every rank.
+class ExchangeMeasurement:
+    """Measurements of all ranks, equal on every rank.
 
     Attributes:
         rows: by rank.
-        problems: what any rank found; the first round with one was the last.
-        rounds: how many were begun.
-        closed: whether all messages that were sent were also received; if not, MPI can't be left in order.
+        problems: errors of any rank; the first round with one is the last round.
+        rounds: number of rounds begun.
+        closed: whether all sent messages were received; if not, MPI can't be finalised.
     """
 
-    rows: tuple[Row, ...]
-    problems: tuple[Problem, ...]
+    rows: tuple[RankMeasurement, ...]
+    problems: tuple[ExchangeProblem, ...]
     rounds: int
     closed: bool
 
 
-def turns(settings: ExchangeSettings) -> int:
-    """Return how often `measure` ticks if all goes well."""
+def tick_count(settings: ExchangeSettings) -> int:
+    """Return how often `measure_exchange` ticks if there are no problems."""
     return settings.rounds * (3 if settings.work_seconds else 1)
 
 
-def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]) -> Measured:
-    """Exchange, and return what all ranks saw; every rank of the carrier has to call.
+def measure_exchange(
+    settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], None]
+) -> ExchangeMeasurement:
+    """Run and measure an exchange; a collective call.
 
     Args:
-        settings: the same on all ranks.
-        carrier: what carries the messages.
-        tick: called after each turn.
+        settings: equal on all ranks.
+        carrier: of the messages.
+        tick: called after each step of a round.
 
     Raises:
-        MissingEnvelope: some rank told nothing in time; it is named.
+        MissingEnvelope: a rank reported nothing in time; names it.
     """
-    kind = {"ring": Ring, "all-to-all": AllToAll}[settings.shape]
+    kind = {"ring": RingExchange, "all-to-all": AllToAllExchange}[settings.shape]
     exchange = kind(
         carrier,
         timeout=settings.timeout,
@@ -161,73 +175,73 @@ def measure(settings: ExchangeSettings, carrier: MpiCarrier, tick: Callable[[], 
         fault=settings.fault if carrier.rank == settings.faulty_rank else "",
     )
     nbytes = settings.nbytes_of_rank(carrier.size)
-    data, into = _numbers(nbytes, carrier.rank), np.zeros(nbytes, np.uint8)
-    slices = Slices(settings.work_seconds) if settings.work_seconds else None
-    alone: list[Outcome] = []
-    both: list[Outcome] = []
-    work: list[float] = []
+    data, into = _test_data(nbytes, carrier.rank), np.zeros(nbytes, np.uint8)
+    work = SlicedWork(settings.work_seconds) if settings.work_seconds else None
+    alone: list[ExchangeOutcome] = []
+    both: list[ExchangeOutcome] = []
+    work_seconds: list[float] = []
     for _ in range(settings.rounds):
-        exchange.meet()
+        exchange.all_gather()  # a barrier
         alone.append(exchange.exchange(data, into))
         tick()
-        if slices is not None and not alone[-1].problems:
-            exchange.meet()
-            work.append(slices.alone())
+        if work is not None and not alone[-1].problems:
+            exchange.all_gather()
+            work_seconds.append(work.run_alone())
             tick()
-            exchange.meet()
-            both.append(exchange.exchange(data, into, slices.again()))
+            exchange.all_gather()
+            both.append(exchange.exchange(data, into, work.restart()))
             tick()
         if (both or alone)[-1].problems or alone[-1].problems:
             break
     last = alone[-1] if alone[-1].problems or not both else both[-1]
-    row = _row(settings, carrier, nbytes, last, (alone, work, both), slices.count if slices else 0)
-    rows = tuple(_unpacked(each) for each in exchange.meet(asdict(row)))
-    return Measured(rows, last.problems, len(alone), last.closed)
+    shares = [each.overlapped_slices / work.count for each in both] if work and work.count else []
+    row = _measurement(
+        settings,
+        carrier,
+        last,
+        seconds=[each.seconds for each in alone],
+        work_seconds=work_seconds,
+        both_seconds=[each.seconds for each in both],
+        shares=shares,
+    )
+    rows = tuple(decode(each, RankMeasurement, "measurement") for each in exchange.all_gather(encode(row)))
+    return ExchangeMeasurement(rows, last.problems, len(alone), last.closed)
 
 
-def _numbers(nbytes: int, rank: int) -> np.ndarray:
-    """Return bytes of 32-bit numbers that are other ones on every rank."""
+def _test_data(nbytes: int, rank: int) -> np.ndarray:
+    """Return bytes that differ between ranks."""
     numbers = np.arange(-(-nbytes // 4), dtype=np.int32)
     numbers *= 2 * rank + 1
     return numbers.view(np.uint8)[:nbytes]
 
 
-def _row(
+def _measurement(
     settings: ExchangeSettings,
     carrier: MpiCarrier,
-    nbytes: int,
-    last: Outcome,
-    times: tuple[list[Outcome], list[float], list[Outcome]],
-    slices: int,
-) -> Row:
-    alone, work, both = times
-    rank, size = carrier.rank, carrier.size
-    ring = settings.shape == "ring"
-    seconds = median(each.seconds for each in alone)
-    work_seconds = median(work) if work else None
-    both_seconds = median(each.seconds for each in both) if both else None
-    return Row(
-        rank,
-        ((rank + 1) % size,) if ring else tuple(range(size)),
-        ((rank - 1) % size,) if ring else tuple(range(size)),
-        nbytes,
-        f"{last.sent_checksum:016x}",
-        f"{last.told_checksum:016x}",
-        f"{last.received_checksum:016x}",
-        last.whole,
-        seconds,
-        nbytes / seconds if seconds else 0.0,
-        work_seconds,
-        both_seconds,
-        None
-        if work_seconds is None or both_seconds is None
-        else overlap(work_seconds, seconds, both_seconds),
-        median(each.slices_under_way / slices for each in both) if both and slices else None,
+    last: ExchangeOutcome,
+    *,
+    seconds: list[float],
+    work_seconds: list[float],
+    both_seconds: list[float],
+    shares: list[float],
+) -> RankMeasurement:
+    rank, size, ring = carrier.rank, carrier.size, settings.shape == "ring"
+    nbytes, alone = settings.nbytes_of_rank(size), median(seconds)
+    work = median(work_seconds) if work_seconds else None
+    both = median(both_seconds) if both_seconds else None
+    return RankMeasurement(
+        rank=rank,
+        sent_to=((rank + 1) % size,) if ring else tuple(range(size)),
+        received_from=((rank - 1) % size,) if ring else tuple(range(size)),
+        nbytes=nbytes,
+        sent_checksum=f"{last.sent_checksum:016x}",
+        told_checksum=f"{last.expected_checksum:016x}",
+        received_checksum=f"{last.received_checksum:016x}",
+        whole=last.whole,
+        seconds=alone,
+        nbytes_per_second=nbytes / alone if alone else 0.0,
+        work_seconds=work,
+        both_seconds=both,
+        overlap=None if work is None or both is None else overlap_share(work, alone, both),
+        under_way=median(shares) if shares else None,
     )
-
-
-def _unpacked(facts: Mapping[str, Any]) -> Row:
-    values: dict[str, Any] = {**facts}
-    for name in ("sent_to", "received_from"):
-        values[name] = tuple(values[name])
-    return Row(**values)

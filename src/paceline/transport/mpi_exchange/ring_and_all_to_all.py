@@ -1,124 +1,70 @@
-"""Ring and all-to-all over MPI's non-blocking calls: Isend, Improbe, Irecv and Test, while work goes on.
+"""Ring and all-to-all exchanges over non-blocking MPI calls (Isend, Improbe, Irecv, Test) that overlap with work.
 
-    with a ring, every rank sends to the next one and receives from the one before it
-    with an all-to-all, every rank sends a piece to every rank, itself included
+    ring        every rank sends to the next one and receives from the previous one
+    all-to-all  every rank sends a piece to every rank, itself included
 
 Phases of an exchange:
 
-    1. cut into frames; send two at a time, probe for what comes, receive it in place, check it, do a slice of
-       work, look again … until every sender has closed
-    2. all ranks tell all others what they found, so that all know alike whether all went well
+    1. split into frames; send two at a time, probe, receive in place, check, do a slice of work, repeat until every
+       sender has closed
+    2. all ranks gather each other's reports, so that all agree on whether the exchange succeeded
 
 Example, under ``mpiexec -n 4``:
 
-    ring = Ring()
-    outcome = ring.exchange(numbers, into)                 # numpy arrays, or anything with bytes in a row
-    outcome.check()                                        # raises what any rank found
+    ring = RingExchange()
+    outcome = ring.exchange(numbers, into)                 # numpy arrays or other contiguous buffers
+    outcome.raise_for_problems()                           # raises what any rank found
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from paceline.errors import EnvelopeError, UsageError
-from paceline.transport.envelope import Bytes
+from paceline._core.backoff import Backoff
+from paceline.errors import EnvelopeError, MissingEnvelope, UsageError
 from paceline.transport.envelope_header import Header
-from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, frames_of, message_checksum
-from paceline.transport.mpi_exchange.incoming_messages import Incoming
-from paceline.transport.mpi_exchange.message_carrier import GIVEN_UP, Arrival, PendingSend, Tag
-from paceline.transport.mpi_exchange.outgoing_messages import Outgoing
-from paceline.transport.mpi_exchange.polled_agreement import ExchangeAgreement, Problem, agree
-from paceline.transport.mpi_exchange.progress_loop import Work, drive
-from paceline.world.mpi_world import load_mpi, unlink_mpich_shared_memory
+from paceline.transport.message_frames import FRAME_NBYTES, ReceiveLedger, message_checksum, split_frames
+from paceline.transport.mpi_exchange.incoming_messages import IncomingMessage
+from paceline.transport.mpi_exchange.message_carrier import ABANDONED_BUFFERS, MpiCarrier
+from paceline.transport.mpi_exchange.outgoing_messages import OutgoingMessage
+from paceline.transport.mpi_exchange.round_reports import ExchangeProblem, RoundReport, gather_reports
 
-__all__ = ["AllToAll", "MpiCarrier", "Outcome", "RankExchange", "Ring"]
+__all__ = ["AllToAllExchange", "ExchangeOutcome", "RankExchange", "RingExchange", "drive_exchange"]
 
-_PASSING_ON_SECONDS = 0.2
-
-
-class MpiCarrier:
-    """Carries messages over two communicators of its own: one for envelopes, one for verdicts.
-
-    Args:
-        comm: whose ranks they are; MPI's world if it is left out.
-    """
-
-    def __init__(self, comm: Any = None) -> None:
-        self._mpi = load_mpi()
-        given = self._mpi.COMM_WORLD if comm is None else comm
-        self._data, self._verdicts = given.Dup(), given.Dup()
-        if given.size == self._mpi.COMM_WORLD.size:
-            unlink_mpich_shared_memory(self._data)
-        self.rank: int = given.rank
-        self.size: int = given.size
-
-    def send(self, buffer: Bytes, target: int, tag: Tag) -> PendingSend:
-        """Start sending a buffer."""
-        comm = self._verdicts if tag == Tag.VERDICT else self._data
-        return comm.Isend([buffer, self._mpi.BYTE], target, tag)
-
-    def probe(self, source: int, tag: Tag | None = None) -> Arrival | None:
-        """Return the next message of a rank if it has come."""
-        status = self._mpi.Status()
-        comm = self._verdicts if tag == Tag.VERDICT else self._data
-        found = comm.Improbe(source, self._mpi.ANY_TAG if tag is None else tag, status)
-        if found is None:
-            return None
-        return Arrival(
-            status.Get_tag(),
-            status.Get_count(self._mpi.BYTE),
-            lambda buffer: found.Irecv([buffer, self._mpi.BYTE]),
-        )
-
-    def ranks_here(self) -> int:
-        """Return how many of the ranks share this host's memory; all ranks have to ask."""
-        here = self._data.Split_type(self._mpi.COMM_TYPE_SHARED)
-        try:
-            return here.size
-        finally:
-            here.Free()
-
-    def abort(self, code: int) -> None:
-        """End all ranks, once mpiexec has had time to pass on what was printed: it drops the rest."""
-        sys.stdout.flush()
-        time.sleep(_PASSING_ON_SECONDS)
-        self._mpi.COMM_WORLD.Abort(code)
+WorkSlice = Callable[[], bool]
+"""Does a slice of work, and returns whether any was left."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of an exchange, the same on every rank but for its own times.
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOutcome:
+    """Result of an exchange; times and checksums are this rank's, the rest is equal on all ranks.
 
     Attributes:
-        problems: what any rank found.
-        whole: whether this rank's messages may be used; else what they were received into is undefined.
-        closed: whether everything that was sent was received, on all ranks, so that another exchange may follow.
-        seconds: this rank's time from its start until all its messages and its work were through.
-        slices_under_way: slices of work done while messages were under way.
-        sent_checksum, received_checksum: over the messages of this rank, by rank of target or source.
-        told_checksum: over what the sources told of those that came.
+        problems: errors that any rank found.
+        whole: whether this rank's received messages are valid; if not, the receive buffers are undefined.
+        closed: whether all ranks received everything that was sent, so that another exchange can follow.
+        seconds: from the start until all messages and all work were done.
+        overlapped_slices: slices of work done while messages were in flight.
+        sent_checksum: over the sent messages, by target.
+        received_checksum: over the received messages, by source.
+        expected_checksum: over the same messages, as their senders computed it.
     """
 
-    problems: tuple[Problem, ...]
+    problems: tuple[ExchangeProblem, ...]
     whole: bool
     closed: bool
     seconds: float
-    slices_under_way: int
+    overlapped_slices: int
     sent_checksum: int
     received_checksum: int
-    told_checksum: int
+    expected_checksum: int
 
-    def check(self) -> None:
-        """Raise if any rank found anything wrong.
-
-        Raises:
-            EnvelopeError: the message is the first problem's.
-        """
+    def raise_for_problems(self) -> None:
+        """Raise EnvelopeError with the first problem, if any rank found one."""
         if self.problems:
             first = self.problems[0]
             more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
@@ -126,15 +72,14 @@ class Outcome:
 
 
 class RankExchange:
-    """Exchanges messages between ranks again and again; call everything on all ranks, in the same order.
+    """Repeated exchanges of messages between ranks; every method is collective, in the same order on all ranks.
 
     Args:
-        carrier: what carries them.
-        run: names this exchange, the same on all ranks; drawn if it is left out.
-        timeout: seconds in which nothing moves before that is an error.
-        frame_nbytes: long messages go in frames of so many bytes, the same on all ranks.
-        fault: one of `exchange.faults.FAULTS` for this rank to make, in its first message to
-            the next rank; for trying it out.
+        carrier: of the messages; None: MPI's world.
+        run: name of this exchange, equal on all ranks; drawn at random if empty.
+        timeout: seconds without progress after which an error is raised.
+        frame_nbytes: frame size, equal on all ranks.
+        fault: one of `ENVELOPE_FAULTS`, which this rank injects into its first message to the next rank, for tests.
     """
 
     def __init__(
@@ -148,142 +93,215 @@ class RankExchange:
     ) -> None:
         if not timeout > 0:
             raise UsageError(
-                f"timeout={timeout!r} is no time to wait", remedy="give seconds > 0, for example 60"
+                f"timeout={timeout!r} is not positive", remedy="give seconds > 0, for example 60"
             )
-        frames_of(0, frame_nbytes)
+        split_frames(0, frame_nbytes)
         self.carrier = carrier or MpiCarrier()
         self.timeout, self.frame_nbytes, self.fault = timeout, frame_nbytes, fault
         self._closed = True
         self._round, self._sequence_to = 0, dict.fromkeys(range(self.carrier.size), 0)
-        self._run = run or str(self.meet({"run": uuid4().hex})[0]["run"])
-        self.inbox = ReceiveLedger(self._run, self.carrier.rank, range(self.carrier.size))
+        self._run = run or str(self.all_gather({"run": uuid4().hex})[0]["run"])
+        self._ledger = ReceiveLedger(self._run, self.carrier.rank, range(self.carrier.size))
 
-    def meet(self, facts: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
-        """Return the facts that all ranks tell, by rank, once all have come.
+    def all_gather(self, facts: Mapping[str, Any] | None = None) -> list[Mapping[str, Any]]:
+        """Return the facts of all ranks, by rank.
 
         Raises:
-            MissingEnvelope: some rank did not come in time; it is named.
+            MissingEnvelope: a rank did not call in time; names it.
         """
-        mine = ExchangeAgreement(self.carrier.rank, facts=facts or {})
-        return [each.facts for each in agree(self.carrier, mine, self.timeout)]
+        mine = RoundReport(self.carrier.rank, facts=facts or {})
+        return [each.facts for each in gather_reports(self.carrier, mine, self.timeout)]
 
-    def exchange_pieces(
-        self, pieces: Mapping[int, Any], places: Mapping[int, Any], work: Work | None = None
-    ) -> Outcome:
-        """Send ``pieces[target]`` to each target and receive into ``places[source]`` from each source.
+    def exchange_buffers(
+        self, outgoing: Mapping[int, Any], incoming: Mapping[int, Any], work: WorkSlice | None = None
+    ) -> ExchangeOutcome:
+        """Send ``outgoing[target]`` to each target and receive into ``incoming[source]`` from each source.
 
         Args:
-            pieces, places: numpy arrays or anything whose bytes lie in a row; they must not overlap.
-            work: does a slice of work, and returns False once there is none left; called while messages move.
+            outgoing: contiguous buffers, such as numpy arrays, by target.
+            incoming: contiguous writable buffers by source, which must not overlap with others.
+            work: does a slice of work and returns False once none is left; called while messages move.
 
         Returns:
-            what came of it; it holds what went wrong, on whatever rank.
+            the outcome, including the problems found on any rank.
 
         Raises:
-            MissingEnvelope: some rank told nothing in time, so nobody knows what it found.
-            EnvelopeError: an earlier exchange was given up with messages under way.
-            UsageError: something has no bytes in a row, or can't be written.
-            Exception: what `work` raised; messages may be under way then.
+            MissingEnvelope: a rank reported nothing in time, so the outcome is unknown.
+            EnvelopeError: an earlier exchange left messages pending.
+            UsageError: a buffer is not contiguous or not writable.
+            Exception: raised by `work`; messages may be pending then.
         """
         if not self._closed:
             raise EnvelopeError(
-                "messages of an earlier exchange may still be under way, so no other can follow",
+                "messages of an earlier exchange may still be pending, so no other can follow",
                 remedy="end all ranks: carrier.abort(1)",
             )
         started = time.perf_counter()
-        neighbour, fault, self.fault = (self.carrier.rank + 1) % self.carrier.size, self.fault, ""
-        outgoing = [
-            self._outgoing(target, piece, fault if target == neighbour else "")
-            for target, piece in sorted(pieces.items())
+        next_rank, fault, self.fault = (self.carrier.rank + 1) % self.carrier.size, self.fault, ""
+        sends = [
+            self._send_message(target, buffer, fault if target == next_rank else "")
+            for target, buffer in sorted(outgoing.items())
         ]
-        incoming = [self._incoming(source, place) for source, place in sorted(places.items())]
+        receives = [self._receive_message(source, buffer) for source, buffer in sorted(incoming.items())]
         stuck: list[EnvelopeError] = []
-        under_way, self._closed = 0, False  # until all ranks tell that it is
+        overlapped, self._closed = 0, False  # until all ranks report that it is closed
         try:
-            under_way = drive(outgoing, incoming, self.timeout, work)
+            overlapped = drive_exchange(sends, receives, self.timeout, work)
         except EnvelopeError as error:
             stuck.append(error)
         finally:
-            if not all(each.done for each in (*outgoing, *incoming)):
-                GIVEN_UP.append((outgoing, incoming))
+            if not all(each.done for each in (*sends, *receives)):
+                ABANDONED_BUFFERS.append((sends, receives))
         seconds = time.perf_counter() - started
-        problems = [each for one in incoming for each in one.problems] + stuck
-        verdicts = self._agree(problems, closed=not stuck)
+        errors = [error for each in receives for error in each.problems] + stuck
+        reports = self._gather_reports(errors, closed=not stuck)
         self._round += 1
-        for each in outgoing:
+        for each in sends:
             self._sequence_to[each.target] = each.sequence
-        self._closed = all(one.facts["closed"] for one in verdicts)
-        return Outcome(
-            tuple(problem for one in verdicts for problem in one.problems),
-            not problems,
-            self._closed,
-            seconds,
-            under_way,
-            message_checksum(each.checksum for each in outgoing),
-            message_checksum(each.checksum for each in incoming),
-            message_checksum(each.told_checksum for each in incoming),
+        self._closed = all(report.facts["closed"] for report in reports)
+        return ExchangeOutcome(
+            problems=tuple(problem for report in reports for problem in report.problems),
+            whole=not errors,
+            closed=self._closed,
+            seconds=seconds,
+            overlapped_slices=overlapped,
+            sent_checksum=message_checksum(each.checksum for each in sends),
+            received_checksum=message_checksum(each.checksum for each in receives),
+            expected_checksum=message_checksum(each.expected_checksum for each in receives),
         )
 
-    def _agree(self, problems: Sequence[EnvelopeError], *, closed: bool) -> list[ExchangeAgreement]:
-        """Return what all ranks found; they may be as late here as their time-outs let them."""
+    def _gather_reports(self, errors: Sequence[EnvelopeError], *, closed: bool) -> list[RoundReport]:
+        """Gather what all ranks found; each may be late by its own time-out."""
         rank = self.carrier.rank
-        found = tuple(Problem.of(each, rank) for each in problems)
-        return agree(self.carrier, ExchangeAgreement(rank, found, {"closed": closed}), 2 * self.timeout + 5)
+        problems = tuple(ExchangeProblem.of(each, rank) for each in errors)
+        mine = RoundReport(rank, problems, {"closed": closed})
+        return gather_reports(self.carrier, mine, 2 * self.timeout + 5)
 
-    def _outgoing(self, target: int, piece: Any, fault: str) -> Outgoing:
+    def _send_message(self, target: int, buffer: Any, fault: str) -> OutgoingMessage:
         header = Header(
             self._run, "frame", self.carrier.rank, target, self._sequence_to[target], round=self._round
         )
-        return Outgoing(self.carrier, header, bytes_view(piece), self.frame_nbytes, fault)
+        return OutgoingMessage(self.carrier, header, bytes_view(buffer), self.frame_nbytes, fault)
 
-    def _incoming(self, source: int, place: Any) -> Incoming:
-        view = bytes_view(place)
+    def _receive_message(self, source: int, buffer: Any) -> IncomingMessage:
+        view = bytes_view(buffer)
         if view.readonly:
-            raise UsageError(
-                "what is received into can't be written", remedy="give a bytearray or a numpy array"
-            )
-        return Incoming(self.carrier, self.inbox, source, self._round, view, self.frame_nbytes)
-
-
-class Ring(RankExchange):
-    """Every rank sends to the next one and receives from the one before it."""
-
-    def exchange(self, data: Any, into: Any, work: Work | None = None) -> Outcome:
-        """Send `data` to the next rank and receive that of the rank before into `into`, of the same size."""
-        rank, size = self.carrier.rank, self.carrier.size
-        return self.exchange_pieces({(rank + 1) % size: data}, {(rank - 1) % size: into}, work)
-
-
-class AllToAll(RankExchange):
-    """Every rank sends a piece to every rank, itself included."""
-
-    def exchange(self, data: Any, into: Any, work: Work | None = None) -> Outcome:
-        """Send the r-th part of `data` to rank r and receive its part of every rank q's as q-th part of `into`.
-
-        Args:
-            data, into: of the same size on all ranks, a multiple of their number.
-            work: as for `exchange_pieces`.
-        """
-        size = self.carrier.size
-        return self.exchange_pieces(
-            dict(enumerate(parts(data, size))), dict(enumerate(parts(into, size))), work
+            raise UsageError("the receive buffer is read-only", remedy="give a bytearray or a numpy array")
+        return IncomingMessage(
+            self.carrier,
+            self._ledger,
+            source=source,
+            round=self._round,
+            place=view,
+            frame_nbytes=self.frame_nbytes,
         )
 
 
-def parts(data: Any, size: int) -> list[memoryview]:
-    """Return the bytes of `data` in `size` equal parts.
+class RingExchange(RankExchange):
+    """Every rank sends to the next one and receives from the previous one."""
+
+    def exchange(self, data: Any, into: Any, work: WorkSlice | None = None) -> ExchangeOutcome:
+        """Send `data` to the next rank, and receive the previous rank's into `into`, of the same size."""
+        rank, size = self.carrier.rank, self.carrier.size
+        return self.exchange_buffers({(rank + 1) % size: data}, {(rank - 1) % size: into}, work)
+
+
+class AllToAllExchange(RankExchange):
+    """Every rank sends a piece to every rank, itself included."""
+
+    def exchange(self, data: Any, into: Any, work: WorkSlice | None = None) -> ExchangeOutcome:
+        """Send the r-th part of `data` to rank r, and receive rank q's part as the q-th part of `into`.
+
+        Args:
+            data: of the same size on all ranks, a multiple of their number.
+            into: of the same size.
+            work: as for `exchange_buffers`.
+        """
+        size = self.carrier.size
+        return self.exchange_buffers(
+            dict(enumerate(equal_parts(data, size))), dict(enumerate(equal_parts(into, size))), work
+        )
+
+
+def drive_exchange(
+    outgoing: Sequence[OutgoingMessage],
+    incoming: Sequence[IncomingMessage],
+    timeout: float,
+    work: WorkSlice | None = None,
+) -> int:
+    """Advance messages and work until all are done.
+
+    Args:
+        outgoing: messages to send.
+        incoming: messages to receive.
+        timeout: seconds without progress after which an error is raised.
+        work: called between the steps, and afterwards until it returns False.
+
+    Returns:
+        number of slices of work done while messages were in flight.
 
     Raises:
-        UsageError: they are not so many times anything.
+        MissingEnvelope: no progress for `timeout` seconds; names the rank and the frame that is missing.
+    """
+    idle, progress_at, overlapped = Backoff(), time.monotonic(), 0
+    while not all(each.done for each in (*outgoing, *incoming)):
+        progress = False
+        for each in (*incoming, *outgoing):
+            progress = each.advance() or progress
+        if progress:
+            progress_at = time.monotonic()
+            idle.reset()
+        if work is not None:
+            if work():
+                overlapped += 1
+                continue
+            work = None
+        if not progress:
+            if time.monotonic() - progress_at > timeout:
+                raise _stuck(outgoing, incoming, timeout)
+            idle.wait()
+    while work is not None and work():
+        pass
+    return overlapped
+
+
+def _stuck(
+    outgoing: Sequence[OutgoingMessage], incoming: Sequence[IncomingMessage], timeout: float
+) -> MissingEnvelope:
+    """Return the error that names what was not received, or else what was not sent."""
+    missing = [each for each in incoming if not each.done]
+    pending = [each for each in outgoing if each.has_pending]
+    if missing:
+        source = missing[0].source
+        what = "; ".join(f"rank {each.source} did not send {each.next_missing}" for each in missing)
+    elif pending:
+        source = pending[0].target
+        what = "; ".join(
+            f"rank {each.target} did not receive everything before {each.next_frame}" for each in pending
+        )
+    else:
+        source, what = outgoing[0].source, "it stopped sending itself"
+    return MissingEnvelope(
+        f"no progress for {timeout:g} s: {what}",
+        source=source,
+        remedy="check whether that rank is still running; raise the time-out if it may be silent for so long",
+    )
+
+
+def equal_parts(data: Any, size: int) -> list[memoryview]:
+    """Split the bytes of `data` into `size` equal parts.
+
+    Raises:
+        UsageError: the size is not divisible.
 
     Example:
-        >>> [bytes(each) for each in parts(b"abcd", 2)]
+        >>> [bytes(each) for each in equal_parts(b"abcd", 2)]
         [b'ab', b'cd']
     """
     view = bytes_view(data)
     if view.nbytes % size:
         raise UsageError(
-            f"{view.nbytes} bytes can't be shared among {size} ranks alike",
+            f"{view.nbytes} bytes can't be split equally among {size} ranks",
             remedy=f"exchange a multiple of {size} bytes, for example {view.nbytes // size * size}",
         )
     step = view.nbytes // size
@@ -291,15 +309,15 @@ def parts(data: Any, size: int) -> list[memoryview]:
 
 
 def bytes_view(data: Any) -> memoryview:
-    """Return the bytes of anything whose bytes lie in a row; they are not copied.
+    """Return the bytes of a contiguous buffer without copying them.
 
     Raises:
-        UsageError: they don't lie in a row, or it has none.
+        UsageError: `data` has no buffer, or is not contiguous.
     """
     try:
         view = memoryview(data)
         return view.cast("B") if view.nbytes else memoryview(bytearray())
-    except (TypeError, ValueError) as error:  # ValueError: numpy's, of dtypes that have no buffer
+    except (TypeError, ValueError) as error:  # ValueError: numpy's, for dtypes without buffer protocol
         raise UsageError(
             f"a {type(data).__name__} can't be exchanged: {error}",
             remedy="give bytes or a contiguous numpy array",

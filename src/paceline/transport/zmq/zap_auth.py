@@ -1,6 +1,6 @@
-"""Who may come to a hub: answers libzmq, which asks for every handshake (ZAP, ZeroMQ RFC 27).
+"""ZAP handler (ZeroMQ RFC 27): decides for libzmq which workers may connect to a hub.
 
-It is asked while the hub polls: a hub that does something else for long lets nobody new in meanwhile.
+It answers while the hub polls: a busy hub admits no new workers meanwhile.
 """
 
 from __future__ import annotations
@@ -15,108 +15,108 @@ import zmq
 from zmq.utils import z85
 
 from paceline.errors import UsageError
-from paceline.transport.zmq.curve_keys import HubKeys, read_public
+from paceline.transport.zmq.curve_keys import HubKeys, read_public_key
 
 __all__ = ["ZapAuthenticator"]
 
 _DOMAIN = b"paceline"
 _ENDPOINT = "inproc://zeromq.zap.01"
-_ANSWERS_A_LOOK = 64
+_ANSWERS_PER_CALL = 64
 _REQUEST_PARTS = 7
 
-_Seen = dict[Path, tuple[int, int, int]]
+_Stamps = dict[Path, tuple[int, int, int]]
 
 
 class ZapAuthenticator:
-    """Admits the workers that are recorded, by their public keys; without keys everybody.
+    """Admits workers whose public keys are recorded; without keys, all.
 
     Args:
-        context: the hub's; there is one door in it.
-        keys: the hub's.
+        context: of the hub; it can have one authenticator.
+        keys: of the hub.
 
     Attributes:
-        turned_away: how many were not admitted, by why.
-        trouble: what is wrong with the records of workers, "" if nothing is; the others count.
+        rejected: number of rejected connections, by reason.
+        problem: description of a record that can't be read; empty: none. The other records are valid.
 
     Raises:
         UsageError: a record can't be read.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: HubKeys | None) -> None:
-        self.turned_away: Counter[str] = Counter()
-        self.trouble = ""
+        self.rejected: Counter[str] = Counter()
+        self.problem = ""
         self._keys = keys
-        self._seen: _Seen = {}
+        self._stamps: _Stamps = {}
         self._name_of: dict[str, str] = {}
-        self.read_again()
-        if self.trouble:
-            raise UsageError(self.trouble, remedy="remove that file, and make the worker's keys again")
+        self.reload()
+        if self.problem:
+            raise UsageError(self.problem, remedy="remove that file, and make the worker's keys again")
         self.socket = context.socket(zmq.REP)
         self.socket.bind(_ENDPOINT)
 
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Have every handshake of a socket that is not bound yet come to this door."""
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Require authentication for all connections of a socket that is not bound yet."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no door, no entry
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # reject all without an authenticator
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
 
-    def look(self) -> None:
-        """Answer who is asked for; never waits."""
-        for _ in range(_ANSWERS_A_LOOK):
+    def answer_requests(self) -> None:
+        """Answer pending requests; never blocks."""
+        for _ in range(_ANSWERS_PER_CALL):
             try:
                 request = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             version, number, *_ = (*request, b"", b"")
-            name = self._named(request)
-            told = [b"400", b"", b""] if name is None else [b"200", b"", name.encode()]
-            self.socket.send_multipart([version, number, *told, b""])
+            name = self._admitted_name(request)
+            status = [b"400", b"", b""] if name is None else [b"200", b"", name.encode()]
+            self.socket.send_multipart([version, number, *status, b""])
 
-    def read_again(self) -> None:
-        """Read who is admitted if any record has changed."""
+    def reload(self) -> None:
+        """Read the recorded public keys if any file has changed."""
         if self._keys is None:
             return
         try:
-            seen = _stamps(self._keys.workers)
+            stamps = _file_stamps(self._keys.workers)
         except OSError as error:
-            self.trouble = f"{self._keys.workers} can't be read, so nobody is added: {error.strerror}"
+            self.problem = f"{self._keys.workers} can't be read, so no worker is added: {error.strerror}"
             return
-        if seen == self._seen:
+        if stamps == self._stamps:
             return
-        self._seen, self._name_of, self.trouble = seen, {}, ""
-        for path in sorted(seen):
+        self._stamps, self._name_of, self.problem = stamps, {}, ""
+        for path in sorted(stamps):
             try:
-                name, public = read_public(path)
+                name, public = read_public_key(path)
             except UsageError as error:
-                self.trouble = str(error).partition("\n")[0]
+                self.problem = str(error).partition("\n")[0]
             else:
                 self._name_of[public] = name
 
     def close(self) -> None:
-        """Close the door: nobody comes in any more."""
+        """Stop answering: no further worker can connect."""
         self.socket.close(0)
 
-    def _named(self, request: list[bytes]) -> str | None:
-        """Return the name of the worker that asks to come in, None: it may not."""
+    def _admitted_name(self, request: list[bytes]) -> str | None:
+        """Return the name of the worker that wants to connect, None to reject it."""
         if self._keys is None:
             return ""
-        self.read_again()
+        self.reload()
         mechanism, key = request[5:_REQUEST_PARTS] if len(request) == _REQUEST_PARTS else (b"", b"")
         name = self._name_of.get(z85.encode(key).decode()) if mechanism == b"CURVE" else None
         if name is None:
-            self.turned_away["an unknown key"] += 1
+            self.rejected["unknown key"] += 1
         return name
 
 
-def _stamps(folder: Path) -> _Seen:
-    """Return what tells whether a record has changed."""
-    seen: _Seen = {}
+def _file_stamps(folder: Path) -> _Stamps:
+    """Return inode, modification time and size of every record."""
+    stamps: _Stamps = {}
     with os.scandir(folder) as entries:
         for each in entries:
             if each.name.endswith(".pub"):
-                with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                with contextlib.suppress(FileNotFoundError):  # just removed
                     stat = each.stat()
-                    seen[Path(each.path)] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-    return seen
+                    stamps[Path(each.path)] = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+    return stamps

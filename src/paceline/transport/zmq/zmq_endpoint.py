@@ -1,4 +1,4 @@
-"""What hub and worker have in common: envelopes go out sealed, and come in checked or counted."""
+"""Common part of hub and worker over ZeroMQ: checksums on send, verification and counting on receipt."""
 
 from __future__ import annotations
 
@@ -11,132 +11,136 @@ from typing import Any
 import zmq
 
 from paceline.errors import EnvelopeError
-from paceline.transport.envelope import Bytes, encode_sealed, seal
-from paceline.transport.envelope_check import PARTS, check_place, open_parts
-from paceline.transport.transport_interface import Envelope, payload_to_send
+from paceline.transport.envelope import (
+    ENVELOPE_PARTS,
+    Bytes,
+    Envelope,
+    add_checksum,
+    check_route,
+    decode_parts,
+    encode_checksummed,
+)
+from paceline.transport.transport_interface import payload_to_send
 from paceline.transport.zmq.zmq_socket import SocketSettings, WakeupFd, ZmqSocket
 
 __all__ = ["ZmqEndpoint"]
 
-_MESSAGES_A_POLL, _NBYTES_A_POLL = 64, 16 << 20
+_MESSAGES_PER_POLL, _NBYTES_PER_POLL = 64, 16 << 20
 
 
 class ZmqEndpoint(ABC):
-    """One end of a star, an `Exchange`; see `HubExchange` and `WorkerExchange`.
+    """An `Exchange` over one ZeroMQ socket; see `HubExchange` and `WorkerExchange`.
 
     Args:
-        me: its number.
-        run: whose envelopes it takes; "": any.
+        me: own number.
+        run: name of the run whose envelopes are accepted; empty: any.
         settings: see `SocketSettings`.
-
-    Attributes:
-        refused, sent_nbytes, received_nbytes: as of every `Exchange`.
     """
+
+    _socket: ZmqSocket
 
     def __init__(self, me: int, run: str, settings: SocketSettings) -> None:
         self.me, self.run, self.settings = me, run, settings
         self.refused: Counter[str] = Counter()
         self.sent_nbytes = self.received_nbytes = 0
         self._context: zmq.Context[Any] = zmq.Context()
-        self._bell = WakeupFd()
-        self._wire: ZmqSocket
+        self._wakeup = WakeupFd()
 
     def send(self, envelope: Envelope) -> bool:
-        """Take an envelope to ``envelope.header.target``; it is sealed here, and may be given again if it is not taken.
+        """Send an envelope to ``envelope.header.target``; its checksum is added here.
 
-        A payload of `bytes` is sent as it lies; any other is copied, so that it may change.
+        A payload of type `bytes` is not copied; any other is, so it may change afterwards.
 
         Returns:
-            whether it was taken. False: there is no room for it now, or the peer is not to be reached.
+            whether it was accepted. False: the queue is full or the peer unreachable; it may be passed again later.
 
         Raises:
-            UsageError: it is another's, its payload is longer than a frame, or its header can't be.
+            UsageError: another source is given, the payload exceeds a frame, or the header is invalid.
         """
         header, payload = envelope.header, payload_to_send(envelope, self.me, self.settings.frame_nbytes)
         route = self._route(header.target)
         if route is None:
             return False
-        parts = encode_sealed(seal(header, payload), payload)
+        parts = encode_checksummed(add_checksum(header, payload), payload)
         try:
-            self._wire.send([*route, *parts])
+            self._socket.send([*route, *parts])
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._gone(header.target)
+            self._on_unreachable(header.target)
             return False
         self.sent_nbytes += sum(map(len, parts))
         return True
 
     def poll(self, seconds: float = 0.0) -> list[Envelope]:
-        """Return what has come, in the order in which it came; wait up to `seconds` if that is nothing.
+        """Return the received envelopes in order of arrival; if there are none, wait up to `seconds`.
 
-        It returns earlier once somebody has called `wake`, or a connection has come or gone. What can't be delivered
-        is counted in `refused`.
+        Returns early when `wake` is called, or a connection is made or lost. Invalid messages are counted in `refused`.
         """
         deadline = time.monotonic() + seconds
         while True:
-            woken = self._bell.hush()
-            changed = self._look()
-            came = self._receive()
+            woken = self._wakeup.clear()
+            changed = self._handle_events()
+            received = self._receive()
             left = deadline - time.monotonic()
-            if came or woken or changed or left <= 0:
-                return came
-            self._wire.wait(min(left, self._patience()))
+            if received or woken or changed or left <= 0:
+                return received
+            self._socket.wait(min(left, self._max_wait_seconds()))
 
     def wake(self) -> None:
-        """Have `poll` return, now or as soon as it is called; from any thread."""
-        self._bell.ring()
+        """Make the current or next `poll` return; from any thread."""
+        self._wakeup.set()
 
     @abstractmethod
     def peers(self) -> Collection[int]:
-        """Return the numbers of those who can be sent to, as far as that is known."""
+        """Return the numbers of the reachable peers, as far as known."""
 
     def close(self) -> None:
-        """Leave; what was taken and has not left within 0.3 s is lost. Closing twice is closing once."""
+        """Disconnect; accepted envelopes that are not sent within 0.3 s are lost. Closing twice is allowed."""
         if not self._context.closed:
-            self._wire.close()
-            self._bell.close()
+            self._socket.close()
+            self._wakeup.close()
             self._context.term()
 
     def _receive(self) -> list[Envelope]:
-        """Return what has come and is whole; no more at once than leaves time for the rest."""
-        came: list[Envelope] = []
+        """Return the valid envelopes among the next messages, up to a limit."""
+        received: list[Envelope] = []
         nbytes = 0
-        for _ in range(_MESSAGES_A_POLL):
-            parts = self._wire.receive(PARTS + 2) if nbytes < _NBYTES_A_POLL else None
+        for _ in range(_MESSAGES_PER_POLL):
+            parts = self._socket.receive(ENVELOPE_PARTS + 2) if nbytes < _NBYTES_PER_POLL else None
             if parts is None:
                 break
             nbytes += sum(map(len, parts))
             try:
-                came.append(self._opened(parts))
+                received.append(self._decode(parts))
             except EnvelopeError as error:
                 self.refused[type(error).__name__] += 1
-        return came
+        return received
 
-    @abstractmethod
-    def _opened(self, parts: Sequence[Bytes]) -> Envelope:
-        """Return the envelope in a message, or raise an EnvelopeError."""
-
-    def _open(self, parts: Sequence[Bytes], carried_from: int | None) -> Envelope:
-        envelope = open_parts(parts, limit=self.settings.frame_nbytes)
-        check_place(envelope.header, me=self.me, run=self.run, carried_from=carried_from)
+    def _decode_from(self, parts: Sequence[Bytes], source: int | None) -> Envelope:
+        envelope = decode_parts(parts, limit=self.settings.frame_nbytes)
+        check_route(envelope.header, me=self.me, run=self.run, carried_from=source)
         self.received_nbytes += sum(map(len, parts))
         return envelope
 
     @abstractmethod
+    def _decode(self, parts: Sequence[Bytes]) -> Envelope:
+        """Return the envelope in a message, or raise EnvelopeError."""
+
+    @abstractmethod
     def _route(self, target: int) -> list[bytes] | None:
-        """Return what goes before an envelope to `target`, None if nothing can go there."""
+        """Return the parts that precede an envelope to `target`, None if it can't be reached."""
 
     @abstractmethod
-    def _gone(self, target: int) -> None:
-        """Note that a peer is not connected."""
+    def _on_unreachable(self, target: int) -> None:
+        """Record that a peer is not connected."""
 
     @abstractmethod
-    def _look(self) -> bool:
-        """Look at what else there is to see, and return whether a connection has come or gone."""
+    def _handle_events(self) -> bool:
+        """Handle monitor events and other work; return whether a connection was made or lost."""
 
-    def _patience(self) -> float:
-        """Return the seconds after which to look again even if nothing comes."""
+    def _max_wait_seconds(self) -> float:
+        """Return the seconds until events have to be handled even if nothing arrives."""
         return float("inf")

@@ -1,4 +1,4 @@
-"""The hub's end of a star over ZeroMQ: a ROUTER that workers connect to."""
+"""Hub over ZeroMQ: a ROUTER socket that workers connect to."""
 
 from __future__ import annotations
 
@@ -11,43 +11,48 @@ from collections.abc import Sequence
 import zmq
 
 from paceline.errors import TruncatedEnvelope, UsageError
-from paceline.transport.envelope import Bytes
-from paceline.transport.hub_address import Address, parse_address
-from paceline.transport.token_bucket import kernel_pacing
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.envelope import Bytes, Envelope
+from paceline.transport.hub_address import HubAddress, parse_hub_address
+from paceline.transport.token_bucket import set_kernel_pacing
+from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq.curve_keys import HubKeys
 from paceline.transport.zmq.zap_auth import ZapAuthenticator
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
-from paceline.transport.zmq.zmq_socket import MOST_NUMBER, SocketSettings, ZmqSocket, identity_of, number_of
+from paceline.transport.zmq.zmq_socket import (
+    MAX_WORKER_NUMBER,
+    SocketSettings,
+    ZmqSocket,
+    worker_identity,
+    worker_number,
+)
 
 __all__ = ["HubExchange"]
 
-_FAILED: dict[int, str] = {
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no handshake of ours",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "a handshake broken off",
+_FAILED_HANDSHAKES: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "invalid handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "aborted handshake",
 }
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class HubExchange(ZmqEndpoint):
-    """Binds an address, and carries envelopes from and to the workers that connect to it; an `Exchange`.
+    """`Exchange` of a hub: binds an address, and exchanges envelopes with the workers that connect.
 
     Args:
         address: ``tcp://host:port``, ``tcp://*:port`` for every interface, ``tcp://host:*`` for any free port, or
             ``ipc://path``.
-        run: whose envelopes it takes; "": any.
-        keys: its own; None: everybody is let in, and nothing is encrypted.
-        insecure: without keys, let even those in who come from other machines.
+        run: name of the run whose envelopes are accepted; empty: any.
+        keys: of the hub; None: any worker may connect, and nothing is encrypted.
+        insecure: without keys, accept connections from other machines too.
         settings: see `SocketSettings`.
-        recent: seconds since it last heard of a worker that `peers` tells.
-        most_peers: it remembers the latest so many.
+        recent_seconds: `peers` lists the workers heard from within this time.
+        max_peers: number of workers remembered for `peers`.
 
     Attributes:
-        address: where it can be reached, with the real port.
-        turned_away: how many were not let in, by why.
+        address: where it can be reached, with the actual port.
 
     Raises:
-        UsageError: the address is none, is taken, or needs keys; or the keys can't be used.
+        UsageError: the address is invalid, taken, or needs keys; or the keys are invalid.
 
     Example:
         >>> hub = HubExchange("tcp://127.0.0.1:*", "run")
@@ -64,110 +69,107 @@ class HubExchange(ZmqEndpoint):
         keys: HubKeys | None = None,
         insecure: bool = False,
         settings: SocketSettings | None = None,
-        recent: float = 60.0,
-        most_peers: int = 4096,
+        recent_seconds: float = 60.0,
+        max_peers: int = 4096,
     ) -> None:
-        asked = parse_address(address, bind=True)
-        if keys is None and not asked.is_local and not insecure:
+        wanted = parse_hub_address(address, bind=True)
+        if keys is None and not wanted.is_local and not insecure:
             raise UsageError(
-                f"a hub at {address} is within reach of other machines, and has no keys",
+                f"a hub at {address} can be reached from other machines, and has no keys",
                 remedy="make keys (`paceline hub keygen FOLDER`) and give them (--keys FOLDER), "
-                "bind tcp://127.0.0.1:PORT, or let everybody in (--insecure)",
+                "bind tcp://127.0.0.1:PORT, or let any worker connect (--insecure)",
             )
         super().__init__(HUB, run, settings or SocketSettings())
-        self._recent, self._most_peers = recent, most_peers
+        self._recent_seconds, self._max_peers = recent_seconds, max_peers
         self._heard_at: OrderedDict[int, float] = OrderedDict()  # the latest last
-        self._wire = ZmqSocket(self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=asked.is_ipv6)
-        self._door: ZapAuthenticator | None = None
+        self._socket = ZmqSocket(
+            self._context, zmq.ROUTER, self.settings, events=_EVENTS, ipv6=wanted.is_ipv6
+        )
+        self._authenticator: ZapAuthenticator | None = None
         try:
-            self._door = ZapAuthenticator(self._context, keys)
-            self._prepare()
-            self.address = _bind(self._wire.socket, asked)
+            self._authenticator = ZapAuthenticator(self._context, keys)
+            self._authenticator.protect(self._socket.raw)
+            self._socket.raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.raw.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._socket.watch(self._wakeup)
+            self._socket.watch(self._authenticator.socket)
+            self.address = _bind(self._socket.raw, wanted)
         except BaseException:
             self.close()
             raise
-        self._port = parse_address(self.address, bind=True).port
+        self._port = parse_hub_address(self.address, bind=True).port
 
     @property
-    def turned_away(self) -> Counter[str]:
-        """How many were not let in, by why."""
-        return self._door.turned_away if self._door is not None else Counter()
+    def rejected(self) -> Counter[str]:
+        """Number of rejected connections, by reason."""
+        return self._authenticator.rejected if self._authenticator is not None else Counter()
 
     @property
-    def trouble(self) -> str:
-        """What the hub's user should know of: a record of a worker that can't be read; "" if nothing is wrong."""
-        return self._door.trouble if self._door is not None else ""
+    def problem(self) -> str:
+        """Description of a worker's public key that can't be read; empty: none."""
+        return self._authenticator.problem if self._authenticator is not None else ""
 
     def peers(self) -> list[int]:
-        """Return the workers that were heard of recently, and are not known to have gone."""
-        since = time.monotonic() - self._recent
+        """Return the workers that were heard from recently and are not known to be gone."""
+        since = time.monotonic() - self._recent_seconds
         return [number for number, heard_at in self._heard_at.items() if heard_at >= since]
 
     def close(self) -> None:
-        """Leave; what was taken and has not left within 0.3 s is lost. Closing twice is closing once."""
-        if self._door is not None:
-            self._door.close()
+        """Disconnect; accepted envelopes that are not sent within 0.3 s are lost. Closing twice is allowed."""
+        if self._authenticator is not None:
+            self._authenticator.close()
         super().close()
 
-    def _prepare(self) -> None:
-        self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._wire.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._wire.listen_to(self._bell)
-        if self._door is not None:
-            self._wire.listen_to(self._door.socket)
-            self._door.guard(self._wire.socket)
-
-    def _opened(self, parts: Sequence[Bytes]) -> Envelope:
+    def _decode(self, parts: Sequence[Bytes]) -> Envelope:
         if len(parts) < 2:
-            raise TruncatedEnvelope("an envelope came without any part")
-        source = number_of(parts[0])
-        envelope = self._open(parts[1:], source)
+            raise TruncatedEnvelope("envelope has no parts")
+        envelope = self._decode_from(parts[1:], worker_number(parts[0]))
         self._heard_at[envelope.header.source] = time.monotonic()
         self._heard_at.move_to_end(envelope.header.source)
-        if len(self._heard_at) > self._most_peers:
+        if len(self._heard_at) > self._max_peers:
             self._heard_at.popitem(last=False)
         return envelope
 
     def _route(self, target: int) -> list[bytes] | None:
-        return [identity_of(target)] if HUB < target <= MOST_NUMBER else None
+        return [worker_identity(target)] if HUB < target <= MAX_WORKER_NUMBER else None
 
-    def _gone(self, target: int) -> None:
+    def _on_unreachable(self, target: int) -> None:
         self._heard_at.pop(target, None)
 
-    def _look(self) -> bool:
-        if self._door is not None:
-            self._door.look()
-        for event, value in self._wire.events():
-            if event in _FAILED:
-                self.turned_away[_FAILED[event]] += 1
+    def _handle_events(self) -> bool:
+        if self._authenticator is not None:
+            self._authenticator.answer_requests()
+        for event, value in self._socket.events():
+            if event in _FAILED_HANDSHAKES:
+                self.rejected[_FAILED_HANDSHAKES[event]] += 1
             elif self.settings.rate is not None and self._port:
-                kernel_pacing(value, self.settings.rate, port=self._port)
+                set_kernel_pacing(value, self.settings.rate, port=self._port)
         return False
 
 
-def _bind(router: zmq.Socket[bytes], asked: Address) -> str:
-    """Bind a socket, and return the address with its real port."""
+def _bind(router: zmq.Socket[bytes], wanted: HubAddress) -> str:
+    """Bind a socket, and return the address with its actual port."""
     try:
-        router.bind(str(_numeric(asked)))
+        router.bind(str(_resolve_host(wanted)))
     except zmq.ZMQError as error:
         remedy = "give an address of this machine, or tcp://*:PORT for all of them"
         if error.errno == zmq.EADDRINUSE:
             remedy = "stop what listens there (`ss -ltnp` shows it), or give another port; * is any free one"
         elif error.errno == errno.EACCES:
             remedy = "give a port above 1023, or a folder that you may write to"
-        raise UsageError(f"a hub can't be at {asked}: {error.strerror}", remedy=remedy) from error
+        raise UsageError(f"hub can't bind {wanted}: {error.strerror}", remedy=remedy) from error
     return router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 
-def _numeric(asked: Address) -> Address:
-    """Return an address with the number of its host: libzmq binds no names."""
-    if asked.transport != "tcp" or asked.host == "*" or asked.is_ipv6:
-        return asked
+def _resolve_host(wanted: HubAddress) -> HubAddress:
+    """Replace a host name by its IP address, since libzmq does not bind names."""
+    if wanted.transport != "tcp" or wanted.host == "*" or wanted.is_ipv6:
+        return wanted
     try:
-        (*_, place), *_ = socket.getaddrinfo(asked.host, None, socket.AF_INET, socket.SOCK_STREAM)
+        (*_, address), *_ = socket.getaddrinfo(wanted.host, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
         raise UsageError(
-            f"a hub can't be at {asked}: {asked.host!r} is no host that is known here",
-            remedy="give a number such as 192.168.1.5, or tcp://*:PORT",
+            f"hub can't bind {wanted}: the host {wanted.host!r} does not resolve",
+            remedy="give an IP address such as 192.168.1.5, or tcp://*:PORT",
         ) from error
-    return Address("tcp", str(place[0]), asked.port)
+    return HubAddress("tcp", str(address[0]), wanted.port)

@@ -1,12 +1,9 @@
-"""A bell: any thread rings it, and one that waits for several things at once hears it.
+"""ZeroMQ socket with its monitor and an eventfd that wakes the polling thread from other threads.
 
-One ZeroMQ socket with what belongs to it: its context, its monitor, and a bell that wakes who waits for it.
-
-[Note: bounds] A socket takes `SocketSettings.queue` envelopes for each peer and holds as many that came from
-it; then who
-sends is told so. A part of an envelope that is longer than a frame may be ends the connection before memory is taken
-for it. What libzmq does not bound is how many parts one message has while its last is still to come: only peers that
-are trusted with a key, or with this machine, can send that.
+[Note: bounds] A socket queues `SocketSettings.queue_length` envelopes per peer in each direction; then sends to that
+peer are refused. A part that exceeds the frame size ends the connection before memory is allocated for it. libzmq does
+not bound the number of parts of an unfinished message; only peers that hold a key, or run on this machine, can send
+that.
 """
 
 from __future__ import annotations
@@ -27,146 +24,134 @@ from paceline.transport.envelope import HEAD_LIMIT_NBYTES, PAYLOAD_LIMIT_NBYTES,
 from paceline.transport.message_frames import FRAME_NBYTES
 from paceline.transport.transport_interface import HUB
 
-__all__ = ["MOST_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "identity_of", "number_of"]
+__all__ = ["MAX_WORKER_NUMBER", "SocketSettings", "WakeupFd", "ZmqSocket", "worker_identity", "worker_number"]
+
+MAX_WORKER_NUMBER = 2**53 - 1
+"""Highest worker number: JSON readers represent it exactly."""
+
+_LINGER_MS, _HANDSHAKE_MS = 300, 10_000
+_MAX_WAIT_SECONDS = 3600.0
+_ENCRYPTION_NBYTES = 64  # CURVE adds 33 bytes to a part
+_EVENTS_PER_CALL = 256
+_BUFFER_SECONDS, _MIN_BUFFER_NBYTES, _MAX_BUFFER_NBYTES = 0.25, 128 << 10, 64 << 20
+_IDENTITY, _EVENT = struct.Struct(">Q"), struct.Struct("=Hi")
+_WORKER_BIT = 1 << 63  # ZeroMQ reserves identities that begin with a zero byte
 
 
 class WakeupFd:
-    """Has a file descriptor that can be read from once it was rung (eventfd(2)).
+    """File descriptor that becomes readable when another thread calls `set` (eventfd(2)).
 
     Example:
-        >>> bell = WakeupFd()
-        >>> bell.ring()
-        >>> bell.hush(), bell.hush()
+        >>> wakeup = WakeupFd()
+        >>> wakeup.set()
+        >>> wakeup.clear(), wakeup.clear()
         (True, False)
-        >>> bell.close()
+        >>> wakeup.close()
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()  # a number that was closed may be another file's soon
-        self._handle = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = Lock()  # the number of a closed descriptor may be reused
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the descriptor, −1 once it is closed."""
-        return self._handle
+        return self._fd
 
-    def ring(self) -> None:
-        """Ring; from any thread, and in vain once it is closed."""
+    def set(self) -> None:
+        """Make it readable; from any thread, and without effect once it is closed."""
         with self._lock:
-            if self._handle >= 0:
-                os.eventfd_write(self._handle, 1)
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
 
-    def hush(self) -> bool:
-        """Return whether it was rung since the last call."""
+    def clear(self) -> bool:
+        """Return whether it was set since the last call."""
         try:
-            return os.eventfd_read(self._handle) > 0
+            return os.eventfd_read(self._fd) > 0
         except BlockingIOError:
             return False
 
     def close(self) -> None:
-        """Give the descriptor back; closing twice is closing once."""
+        """Close the descriptor; closing twice is allowed."""
         with self._lock:
-            if self._handle >= 0:
-                os.close(self._handle)
-            self._handle = -1
-
-
-MOST_NUMBER = 2**53 - 1
-"""The highest number of a worker: JSON readers keep it exactly."""
-
-
-_LINGER_MS, _HANDSHAKE_MS = 300, 10_000
-
-
-_LONGEST_WAIT_SECONDS = 3600.0
-
-
-_ENCRYPTION_NBYTES = 64  # what CURVE adds to a part: 33 bytes
-
-
-_EVENTS_A_LOOK = 256
-
-
-_BUFFER_SECONDS, _LEAST_BUFFER_NBYTES, _MOST_BUFFER_NBYTES = 0.25, 128 << 10, 64 << 20
-
-
-_IDENTITY, _EVENT = struct.Struct(">Q"), struct.Struct("=Hi")
-
-
-_WORKER_BIT = 1 << 63  # ZeroMQ keeps identities that begin with a zero byte to itself
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
 
 
 @dataclass(frozen=True)
 class SocketSettings:
-    """How a socket of a star is set.
+    """Settings of a hub's or worker's socket.
 
-    Args:
-        frame_nbytes: the most bytes of a payload.
-        rate: bytes per second that each connection is held to by the kernel; None: as fast as it goes.
-        silence: seconds after which a peer that answers nothing counts as gone; a frame must get through in them.
-        queue: envelopes that wait for one peer, and that wait from one, before its sender is told.
+    Attributes:
+        frame_nbytes: maximum size of a payload.
+        rate: bytes per second at which the kernel paces each connection; None: unlimited.
+        peer_timeout: seconds after which a peer that does not answer counts as gone; long enough for a frame.
+        queue_length: maximum number of queued envelopes per peer and direction.
 
     Raises:
-        UsageError: a value that can't be.
+        UsageError: a value is out of range.
     """
 
     frame_nbytes: int = FRAME_NBYTES
     rate: float | None = None
-    silence: float = 30.0
-    queue: int = 8
+    peer_timeout: float = 30.0
+    queue_length: int = 8
 
     def __post_init__(self) -> None:
-        for name, kinds, most in _VALID:
-            value = getattr(self, name)
-            if not (value is None and name == "rate") and not _is_number(value, kinds, most):
+        for name, kinds, limit in _VALID:
+            value: Any = getattr(self, name)
+            if value is None and name == "rate":
+                continue
+            if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value <= limit:
                 raise UsageError(
-                    f"{name}={value!r} can't be",
-                    remedy=f"give a {kinds[0].__name__} above 0, at most {most:g}",
+                    f"{name}={value!r} is out of range",
+                    remedy=f"give a {kinds[0].__name__} above 0, at most {limit:g}",
                 )
 
 
 _VALID: tuple[tuple[str, tuple[type, ...], float], ...] = (
     ("frame_nbytes", (int,), PAYLOAD_LIMIT_NBYTES),
     ("rate", (float, int), 1e12),
-    ("silence", (float, int), 6000.0),
-    ("queue", (int,), 10_000),
+    ("peer_timeout", (float, int), 6000.0),
+    ("queue_length", (int,), 10_000),
 )
 
 
-def _is_number(value: Any, kinds: tuple[type, ...], most: float) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
-
-
-def identity_of(number: int) -> bytes:
+def worker_identity(number: int) -> bytes:
     """Return the routing identity of a worker: its number in 8 bytes, the first of them never 0.
 
     Raises:
-        UsageError: it is no number of a worker.
+        UsageError: the number is not in the range of worker numbers.
     """
-    if isinstance(number, bool) or not isinstance(number, int) or not HUB < number <= MOST_NUMBER:
+    if isinstance(number, bool) or not isinstance(number, int) or not HUB < number <= MAX_WORKER_NUMBER:
         raise UsageError(
-            f"{number!r} is no number of a worker", remedy=f"draw one at random from 1 to {MOST_NUMBER}"
+            f"{number!r} is not a worker number",
+            remedy=f"draw one at random from 1 to {MAX_WORKER_NUMBER}",
         )
     return _IDENTITY.pack(number | _WORKER_BIT)
 
 
-def number_of(identity: Bytes) -> int | None:
-    """Return the number of the worker that has this identity, None if it is nobody's."""
+def worker_number(identity: Bytes) -> int | None:
+    """Return the number of the worker with this routing identity, None if it is not a worker's."""
     if len(identity) != _IDENTITY.size:
         return None
     (value,) = _IDENTITY.unpack(identity)
     number = value ^ _WORKER_BIT
-    return number if HUB < number <= MOST_NUMBER else None
+    return number if HUB < number <= MAX_WORKER_NUMBER else None
 
 
 class ZmqSocket:
-    """A socket that is neither bound nor connected yet; for one thread, but for its bell.
+    """A socket that is not yet bound or connected; for use by one thread.
 
     Args:
-        context: of the exchange that it belongs to.
+        context: of the endpoint.
         kind: ``zmq.ROUTER`` or ``zmq.DEALER``.
         settings: see `SocketSettings`.
-        events: those of the monitor that are wanted.
-        ipv6: the address is one of IPv6.
+        events: monitor events to report.
+        ipv6: whether the address is an IPv6 address.
+
+    Attributes:
+        raw: the pyzmq socket.
     """
 
     def __init__(
@@ -178,49 +163,49 @@ class ZmqSocket:
         events: int,
         ipv6: bool = False,
     ) -> None:
-        self.socket = context.socket(kind)
-        silence = max(1, round(settings.silence * 1000))
+        self.raw = context.socket(kind)
+        timeout = max(1, round(settings.peer_timeout * 1000))
         options = {
             zmq.LINGER: _LINGER_MS,
-            zmq.SNDHWM: settings.queue,
-            zmq.RCVHWM: settings.queue,
+            zmq.SNDHWM: settings.queue_length,
+            zmq.RCVHWM: settings.queue_length,
             zmq.MAXMSGSIZE: max(settings.frame_nbytes, HEAD_LIMIT_NBYTES) + _ENCRYPTION_NBYTES,
             zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
-            zmq.HEARTBEAT_IVL: max(1, silence // 6),
-            zmq.HEARTBEAT_TIMEOUT: silence,
-            zmq.HEARTBEAT_TTL: silence,
+            zmq.HEARTBEAT_IVL: max(1, timeout // 6),
+            zmq.HEARTBEAT_TIMEOUT: timeout,
+            zmq.HEARTBEAT_TTL: timeout,
             zmq.IPV6: int(ipv6),
         }
         if settings.rate is not None:
             wanted = round(settings.rate * _BUFFER_SECONDS)
-            options[zmq.SNDBUF] = max(_LEAST_BUFFER_NBYTES, min(_MOST_BUFFER_NBYTES, wanted))
+            options[zmq.SNDBUF] = max(_MIN_BUFFER_NBYTES, min(_MAX_BUFFER_NBYTES, wanted))
         for option, value in options.items():
-            self.socket.setsockopt(option, value)
-        self._monitor = self.socket.get_monitor_socket(events)
+            self.raw.setsockopt(option, value)
+        self._monitor = self.raw.get_monitor_socket(events)
         self._poller = zmq.Poller()
-        for each in (self.socket, self._monitor):
+        for each in (self.raw, self._monitor):
             self._poller.register(each, zmq.POLLIN)
 
-    def listen_to(self, other: zmq.Socket[bytes] | WakeupFd) -> None:
-        """Have `wait` end when there is something for `other` too."""
+    def watch(self, other: zmq.Socket[bytes] | WakeupFd) -> None:
+        """Make `wait` return when `other` is readable too."""
         self._poller.register(other, zmq.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Return once there is something to receive or look at, or time is up."""
-        self._poller.poll(math.ceil(max(0.0, min(seconds, _LONGEST_WAIT_SECONDS)) * 1000))
+        """Wait until something is readable, at most `seconds`."""
+        self._poller.poll(math.ceil(max(0.0, min(seconds, _MAX_WAIT_SECONDS)) * 1000))
 
     def send(self, parts: Sequence[Bytes]) -> None:
         """Send a message of several parts, all or nothing.
 
         Raises:
-            zmq.Again: there is no room, or nobody is connected.
-            zmq.ZMQError: EHOSTUNREACH: there is no such peer.
+            zmq.Again: the queue is full, or there is no connection.
+            zmq.ZMQError: EHOSTUNREACH if there is no such peer.
         """
         lost: zmq.Again | None = None
         for index, part in enumerate(parts):
             more = zmq.SNDMORE if index < len(parts) - 1 else 0
             try:
-                self.socket.send(part, zmq.NOBLOCK | more, copy=not _stays(part))
+                self.raw.send(part, zmq.NOBLOCK | more, copy=not _is_immutable(part))
             except zmq.Again as error:
                 if index == 0:
                     raise
@@ -228,45 +213,45 @@ class ZmqSocket:
         if lost is not None:
             raise lost
 
-    def receive(self, most_parts: int) -> list[memoryview] | None:
-        """Return the next message, None if there is none; of its parts no more than `most_parts`."""
+    def receive(self, max_parts: int) -> list[memoryview] | None:
+        """Return at most `max_parts` parts of the next message, None if there is none."""
         try:
-            part = self.socket.recv(zmq.NOBLOCK, copy=False)
+            part = self.raw.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
         parts = [part.buffer]
         while part.more:
-            part = self.socket.recv(copy=False)  # messages come whole
-            if len(parts) < most_parts:
+            part = self.raw.recv(copy=False)  # messages arrive whole
+            if len(parts) < max_parts:
                 parts.append(part.buffer)
         return parts
 
     def events(self) -> list[tuple[int, int]]:
-        """Return what the monitor saw, and the value that goes with each; not all at once where that is much."""
-        seen = []
-        while len(seen) < _EVENTS_A_LOOK:
+        """Return the next monitor events with their values, at most a batch."""
+        events = []
+        while len(events) < _EVENTS_PER_CALL:
             try:
-                told, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
+                frame, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            event, value = _EVENT.unpack(told)
-            seen.append((event, value))
-        return seen
+            event, value = _EVENT.unpack(frame)
+            events.append((event, value))
+        return events
 
     def close(self, linger: int | None = None) -> None:
         """Close the socket.
 
         Args:
-            linger: milliseconds for what has not left yet; None: 300.
+            linger: milliseconds to send what is queued; None: 300.
         """
         while self.events():
-            pass  # libzmq waits for room to tell the next event
-        with contextlib.suppress(zmq.ZMQError):  # it is closed already
-            self.socket.disable_monitor()
+            pass  # libzmq blocks while its monitor queue is full
+        with contextlib.suppress(zmq.ZMQError):  # already closed
+            self.raw.disable_monitor()
         self._monitor.close(0)
-        self.socket.close(linger)
+        self.raw.close(linger)
 
 
-def _stays(part: Bytes) -> bool:
-    """Return whether the bytes of a part can't change, so that they need not be copied."""
+def _is_immutable(part: Bytes) -> bool:
+    """Return whether a part can't change, so that it need not be copied."""
     return isinstance(part, bytes) or (isinstance(part, memoryview) and isinstance(part.obj, bytes))

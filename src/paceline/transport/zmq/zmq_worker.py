@@ -1,8 +1,8 @@
-"""A worker's end of a star over ZeroMQ: a DEALER that connects to the hub, again and again if need be.
+"""Worker over ZeroMQ: a DEALER socket that connects to the hub, and reconnects after a failure.
 
-[Note: dialling again] libzmq connects again by itself when there was no answer or the connection broke off. It gives
-up for good when the other side refused the handshake or broke the protocol. A worker does not: its key may be admitted
-later, and what listens at the port may be the hub next time. So it then makes a new socket every two seconds.
+[Note: reconnecting] libzmq reconnects after a time-out or a broken connection. It gives up for good when the peer
+refused the handshake or violated the protocol. A worker must not: its key may be admitted later, and another program at
+the port may be replaced by the hub. So it then makes a new socket every two seconds.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from collections.abc import Sequence
 
 import zmq
 
-from paceline.transport.envelope import Bytes
-from paceline.transport.hub_address import parse_address
-from paceline.transport.token_bucket import kernel_pacing
-from paceline.transport.transport_interface import HUB, Envelope
+from paceline.transport.envelope import Bytes, Envelope
+from paceline.transport.hub_address import parse_hub_address
+from paceline.transport.token_bucket import set_kernel_pacing
+from paceline.transport.transport_interface import HUB
 from paceline.transport.zmq.curve_keys import WorkerKeys
 from paceline.transport.zmq.zmq_endpoint import ZmqEndpoint
-from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, identity_of
+from paceline.transport.zmq.zmq_socket import SocketSettings, ZmqSocket, worker_identity
 
 __all__ = ["WorkerExchange"]
 
-_RECONNECT_MS, _RECONNECT_MOST_MS, _CONNECT_MS = 100, 2000, 5000
-_DIAL_AGAIN_SECONDS = 2.0
+_RECONNECT_MS, _MAX_RECONNECT_MS, _CONNECT_MS = 100, 2000, 5000
+_NEW_SOCKET_SECONDS = 2.0
+_REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_CONNECT_RETRIED
@@ -35,30 +36,28 @@ _EVENTS = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
 )
-_REFUSED = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_ABSENT = "no hub answers at {address}; it is tried again and again"
-_LOST = "the connection to the hub at {address} broke; it is tried again and again"
-_TROUBLE: dict[int, str] = {
+_ABSENT = "no hub answers at {address}; retrying"
+_LOST = "the connection to the hub at {address} broke; retrying"
+_PROBLEMS: dict[int, str] = {
     zmq.EVENT_CLOSED: _ABSENT,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the hub at {address} does not admit {who}: its key is not among those that"
-    " are recorded there",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers at {address} {speaks}",
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the hub at {address} broke off the handshake: {breaks}",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the hub at {address} does not admit {worker}: no record of its key",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the server at {address} {mismatch}",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the hub at {address} aborted the handshake: {abort}",
 }
 
 
 class WorkerExchange(ZmqEndpoint):
-    """Connects to a hub, and carries envelopes from and to it; an `Exchange`. The hub need not be there yet.
+    """`Exchange` of a worker: connects to a hub, which need not be running yet.
 
     Args:
-        address: the hub's, such as ``tcp://192.168.1.5:7000``.
-        me: its own number, drawn at random; a worker that starts again may keep it.
-        run: whose envelopes it takes; "": any.
-        keys: what it was given; None: the hub has none either.
+        address: of the hub, such as ``tcp://192.168.1.5:7000``.
+        me: own number, drawn at random; a restarted worker may keep it.
+        run: name of the run whose envelopes are accepted; empty: any.
+        keys: of the worker; None: the hub has none either.
         settings: see `SocketSettings`.
 
     Raises:
-        UsageError: the address or the number is none.
+        UsageError: address or number is invalid.
 
     Example:
         >>> worker = WorkerExchange("tcp://127.0.0.1:7000", me=4711)
@@ -76,34 +75,35 @@ class WorkerExchange(ZmqEndpoint):
         keys: WorkerKeys | None = None,
         settings: SocketSettings | None = None,
     ) -> None:
-        self._place = parse_address(address, bind=False)
-        identity_of(me)
+        self._hub_address = parse_hub_address(address, bind=False)
+        worker_identity(me)
         super().__init__(me, run, settings or SocketSettings())
-        self.address, self._keys = str(self._place), keys
-        self._connected, self._trouble, self._refused = False, "", False
-        self._dial_at = math.inf
-        self._wire = self._dialled()
+        self.address, self._keys = str(self._hub_address), keys
+        self._connected, self._problem, self._refused = False, "", False
+        self._new_socket_at = math.inf
+        self._socket = self._connect()
 
     @property
-    def trouble(self) -> str:
-        """Why there is no connection, one sentence; "" if there is one, or none was tried yet."""
-        self._note()
-        return self._trouble
+    def problem(self) -> str:
+        """Why there is no connection; empty if there is one, or none was tried yet."""
+        self._update()
+        return self._problem
 
     def peers(self) -> list[int]:
-        """Return the hub's number while there is a connection, else nothing."""
-        self._note()
+        """Return the hub's number while connected, else nothing."""
+        self._update()
         return [HUB] if self._connected else []
 
-    def _dialled(self) -> ZmqSocket:
-        """Return a socket that connects to the hub."""
-        wire = ZmqSocket(self._context, zmq.DEALER, self.settings, events=_EVENTS, ipv6=self._place.is_ipv6)
+    def _connect(self) -> ZmqSocket:
+        """Return a new socket that connects to the hub."""
+        ipv6 = self._hub_address.is_ipv6
+        connecting = ZmqSocket(self._context, zmq.DEALER, self.settings, events=_EVENTS, ipv6=ipv6)
         options = {
-            zmq.IMMEDIATE: 1,  # nothing is taken before there is a connection
+            zmq.IMMEDIATE: 1,  # queue nothing without a connection
             zmq.RECONNECT_IVL: _RECONNECT_MS,
-            zmq.RECONNECT_IVL_MAX: _RECONNECT_MOST_MS,
+            zmq.RECONNECT_IVL_MAX: _MAX_RECONNECT_MS,
             zmq.CONNECT_TIMEOUT: _CONNECT_MS,
-            zmq.ROUTING_ID: identity_of(self.me),
+            zmq.ROUTING_ID: worker_identity(self.me),
         }
         if self._keys is not None:
             options |= {
@@ -112,68 +112,70 @@ class WorkerExchange(ZmqEndpoint):
                 zmq.CURVE_SECRETKEY: self._keys.secret.encode(),
             }
         for option, value in options.items():
-            wire.socket.setsockopt(option, value)
-        wire.listen_to(self._bell)
-        wire.socket.connect(self.address)
-        return wire
+            connecting.raw.setsockopt(option, value)
+        connecting.watch(self._wakeup)
+        connecting.raw.connect(self.address)
+        return connecting
 
-    def _opened(self, parts: Sequence[Bytes]) -> Envelope:
-        return self._open(parts, HUB)
+    def _decode(self, parts: Sequence[Bytes]) -> Envelope:
+        return self._decode_from(parts, HUB)
 
     def _route(self, target: int) -> list[bytes] | None:
         return [] if target == HUB else None
 
-    def _look(self) -> bool:
+    def _handle_events(self) -> bool:
         before = self._connected
-        self._note()
-        if time.monotonic() >= self._dial_at:
-            self._dial_at = math.inf
-            self._wire.close(linger=0)
-            self._wire = self._dialled()
+        self._update()
+        if time.monotonic() >= self._new_socket_at:
+            self._new_socket_at = math.inf
+            self._socket.close(linger=0)
+            self._socket = self._connect()
         return self._connected != before
 
-    def _gone(self, target: int) -> None:
-        """Do nothing: the monitor says when the hub is gone."""
+    def _on_unreachable(self, target: int) -> None:
+        """Do nothing: the monitor reports when the hub is gone."""
 
-    def _patience(self) -> float:
-        return max(0.0, self._dial_at - time.monotonic())
+    def _max_wait_seconds(self) -> float:
+        return max(0.0, self._new_socket_at - time.monotonic())
 
-    def _note(self) -> None:
-        """Note what the monitor saw; see [Note: dialling again]."""
-        for event, value in self._wire.events():
+    def _update(self) -> None:
+        """Update the connection's state from monitor events; see [Note: reconnecting]."""
+        for event, value in self._socket.events():
             if event == zmq.EVENT_CONNECTED:
-                if self.settings.rate is not None and self._place.port:
-                    kernel_pacing(value, self.settings.rate, port=self._place.port)
+                if self.settings.rate is not None and self._hub_address.port:
+                    set_kernel_pacing(value, self.settings.rate, port=self._hub_address.port)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._connected, self._trouble, self._refused, self._dial_at = True, "", False, math.inf
+                self._connected, self._problem, self._refused = True, "", False
+                self._new_socket_at = math.inf
             elif event == zmq.EVENT_CONNECT_RETRIED:
-                self._dial_at = math.inf
-                self._trouble = self._trouble or self._told(_ABSENT)  # its name is not known, for example
+                self._new_socket_at = math.inf
+                self._problem = self._problem or self._describe(
+                    _ABSENT
+                )  # a name that does not resolve, for example
             else:
-                self._note_trouble(event)
+                self._update_problem(event)
                 self._connected = False
-                self._dial_at = time.monotonic() + _DIAL_AGAIN_SECONDS
+                self._new_socket_at = time.monotonic() + _NEW_SOCKET_SECONDS
 
-    def _note_trouble(self, event: int) -> None:
-        broken_off = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        if event in _TROUBLE and not (broken_off and self._refused):  # either end may be the first to refuse
-            self._trouble = self._told(_TROUBLE[event])
-            self._refused = event in _REFUSED
+    def _update_problem(self, event: int) -> None:
+        aborted = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        if event in _PROBLEMS and not (aborted and self._refused):  # either end may be the first to refuse
+            self._problem = self._describe(_PROBLEMS[event])
+            self._refused = event in _REFUSALS
         elif self._connected:
-            self._trouble = self._told(_LOST)
+            self._problem = self._describe(_LOST)
 
-    def _told(self, text: str) -> str:
+    def _describe(self, template: str) -> str:
         if self._keys is None:
-            speaks = "is no hub without keys: it wants a key, or it is something else"
-            return text.format(
-                address=self.address,
-                who="this worker",
-                speaks=speaks,
-                breaks="it may want a key, or it is ending or busy",
-            )
-        return text.format(
-            address=self.address,
-            who=f"worker {self._keys.name!r}",
-            speaks="is no hub with keys: it has none, or is something else",
-            breaks="its key is not the one that this worker was given, or it is ending or busy",
-        )
+            details = {
+                "worker": "this worker",
+                "mismatch": "is not a hub without keys: it requires a key, or is another program",
+                "abort": "it may require a key, or it is shutting down or busy",
+            }
+        else:
+            details = {
+                "worker": f"worker {self._keys.name!r}",
+                "mismatch": "is not a hub with keys: it has none, or is another program",
+                "abort": "its key differs from the one that this worker was given, or it is shutting down or busy",
+            }
+        return template.format(address=self.address, **details)

@@ -12,8 +12,8 @@ from paceline.tools.simulate.async_rows import Point, Row, beside, seconds_to
 from paceline.tools.simulate.async_settings import AsyncPlan, Machine, churned, paces
 from paceline.tools.simulate.async_text import sentences
 from paceline.tools.simulate.faulty_network import Spoiling
+from paceline.transport.envelope import Envelope
 from paceline.transport.envelope_header import Header
-from paceline.transport.transport_interface import Envelope
 
 
 def points(*losses_: float) -> list[Point]:

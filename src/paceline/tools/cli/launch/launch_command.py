@@ -245,10 +245,10 @@ def kubernetes(
     train.py | kubectl apply -f -
     """
     from paceline._core.units import parse_bytes
-    from paceline.launch.targets.kubernetes_manifest import PodOptions, manifest
+    from paceline.launch.targets.kubernetes_manifest import PodOptions, kubernetes_manifest
 
     work = described(context.params)
-    _put(manifest(work, PodOptions(image, claim, namespace, parse_bytes(shared_memory))), out)
+    _put(kubernetes_manifest(work, PodOptions(image, claim, namespace, parse_bytes(shared_memory))), out)
 
 
 def _words(shell: str) -> list[str]:

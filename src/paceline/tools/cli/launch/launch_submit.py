@@ -16,7 +16,7 @@ from paceline._core.files import write_text
 from paceline.errors import UsageError, unknown
 from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets.mpiexec_command import MpiImplementation, host_file, mpiexec_command
-from paceline.launch.targets.slurm import need_slurm, submit_script, watch_job
+from paceline.launch.targets.slurm import require_slurm, submit_script, watch_job
 from paceline.tools.result_files import check_writable
 from paceline.world.mpi_world import find_mpiexec
 
@@ -77,7 +77,7 @@ def submit_and_watch(work: ClusterJob, text: str, out: Path | None, *, watch: bo
         out: where it is kept besides; None: nowhere.
         watch: whether to follow the job.
     """
-    need_slurm()
+    require_slurm()
     if out is not None:
         check_writable(out, "--out")
         write_text(out, text)
