@@ -32,7 +32,7 @@ from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
 from paceline.tools.simulate.learning_tasks import GPTTask
 from paceline.tools.simulate.simulated_ddp import LockstepPlan, lockstep
-from paceline.tools.train.training_job import cosine
+from paceline.tools.train.training_job import cosine_lr
 
 HERE = Path(__file__).parent
 SIZE = Size("tiny two", 64, 256, 2, 4, vocabulary=256, context=64)
@@ -108,7 +108,7 @@ def late(share: float) -> float:
 
 def all_the_time(share: float) -> float:
     """Return the share of the full learning rate: up in 5 %, then down as a cosine."""
-    return cosine(min(STEPS - 1, int(share * STEPS)), steps=STEPS, warmup=WARMUP, peak=1.0)
+    return cosine_lr(min(STEPS - 1, int(share * STEPS)), steps=STEPS, warmup=WARMUP, peak=1.0)
 
 
 SCHEDULES = {"late": late, "cosine": all_the_time}

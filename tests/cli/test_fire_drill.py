@@ -12,8 +12,8 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.testing import fault_injection
-from paceline.tools.train.start_ranks import start
-from paceline.tools.train.train_settings import Settings
+from paceline.tools.train.start_training import start_training
+from paceline.tools.train.train_settings import TrainSettings
 
 
 def test_a_rank_that_is_killed_is_named_on_the_terminal(tmp_path):
@@ -38,6 +38,6 @@ def test_a_fault_that_can_not_be_read_is_refused_before_anything_is_started(tmp_
     monkeypatch.setenv("PACELINE_FAULTS", "fail_at(rank=1)")
     out = tmp_path / "run"
     with pytest.raises(UsageError, match=r"PACELINE_FAULTS='fail_at\(rank=1\)'"):
-        start(Settings(out=str(out)))
+        start_training(TrainSettings(out=str(out)))
     assert not out.exists()
     assert not fault_injection.armed

@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.testing.netlab import lab as making
 from paceline.testing.netlab import lab_requirements
 from paceline.tools.cli import app as module
-from paceline.tools.cli.lab_command import read_slow
+from paceline.tools.cli.lab_command import parse_slow_hosts
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ def test_help_tells_what_it_is_for():
 
 
 def test_slow_hosts_are_named_by_number_or_name():
-    assert read_slow(["2=50Mbit/s", "host10=1Gbit/s"]) == {2: "50Mbit/s", 10: "1Gbit/s"}
-    assert read_slow([]) == {}
+    assert parse_slow_hosts(["2=50Mbit/s", "host10=1Gbit/s"]) == {2: "50Mbit/s", 10: "1Gbit/s"}
+    assert parse_slow_hosts([]) == {}
     for texts in (["50Mbit/s"], ["=50Mbit/s"], ["a=1Mbit/s"], ["-1=1Mbit/s"], ["1=1Mbit/s", "host1=2Mbit/s"]):
         with pytest.raises(UsageError, match="--slow"):
-            read_slow(texts)
+            parse_slow_hosts(texts)

@@ -15,7 +15,7 @@ from paceline.launch.process.foreground_commands import run_commands
 from paceline.launch.targets import slurm
 from paceline.launch.targets.cluster_job import ClusterJob
 from paceline.launch.targets.ray_job import ray_driver
-from paceline.tools.cli.launch.launch_submit import run_again
+from paceline.tools.cli.launch_submit import run_with_restarts
 
 
 def test_what_would_be_started_is_shown(command):
@@ -185,9 +185,9 @@ def test_lines_stand_behind_their_hosts_and_the_first_error_counts(capsys):
 def test_a_world_of_mpi_is_started_again_but_not_for_ever(tmp_path, capsys):
     count = tmp_path / "count"
     fails = ["sh", "-c", f"echo x >> {count}; [ $(wc -l < {count}) = 3 ] || exit 9"]
-    assert run_again(fails, 1) == 9
+    assert run_with_restarts(fails, 1) == 9
     assert count.read_text() == "x\n" * 2
-    assert run_again(fails, 1) == 0
+    assert run_with_restarts(fails, 1) == 0
     assert "restart 1: mpiexec ended with exit code 9" in capsys.readouterr().err
-    assert run_again(["sh", "-c", f"echo x >> {count}; exit 2"], 5) == 2
+    assert run_with_restarts(["sh", "-c", f"echo x >> {count}; exit 2"], 5) == 2
     assert count.read_text() == "x\n" * 4

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 import paceline
 from paceline.errors import MismatchError, PacelineError
 from paceline.tools.train.run_folder import RunFolder
-from paceline.tools.train.train_settings import Settings
-from paceline.tools.train.training_job import build
-from paceline.tools.train.training_loop import take_step, train
-from paceline.tools.train.training_progress import Progress
+from paceline.tools.train.train_settings import TrainSettings
+from paceline.tools.train.training_job import build_job
+from paceline.tools.train.training_loop import take_step, run_training
+from paceline.tools.train.training_progress import TrainingProgress
 from rank_pool import RankError
 
 
@@ -26,7 +26,7 @@ def settings(tmp_path):
     source = Path(sysconfig.get_path("stdlib")) / "argparse.py"
     text = tmp_path / "text.py"
     text.write_bytes(source.read_bytes()[:60_000])
-    return Settings(
+    return TrainSettings(
         out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=8, lr=3e-3, log_every=1,
         eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
     )  # fmt: skip
@@ -39,14 +39,14 @@ def weights(job):
 
 def run(rank, size, settings):
     """Train to the end; return the final held-out loss and the weights."""
-    job = build(settings, paceline.init())
-    with Progress(settings.steps, shown=False) as progress:
-        return train(job, progress), weights(job)
+    job = build_job(settings, paceline.init())
+    with TrainingProgress(settings.steps, shown=False) as progress:
+        return run_training(job, progress), weights(job)
 
 
 def run_to(rank, size, settings, step):
     """Train `step` steps, write a checkpoint and stop, as if interrupted."""
-    job = build(settings, paceline.init())
+    job = build_job(settings, paceline.init())
     job.first_val_loss = job.evaluate()
     for _ in range(step):
         take_step(job)
@@ -159,7 +159,7 @@ def test_checkpoints_are_the_latest_two_and_no_pickle(pool, settings):
 def save_with_a_full_disk(rank, size, settings):
     import os
 
-    job = build(settings, paceline.init())
+    job = build_job(settings, paceline.init())
     take_step(job)
     job.save(wait=True)
     take_step(job)

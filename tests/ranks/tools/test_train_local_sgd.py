@@ -12,17 +12,17 @@ from test_train import clean, curve, run, run_to, weights
 
 import paceline
 from paceline.tools.train import auto_strategy
-from paceline.tools.train.train_settings import Settings
-from paceline.tools.train.training_job import build
-from paceline.tools.train.training_loop import take_step, train
-from paceline.tools.train.training_progress import Progress
+from paceline.tools.train.train_settings import TrainSettings
+from paceline.tools.train.training_job import build_job
+from paceline.tools.train.training_loop import take_step, run_training
+from paceline.tools.train.training_progress import TrainingProgress
 
 
 @pytest.fixture
 def settings(tmp_path):
     text = tmp_path / "text.py"
     text.write_bytes((Path(sysconfig.get_path("stdlib")) / "argparse.py").read_bytes()[:60_000])
-    return Settings(
+    return TrainSettings(
         out=str(tmp_path / "run"), data=str(text), context=16, batch_size=4, steps=11, lr=3e-3, log_every=1,
         eval_every=4, eval_windows=20, checkpoint_every=0, sample_tokens=0, device="cpu",
     )  # fmt: skip
@@ -48,14 +48,14 @@ APART = [
 
 def run_apart_to(rank, size, settings, step):
     """Train `step` steps inside of the block, write a checkpoint and stop, as if interrupted."""
-    job = build(settings, paceline.init())
+    job = build_job(settings, paceline.init())
     job.first_val_loss = job.evaluate()
     with job.loop:
         for _ in range(step):
             take_step(job)
         shared = job.evaluate()
         job.save(wait=True)
-        job.keep.close()
+        job.checkpoint.close()
         return shared
 
 
@@ -84,23 +84,23 @@ def test_other_ranks_go_on_from_the_shared_parameters(pool, settings):
 
 
 def evaluated(rank, size, settings):
-    job = build(settings, paceline.init())
-    job.keep.close()
+    job = build_job(settings, paceline.init())
+    job.checkpoint.close()
     return job.evaluate()
 
 
 def run_in_two_blocks(rank, size, settings, cut):
     """Train with the block left after step `cut`, saved, and entered again by a new job."""
-    job = build(settings, paceline.init())
+    job = build_job(settings, paceline.init())
     job.first_val_loss = job.evaluate()
     with job.loop:
         for _ in range(cut):
             take_step(job)
     job.save(wait=True)
-    job.keep.close()
-    job = build(replace(settings, existing="resume"), paceline.init())
-    with Progress(settings.steps, shown=False) as progress:
-        train(job, progress)
+    job.checkpoint.close()
+    job = build_job(replace(settings, existing="resume"), paceline.init())
+    with TrainingProgress(settings.steps, shown=False) as progress:
+        run_training(job, progress)
     return weights(job), job.loop.steps
 
 
@@ -135,15 +135,15 @@ def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compre
 
 def slow(rank, size, settings, seconds):
     """Train with --sync auto where a swap of any size takes so long, as it seems."""
-    real = auto_strategy._swap
-    auto_strategy._swap = lambda comm, nbytes, device, tag: (real(comm, nbytes, device, tag), seconds)[1]
+    real = auto_strategy._exchange_seconds
+    auto_strategy._exchange_seconds = lambda comm, nbytes, device, tag: (real(comm, nbytes, device, tag), seconds)[1]
     try:
-        job = build(settings, paceline.init())
+        job = build_job(settings, paceline.init())
     finally:
-        auto_strategy._swap = real
-    with Progress(settings.steps, shown=False) as progress:
-        train(job, progress)
-    job.keep.close()
+        auto_strategy._exchange_seconds = real
+    with TrainingProgress(settings.steps, shown=False) as progress:
+        run_training(job, progress)
+    job.checkpoint.close()
     return weights(job), job.settings, job.choice.sentences
 
 

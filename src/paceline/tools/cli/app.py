@@ -18,14 +18,14 @@ from typer.core import TyperCommand, TyperGroup
 from paceline._core.version import __version__
 from paceline.errors import PacelineError, UsageError
 
-__all__ = ["app", "main", "show"]
+__all__ = ["app", "main", "print_error"]
 
 # name: (module, a function or a typer.Typer in it, help)
 COMMANDS = {
     "train": ("paceline.tools.cli.train_command", "train", "Train the reference GPT data-parallel on text."),
     "run": ("paceline.tools.cli.run_command", "run", "Run a script on hosts, restarted after failures."),
     "launch": (
-        "paceline.tools.cli.launch.launch_command",
+        "paceline.tools.cli.launch_command",
         "app",
         "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes.",
     ),
@@ -140,13 +140,13 @@ def main() -> None:
     try:
         typer.main.get_command(app)(prog_name="paceline")
     except PacelineError as error:
-        show(error)
+        print_error(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def show(error: PacelineError) -> None:
+def print_error(error: PacelineError) -> None:
     """Write an error to the terminal, without a traceback: it is the user's to mend."""
     from rich.console import Console
     from rich.text import Text

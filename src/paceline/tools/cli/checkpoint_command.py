@@ -21,7 +21,7 @@ __all__ = ["checkpoint"]
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """One checkpoint; `problem` says what is wrong with it, None: its files were not read."""
 
     path: Path
@@ -77,19 +77,19 @@ def checkpoint(
         raise typer.Exit(1)
 
 
-def _look(path: Path, verify: bool) -> Row:
+def _look(path: Path, verify: bool) -> CheckpointRow:
     try:
         manifest = Manifest.read(path)
     except DamagedCheckpoint as error:
-        return Row(path, None, str(error))
+        return CheckpointRow(path, None, str(error))
     if not verify:
-        return Row(path, manifest, None)
+        return CheckpointRow(path, manifest, None)
     from paceline.checkpoint.resume import find_problem
 
-    return Row(path, manifest, find_problem(path))
+    return CheckpointRow(path, manifest, find_problem(path))
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[CheckpointRow]) -> Table:
     table = Table("checkpoint", "step", "ranks", "size", "written", "state", box=None, header_style="bold")
     for row in rows:
         state = "not read" if row.problem is None else "DAMAGED" if row.problem else "intact"

@@ -18,7 +18,7 @@ from paceline._core.files import write_json
 from paceline._core.format import format_size
 from paceline._core.units import parse_bytes, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
-from paceline.tools.cli.lab_command import read_slow
+from paceline.tools.cli.lab_command import parse_slow_hosts
 from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable
 
@@ -98,7 +98,7 @@ def collective(
     if backend not in _CARRIERS:
         raise unknown("backend", backend, _CARRIERS)
     size, gamma = parse_bytes(nbytes), 0.0 if add is None else 1 / _positive("--add", add)
-    slow_rates = {rank: _positive("--slow", rate) for rank, rate in read_slow(slow or ()).items()}
+    slow_rates = {rank: _positive("--slow", rate) for rank, rate in parse_slow_hosts(slow or ()).items()}
     own = {"--shared": shared, "--per-node": per_node, "--between": between, "--hub": hub}
     net = _topology(topology, ranks, link, latency, own | {"--slow": slow_rates or None})
     cases = _cases(name, op, net, size, gamma, root=root, segments=segments, compare=compare)
@@ -110,11 +110,11 @@ def collective(
         priced = _run(priced, run, size, link, slow_rates, hub, backend, iterations, stream)
     what = f"{format_size(size)}, {net.name}, {ranks} ranks, links {link}"
     if len(cases) == 1:
-        show.one(priced[0], net, size, as_priced=run == "lab")
+        show.print_algorithm(priced[0], net, size, as_priced=run == "lab")
     else:
-        show.ranking(priced, what, as_priced=run == "lab")
+        show.print_ranking(priced, what, as_priced=run == "lab")
     if draw is not None:
-        typer.echo(show.draw(priced, what, draw))
+        typer.echo(show.save_chart(priced, what, draw))
     if json_file is not None:
         settings = {"nbytes": size, "link": link, "latency": latency, "run": run, "stream": stream}
         settings |= {"backend": backend if run != "none" else None, "seconds_per_byte_added": gamma}

@@ -17,10 +17,10 @@ from paceline.collectives.topology import Topology
 from paceline.tools.bench.schedule_benchmark import Priced
 from paceline.tools.console_table import print_wide
 
-__all__ = ["draw", "one", "ranking"]
+__all__ = ["save_chart", "print_algorithm", "print_ranking"]
 
 
-def one(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
+def print_algorithm(priced: Priced, net: Topology, nbytes: int, *, as_priced: bool) -> None:
     """Print proof, price, the story round by round, and what was measured.
 
     Args:
@@ -79,7 +79,7 @@ def _measured(priced: Priced, as_priced: bool) -> str:
     return f"measured {format_seconds(measured)} ({times}){ratio}; every message checked at both ends:"
 
 
-def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
+def print_ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
     """Print all algorithms of an operation, the cheapest first; with the ratio to the price if `as_priced`."""
     ran = any(row.seconds for row in rows)
     table = Table(title=f"{rows[0].case.op}: {what}", title_justify="left", pad_edge=False, box=None)
@@ -118,7 +118,7 @@ def ranking(rows: Sequence[Priced], what: str, *, as_priced: bool) -> None:
     typer.echo("All of them are proven: every input is in every result exactly once.")
 
 
-def draw(rows: Sequence[Priced], what: str, path: Path) -> Path:
+def save_chart(rows: Sequence[Priced], what: str, path: Path) -> Path:
     """Draw one algorithm's rounds, or prices beside measured times; return the file."""
     from paceline.tools.report.charts.schedule_drawing import Compared, price_chart, round_chart
 

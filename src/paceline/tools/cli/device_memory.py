@@ -10,7 +10,7 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_forecast import Room
 
-__all__ = ["CUDA_CONTEXT", "KINDS", "capacity_of", "room_of"]
+__all__ = ["CUDA_CONTEXT", "KINDS", "parse_device_memory", "device_room"]
 
 KINDS = ("cuda", "cpu")
 CUDA_CONTEXT = "800MiB"
@@ -20,7 +20,7 @@ _CUBLAS_NBYTES = 32 << 20
 """Of cuBLAS's workspace on Hopper and later, the largest there is by default."""
 
 
-def capacity_of(device: str | None, device_memory: str | None) -> int | None:
+def parse_device_memory(device: str | None, device_memory: str | None) -> int | None:
     """Return the bytes of a device's memory; None: neither says it.
 
     Args:
@@ -46,7 +46,7 @@ def capacity_of(device: str | None, device_memory: str | None) -> int | None:
         raise unknown("device", device, [*KINDS, *hardware_catalog.DEVICES]) from None
 
 
-def room_of(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0") -> Room:
+def device_room(kind: str, capacity: int | None, cuda_context: str = CUDA_CONTEXT, data: str = "0") -> Room:
     """Return the room on a device.
 
     Args:

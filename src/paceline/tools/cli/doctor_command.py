@@ -42,8 +42,8 @@ def doctor(
     loopback = try_loopback(ranks) if ranks and facts.torch else None
     found = findings(facts, loopback)
     if json_file is not None:
-        write_json(json_file, record(facts, loopback, found), indent=2)
-    show(found)
+        write_json(json_file, doctor_record(facts, loopback, found), indent=2)
+    print_findings(found)
     if any(finding.status == "broken" for finding in found):
         raise typer.Exit(1)
 
@@ -63,7 +63,7 @@ def try_loopback(ranks: int) -> Loopback | str:
         return Loopback(**json.loads(result.read_text()))
 
 
-def record(facts: MachineFacts, loopback: Loopback | str | None, found: list[Finding]) -> dict[str, object]:
+def doctor_record(facts: MachineFacts, loopback: Loopback | str | None, found: list[Finding]) -> dict[str, object]:
     """Return everything the doctor knows, for a JSON file."""
     return {
         "kind": "doctor",
@@ -74,7 +74,7 @@ def record(facts: MachineFacts, loopback: Loopback | str | None, found: list[Fin
     }
 
 
-def show(found: list[Finding]) -> None:
+def print_findings(found: list[Finding]) -> None:
     """Print the findings as a table."""
     from rich.console import Console
     from rich.table import Table

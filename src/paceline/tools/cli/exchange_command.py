@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.transport.mpi_exchange.exchange_measurement import Measured
     from paceline.transport.mpi_exchange.ring_and_all_to_all import MpiCarrier
 
-__all__ = ["FOOTER", "exchange", "table"]
+__all__ = ["FOOTER", "exchange", "exchange_table"]
 
 SCHEMA = 1
 
@@ -166,10 +166,10 @@ def _after_rank_0(carrier: MpiCarrier) -> None:
 
 def _end_all(carrier: MpiCarrier, error: BaseException) -> None:
     """End all ranks for an error of this one, which is told."""
-    from paceline.tools.cli.app import show
+    from paceline.tools.cli.app import print_error
 
     if isinstance(error, EnvelopeError | UsageError):
-        show(error)
+        print_error(error)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     carrier.abort(2 if isinstance(error, UsageError) else 1)
@@ -182,7 +182,7 @@ def _show(settings: ExchangeSettings, measured: Measured) -> None:
     pass  # moved
     from paceline.tools.console_table import print_wide
 
-    print_wide(table(settings, measured))
+    print_wide(exchange_table(settings, measured))
     console = Console(highlight=False, soft_wrap=True)
     console.print(FOOTER, style="dim")
     for problem in measured.problems:
@@ -214,7 +214,7 @@ FOOTER = (
 )
 
 
-def table(settings: ExchangeSettings, measured: Measured) -> Table:
+def exchange_table(settings: ExchangeSettings, measured: Measured) -> Table:
     """Return the rows as a table; a rank that did not get what was sent to it is red."""
     size = format_size(measured.rows[0].nbytes)
     rounds = f"{measured.rounds} round{'s' * (measured.rounds > 1)}"

@@ -16,19 +16,7 @@ import typer
 
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
-from paceline.tools.cli.hub_options import (
-    BoundOption,
-    DownOption,
-    MarginOption,
-    OuterLrOption,
-    OuterMomentumOption,
-    OuterOption,
-    OuterWarmupOption,
-    PopulationOption,
-    StalenessOption,
-    UnstableOption,
-    outer_of,
-)
+from paceline.tools.cli.shared_options import BoundOption, DownOption, MarginOption, OuterLrOption, OuterMomentumOption, OuterOption, OuterWarmupOption, PopulationOption, StalenessOption, UnstableOption, hub_optimizer
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub_rules import HubRules
@@ -109,7 +97,7 @@ def hub(
             f"--exploding {exploding:g}", remedy="give a number above 1, such as 10, or 0 for none"
         )
     rules = HubRules(
-        outer=outer_of(outer, outer_lr, outer_momentum, outer_warmup, unstable),
+        outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=Staleness(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
         population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
@@ -162,7 +150,7 @@ def _serve(
     from paceline.async_dp.hub.hub import Hub
     from paceline.async_dp.hub.hub_server import HubServer
     from paceline.async_dp.wal.hub_journal import HubJournal
-    from paceline.tools.cli.hub_live_table import HubTable
+    from paceline.tools.cli.hub_live_table import HubLiveTable
     from paceline.transport.zmq import HubExchange, SocketSettings
     from paceline.transport.zmq.curve_keys import HubKeys
 
@@ -178,7 +166,7 @@ def _serve(
             name = _name_of_run(run, journal)
             hub_ = Hub(name, rules, journal, time.time)
             server, ended = HubServer(hub_, exchange), _Ended(seconds)
-            with HubTable(hub_, exchange, folder) as table:
+            with HubLiveTable(hub_, exchange, folder) as table:
                 server.run(ended, table.look)
     finally:
         exchange.close()

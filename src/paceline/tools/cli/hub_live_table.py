@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from paceline.async_dp.hub.hub import Hub
     from paceline.transport.zmq import HubExchange
 
-__all__ = ["HubTable"]
+__all__ = ["HubLiveTable"]
 
 _MOST_ROWS = 40
 _LINE_SECONDS = 30.0
 
 
-class HubTable:
+class HubLiveTable:
     """Shows a hub: on a terminal a table that is kept up to date, else a line from time to time.
 
     Args:

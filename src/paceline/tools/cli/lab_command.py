@@ -74,9 +74,9 @@ def lab(
     check_program(program)
     if json_file is not None:
         check_writable(json_file, "--json")
-    with Lab(hosts, rate, slow=read_slow(slow or ()), delay=delay) as net:
+    with Lab(hosts, rate, slow=parse_slow_hosts(slow or ()), delay=delay) as net:
         console = _console()
-        console.print(describe(net, ranks, delay), style="bold")
+        console.print(describe_lab(net, ranks, delay), style="bold")
         watch, well = LinkMonitor(net), False
         job = net.start_torchrun(program, ranks_per_host=ranks) if ranks else net.start(program)
         try:
@@ -86,11 +86,11 @@ def lab(
             totals = watch.stop()
             _show(totals, watch, console)
             if json_file is not None:
-                measured = record(totals, watch, program, ranks, well)
+                measured = lab_record(totals, watch, program, ranks, well)
                 write_json(json_file, measured)
 
 
-def read_slow(texts: Sequence[str]) -> dict[int, str]:
+def parse_slow_hosts(texts: Sequence[str]) -> dict[int, str]:
     """Return the rates of ``2=50Mbit/s`` or ``host2=50Mbit/s``, by number of host.
 
     Raises:
@@ -108,7 +108,7 @@ def read_slow(texts: Sequence[str]) -> dict[int, str]:
     return rate_of_host
 
 
-def describe(net: Lab, ranks: int, delay: str) -> str:
+def describe_lab(net: Lab, ranks: int, delay: str) -> str:
     """Return one line about what runs where."""
     usual = max(set(net.rates), key=net.rates.count)
     others = [f"host{host} {_rate(rate)}" for host, rate in enumerate(net.rates) if rate != usual]
@@ -122,7 +122,7 @@ def describe(net: Lab, ranks: int, delay: str) -> str:
     return "; ".join(parts)
 
 
-def record(
+def lab_record(
     totals: Sequence[HostTotals], watch: LinkMonitor, program: Sequence[str], ranks: int, well: bool
 ) -> dict[str, object]:
     """Return what was measured, for a JSON file; rates in bytes per second."""

@@ -91,9 +91,9 @@ def run(
     try:
         run_job(job)
     except RankFailed as error:
-        from paceline.tools.cli.app import show
+        from paceline.tools.cli.app import print_error
 
-        show(error)
+        print_error(error)
         raise typer.Exit(error.exit_code) from None
 
 

@@ -23,12 +23,12 @@ from paceline.world.mpi_world import find_mpiexec
 if TYPE_CHECKING:
     from paceline.launch.targets.cluster_job import ClusterJob
 
-__all__ = ["command_of", "run_again", "submit_and_watch"]
+__all__ = ["build_mpiexec_command", "run_with_restarts", "submit_to_slurm"]
 
 _CALLED_WRONGLY = 2
 
 
-def command_of(work: ClusterJob, flavour: str, hostfile: Path | None, *, submit: bool) -> list[str]:
+def build_mpiexec_command(work: ClusterJob, flavour: str, hostfile: Path | None, *, submit: bool) -> list[str]:
     """Return mpiexec's command, and write the file of hosts that it names, if one is asked for.
 
     Raises:
@@ -54,7 +54,7 @@ def command_of(work: ClusterJob, flavour: str, hostfile: Path | None, *, submit:
     return mpiexec_command(work, mpi, mpiexec, hosts)
 
 
-def run_again(command: Sequence[str], max_restarts: int) -> int:
+def run_with_restarts(command: Sequence[str], max_restarts: int) -> int:
     """Run `command`, again after each failure up to `max_restarts`, and return its last exit code.
 
     Exit code 2 says by Python's custom that the program was called wrongly: it is final.
@@ -66,7 +66,7 @@ def run_again(command: Sequence[str], max_restarts: int) -> int:
     return code
 
 
-def submit_and_watch(work: ClusterJob, text: str, out: Path | None, *, watch: bool) -> int:
+def submit_to_slurm(work: ClusterJob, text: str, out: Path | None, *, watch: bool) -> int:
     """Submit the script `text`, and return 0; or follow the job, and return its exit code.
 
     Ctrl-C ends the following, not the job.

@@ -133,9 +133,9 @@ def slurm(
     work = described(context.params)
     text = batch_script(work, SlurmOptions(partition, account, tuple(option or ()), warn))
     if submit or watch:
-        from paceline.tools.cli.launch.launch_submit import submit_and_watch
+        from paceline.tools.cli.launch_submit import submit_to_slurm
 
-        _end(submit_and_watch(work, text, out, watch=watch))
+        _end(submit_to_slurm(work, text, out, watch=watch))
     _put(text, out)
 
 
@@ -207,13 +207,13 @@ def mpi(
 
     MPI ends a world with the first rank that fails. With --submit it is started again then.
     """
-    from paceline.tools.cli.launch.launch_submit import command_of, run_again
+    from paceline.tools.cli.launch_submit import build_mpiexec_command, run_with_restarts
 
     work = described(context.params)
-    command = command_of(work, flavour, hostfile, submit=submit)
+    command = build_mpiexec_command(work, flavour, hostfile, submit=submit)
     _put(f"#!/bin/sh\nexec {shlex.join(command)}\n", out, submit=submit)
     if submit:
-        _end(run_again(command, work.max_restarts))
+        _end(run_with_restarts(command, work.max_restarts))
 
 
 @app.command("kubernetes", context_settings=_SCRIPT_LAST)
