@@ -64,7 +64,7 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "there is no script to run"),
+        ([], "no script to run"),
         (["absent.py"], "no such script: absent.py"),
         (["--ranks", 0, "SCRIPT"], "ranks=0"),
         (["--ranks", 2, "--min-ranks", 3, "SCRIPT"], "min_ranks=3, of 2 ranks"),
@@ -72,7 +72,7 @@ def test_one_host_needs_no_options_and_modules_have_one(call, jobs, script):
         (["--hosts", 2, "--rendezvous", "pc1:x", "SCRIPT"], "'pc1:x' is no address of a rendezvous"),
         (["--hosts", 2, "--rendezvous", "no-such-host.invalid", "SCRIPT"], "resolves to nothing"),
         (["--wait", "soon", "SCRIPT"], "soon"),
-        (["--grace", "0s", "SCRIPT"], "--grace 0s: no time"),
+        (["--grace", "0s", "SCRIPT"], "--grace 0s: must be above 0"),
         (["--log-dir", "SCRIPT/logs", "SCRIPT"], "can't be written"),
         (["--serve", "127.0.0.1:4000", "SCRIPT"], "--serve runs no script"),
         (["--serve", "192.0.2.1:4000"], "192.0.2.1 is no address of this machine"),

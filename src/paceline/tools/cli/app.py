@@ -1,8 +1,7 @@
-"""``paceline``: finds the command, runs it, and turns errors into one message and an exit code.
+"""``paceline``: runs a command, and turns errors into one message and an exit code.
 
-A command is listed here by name, by where it lives and by one line of help; its module is imported when it is
-used, so that ``paceline --help`` answers at once. Exit codes: 0 all well, 1 it failed, 2 it was called
-wrongly, 130 interrupted.
+Commands are listed here by name, location and one line of help; their modules are imported on use, so that
+``paceline --help`` is fast. Exit codes: 0 success, 1 failure, 2 usage error, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,11 @@ __all__ = ["app", "main", "print_error"]
 # name: (module, a function or a typer.Typer in it, help)
 COMMANDS = {
     "train": ("paceline.tools.cli.train_command", "train", "Train the reference GPT data-parallel on text."),
-    "run": ("paceline.tools.cli.run_command", "run", "Run a script on hosts, restarted after failures."),
+    "run": (
+        "paceline.tools.cli.run_command",
+        "run",
+        "Run a script on one or several hosts, restarted after failures.",
+    ),
     "launch": (
         "paceline.tools.cli.launch_command",
         "app",
@@ -32,58 +35,62 @@ COMMANDS = {
     "bench": (
         "paceline.tools.cli.bench.bench_step_command",
         "app",
-        "Measure training steps and collectives, beside torch's own.",
+        "Measure training steps and collectives, compared with torch.",
     ),
     "collective": (
         "paceline.tools.cli.collective_command",
         "collective",
-        "Prove, price, tell, draw and run a collective algorithm.",
+        "Prove, price, explain, draw and run a collective algorithm.",
     ),
     "dispatch": (
         "paceline.tools.cli.plan.dispatch_command",
         "dispatch",
-        "Tell who gets which data, who starves, what is safe.",
+        "Show which rank gets which data, which starve, what is safe.",
     ),
     "plan": (
         "paceline.tools.cli.plan.plan_command",
         "app",
-        "Plan a training from measured numbers, before anything runs.",
+        "Plan a training from measurements, before anything runs.",
     ),
     "hub": (
         "paceline.tools.cli.hub_command",
         "app",
-        "Serve asynchronous training: the switch node of a star.",
+        "Serve asynchronous training: the hub of a star.",
     ),
     "simulate": (
         "paceline.tools.cli.simulate.simulate_async_command",
         "app",
-        "Tell what a job would do on many nodes, or elsewhere.",
+        "Predict how a job would run on many nodes, or elsewhere.",
     ),
     "exchange": (
         "paceline.tools.cli.exchange_command",
         "exchange",
-        "Exchange checked messages over MPI while work goes on.",
+        "Exchange checked messages over MPI during computation.",
     ),
     "lab": (
         "paceline.tools.cli.lab_command",
         "lab",
-        "Try a slow network: hosts around a switch, on this machine.",
+        "Emulate a slow network: hosts around a switch, on this machine.",
     ),
     "checkpoint": (
         "paceline.tools.cli.checkpoint_command",
         "checkpoint",
-        "Show a run's checkpoints, verify them, export weights.",
+        "Show, verify and export the checkpoints of a run.",
     ),
-    "doctor": ("paceline.tools.cli.doctor_command", "doctor", "Show what this machine has, and what to fix."),
-    "report": ("paceline.tools.cli.report_command", "report", "Turn a run's folder into one HTML page."),
+    "doctor": (
+        "paceline.tools.cli.doctor_command",
+        "doctor",
+        "Check this machine for training, and show what to fix.",
+    ),
+    "report": ("paceline.tools.cli.report_command", "report", "Write an HTML report of a run."),
 }
 
-# Commands that run the user's program: what follows its name is its own, options too.
+# Commands that run a program: all arguments after its name belong to it, options too.
 PROGRAM_LAST = {"lab", "run"}
 
 
 class LazyGroup(TyperGroup):
-    """Commands that are known by name and help, and loaded when one is invoked."""
+    """Command group whose members are imported when they are invoked."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -94,7 +101,7 @@ class LazyGroup(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that `args` ask for, loaded."""
+        """Return the command that `args` name, imported."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else _load(name), rest
 
@@ -147,7 +154,7 @@ def main() -> None:
 
 
 def print_error(error: PacelineError) -> None:
-    """Write an error to the terminal, without a traceback: it is the user's to mend."""
+    """Print an error to stderr, without a traceback: the user can fix it."""
     from rich.console import Console
     from rich.text import Text
 

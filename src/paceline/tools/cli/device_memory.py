@@ -10,7 +10,7 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.tools.plan.memory.memory_forecast import Room
 
-__all__ = ["CUDA_CONTEXT", "KINDS", "parse_device_memory", "device_room"]
+__all__ = ["CUDA_CONTEXT", "KINDS", "device_room", "parse_device_memory"]
 
 KINDS = ("cuda", "cpu")
 CUDA_CONTEXT = "800MiB"

@@ -13,7 +13,7 @@ import typer
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import parse_device_memory, device_room
+from paceline.tools.cli.device_memory import device_room, parse_device_memory
 from paceline.tools.result_files import checked_files
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import typer
 
 from paceline._core.format import format_bytes
 from paceline.errors import UsageError
-from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, parse_device_memory, device_room
+from paceline.tools.cli.device_memory import CUDA_CONTEXT, KINDS, device_room, parse_device_memory
 from paceline.tools.cli.shared_options import (
     AccumulateOption,
     AutocastOption,

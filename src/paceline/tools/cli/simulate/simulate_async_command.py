@@ -12,8 +12,19 @@ from typing import Annotated
 
 import typer
 
-from paceline.tools.cli.shared_options import BoundOption, DownOption, MarginOption, OuterLrOption, OuterMomentumOption, OuterOption, OuterWarmupOption, PopulationOption, StalenessOption, UnstableOption
-from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.cli.shared_options import (
+    BoundOption,
+    DownOption,
+    JsonOption,
+    MarginOption,
+    OuterLrOption,
+    OuterMomentumOption,
+    OuterOption,
+    OuterWarmupOption,
+    PopulationOption,
+    StalenessOption,
+    UnstableOption,
+)
 from paceline.tools.cli.simulate.simulate_cluster_command import cluster
 
 __all__ = [

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline._core.format import format_seconds
 from paceline._core.units import parse_count, parse_rate, parse_seconds, parse_share
 from paceline.errors import UsageError, unknown
-from paceline.tools.cli.shared_options import hub_optimizer
-from paceline.tools.cli.shared_options import numbers_of
+from paceline.tools.cli.shared_options import hub_optimizer, numbers_of
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub_rules import HubRules
