@@ -114,7 +114,7 @@ def test_draws(paceline, tmp_path, name, what):
         (["ring", "--topology", "two-level", "--per-node", 2], "needs --between"),
         (["ring", "--shared", "1MB/s"], "--shared is not for --topology star"),
         (["ring", "--slow", "9=1MB/s"], "there is no rank 9"),
-        (["ring", "--slow", "1"], "is no HOST=RATE"),
+        (["ring", "--slow", "1"], "is not HOST=RATE"),
         (["ring", "--hub", 8], "there is no rank 8"),
         (["broadcast/tree", "--root", 8], "ranks 0 to 7"),
         (["ring", "--root", 1], "has none"),

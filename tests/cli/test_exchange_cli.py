@@ -61,7 +61,7 @@ def test_an_unknown_shape_is_refused_with_the_nearest(paceline, never_started):
         (["--ranks", "0"], "--ranks 0: nobody"),
         (["--bytes", "many"], "'many' is no size"),
         (["--bytes", "1MB", "--ints", "5"], "exclude each other"),
-        (["--ints", "0.5"], "no number of integers"),
+        (["--ints", "0.5"], "is not a whole number"),
         (["--rounds", "0"], "--rounds 0"),
         (["--work", "soon"], "'soon' is no time"),
         (["--timeout", "0s"], "time-out above 0"),

@@ -49,7 +49,7 @@ def nothing_is_made(monkeypatch):
         (["--hosts", "0", "true"], "hosts=0: a lab has 1 to 250 hosts"),
         (["--rate", "fast", "true"], "'fast' is no rate"),
         (["--rate", "100", "true"], "'100' is no rate: unknown unit ''"),
-        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is no HOST=RATE"),
+        (["--slow", "50Mbit/s", "true"], "--slow '50Mbit/s' is not HOST=RATE"),
         (["--slow", "5=50Mbit/s", "true"], "slow names host 5, but there are 2 hosts"),
         (["--slow", "1=", "true"], "'' is no rate"),
         (["--delay", "long", "true"], "'long' is no time"),

@@ -18,6 +18,7 @@ __all__ = [
     "check_writable",
     "checked_files",
     "machine_record",
+    "paceline_command",
     "require_matplotlib",
     "result_head",
     "versions",
@@ -99,20 +100,35 @@ def require_matplotlib() -> Any:
 
 
 def result_head(
-    kind: str, packages: Iterable[str] = ("paceline", "torch"), schema: int = 1
+    kind: str,
+    packages: Iterable[str] = ("paceline", "torch"),
+    schema: int = 1,
+    *,
+    command: str | None = None,
+    machine: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what a program's result begins with: what it is, the command that makes it, the machine, versions.
+    """Return the head of a result: kind, schema, the command that reproduces it, machine, versions.
 
     Args:
-        kind: of the measurement. packages: whose versions bear on it. schema: of what follows.
+        kind: of the measurement.
+        packages: whose versions bear on the result; if empty, the head has no versions.
+        schema: version of the format.
+        command: the command line; by default that of this process, as a program run by ``python``.
+        machine: where it was measured; by default this machine.
     """
-    return {
+    head = {
         "kind": kind,
         "schema": schema,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine_record(),
-        "versions": versions(packages),
+        "command": shlex.join(["python", *sys.argv]) if command is None else command,
+        "machine": machine_record() if machine is None else dict(machine),
     }
+    found = versions(packages)
+    return head | {"versions": found} if found else head
+
+
+def paceline_command() -> str:
+    """Return the ``paceline`` command line that started this process, for results."""
+    return shlex.join(["paceline", *sys.argv[1:]])
 
 
 def machine_record() -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from paceline._core.units import parse_bytes, parse_rate, parse_seconds
 from paceline.errors import UsageError, unknown
 from paceline.tools.cli.lab_command import parse_slow_hosts
 from paceline.tools.cli.shared_options import JsonOption, expand_options
-from paceline.tools.result_files import check_writable
+from paceline.tools.result_files import check_writable, paceline_command
 
 if TYPE_CHECKING:
     from paceline.collectives.topology import Topology
@@ -152,7 +150,7 @@ def collective(
             "backend": options.backend if ran else None,
             "seconds_per_byte_added": gamma,
         }
-        write_json(json_file, result(priced, net, settings, shlex.join(["paceline", *sys.argv[1:]])))
+        write_json(json_file, result(priced, net, settings, paceline_command()))
         typer.echo(json_file)
 
 

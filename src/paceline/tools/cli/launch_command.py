@@ -1,14 +1,12 @@
-"""``paceline launch``: the command or file with which a launcher runs a script on a cluster; shown, or submitted.
-
-Options that the launchers of ``paceline launch`` share, and the work that they describe.
-"""
+"""``paceline launch``: prints, or submits, what runs a script by torchrun, Slurm, Ray, MPI or Kubernetes."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,245 +16,297 @@ from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import UsageError
 from paceline.launch.targets.cluster_job import ClusterJob
+from paceline.tools.cli.shared_options import expand_options
 from paceline.tools.result_files import check_writable
 
-__all__ = [
-    "CpusOption",
-    "EnvOption",
-    "FolderOption",
-    "GpusOption",
-    "HostOption",
-    "HostsOption",
-    "MemoryOption",
-    "MinHostsOption",
-    "NameOption",
-    "OutOption",
-    "PortOption",
-    "ProgramArgument",
-    "PythonOption",
-    "RanksOption",
-    "RestartsOption",
-    "SubmitOption",
-    "TimeOption",
-    "app",
-    "described",
-]
+__all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True)
 
-
-_SCRIPT_LAST = {  # what follows the script is its own; -m begins a program too
+_SCRIPT_LAST = {  # arguments after the script belong to it; -m begins a program too
     "allow_interspersed_args": False,
     "ignore_unknown_options": True,
     "help_option_names": ["-h", "--help"],
 }
-
-
 _SSH = "ssh -tt -o BatchMode=yes"
+
+NameOption = Annotated[str, typer.Option(help="Name of the job.")]
+HostsOption = Annotated[int, typer.Option(help="Number of hosts.")]
+HostOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A host; may be repeated. The first one is the rendezvous."),
+]
+MinHostsOption = Annotated[
+    int | None, typer.Option(help="Smallest number of hosts to continue with after a loss; default all.")
+]
+GpusOption = Annotated[int, typer.Option(help="GPUs per rank.")]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Memory per host, such as 64GiB; default that of the cluster.")
+]
+TimeOption = Annotated[
+    str | None, typer.Option("--time", help="Time limit, such as 8h; default that of the cluster.")
+]
+PortOption = Annotated[int, typer.Option(help="Port of the rendezvous on the first host.")]
+SubmitOption = Annotated[bool, typer.Option("--submit", help="Start it instead of printing it.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
+    """Options that all launchers share: the script, its ranks, and where the output goes."""
+
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT...", help="A Python script or -m MODULE, and its arguments."),
+    ]
+    ranks: Annotated[int, typer.Option(help="Processes per host.")] = 1
+    cpus: Annotated[int, typer.Option(help="Cores per rank.")] = 1
+    env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="An environment variable; may be repeated."),
+    ] = None
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            help="Working directory: the same path on all hosts, on a shared disk; default this one."
+        ),
+    ] = None
+    max_restarts: Annotated[int, typer.Option(help="Failures after which the ranks are restarted.")] = 3
+    python: Annotated[
+        str | None, typer.Option(help="Python interpreter on the hosts; default the path of this one.")
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it to this file instead of the terminal.")
+    ] = None
+
+    def job(
+        self,
+        *,
+        host: list[str] | None = None,
+        hosts: int = 1,
+        memory: str | None = None,
+        time: str | None = None,
+        **others: Any,
+    ) -> ClusterJob:
+        """Return the job that the options describe.
+
+        Args:
+            host: names of hosts; if given, they determine the number of hosts.
+            hosts: number of hosts.
+            memory: of each host, such as ``"64GiB"``.
+            time: the limit, such as ``"8h"``.
+            others: further fields of `ClusterJob`.
+
+        Raises:
+            UsageError: an option is not valid.
+        """
+        return ClusterJob(
+            tuple(self.program),
+            hosts=len(host) if host else hosts,
+            host_names=tuple(host or ()),
+            ranks_per_host=self.ranks,
+            cpus_per_rank=self.cpus,
+            memory=None if memory is None else parse_bytes(memory),
+            seconds=None if time is None else parse_seconds(time),
+            env=_parse_variables(self.env or ()),
+            folder=os.getcwd() if self.folder is None else self.folder,
+            max_restarts=self.max_restarts,
+            python=self.python or sys.executable,
+            **others,
+        )
+
+    def write(self, text: str, *, submitted: bool = False) -> None:
+        """Write `text` to ``--out``, or to the terminal unless the job is `submitted`."""
+        if self.out is not None:
+            check_writable(self.out, "--out")
+            write_text(self.out, text)
+            if text.startswith("#!"):
+                self.out.chmod(0o755)
+        elif not submitted:
+            typer.echo(text, nl=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerOptions(ScriptOptions):
+    """The same for a script in a container."""
+
+    folder: Annotated[str | None, typer.Option(help="Working directory in the container.")] = ""
+    python: Annotated[str | None, typer.Option(help="Python interpreter in the image.")] = "python3"
 
 
 @app.command("torchrun", context_settings=_SCRIPT_LAST)
+@expand_options
 def torchrun(
-    context: typer.Context,
-    program: ProgramArgument,
+    script: ScriptOptions,
     host: HostOption = None,
-    ranks: RanksOption = 1,
     min_hosts: MinHostsOption = None,
-    cpus: CpusOption = 1,
-    env: EnvOption = None,
-    folder: FolderOption = None,
-    max_restarts: RestartsOption = 3,
     port: PortOption = 29400,
-    python: PythonOption = None,
     name: NameOption = "train",
-    out: OutOption = None,
     submit: SubmitOption = False,
     shell: Annotated[
-        str, typer.Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE.")
+        str,
+        typer.Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE."),
     ] = _SSH,
 ) -> None:
     """Run a script by torchrun on hosts that you can log in to.
 
     Example: paceline launch torchrun --host pc1 --host pc2 --ranks 2 --submit train.py --epochs 3
 
-    The same command is started on every host. With --submit this is done over ssh, and followed here.
+    The same command is started on every host; --submit does this over ssh, and shows the output here.
     """
     from paceline.launch.targets.torchrun_command import torchrun_line, torchrun_script
 
-    work, words = described(context.params), _words(shell)
-    text = torchrun_script(work)
-    _put(text, out, submit=submit)
+    job = script.job(host=host, min_hosts=min_hosts, port=port, name=name)
+    shell_words = _split_shell(shell)
+    script.write(torchrun_script(job), submitted=submit)
     if submit:
         from paceline.launch.process.foreground_commands import run_commands
 
-        line = torchrun_line(work)
-        commands = {one: [*words, one, line] for one in work.host_names} or {"": ["sh", "-c", line]}
-        _end(run_commands(commands))
+        line = torchrun_line(job)
+        commands = {one: [*shell_words, one, line] for one in job.host_names} or {"": ["sh", "-c", line]}
+        _exit(run_commands(commands))
 
 
 @app.command("slurm", context_settings=_SCRIPT_LAST)
+@expand_options
 def slurm(
-    context: typer.Context,
-    program: ProgramArgument,
+    script: ScriptOptions,
     hosts: HostsOption = 1,
-    ranks: RanksOption = 1,
-    cpus: CpusOption = 1,
     gpus: GpusOption = 0,
     memory: MemoryOption = None,
     time: TimeOption = None,
-    partition: Annotated[str, typer.Option(help="Else Slurm's default.")] = "",
-    account: Annotated[str, typer.Option(help="Else Slurm's default.")] = "",
+    partition: Annotated[str, typer.Option(help="Partition; default that of Slurm.")] = "",
+    account: Annotated[str, typer.Option(help="Account; default that of Slurm.")] = "",
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated."),
     ] = None,
-    warn: Annotated[int, typer.Option(help="Seconds before the --time limit at which it is requeued.")] = 120,
-    env: EnvOption = None,
-    folder: FolderOption = None,
-    max_restarts: RestartsOption = 3,
-    python: PythonOption = None,
+    warn: Annotated[
+        int, typer.Option(help="Seconds before the --time limit at which the job is requeued.")
+    ] = 120,
     name: NameOption = "train",
-    out: OutOption = None,
     submit: SubmitOption = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Submit it and follow it until it has ended.")
     ] = False,
 ) -> None:
-    """Run a script as a Slurm job that is requeued, and goes on from its newest checkpoint.
+    """Run a script as a Slurm job that is requeued, and resumes from its newest checkpoint.
 
     Example: paceline launch slurm --hosts 4 --ranks 8 --gpus 1 --time 8h --watch train.py --epochs 3
 
-    Without --submit or --watch the batch script is shown, for sbatch.
+    Without --submit or --watch the batch script is printed, for sbatch.
     """
     from paceline.launch.targets.slurm import SlurmOptions, batch_script
 
-    work = described(context.params)
-    text = batch_script(work, SlurmOptions(partition, account, tuple(option or ()), warn))
+    job = script.job(hosts=hosts, gpus_per_rank=gpus, memory=memory, time=time, name=name)
+    text = batch_script(job, SlurmOptions(partition, account, tuple(option or ()), warn))
     if submit or watch:
         from paceline.tools.cli.launch_submit import submit_to_slurm
 
-        _end(submit_to_slurm(work, text, out, watch=watch))
-    _put(text, out)
+        _exit(submit_to_slurm(job, text, script.out, watch=watch))
+    script.write(text)
 
 
 @app.command("ray", context_settings=_SCRIPT_LAST)
+@expand_options
 def ray(
-    context: typer.Context,
-    program: ProgramArgument,
+    script: ScriptOptions,
     hosts: HostsOption = 1,
-    ranks: RanksOption = 1,
     min_hosts: MinHostsOption = None,
-    cpus: CpusOption = 1,
     gpus: GpusOption = 0,
     memory: MemoryOption = None,
-    env: EnvOption = None,
-    folder: FolderOption = None,
-    max_restarts: RestartsOption = 3,
-    python: PythonOption = None,
     name: NameOption = "train",
-    out: OutOption = None,
     submit: SubmitOption = False,
     address: Annotated[
         str | None,
-        typer.Option(help="With --submit: of the cluster; else RAY_ADDRESS, or one of this machine."),
+        typer.Option(help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one."),
     ] = None,
-    wait: Annotated[str, typer.Option(help="With --submit: how long to wait for room.")] = "5min",
+    wait: Annotated[str, typer.Option(help="With --submit: how long to wait for resources.")] = "5min",
 ) -> None:
     """Run a script on a Ray cluster.
 
     Example: paceline launch ray --hosts 4 --ranks 8 --gpus 1 --submit train.py --epochs 3
 
-    Without --submit a driver is shown: a program to be started on the cluster, by `ray job submit` for example.
+    Without --submit a driver is printed: a program to start on the cluster, for example by `ray job submit`.
     """
-    from paceline._core.units import parse_seconds
     from paceline.launch.targets.ray_job import ray_driver
 
-    work = described(context.params)
+    job = script.job(hosts=hosts, min_hosts=min_hosts, gpus_per_rank=gpus, memory=memory, name=name)
     seconds = parse_seconds(wait)
-    _put(ray_driver(work), out, submit=submit)
+    script.write(ray_driver(job), submitted=submit)
     if submit:
         from paceline.launch.targets.ray_job import run_on_ray
 
-        _end(run_on_ray(work, address, wait=seconds))
+        _exit(run_on_ray(job, address, wait=seconds))
 
 
 @app.command("mpi", context_settings=_SCRIPT_LAST)
+@expand_options
 def mpi(
-    context: typer.Context,
-    program: ProgramArgument,
+    script: ScriptOptions,
     host: HostOption = None,
-    ranks: RanksOption = 1,
     flavour: Annotated[
-        str, typer.Option("--mpi", help="Whose mpiexec: mpich (Intel's too) or openmpi.")
+        str, typer.Option("--mpi", help="MPI implementation of mpiexec: mpich (Intel's too) or openmpi.")
     ] = "mpich",
     hostfile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the hosts there, rather than into the command.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the hosts to this file instead of the command."),
     ] = None,
-    cpus: CpusOption = 1,
-    env: EnvOption = None,
-    folder: FolderOption = None,
-    max_restarts: RestartsOption = 3,
     port: PortOption = 29400,
-    python: PythonOption = None,
-    out: OutOption = None,
     submit: SubmitOption = False,
 ) -> None:
     """Run a script as the ranks of an MPI world.
 
     Example: paceline launch mpi --host pc1 --host pc2 --ranks 4 --submit train.py --epochs 3
 
-    MPI ends a world with the first rank that fails. With --submit it is started again then.
+    MPI ends a world with the first rank that fails; --submit then restarts it.
     """
     from paceline.tools.cli.launch_submit import build_mpiexec_command, run_with_restarts
 
-    work = described(context.params)
-    command = build_mpiexec_command(work, flavour, hostfile, submit=submit)
-    _put(f"#!/bin/sh\nexec {shlex.join(command)}\n", out, submit=submit)
+    job = script.job(host=host, port=port)
+    command = build_mpiexec_command(job, flavour, hostfile, submit=submit)
+    script.write(f"#!/bin/sh\nexec {shlex.join(command)}\n", submitted=submit)
     if submit:
-        _end(run_with_restarts(command, work.max_restarts))
+        _exit(run_with_restarts(command, job.max_restarts))
 
 
 @app.command("kubernetes", context_settings=_SCRIPT_LAST)
+@expand_options
 def kubernetes(
-    context: typer.Context,
-    program: ProgramArgument,
-    image: Annotated[str, typer.Option(help="Of the container: Python, Paceline and the script.")],
+    script: ContainerOptions,
+    image: Annotated[str, typer.Option(help="Container image with Python, Paceline and the script.")],
     hosts: HostsOption = 1,
-    ranks: RanksOption = 1,
     min_hosts: MinHostsOption = None,
-    cpus: CpusOption = 1,
     gpus: GpusOption = 0,
     memory: MemoryOption = None,
-    shared_memory: Annotated[str, typer.Option(help="Of /dev/shm in each pod; part of its memory.")] = "8GiB",
+    shared_memory: Annotated[
+        str, typer.Option(help="Size of /dev/shm in each pod; part of its memory.")
+    ] = "8GiB",
     claim: Annotated[str, typer.Option(help="Persistent volume claim, mounted at --folder.")] = "",
-    namespace: Annotated[str, typer.Option(help="Else that of whoever applies it.")] = "",
+    namespace: Annotated[str, typer.Option(help="Namespace; default that of kubectl.")] = "",
     time: TimeOption = None,
-    env: EnvOption = None,
-    folder: Annotated[str, typer.Option(help="Where the program runs in the container.")] = "",
-    max_restarts: RestartsOption = 3,
     port: PortOption = 23456,
-    python: Annotated[str, typer.Option(help="The interpreter in the image.")] = "python3",
     name: NameOption = "train",
-    out: OutOption = None,
 ) -> None:
     """Write the manifest of a PyTorchJob for the Kubeflow training operator.
 
     Example: paceline launch kubernetes --image lab/train:1 --hosts 4 --ranks 8 --gpus 1 --claim runs --folder /runs
     train.py | kubectl apply -f -
     """
-    from paceline._core.units import parse_bytes
     from paceline.launch.targets.kubernetes_manifest import PodOptions, manifest
 
-    work = described(context.params)
-    _put(manifest(work, PodOptions(image, claim, namespace, parse_bytes(shared_memory))), out)
+    job = script.job(
+        hosts=hosts,
+        min_hosts=min_hosts,
+        gpus_per_rank=gpus,
+        memory=memory,
+        time=time,
+        port=port,
+        name=name,
+    )
+    script.write(manifest(job, PodOptions(image, claim, namespace, parse_bytes(shared_memory))))
 
 
-def _words(shell: str) -> list[str]:
-    """Return the words of --shell.
-
-    Raises:
-        UsageError: there are none, or a quotation in it does not end.
-    """
+def _split_shell(shell: str) -> list[str]:
     try:
         words = shlex.split(shell)
     except ValueError as error:
@@ -266,131 +316,21 @@ def _words(shell: str) -> list[str]:
     return words
 
 
-def _put(text: str, out: Path | None, *, submit: bool = False) -> None:
-    """Write `text` to the file that was asked for, else to the terminal, unless it is submitted."""
-    if out is not None:
-        check_writable(out, "--out")
-        write_text(out, text)
-        if text.startswith("#!"):
-            out.chmod(0o755)
-    elif not submit:
-        typer.echo(text, nl=False)
-
-
-def _end(code: int) -> NoReturn:
-    raise typer.Exit(code)
-
-
-ProgramArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="SCRIPT...", help="A Python script or -m MODULE, and its own arguments."),
-]
-
-
-NameOption = Annotated[str, typer.Option(help="Of the job.")]
-
-
-HostsOption = Annotated[int, typer.Option(help="How many hosts.")]
-
-
-HostOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="A host; repeated, the ranks meet on the first.")
-]
-
-
-MinHostsOption = Annotated[
-    int | None, typer.Option(help="Go on with so many hosts after a loss; else with all only.")
-]
-
-
-RanksOption = Annotated[int, typer.Option(help="Processes on each host.")]
-
-
-CpusOption = Annotated[int, typer.Option(help="Cores for each rank.")]
-
-
-GpusOption = Annotated[int, typer.Option(help="GPUs for each rank.")]
-
-
-MemoryOption = Annotated[
-    str | None, typer.Option(help="Of each host, such as 64GiB; else what the cluster gives.")
-]
-
-
-TimeOption = Annotated[
-    str | None, typer.Option("--time", help="Limit, such as 8h; else what the cluster gives.")
-]
-
-
-EnvOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable to set; may be repeated.")
-]
-
-
-FolderOption = Annotated[
-    str | None,
-    typer.Option(help="Where the program runs, the same path on all hosts: on a shared disk. Else here."),
-]
-
-
-RestartsOption = Annotated[int, typer.Option(help="Failures after which the ranks are started again.")]
-
-
-PortOption = Annotated[int, typer.Option(help="Where the ranks meet, on the first host.")]
-
-
-PythonOption = Annotated[str | None, typer.Option(help="The interpreter on the hosts; else this one's path.")]
-
-
-OutOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there; else to the terminal.")]
-
-
-SubmitOption = Annotated[bool, typer.Option("--submit", help="Start it, rather than show it.")]
-
-
-DEFAULT = ClusterJob(("train.py",))
-
-
-def described(options: Mapping[str, Any]) -> ClusterJob:
-    """Return the work that options describe; the number of hosts is that of their names, if they have any.
-
-    Args:
-        options: by name, of any command of ``paceline launch``; what it does not have is left at its default.
+def _parse_variables(texts: Sequence[str]) -> dict[str, str]:
+    """Parse ``NAME=VALUE``.
 
     Raises:
-        UsageError: an option that can't be.
-    """
-    host, memory, time, folder = (options.get(name) for name in ("host", "memory", "time", "folder"))
-    return ClusterJob(
-        tuple(options["program"]),
-        name=options.get("name", DEFAULT.name),
-        hosts=len(host) if host else options.get("hosts", 1),
-        host_names=tuple(host or ()),
-        min_hosts=options.get("min_hosts"),
-        ranks_per_host=options["ranks"],
-        cpus_per_rank=options["cpus"],
-        gpus_per_rank=options.get("gpus", 0),
-        memory=None if memory is None else parse_bytes(memory),
-        seconds=None if time is None else parse_seconds(time),
-        env=_variables(options["env"] or ()),
-        folder=os.getcwd() if folder is None else folder,
-        max_restarts=options["max_restarts"],
-        port=options.get("port", DEFAULT.port),
-        python=options["python"] or sys.executable,
-    )
-
-
-def _variables(texts: Sequence[str]) -> dict[str, str]:
-    """Return the variables of ``NAME=VALUE``.
-
-    Raises:
-        UsageError: a text of another form, or a name twice.
+        UsageError: a text has another form, or sets a variable again.
     """
     variables: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name in variables:
-            wrong = "is no NAME=VALUE" if not equals else f"sets {name} a second time"
-            raise UsageError(f"--env {text!r} {wrong}", remedy="for example --env NCCL_DEBUG=INFO")
+            problem = "is not NAME=VALUE" if not equals else f"sets {name} a second time"
+            raise UsageError(f"--env {text!r} {problem}", remedy="for example --env NCCL_DEBUG=INFO")
         variables[name] = value
     return variables
+
+
+def _exit(code: int) -> NoReturn:
+    raise typer.Exit(code)

@@ -6,7 +6,6 @@ All checks come first: no process is started for a training that can't begin.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -17,6 +16,7 @@ from paceline.errors import UsageError
 from paceline.launch.agent.elastic_run import run_elastic
 from paceline.testing import fault_injection
 from paceline.tools.models import corpus as corpora
+from paceline.tools.result_files import paceline_command
 from paceline.tools.train.run_folder import RunFolder, step_to_resume
 from paceline.tools.train.train_settings import TrainSettings
 from paceline.world import ProcessPlace, read_environment
@@ -125,7 +125,7 @@ def _fit_to_data(settings: TrainSettings, ranks: int) -> TrainSettings:
 
 def _command() -> dict[str, str]:
     return {
-        "command": shlex.join(["paceline", *sys.argv[1:]]),
+        "command": paceline_command(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
 
