@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from paceline._core.version import __version__
@@ -19,70 +20,38 @@ from paceline.errors import PacelineError, UsageError
 
 __all__ = ["app", "main", "print_error"]
 
-# name: (module, a function or a typer.Typer in it, help)
-COMMANDS = {
-    "train": ("paceline.tools.cli.train_command", "train", "Train the reference GPT data-parallel on text."),
-    "run": (
-        "paceline.tools.cli.run_command",
-        "run",
-        "Run a script on one or several hosts, restarted after failures.",
-    ),
-    "launch": (
-        "paceline.tools.cli.launch_command",
-        "app",
-        "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes.",
-    ),
+_PACKAGE = "paceline.tools.cli"
+COMMANDS = {  # name: (module, a function or a typer.Typer in it, help)
+    "train": (".train_command", "train", "Train the reference GPT data-parallel on text."),
+    "run": (".run_command", "run", "Run a script on hosts, restarted after failures."),
+    "launch": (".launch_command", "app", "Run a script by torchrun, Slurm, Ray, MPI or Kubernetes."),
     "bench": (
-        "paceline.tools.cli.bench.bench_step_command",
+        ".bench.bench_step_command",
         "app",
-        "Measure training steps and collectives, compared with torch.",
+        "Measure training steps and collectives, against torch.",
     ),
     "collective": (
-        "paceline.tools.cli.collective_command",
+        ".collective_command",
         "collective",
         "Prove, price, explain, draw and run a collective algorithm.",
     ),
     "dispatch": (
-        "paceline.tools.cli.plan.dispatch_command",
+        ".plan.dispatch_command",
         "dispatch",
         "Show which rank gets which data, which starve, what is safe.",
     ),
-    "plan": (
-        "paceline.tools.cli.plan.plan_command",
-        "app",
-        "Plan a training from measurements, before anything runs.",
-    ),
-    "hub": (
-        "paceline.tools.cli.hub_command",
-        "app",
-        "Serve asynchronous training: the hub of a star.",
-    ),
+    "plan": (".plan.plan_command", "app", "Plan a training from measurements, before anything runs."),
+    "hub": (".hub_command", "app", "Serve asynchronous training: the hub of a star."),
     "simulate": (
-        "paceline.tools.cli.simulate.simulate_async_command",
+        ".simulate.simulate_async_command",
         "app",
         "Predict how a job would run on many nodes, or elsewhere.",
     ),
-    "exchange": (
-        "paceline.tools.cli.exchange_command",
-        "exchange",
-        "Exchange checked messages over MPI during computation.",
-    ),
-    "lab": (
-        "paceline.tools.cli.lab_command",
-        "lab",
-        "Emulate a slow network: hosts around a switch, on this machine.",
-    ),
-    "checkpoint": (
-        "paceline.tools.cli.checkpoint_command",
-        "checkpoint",
-        "Show, verify and export the checkpoints of a run.",
-    ),
-    "doctor": (
-        "paceline.tools.cli.doctor_command",
-        "doctor",
-        "Check this machine for training, and show what to fix.",
-    ),
-    "report": ("paceline.tools.cli.report_command", "report", "Write an HTML report of a run."),
+    "exchange": (".exchange_command", "exchange", "Exchange checked messages over MPI during computation."),
+    "lab": (".lab_command", "lab", "Emulate hosts around a slow switch, on this machine."),
+    "checkpoint": (".checkpoint_command", "checkpoint", "Show, verify and export the checkpoints of a run."),
+    "doctor": (".doctor_command", "doctor", "Check this machine for training, and show what to fix."),
+    "report": (".report_command", "report", "Write an HTML report of a run."),
 }
 
 # Commands that run a program: all arguments after its name belong to it, options too.
@@ -97,7 +66,7 @@ class LazyGroup(TyperGroup):
         self.commands = {
             name: TyperCommand(name, help=line)
             for name, (module, _, line) in COMMANDS.items()
-            if find_spec(module) is not None
+            if find_spec(module, _PACKAGE) is not None
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -117,7 +86,7 @@ app = typer.Typer(
 
 def _load(name: str) -> Any:
     module, attribute, line = COMMANDS[name]
-    target = getattr(import_module(module), attribute)
+    target = getattr(import_module(module, _PACKAGE), attribute)
     if isinstance(target, typer.Typer):
         group = typer.main.get_group(target)
         group.name, group.help = name, group.help or line
@@ -136,7 +105,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """Exact, explained data-parallel training with PyTorch."""

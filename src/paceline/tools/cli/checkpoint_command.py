@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes
@@ -45,15 +46,13 @@ class CheckpointRow:
 
 
 def checkpoint(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run, or of its checkpoints.")],
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read every file and compare all checksums.")
-    ] = False,
+    folder: Annotated[Path, Argument(help="Folder of a run, or of its checkpoints.")],
+    verify: Annotated[bool, Option("--verify", help="Read every file and compare all checksums.")] = False,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the weights of the newest intact checkpoint to this .safetensors file."),
+        Option(help="Write the weights of the newest intact checkpoint to this .safetensors file."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Name of the model to export, if there are several.")] = "model",
+    model: Annotated[str, Option(help="Name of the model to export, if there are several.")] = "model",
     json_file: JsonResultOption = None,
 ) -> None:
     """List the checkpoints of a run, newest first; --verify reads them whole. Exits with 1 if one is damaged."""

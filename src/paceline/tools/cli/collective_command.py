@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline._core.format import format_size
@@ -40,48 +41,33 @@ _REQUIRED_OPTIONS = {"switch": ("shared",), "two-level": ("per_node", "between")
 class CollectiveOptions:
     """Options of ``paceline collective`` that determine algorithms, topology and runs."""
 
-    name: Annotated[
-        str,
-        typer.Argument(help="An algorithm (ring, tree, all-gather/bruck …), or an operation (broadcast …)."),
-    ]
-    ranks: Annotated[int, typer.Option(help="Number of ranks.")] = 8
-    nbytes: Annotated[str, typer.Option("--bytes", help="Size of the vector.")] = "5MB"
-    link: Annotated[str, typer.Option(help="Bandwidth of every link, each direction.")] = "1Gbit/s"
-    latency: Annotated[str, typer.Option(help="Latency of a message between ranks.")] = "0s"
+    name: Annotated[str, Argument(help="Algorithm (ring, all-gather/bruck …) or operation (broadcast …).")]
+    ranks: Annotated[int, Option(help="Number of ranks.")] = 8
+    nbytes: Annotated[str, Option("--bytes", help="Size of the vector.")] = "5MB"
+    link: Annotated[str, Option(help="Bandwidth of every link, each direction.")] = "1Gbit/s"
+    latency: Annotated[str, Option(help="Latency of a message between ranks.")] = "0s"
     add: Annotated[
-        str | None, typer.Option(help="Rate at which a rank adds, such as 4GB/s; default infinitely fast.")
+        str | None, Option(help="Rate at which a rank adds, such as 4GB/s; default infinitely fast.")
     ] = None
-    op: Annotated[
-        str | None, typer.Option(help="The operation, where several have an algorithm of this name.")
-    ] = None
-    topology: Annotated[str, typer.Option(help="star, switch, ring, tree or two-level.")] = "star"
-    shared: Annotated[
-        str | None, typer.Option(help="Topology switch: its total bandwidth, such as 4Gbit/s.")
-    ] = None
-    per_node: Annotated[int | None, typer.Option(help="Topology two-level: ranks per node.")] = None
-    between: Annotated[
-        str | None, typer.Option(help="Topology two-level: bandwidth of a node's link to the others.")
-    ] = None
+    op: Annotated[str | None, Option(help="Operation, if several have such an algorithm.")] = None
+    topology: Annotated[str, Option(help="star, switch, ring, tree or two-level.")] = "star"
+    shared: Annotated[str | None, Option(help="Topology switch: total bandwidth, such as 4Gbit/s.")] = None
+    per_node: Annotated[int | None, Option(help="Topology two-level: ranks per node.")] = None
+    between: Annotated[str | None, Option(help="Topology two-level: bandwidth between nodes.")] = None
     slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK=RATE", help="A link with another bandwidth; may be repeated."),
+        list[str] | None, Option(metavar="RANK=RATE", help="Bandwidth of one link; may be repeated.")
     ] = None
-    hub: Annotated[int | None, typer.Option(help="Topology star: the rank that is its switch.")] = None
-    root: Annotated[int, typer.Option(help="Root of a broadcast or reduce.")] = 0
-    segments: Annotated[
-        str, typer.Option(help="Pieces of a chunk, sent in a pipeline; auto: the number that pays.")
-    ] = "1"
+    hub: Annotated[int | None, Option(help="Topology star: rank that is the switch.")] = None
+    root: Annotated[int, Option(help="Root of a broadcast or reduce.")] = 0
+    segments: Annotated[str, Option(help="Pieces per chunk, pipelined; auto: the number that pays.")] = "1"
     compare: Annotated[
-        bool, typer.Option("--compare", help="Rank all algorithms of the operation, best first.")
+        bool, Option("--compare", help="Rank all algorithms of the operation, best first.")
     ] = False
-    run: Annotated[
-        str,
-        typer.Option(help="here: processes on this machine; lab: emulated hosts with such links; or none."),
-    ] = "none"
-    backend: Annotated[str, typer.Option(help="Backend of --run: gloo or paceline.")] = "gloo"
-    iterations: Annotated[int, typer.Option(help="Repetitions of --run.")] = 3
+    run: Annotated[str, Option(help="here: on this machine; lab: on emulated hosts; none.")] = "none"
+    backend: Annotated[str, Option(help="Backend of --run: gloo or paceline.")] = "gloo"
+    iterations: Annotated[int, Option(help="Repetitions of --run.")] = 3
     stream: Annotated[
-        bool, typer.Option("--stream", help="With --run: forward pieces at once, not round by round.")
+        bool, Option("--stream", help="With --run: forward pieces at once, not round by round.")
     ] = False
 
     @property
@@ -105,7 +91,7 @@ class CollectiveOptions:
 @expand_options
 def collective(
     options: CollectiveOptions,
-    draw: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it: .png or .svg.")] = None,
+    draw: Annotated[Path | None, Option(metavar="FILE", help="Draw it: .png or .svg.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Show the steps and the cost of a collective algorithm.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from paceline._core.files import write_json
 from paceline.errors import PacelineError, UsageError
@@ -27,7 +28,7 @@ _STYLE = {"ok": "green", "note": "dim", "warn": "yellow", "broken": "bold red"}
 
 def doctor(
     json_file: JsonResultOption = None,
-    ranks: Annotated[int, typer.Option(help="Ranks of the trial all-reduce; 0: skip it.")] = 2,
+    ranks: Annotated[int, Option(help="Ranks of the trial all-reduce; 0: skip it.")] = 2,
 ) -> None:
     """Check this machine for training, try an all-reduce, and show what to fix.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline._core.format import format_count, format_seconds, format_size, plural
@@ -39,29 +40,18 @@ _EXIT_DELAY_SECONDS = 0.2  # rank 0 exits first, so that mpiexec reports only it
 
 
 def exchange(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=" or ".join(SHAPES) + ".")],
-    ranks: Annotated[
-        int | None,
-        typer.Option(help=f"Processes to start; default {_RANKS}, or all that mpiexec started."),
-    ] = None,
+    shape: Annotated[str, Argument(metavar="SHAPE", help=" or ".join(SHAPES) + ".")],
+    ranks: Annotated[int | None, Option(help=f"Processes; default {_RANKS}, or those of mpiexec.")] = None,
     nbytes: Annotated[
-        str | None,
-        typer.Option(
-            "--bytes", help=f"Bytes that each rank sends per round, such as 400MB; default {_BYTES}."
-        ),
+        str | None, Option("--bytes", help=f"Bytes sent per rank and round, such as 400MB; default {_BYTES}.")
     ] = None,
-    ints: Annotated[float | None, typer.Option(help="The same in 4-byte integers, such as 1e8.")] = None,
-    rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 3,
-    work: Annotated[
-        str, typer.Option(help="Computation of each rank during an exchange, such as 500ms.")
-    ] = "0s",
-    timeout: Annotated[str, typer.Option(help="Longest time without any transfer, such as 60s.")] = "60s",
-    frame: Annotated[str, typer.Option(help="Frame size of long messages, at most 16MiB.")] = str(
-        FRAME_NBYTES
-    ),
+    ints: Annotated[float | None, Option(help="--bytes in 4-byte integers, such as 1e8.")] = None,
+    rounds: Annotated[int, Option(help="Number of rounds.")] = 3,
+    work: Annotated[str, Option(help="Concurrent computation per rank, such as 500ms.")] = "0s",
+    timeout: Annotated[str, Option(help="Longest time without a transfer, such as 60s.")] = "60s",
+    frame: Annotated[str, Option(help="Frame size of long messages, at most 16MiB.")] = str(FRAME_NBYTES),
     inject: Annotated[
-        str | None,
-        typer.Option(metavar="FAULT[@RANK]", help=f"Inject a fault at a rank: {', '.join(FAULTS)}."),
+        str | None, Option(metavar="FAULT[@RANK]", help=f"Inject a fault at a rank: {', '.join(FAULTS)}.")
     ] = None,
     json_file: JsonRowsOption = None,
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
@@ -41,20 +42,18 @@ app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 def hub(
     context: typer.Context,
     bind: Annotated[
-        str, typer.Option(help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.")
+        str, Option(help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.")
     ] = f"tcp://127.0.0.1:{_PORT}",
-    folder: Annotated[
-        Path, typer.Option(help="Journal, snapshots and ledger; a run in it is resumed.")
-    ] = Path("runs/hub"),
-    run: Annotated[
-        str, typer.Option(help="Name of the run; default random, or that of the run in the folder.")
-    ] = "",
-    new: Annotated[bool, typer.Option("--new", help="Start a run; refuse a folder that holds one.")] = False,
+    folder: Annotated[Path, Option(help="Journal, snapshots and ledger; a run in it is resumed.")] = Path(
+        "runs/hub"
+    ),
+    run: Annotated[str, Option(help="Name of the run; default that in the folder, or random.")] = "",
+    new: Annotated[bool, Option("--new", help="Start a run; refuse a folder that holds one.")] = False,
     keys: Annotated[
-        Path | None, typer.Option(help="Folder of keys, made by keygen; required beyond this machine.")
+        Path | None, Option(help="Folder of keys, made by keygen; required beyond this machine.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accept every worker that can reach the address.")
+        bool, Option("--insecure", help="Accept every worker that can reach the address.")
     ] = False,
     outer: OuterOption = "averaging",
     outer_lr: OuterLrOption = None,
@@ -64,33 +63,21 @@ def hub(
     staleness: StalenessOption = "accept",
     bound: BoundOption = 16.0,
     exploding: Annotated[
-        float, typer.Option(help="Reject updates whose norm is this many times the usual one; 0: none.")
+        float, Option(help="Reject updates of this many times the usual norm; 0: none.")
     ] = 10.0,
-    worse: Annotated[
-        float, typer.Option(help="Reject updates whose score got worse by more than this share.")
-    ] = 0.05,
-    strikes: Annotated[
-        int, typer.Option(help="Rejections, of a worker's last ten updates, that lead to quarantine.")
-    ] = 3,
-    quarantine: Annotated[str, typer.Option(help="Length of the first quarantine.")] = "60s",
+    worse: Annotated[float, Option(help="Reject updates whose score worsened by this share.")] = 0.05,
+    strikes: Annotated[int, Option(help="Rejections of ten updates that lead to quarantine.")] = 3,
+    quarantine: Annotated[str, Option(help="Length of the first quarantine.")] = "60s",
     down: DownOption = "bf16",
     population: PopulationOption = None,
     margin: MarginOption = 0.05,
-    perturb: Annotated[
-        float, typer.Option(help="Population: factor on the learning rate of a replaced worker.")
-    ] = 1.0,
-    gap: Annotated[
-        float | None, typer.Option(help="Population: relative lead at which all adopt the best early.")
-    ] = None,
-    shard: Annotated[
-        str, typer.Option(metavar="I/N", help="Index of this hub and the number of hubs.")
-    ] = "0/1",
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Limit of sending and of receiving: 40MB/s, 30% of 1Gbit/s.")
-    ] = None,
-    silent_after: Annotated[str, typer.Option(help="Silence after which a worker no longer counts.")] = "15s",
-    snapshot_every: Annotated[int, typer.Option(help="Updates between snapshots.")] = 500,
-    until: Annotated[str | None, typer.Option(help="Stop after this time, such as 8h.")] = None,
+    perturb: Annotated[float, Option(help="Population: factor on a replaced worker's learning rate.")] = 1.0,
+    gap: Annotated[float | None, Option(help="Population: lead at which all adopt the best.")] = None,
+    shard: Annotated[str, Option(metavar="I/N", help="Index of this hub, number of hubs.")] = "0/1",
+    bandwidth: Annotated[str | None, Option(help="Limit each way: 40MB/s, 30% of 1Gbit/s.")] = None,
+    silent_after: Annotated[str, Option(help="Silence after which a worker is lost.")] = "15s",
+    snapshot_every: Annotated[int, Option(help="Updates between snapshots.")] = 500,
+    until: Annotated[str | None, Option(help="Stop after this time, such as 8h.")] = None,
 ) -> None:
     """Serve asynchronous training: merge the updates of workers in their order of arrival.
 
@@ -145,8 +132,8 @@ def hub(
 
 @app.command("keygen")
 def keygen(
-    folder: Annotated[Path, typer.Argument(help="Folder of the keys.")],
-    worker: Annotated[str, typer.Option(help="Make a key for a worker of this name.")] = "worker",
+    folder: Annotated[Path, Argument(help="Folder of the keys.")],
+    worker: Annotated[str, Option(help="Make a key for a worker of this name.")] = "worker",
 ) -> None:
     """Make the keys of a hub, and one for workers; call it again with another --worker for one more.
 

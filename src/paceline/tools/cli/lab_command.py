@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_count, format_seconds, plural
@@ -30,24 +30,20 @@ SCHEMA = 1
 
 def lab(
     program: Annotated[
-        list[str],
-        typer.Argument(metavar="PROGRAM...", help="A Python script (.py) or any command, and its arguments."),
+        list[str], Argument(metavar="PROGRAM...", help="Script (.py) or command, and its arguments.")
     ],
-    hosts: Annotated[int, typer.Option(help="Number of hosts around the switch.")] = 2,
+    hosts: Annotated[int, Option(help="Number of hosts around the switch.")] = 2,
     rate: Annotated[
         str | None,
-        typer.Option(help="Bandwidth of every link, each direction: 100Mbit/s, 1Gbit/s; default unlimited."),
+        Option(help="Bandwidth of every link, each direction, such as 100Mbit/s; default unlimited."),
     ] = None,
-    ranks: Annotated[
-        int, typer.Option(help="Ranks per host; 0: run the program once per host, without torchrun.")
-    ] = 1,
+    ranks: Annotated[int, Option(help="Ranks per host; 0: once per host, without torchrun.")] = 1,
     slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST=RATE", help="A host with another bandwidth; may be repeated."),
+        list[str] | None, Option(metavar="HOST=RATE", help="Bandwidth of one host; may be repeated.")
     ] = None,
-    delay: Annotated[str, typer.Option(help="Added delay per packet, such as 1ms; needs netem.")] = "0s",
+    delay: Annotated[str, Option(help="Added delay per packet, such as 1ms; needs netem.")] = "0s",
     timeout: Annotated[
-        str | None, typer.Option(help="Stop the program after this time, such as 10min; default never.")
+        str | None, Option(help="Stop the program after this time, such as 10min; default never.")
     ] = None,
     json_file: JsonResultOption = None,
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_text
 from paceline._core.units import parse_bytes, parse_seconds
@@ -30,24 +31,23 @@ _SCRIPT_LAST = {  # arguments after the script belong to it; -m begins a program
 }
 _SSH = "ssh -tt -o BatchMode=yes"
 
-NameOption = Annotated[str, typer.Option(help="Name of the job.")]
-HostsOption = Annotated[int, typer.Option(help="Number of hosts.")]
+NameOption = Annotated[str, Option(help="Name of the job.")]
+HostsOption = Annotated[int, Option(help="Number of hosts.")]
 HostOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="A host; may be repeated. The first one is the rendezvous."),
+    list[str] | None, Option(metavar="NAME", help="A host; may be repeated. Rendezvous is the first.")
 ]
 MinHostsOption = Annotated[
-    int | None, typer.Option(help="Smallest number of hosts to continue with after a loss; default all.")
+    int | None, Option(help="Fewest hosts to continue with after a loss; default all.")
 ]
-GpusOption = Annotated[int, typer.Option(help="GPUs per rank.")]
+GpusOption = Annotated[int, Option(help="GPUs per rank.")]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Memory per host, such as 64GiB; default that of the cluster.")
+    str | None, Option(help="Memory per host, such as 64GiB; default that of the cluster.")
 ]
 TimeOption = Annotated[
-    str | None, typer.Option("--time", help="Time limit, such as 8h; default that of the cluster.")
+    str | None, Option("--time", help="Time limit, such as 8h; default that of the cluster.")
 ]
-PortOption = Annotated[int, typer.Option(help="Port of the rendezvous on the first host.")]
-SubmitOption = Annotated[bool, typer.Option("--submit", help="Start it instead of printing it.")]
+PortOption = Annotated[int, Option(help="Port of the rendezvous on the first host.")]
+SubmitOption = Annotated[bool, Option("--submit", help="Start it instead of printing it.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +55,22 @@ class ScriptOptions:
     """Options that all launchers share: the script, its ranks, and where the output goes."""
 
     program: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT...", help="A Python script or -m MODULE, and its arguments."),
+        list[str], Argument(metavar="SCRIPT...", help="Script or -m MODULE, and its arguments.")
     ]
-    ranks: Annotated[int, typer.Option(help="Processes per host.")] = 1
-    cpus: Annotated[int, typer.Option(help="Cores per rank.")] = 1
+    ranks: Annotated[int, Option(help="Processes per host.")] = 1
+    cpus: Annotated[int, Option(help="Cores per rank.")] = 1
     env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="An environment variable; may be repeated."),
+        list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable; may be repeated.")
     ] = None
     folder: Annotated[
         str | None,
-        typer.Option(
-            help="Working directory: the same path on all hosts, on a shared disk; default this one."
-        ),
+        Option(help="Working directory: the same path on all hosts, on a shared disk; default this one."),
     ] = None
-    max_restarts: Annotated[int, typer.Option(help="Failures after which the ranks are restarted.")] = 3
-    python: Annotated[
-        str | None, typer.Option(help="Python interpreter on the hosts; default the path of this one.")
-    ] = None
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it to this file instead of the terminal.")
-    ] = None
+    max_restarts: Annotated[int, Option(help="Failures after which the ranks are restarted.")] = 3
+    python: Annotated[str | None, Option(help="Interpreter on the hosts; default that of this process.")] = (
+        None
+    )
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write to this file, not the terminal.")] = None
 
     def job(
         self,
@@ -129,8 +123,8 @@ class ScriptOptions:
 class ContainerOptions(ScriptOptions):
     """The same for a script in a container."""
 
-    folder: Annotated[str | None, typer.Option(help="Working directory in the container.")] = ""
-    python: Annotated[str | None, typer.Option(help="Python interpreter in the image.")] = "python3"
+    folder: Annotated[str | None, Option(help="Working directory in the container.")] = ""
+    python: Annotated[str | None, Option(help="Python interpreter in the image.")] = "python3"
 
 
 @app.command("torchrun", context_settings=_SCRIPT_LAST)
@@ -143,8 +137,7 @@ def torchrun(
     name: NameOption = "train",
     submit: SubmitOption = False,
     shell: Annotated[
-        str,
-        typer.Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE."),
+        str, Option(metavar="COMMAND", help="With --submit: runs a line on a host: COMMAND HOST LINE.")
     ] = _SSH,
 ) -> None:
     """Run a script by torchrun on hosts that you can log in to.
@@ -174,20 +167,15 @@ def slurm(
     gpus: GpusOption = 0,
     memory: MemoryOption = None,
     time: TimeOption = None,
-    partition: Annotated[str, typer.Option(help="Partition; default that of Slurm.")] = "",
-    account: Annotated[str, typer.Option(help="Account; default that of Slurm.")] = "",
+    partition: Annotated[str, Option(help="Partition; default that of Slurm.")] = "",
+    account: Annotated[str, Option(help="Account; default that of Slurm.")] = "",
     option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated."),
+        list[str] | None, Option(metavar="--NAME=VALUE", help="Another option of sbatch; may be repeated.")
     ] = None,
-    warn: Annotated[
-        int, typer.Option(help="Seconds before the --time limit at which the job is requeued.")
-    ] = 120,
+    warn: Annotated[int, Option(help="Seconds before the time limit at which to requeue.")] = 120,
     name: NameOption = "train",
     submit: SubmitOption = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Submit it and follow it until it has ended.")
-    ] = False,
+    watch: Annotated[bool, Option("--watch", help="Submit it and follow its log.")] = False,
 ) -> None:
     """Run a script as a Slurm job that is requeued, and resumes from its newest checkpoint.
 
@@ -217,10 +205,9 @@ def ray(
     name: NameOption = "train",
     submit: SubmitOption = False,
     address: Annotated[
-        str | None,
-        typer.Option(help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one."),
+        str | None, Option(help="With --submit: address of the cluster; default RAY_ADDRESS, or a local one.")
     ] = None,
-    wait: Annotated[str, typer.Option(help="With --submit: how long to wait for resources.")] = "5min",
+    wait: Annotated[str, Option(help="With --submit: how long to wait for resources.")] = "5min",
 ) -> None:
     """Run a script on a Ray cluster.
 
@@ -245,12 +232,9 @@ def mpi(
     script: ScriptOptions,
     host: HostOption = None,
     flavour: Annotated[
-        str, typer.Option("--mpi", help="MPI implementation of mpiexec: mpich (Intel's too) or openmpi.")
+        str, Option("--mpi", help="MPI of mpiexec: mpich (Intel's too) or openmpi.")
     ] = "mpich",
-    hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the hosts to this file instead of the command."),
-    ] = None,
+    hostfile: Annotated[Path | None, Option(metavar="FILE", help="Write the hosts to this file.")] = None,
     port: PortOption = 29400,
     submit: SubmitOption = False,
 ) -> None:
@@ -273,16 +257,14 @@ def mpi(
 @expand_options
 def kubernetes(
     script: ContainerOptions,
-    image: Annotated[str, typer.Option(help="Container image with Python, Paceline and the script.")],
+    image: Annotated[str, Option(help="Image with Python, Paceline and the script.")],
     hosts: HostsOption = 1,
     min_hosts: MinHostsOption = None,
     gpus: GpusOption = 0,
     memory: MemoryOption = None,
-    shared_memory: Annotated[
-        str, typer.Option(help="Size of /dev/shm in each pod; part of its memory.")
-    ] = "8GiB",
-    claim: Annotated[str, typer.Option(help="Persistent volume claim, mounted at --folder.")] = "",
-    namespace: Annotated[str, typer.Option(help="Namespace; default that of kubectl.")] = "",
+    shared_memory: Annotated[str, Option(help="/dev/shm of a pod, part of its memory.")] = "8GiB",
+    claim: Annotated[str, Option(help="Volume claim, mounted at --folder.")] = "",
+    namespace: Annotated[str, Option(help="Namespace; default that of kubectl.")] = "",
     time: TimeOption = None,
     port: PortOption = 23456,
     name: NameOption = "train",

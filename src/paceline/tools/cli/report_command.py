@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.files import write_json
 from paceline.errors import UsageError
@@ -18,27 +19,26 @@ __all__ = ["report"]
 def report(
     run: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="Folder of a run: of `paceline train --out`, `paceline.Profiler` or `paceline hub --folder`."
         ),
     ],
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Profile by `paceline bench parts`: compare with the step that it predicts.",
+        Option(
+            metavar="FILE", help="Profile by `paceline bench parts`: compare with the step that it predicts."
         ),
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--trace",
             metavar="FILE",
             help="Also write the timeline as JSON for Perfetto or chrome://tracing.",
         ),
     ] = None,
     open_page: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open the report in the web browser.")
+        bool, Option("--open/--no-open", help="Open the report in the web browser.")
     ] = False,
 ) -> None:
     """Write report.html into the folder of a run: time, bottlenecks, loss, traffic, settings.

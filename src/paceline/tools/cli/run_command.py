@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from paceline._core.units import parse_seconds
 from paceline.errors import RankFailed, UsageError
@@ -20,41 +21,31 @@ DEFAULT = JobTimeouts()
 
 def run(
     script: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SCRIPT...", help="A Python script and its arguments."),
+        list[str] | None, Argument(metavar="SCRIPT...", help="Script and its arguments.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this host (torchrun: --nproc-per-node).")] = 1,
-    hosts: Annotated[int, typer.Option(help="Maximum number of hosts (torchrun: --nnodes).")] = 1,
+    ranks: Annotated[int, Option(help="Processes on this host (torchrun: --nproc-per-node).")] = 1,
+    hosts: Annotated[int, Option(help="Maximum number of hosts (torchrun: --nnodes).")] = 1,
     rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Rendezvous of several hosts; the same on each.")
+        str | None, Option(metavar="HOST:PORT", help="Rendezvous, the same on all hosts.")
     ] = None,
     min_ranks: Annotated[
-        int | None, typer.Option(help="Smallest world to continue with, over all hosts; default all ranks.")
+        int | None, Option(help="Fewest ranks, over all hosts, to continue with; default all.")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Failures to recover from.")] = 3,
-    rejoin: Annotated[
-        bool,
-        typer.Option(help="Restart when a host joins (again), or let it wait for the next failure."),
-    ] = True,
+    max_restarts: Annotated[int, Option(help="Failures to recover from.")] = 3,
+    rejoin: Annotated[bool, Option(help="Restart when a host joins, or let it wait for a failure.")] = True,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Folder for restarts.jsonl and the output of ranks 1 and up.")
+        Path | None, Option(help="Folder for restarts.jsonl and the output of ranks 1 and up.")
     ] = None,
-    module: Annotated[
-        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as for python -m.")
-    ] = False,
+    module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     last_call: Annotated[
-        str, typer.Option(help="How long a world that is large enough waits for missing hosts.")
+        str, Option(help="How long a sufficient world waits for others.")
     ] = f"{DEFAULT.last_call:g}s",
-    wait: Annotated[
-        str, typer.Option(help="How long to wait for enough hosts before giving up.")
-    ] = f"{DEFAULT.join:g}s",
-    grace: Annotated[
-        str, typer.Option(help="Time from SIGTERM to SIGKILL for ranks that must end.")
-    ] = f"{DEFAULT.end:g}s",
-    name: Annotated[str, typer.Option(help="Name of the run, where one server serves several.")] = "run",
+    wait: Annotated[str, Option(help="How long to wait for enough hosts.")] = f"{DEFAULT.join:g}s",
+    grace: Annotated[str, Option(help="From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",
+    name: Annotated[str, Option(help="Name of the run, where one server serves several.")] = "run",
     serve: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
+        Option(metavar="HOST:PORT", help="Only serve a rendezvous, on a host that does not train."),
     ] = None,
 ) -> None:
     """Run a script as ranks on one host or several, and restart it after a failure.

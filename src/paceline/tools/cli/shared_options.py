@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
-import typer
+from typer import Option
 
 from paceline._core.units import parse_count, parse_list
 from paceline.errors import UsageError, unknown
@@ -17,87 +17,39 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.async_dp.hub.outer_merge import HubOptimizer
 
-__all__ = [
-    "AccumulateOption",
-    "AutocastOption",
-    "BoundOption",
-    "BucketsOption",
-    "CheckpointingOption",
-    "CsvOption",
-    "DownOption",
-    "JsonOption",
-    "JsonResultOption",
-    "JsonRowsOption",
-    "MarginOption",
-    "NetworkOption",
-    "OptimizerOption",
-    "OuterLrOption",
-    "OuterMomentumOption",
-    "OuterOption",
-    "OuterWarmupOption",
-    "PopulationOption",
-    "StalenessOption",
-    "ThreadsOption",
-    "UnstableOption",
-    "expand_options",
-    "hub_optimizer",
-    "numbers_of",
-    "parse_model_parameters",
-]
-
 # ---------------------------------------------------------------------- files
 
-JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results as JSON.")]
+JsonOption = Annotated[Path | None, Option("--json", metavar="FILE", help="Write all results as JSON.")]
 JsonRowsOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write machine, settings and rows as JSON.")
+    Path | None, Option("--json", metavar="FILE", help="Write machine, settings and rows as JSON.")
 ]
-JsonResultOption = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
-]
-CsvOption = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the table as CSV.")]
+JsonResultOption = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the result as JSON.")]
+CsvOption = Annotated[Path | None, Option("--csv", metavar="FILE", help="Write the table as CSV.")]
 
 # ---------------------------------------------------------------------- a training
 
-OptimizerOption = Annotated[
-    str, typer.Option(help="Optimizer: adamw, sgd, sgd-momentum, or package.module:Class.")
-]
-AutocastOption = Annotated[str, typer.Option(help="Mixed precision: off, bf16 or fp16.")]
-CheckpointingOption = Annotated[bool, typer.Option(help="Recompute activations in backward.")]
-AccumulateOption = Annotated[int, typer.Option(help="Micro-batches per optimizer step.")]
-BucketsOption = Annotated[
-    str, typer.Option(help="Bucket sizes in MiB, separated by commas; inf: one bucket for everything.")
-]
-ThreadsOption = Annotated[int, typer.Option(help="Threads per rank.")]
-NetworkOption = Annotated[str | None, typer.Option(help="Network of the profile to plan for.")]
+OptimizerOption = Annotated[str, Option(help="Optimizer: adamw, sgd, sgd-momentum, or package.module:Class.")]
+AutocastOption = Annotated[str, Option(help="Mixed precision: off, bf16 or fp16.")]
+CheckpointingOption = Annotated[bool, Option(help="Recompute activations in backward.")]
+AccumulateOption = Annotated[int, Option(help="Micro-batches per optimizer step.")]
+BucketsOption = Annotated[str, Option(help="Bucket sizes in MiB, by commas; inf: one bucket.")]
+ThreadsOption = Annotated[int, Option(help="Threads per rank.")]
+NetworkOption = Annotated[str | None, Option(help="Network of the profile to plan for.")]
 
 # ---------------------------------------------------------------------- how a hub merges updates
 
-OuterOption = Annotated[
-    str, typer.Option(help="How updates are merged: averaging, delayed-nesterov, nesterov.")
-]
-OuterLrOption = Annotated[
-    float | None,
-    typer.Option(help="Learning rate of the outer optimizer; default 1 for averaging, else 0.7."),
-]
-OuterMomentumOption = Annotated[float, typer.Option(help="Momentum of the outer optimizer.")]
-OuterWarmupOption = Annotated[int, typer.Option(help="Rounds of plain averaging before momentum starts.")]
-UnstableOption = Annotated[
-    bool, typer.Option("--unstable", help="Allow a Nesterov step per arrival, which diverges.")
-]
-StalenessOption = Annotated[
-    str, typer.Option(help="How stale updates are treated: accept, down-weight, drop, wait.")
-]
-BoundOption = Annotated[float, typer.Option(help="Staleness bound in rounds.")]
-DownOption = Annotated[
-    str, typer.Option(help="Encoding of the parameters sent to workers: bf16, fp16, fp32, int8.")
-]
+OuterOption = Annotated[str, Option(help="Outer optimizer: averaging, delayed-nesterov, nesterov.")]
+OuterLrOption = Annotated[float | None, Option(help="Outer learning rate; default 1 (averaging), else 0.7.")]
+OuterMomentumOption = Annotated[float, Option(help="Outer momentum.")]
+OuterWarmupOption = Annotated[int, Option(help="Rounds of plain averaging before momentum starts.")]
+UnstableOption = Annotated[bool, Option("--unstable", help="Allow Nesterov per arrival, which diverges.")]
+StalenessOption = Annotated[str, Option(help="Stale updates: accept, down-weight, drop, wait.")]
+BoundOption = Annotated[float, Option(help="Staleness bound in rounds.")]
+DownOption = Annotated[str, Option(help="Encoding for workers: bf16, fp16, fp32, int8.")]
 PopulationOption = Annotated[
-    int | None,
-    typer.Option(metavar="STEPS", help="Train independently for this many steps; the best are adopted."),
+    int | None, Option(metavar="STEPS", help="Steps of independent training between adoptions.")
 ]
-MarginOption = Annotated[
-    float, typer.Option(help="Population: relative gap to the best at which the worst is replaced.")
-]
+MarginOption = Annotated[float, Option(help="Population: gap to the best at which to replace.")]
 
 
 def hub_optimizer(name: str, lr: float | None, momentum: float, warmup: int, unstable: bool) -> HubOptimizer:
@@ -157,7 +109,7 @@ def numbers_of(option: str, text: str, kind: type, example: str, mark: str = ","
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with one option per field of the dataclass that annotates its first parameter.
 
-    A field declares its option as a parameter would: ``lr: Annotated[float, typer.Option(help="…")] = 1e-3``. Fields
+    A field declares its option as a parameter would: ``lr: Annotated[float, Option(help="…")] = 1e-3``. Fields
     without ``Annotated`` are no options and keep their defaults. The other parameters stay options of their own.
     """
     first, *others = inspect.signature(command, eval_str=True).parameters.values()

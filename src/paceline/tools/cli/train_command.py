@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import expand_options
@@ -18,10 +18,8 @@ __all__ = ["train"]
 @expand_options
 def train(
     settings: TrainSettings,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the newest checkpoint in --out.")
-    ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Resume from the newest checkpoint in --out.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in --out.")] = False,
 ) -> None:
     """Train a GPT on text with several processes: live progress, checkpoints, a report at the end."""
     if resume and overwrite:

@@ -54,27 +54,20 @@ class TrainSettings:
         UsageError: a value is not valid.
     """
 
-    ranks: Annotated[
-        int | None, Option(help="Number of processes; default 2, or those that torchrun started.")
-    ] = None
+    ranks: Annotated[int | None, Option(help="Processes; default 2, or those of torchrun.")] = None
     min_ranks: Annotated[
-        int | None, Option(help="Smallest number of ranks to continue with after failures; default all.")
+        int | None, Option(help="Fewest ranks to continue with after failures; default all.")
     ] = None
     max_restarts: Annotated[int, Option(help="Failures to recover from, at the last checkpoint.")] = 3
     size: Annotated[str, Option(help=f"Model size: {', '.join(SIZES)}.")] = "tiny"
     data: Annotated[
         str | None,
         Option(
-            metavar="PATH",
-            help="Text file, folder, or nanoGPT .bin; default the sources of Python's standard library.",
+            metavar="PATH", help="Text file, folder, or nanoGPT .bin; default the standard library's sources."
         ),
     ] = None
-    vocabulary: Annotated[
-        int | None, Option(help="Vocabulary size of the model; default what the data need.")
-    ] = None
-    context: Annotated[
-        int | None, Option(help="Context length in tokens; default that of the model size.")
-    ] = None
+    vocabulary: Annotated[int | None, Option(help="Vocabulary size; default what the data need.")] = None
+    context: Annotated[int | None, Option(help="Context in tokens; default that of the size.")] = None
     batch_size: Annotated[int, Option(help="Windows per micro-batch of a rank.")] = 16
     accumulate: Annotated[int, Option(help="Micro-batches per optimizer step.")] = 1
     steps: Annotated[int, Option(help="Number of optimizer steps.")] = 600
@@ -87,20 +80,15 @@ class TrainSettings:
             "Default sharded; bucketed with --every or --compression."
         ),
     ] = None
-    bucket_mib: Annotated[float | None, Option(help="Bucket size in MiB; default that of the strategy.")] = (
-        None
-    )
-    compression: Annotated[
-        str | None, Option(help=f"Compression of what is sent: {', '.join(COMPRESSIONS)}, none.")
-    ] = None
+    bucket_mib: Annotated[float | None, Option(help="Bucket size in MiB; default the strategy's.")] = None
+    compression: Annotated[str | None, Option(help=f"Compression: {', '.join(COMPRESSIONS)}, none.")] = None
     every: Annotated[
         int | None,
-        Option(metavar="H", help="Synchronise parameters every H steps instead of gradients every step."),
+        Option(metavar="H", help="Synchronise parameters every H steps, not gradients every step."),
     ] = None
-    outer: Annotated[
-        str | None,
-        Option(help=f"With --every: outer optimizer: {', '.join(OUTER_NAMES)}; default average."),
-    ] = None
+    outer: Annotated[str | None, Option(help=f"With --every: {', '.join(OUTER_NAMES)}; default average.")] = (
+        None
+    )
     outer_lr: Annotated[
         float | None, Option(help="Outer learning rate; default 0.7 (diloco), 1 (slowmo).")
     ] = None
@@ -108,7 +96,7 @@ class TrainSettings:
         float | None, Option(help="Outer momentum; default 0.9 (diloco), 0.5 (slowmo).")
     ] = None
     fragments: Annotated[
-        int | None, Option(help="With --every: parts of the model that are synchronised in turn; default 1.")
+        int | None, Option(help="With --every: parts of the model, synchronised in turn; default 1.")
     ] = None
     delay: Annotated[
         int | None, Option(help="With --every: steps from sending a fragment to merging it; default 0.")
@@ -117,14 +105,10 @@ class TrainSettings:
         int | None, Option(help="With --outer: steps before its momentum starts; default 0.")
     ] = None
     seed: Annotated[int, Option(help="Seed of the initial weights and of the data order.")] = 0
-    eval_every: Annotated[
-        int, Option(help="Steps between held-out evaluations; 0: only the first and the last.")
-    ] = 100
+    eval_every: Annotated[int, Option(help="Steps between evaluations; 0: first and last.")] = 100
     checkpoint_every: Annotated[int, Option(help="Steps between checkpoints; 0: only at the end.")] = 200
-    threads: Annotated[
-        int | None, Option(help="Threads per rank; default the cores divided by the ranks.")
-    ] = None
-    device: Annotated[str | None, Option(help="cpu or cuda; default CUDA on machines with a GPU.")] = None
+    threads: Annotated[int | None, Option(help="Threads per rank; default its share of cores.")] = None
+    device: Annotated[str | None, Option(help="cpu or cuda; default cuda if there is a GPU.")] = None
     out: Annotated[str, Option(metavar="PATH", help="Folder for log, checkpoints and report.")] = "runs/train"
     existing: ExistingRun = "refuse"
     weight_decay: float = 0.1
