@@ -52,14 +52,14 @@ def test_damage_is_shown_and_an_exit_code(monkeypatch, capsys, run):
     assert "manifest.json is missing" in capsys.readouterr().out
 
 
-def test_weights_that_can_not_be_written_are_refused_first(monkeypatch, capsys, run, tmp_path):
+def test_an_unwritable_export_is_refused_first(monkeypatch, capsys, run, tmp_path):
     out = tmp_path / "no" / "out.safetensors"
     assert run_command(monkeypatch, "checkpoint", run, "--verify", "--export", out) == 2
-    told = capsys.readouterr()
-    assert "can't write --export" in told.err
-    assert told.out == ""
+    written = capsys.readouterr()
+    assert "can't write --export" in written.err
+    assert written.out == ""
 
 
-def test_nothing_there(monkeypatch, capsys, tmp_path):
+def test_a_folder_without_checkpoints(monkeypatch, capsys, tmp_path):
     assert run_command(monkeypatch, "checkpoint", tmp_path) == 2
     assert "no checkpoint in" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``paceline lab`` as a user meets it before anything is made: what is refused, and how. Needs no root."""
+"""``paceline lab`` before anything is set up: refusals and their messages. Needs no root."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def paceline(monkeypatch, capsys, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_made(monkeypatch):
-    """Keep the command from making hosts."""
+def nothing_is_set_up(monkeypatch):
+    """Fail the test if the command sets up a host."""
 
     def refuse(*arguments):
-        raise AssertionError("it made a host")
+        raise AssertionError("it set up a host")
 
     monkeypatch.setattr(making, "LabHost", refuse)
 
@@ -73,7 +73,7 @@ def test_a_call_that_can_not_be_read_is_refused(paceline, arguments):
     assert "Usage: paceline lab" in err
 
 
-def test_without_rights_it_says_how_to_get_them(paceline, monkeypatch):
+def test_without_rights_the_error_explains_how_to_get_them(paceline, monkeypatch):
     monkeypatch.setattr(lab_requirements.sys, "platform", "linux")
     monkeypatch.setattr(lab_requirements, "_find", lambda name: name)
     monkeypatch.setattr(lab_requirements, "_capabilities", lambda: 0)
@@ -99,12 +99,12 @@ def test_options_after_the_program_are_its_own(paceline, tmp_path):
     assert "'never' is no rate" in err  # its own options were read, those of the program were not
 
 
-def test_help_tells_what_it_is_for():
+def test_help_lists_the_options():
     command = [sys.executable, "-m", "paceline", "lab", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    assert re.search(r"Usage: paceline lab \[OPTIONS\] \S*PROGRAM", told)
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert re.search(r"Usage: paceline lab \[OPTIONS\] \S*PROGRAM", shown)
     for option in ("--hosts", "--rate", "--ranks", "--slow", "--delay", "--timeout", "--json"):
-        assert option in told
+        assert option in shown
 
 
 def test_slow_hosts_are_named_by_number_or_name():

@@ -1,4 +1,4 @@
-"""`paceline run` as a user calls it: its options, what is the script's own, one clear message for every bad input."""
+"""`paceline run` as a user calls it: its options, arguments of the script, one clear message for every bad input."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def call(monkeypatch, capsys):
 
 @pytest.fixture
 def jobs(monkeypatch):
-    """The jobs that were asked for, none of them run."""
-    asked = []
-    monkeypatch.setattr(module, "run_job", asked.append)
-    return asked
+    """Collect the jobs instead of running them."""
+    started = []
+    monkeypatch.setattr(module, "run_job", started.append)
+    return started
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_bad_input_is_refused(call, script, words, text):
     assert "→" in err
 
 
-def test_an_address_that_nobody_serves_ends_in_time(call, script):
+def test_an_unserved_address_times_out(call, script):
     code, err = call("--hosts", 2, "--wait", "100ms", "--rendezvous", "192.0.2.1:4000", script)
     assert code == 1
     assert "192.0.2.1:4000" in err
