@@ -17,6 +17,34 @@ from paceline.errors import UsageError, unknown
 if TYPE_CHECKING:
     from paceline.async_dp.hub.outer_merge import HubOptimizer
 
+__all__ = [
+    "AccumulateOption",
+    "AutocastOption",
+    "BoundOption",
+    "BucketsOption",
+    "CheckpointingOption",
+    "CsvOption",
+    "DownOption",
+    "JsonOption",
+    "JsonResultOption",
+    "JsonRowsOption",
+    "MarginOption",
+    "NetworkOption",
+    "OptimizerOption",
+    "OuterLrOption",
+    "OuterMomentumOption",
+    "OuterOption",
+    "OuterWarmupOption",
+    "PopulationOption",
+    "StalenessOption",
+    "ThreadsOption",
+    "UnstableOption",
+    "expand_options",
+    "hub_optimizer",
+    "numbers_of",
+    "parse_model_parameters",
+]
+
 # ---------------------------------------------------------------------- files
 
 JsonOption = Annotated[Path | None, Option("--json", metavar="FILE", help="Write all results as JSON.")]
