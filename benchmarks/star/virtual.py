@@ -26,7 +26,7 @@ from paceline.async_dp.hub.population import PopulationRules
 from paceline.async_dp.worker.fragment_replica import FragmentReplica
 from paceline.parallel.local_sgd.sync_schedule import SyncSchedule
 from paceline.tools.bench.progress_bar import TurnBar
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.result_files import check_writable, result_head
 from paceline.tools.simulate.async_simulation import AsyncPlan, Machine, simulate
@@ -164,7 +164,7 @@ def run(way: Way, seed: int) -> dict[str, Any]:
 def main(
     seeds: Annotated[int, typer.Option(help="Of each way.")] = 1,
     only: Annotated[str, typer.Option(help="Ways whose name has this in it.")] = "",
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train in many ways in virtual time."""
     path = json_file or HERE / "virtual.json"

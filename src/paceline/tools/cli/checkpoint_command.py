@@ -16,7 +16,7 @@ from paceline._core.format import format_bytes
 from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable
 
 __all__ = ["checkpoint"]
@@ -53,7 +53,7 @@ def checkpoint(
         Option(help="Write the weights of the newest intact checkpoint to this .safetensors file."),
     ] = None,
     model: Annotated[str, Option(help="Name of the model to export, if there are several.")] = "model",
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """List the checkpoints of a run, newest first; --verify reads them whole. Exits with 1 if one is damaged."""
     checkpoints = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder

@@ -14,7 +14,7 @@ from typer import Option
 from paceline._core.files import write_json
 from paceline.errors import PacelineError, UsageError
 from paceline.launch.process.local_ranks import run_ranks
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.diagnostics.machine_findings import Finding, findings
 from paceline.tools.result_files import check_writable
 from paceline.world.machine_facts import Loopback, read_machine_facts
@@ -27,7 +27,7 @@ _STYLE = {"ok": "green", "note": "dim", "warn": "yellow", "broken": "bold red"}
 
 
 def doctor(
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
     ranks: Annotated[int, Option(help="Ranks of the trial all-reduce; 0: skip it.")] = 2,
 ) -> None:
     """Check this machine for training, try an all-reduce, and show what to fix.

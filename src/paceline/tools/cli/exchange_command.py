@@ -18,7 +18,7 @@ from paceline._core.files import write_json
 from paceline._core.format import format_count, format_seconds, format_size, plural
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
-from paceline.tools.cli.shared_options import JsonRowsOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.result_files import check_writable
 from paceline.transport.envelope_faults import FAULTS, parse_fault
 from paceline.transport.message_frames import FRAME_NBYTES
@@ -53,7 +53,7 @@ def exchange(
     inject: Annotated[
         str | None, Option(metavar="FAULT[@RANK]", help=f"Inject a fault at a rank: {', '.join(FAULTS)}.")
     ] = None,
-    json_file: JsonRowsOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Exchange messages over MPI: non-blocking, checked at both ends, during computation.
 

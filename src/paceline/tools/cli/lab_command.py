@@ -12,7 +12,7 @@ from paceline._core.files import write_json
 from paceline._core.format import format_bytes, format_count, format_seconds, plural
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
-from paceline.tools.cli.shared_options import JsonResultOption
+from paceline.tools.cli.shared_options import JsonOption
 from paceline.tools.console_table import make_table
 from paceline.tools.result_files import check_writable, paceline_command
 
@@ -45,7 +45,7 @@ def lab(
     timeout: Annotated[
         str | None, Option(help="Stop the program after this time, such as 10min; default never.")
     ] = None,
-    json_file: JsonResultOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Run a program on emulated hosts around a slow switch, all on this machine, and count the bytes they send.
 

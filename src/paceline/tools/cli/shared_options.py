@@ -26,8 +26,6 @@ __all__ = [
     "CsvOption",
     "DownOption",
     "JsonOption",
-    "JsonResultOption",
-    "JsonRowsOption",
     "MarginOption",
     "NetworkOption",
     "OptimizerOption",
@@ -48,10 +46,6 @@ __all__ = [
 # ---------------------------------------------------------------------- files
 
 JsonOption = Annotated[Path | None, Option("--json", metavar="FILE", help="Write all results as JSON.")]
-JsonRowsOption = Annotated[
-    Path | None, Option("--json", metavar="FILE", help="Write machine, settings and rows as JSON.")
-]
-JsonResultOption = Annotated[Path | None, Option("--json", metavar="FILE", help="Write the result as JSON.")]
 CsvOption = Annotated[Path | None, Option("--csv", metavar="FILE", help="Write the table as CSV.")]
 
 # ---------------------------------------------------------------------- a training

@@ -6,7 +6,7 @@ Invalid combinations are refused here, without torch; `paceline.parallel.local_s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from paceline._core.format import plural
 from paceline.errors import UsageError, unknown
@@ -24,13 +24,11 @@ __all__ = [
     "NO_COMPRESSION",
     "OUTER_NAMES",
     "LocalSgdSettings",
-    "OuterName",
     "compression_or_none",
     "gpt_layers",
 ]
 
-OuterName = Literal["average", "diloco", "slowmo"]
-OUTER_NAMES: tuple[str, ...] = get_args(OuterName)
+OUTER_NAMES = ("average", "diloco", "slowmo")
 NO_COMPRESSION = "none"
 _DEFAULT_COMPRESSION = {"average": "int8", "diloco": "int4", "slowmo": "int8"}
 

@@ -32,7 +32,7 @@ from paceline.tools.models.corpus import Corpus
 from paceline.tools.models.gpt_sizes import Size
 from paceline.tools.train.train_settings import ExistingRun, TrainSettings
 
-__all__ = ["RunFolder", "check_facts", "checkpoint_facts", "original_settings", "step_to_resume"]
+__all__ = ["RunFolder", "check_facts", "check_resumable", "checkpoint_facts", "original_settings"]
 
 FILES = ("settings.json", "run.json", "steps.jsonl", "sample.txt", "report.html")
 FOLDERS = ("trace", "checkpoint", "logs", "tensorboard")
@@ -135,14 +135,14 @@ def checkpoint_facts(settings: TrainSettings, size: Size, corpus: Corpus, window
     }
 
 
-def step_to_resume(settings: TrainSettings, size: Size, corpus: Corpus) -> int | None:
-    """Return the step that the newest checkpoint resumes at, by its manifest; None: the training starts anew.
+def check_resumable(settings: TrainSettings, size: Size, corpus: Corpus) -> None:
+    """Check that a training that resumes can do so, by the manifest of its newest checkpoint.
 
     Raises:
         UsageError: there is no checkpoint, it does not fit the training, or no step is left to do.
     """
     if settings.existing != "resume":
-        return None
+        return
     path, manifest = _newest(RunFolder(settings.out).checkpoint)
     check_facts(path, manifest.facts, settings, size, corpus)
     if manifest.step >= settings.steps:
@@ -150,7 +150,6 @@ def step_to_resume(settings: TrainSettings, size: Size, corpus: Corpus) -> int |
             f"nothing left to do: the checkpoint is at step {manifest.step} of {settings.steps}",
             remedy="raise --steps, or start anew with --overwrite",
         )
-    return manifest.step
 
 
 def original_settings(settings: TrainSettings) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from paceline.launch.agent.elastic_run import run_elastic
 from paceline.testing import fault_injection
 from paceline.tools.models import corpus as corpora
 from paceline.tools.result_files import paceline_command
-from paceline.tools.train.run_folder import RunFolder, step_to_resume
+from paceline.tools.train.run_folder import RunFolder, check_resumable
 from paceline.tools.train.train_settings import TrainSettings
 from paceline.world import ProcessPlace, read_environment
 from paceline.world.device import choose_device
@@ -119,7 +119,7 @@ def _fit_to_data(settings: TrainSettings, ranks: int) -> TrainSettings:
     corpus = corpora.load(settings.data)
     size = settings.model_size(corpus.vocabulary)
     corpora.check(corpus, batch=settings.batch_size, context=size.context, ranks=ranks)
-    step_to_resume(settings, size, corpus)
+    check_resumable(settings, size, corpus)
     return replace(settings, vocabulary=size.vocabulary)
 
 

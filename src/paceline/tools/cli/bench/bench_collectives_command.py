@@ -24,7 +24,7 @@ from paceline.launch.process.local_ranks import run_ranks
 from paceline.launch.targets.mpiexec_command import find_mpiexec, mpich_settings, run_mpi
 from paceline.tools.bench.collectives.benchmarked_backends import MPI, RANKS
 from paceline.tools.bench.step.step_benchmark import StartRanks
-from paceline.tools.cli.shared_options import CsvOption, JsonRowsOption
+from paceline.tools.cli.shared_options import CsvOption, JsonOption
 from paceline.world import ProcessPlace
 from paceline.world.mpi_world import under_mpi
 
@@ -66,7 +66,7 @@ def collectives(
     seconds: SecondsOption = 2.0,
     rendezvous: RendezvousOption = "file",
     network: NetworkOption = None,
-    json_file: JsonRowsOption = None,
+    json_file: JsonOption = None,
     csv_file: CsvOption = None,
     out: OutOption = None,
     resume: ResumeOption = False,

@@ -19,7 +19,7 @@ from paceline.tools.cli.bench.bench_collectives_command import collectives, comp
 from paceline.tools.cli.bench.bench_fit_command import fit
 from paceline.tools.cli.bench.bench_machine_command import machine
 from paceline.tools.cli.bench.bench_parts_command import parts
-from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonRowsOption, ThreadsOption
+from paceline.tools.cli.shared_options import BucketsOption, CsvOption, JsonOption, ThreadsOption
 from paceline.tools.result_files import check_writable
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def step(
     backend: BackendOption = None,
     memory: MemoryOption = True,
     seed: SeedOption = 0,
-    json_file: JsonRowsOption = None,
+    json_file: JsonOption = None,
     csv_file: CsvOption = None,
     out: OutOption = None,
 ) -> None:
