@@ -148,7 +148,7 @@ def slow(rank, size, settings, seconds):
 
 
 def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
-    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)  # see [Note: one norm for all plans] in grad_norm.py
+    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)  # [Note: one norm for all plans]
     named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
     measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 _PORT = 7077
+_FOLDER = Path("runs/hub")
 
 app = typer.Typer(invoke_without_command=True, no_args_is_help=False)
 
@@ -44,9 +45,7 @@ def hub(
     bind: Annotated[
         str, Option(help="Address for workers: tcp://HOST:PORT, or tcp://*:PORT for all interfaces.")
     ] = f"tcp://127.0.0.1:{_PORT}",
-    folder: Annotated[Path, Option(help="Journal, snapshots and ledger; a run in it is resumed.")] = Path(
-        "runs/hub"
-    ),
+    folder: Annotated[Path, Option(help="Journal, snapshots and ledger; a run in it is resumed.")] = _FOLDER,
     run: Annotated[str, Option(help="Name of the run; default that in the folder, or random.")] = "",
     new: Annotated[bool, Option("--new", help="Start a run; refuse a folder that holds one.")] = False,
     keys: Annotated[
@@ -66,16 +65,16 @@ def hub(
         float, Option(help="Reject updates of this many times the usual norm; 0: none.")
     ] = 10.0,
     worse: Annotated[float, Option(help="Reject updates whose score worsened by this share.")] = 0.05,
-    strikes: Annotated[int, Option(help="Rejections of ten updates that lead to quarantine.")] = 3,
+    strikes: Annotated[int, Option(help="Rejections, of the last ten updates, before quarantine.")] = 3,
     quarantine: Annotated[str, Option(help="Length of the first quarantine.")] = "60s",
     down: DownOption = "bf16",
     population: PopulationOption = None,
     margin: MarginOption = 0.05,
     perturb: Annotated[float, Option(help="Population: factor on a replaced worker's learning rate.")] = 1.0,
-    gap: Annotated[float | None, Option(help="Population: lead at which all adopt the best.")] = None,
+    gap: Annotated[float | None, Option(help="Population: lead at which all adopt the best early.")] = None,
     shard: Annotated[str, Option(metavar="I/N", help="Index of this hub, number of hubs.")] = "0/1",
     bandwidth: Annotated[str | None, Option(help="Limit each way: 40MB/s, 30% of 1Gbit/s.")] = None,
-    silent_after: Annotated[str, Option(help="Silence after which a worker is lost.")] = "15s",
+    silent_after: Annotated[str, Option(help="Silence after which a worker no longer counts.")] = "15s",
     snapshot_every: Annotated[int, Option(help="Updates between snapshots.")] = 500,
     until: Annotated[str | None, Option(help="Stop after this time, such as 8h.")] = None,
 ) -> None:
@@ -170,7 +169,7 @@ def _run_name(run: str, journal: HubJournal) -> str:
 
 
 class _StopCondition:
-    """Returns True once called after SIGINT, SIGTERM or the given number of seconds; a second signal exits at once."""
+    """Callable that returns True after SIGINT, SIGTERM or a number of seconds; a second signal exits at once."""
 
     def __init__(self, seconds: float | None) -> None:
         self._deadline = None if seconds is None else time.monotonic() + seconds

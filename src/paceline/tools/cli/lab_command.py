@@ -73,7 +73,7 @@ def lab(
         check_writable(json_file, "--json")
     with Lab(hosts, rate, slow=parse_slow_hosts(slow or ()), delay=delay) as net:
         console = Console(highlight=False, soft_wrap=True)
-        console.print(describe_lab(net, ranks, delay), style="bold")
+        console.print(_describe(net, ranks, delay), style="bold")
         monitor, succeeded = LinkMonitor(net), False
         job = net.start_torchrun(program, ranks_per_host=ranks) if ranks else net.start(program)
         try:
@@ -83,7 +83,7 @@ def lab(
             totals = monitor.stop()
             _print_totals(totals, monitor, console)
             if json_file is not None:
-                write_json(json_file, lab_record(totals, monitor, program, ranks, succeeded))
+                write_json(json_file, _record(totals, monitor, program, ranks, succeeded))
 
 
 def parse_slow_hosts(texts: Sequence[str]) -> dict[int, str]:
@@ -104,7 +104,7 @@ def parse_slow_hosts(texts: Sequence[str]) -> dict[int, str]:
     return rate_of_host
 
 
-def describe_lab(net: Lab, ranks: int, delay: str) -> str:
+def _describe(net: Lab, ranks: int, delay: str) -> str:
     """Return hosts, ranks, links and delay in one line."""
     usual = max(set(net.rates), key=net.rates.count)
     others = [f"host{host} {_format_rate(rate)}" for host, rate in enumerate(net.rates) if rate != usual]
@@ -118,7 +118,7 @@ def describe_lab(net: Lab, ranks: int, delay: str) -> str:
     return "; ".join(parts)
 
 
-def lab_record(
+def _record(
     totals: Sequence[HostTotals],
     monitor: LinkMonitor,
     program: Sequence[str],

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from typer import Argument, Option
@@ -34,7 +34,7 @@ _SSH = "ssh -tt -o BatchMode=yes"
 NameOption = Annotated[str, Option(help="Name of the job.")]
 HostsOption = Annotated[int, Option(help="Number of hosts.")]
 HostOption = Annotated[
-    list[str] | None, Option(metavar="NAME", help="A host; may be repeated. Rendezvous is the first.")
+    list[str] | None, Option(metavar="NAME", help="A host; may be repeated. The first one is the rendezvous.")
 ]
 MinHostsOption = Annotated[
     int | None, Option(help="Fewest hosts to continue with after a loss; default all.")
@@ -67,45 +67,46 @@ class ScriptOptions:
         Option(help="Working directory: the same path on all hosts, on a shared disk; default this one."),
     ] = None
     max_restarts: Annotated[int, Option(help="Failures after which the ranks are restarted.")] = 3
-    python: Annotated[str | None, Option(help="Interpreter on the hosts; default that of this process.")] = (
-        None
-    )
+    python: Annotated[
+        str | None, Option(help="Python interpreter on the hosts; default the path of this one.")
+    ] = None
     out: Annotated[Path | None, Option(metavar="FILE", help="Write to this file, not the terminal.")] = None
 
     def job(
         self,
         *,
+        name: str = "train",
         host: list[str] | None = None,
         hosts: int = 1,
+        min_hosts: int | None = None,
+        gpus: int = 0,
         memory: str | None = None,
         time: str | None = None,
-        **others: Any,
+        port: int = 29400,
     ) -> ClusterJob:
         """Return the job that the options describe.
 
-        Args:
-            host: names of hosts; if given, they determine the number of hosts.
-            hosts: number of hosts.
-            memory: of each host, such as ``"64GiB"``.
-            time: the limit, such as ``"8h"``.
-            others: further fields of `ClusterJob`.
+        The parameters are further options; names of hosts (`host`) take precedence over their number.
 
         Raises:
             UsageError: an option is not valid.
         """
         return ClusterJob(
             tuple(self.program),
+            name=name,
             hosts=len(host) if host else hosts,
             host_names=tuple(host or ()),
+            min_hosts=min_hosts,
             ranks_per_host=self.ranks,
             cpus_per_rank=self.cpus,
+            gpus_per_rank=gpus,
             memory=None if memory is None else parse_bytes(memory),
             seconds=None if time is None else parse_seconds(time),
             env=_parse_variables(self.env or ()),
             folder=os.getcwd() if self.folder is None else self.folder,
             max_restarts=self.max_restarts,
+            port=port,
             python=self.python or sys.executable,
-            **others,
         )
 
     def write(self, text: str, *, submitted: bool = False) -> None:
@@ -121,7 +122,7 @@ class ScriptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ContainerOptions(ScriptOptions):
-    """The same for a script in a container."""
+    """`ScriptOptions` for a script in a container."""
 
     folder: Annotated[str | None, Option(help="Working directory in the container.")] = ""
     python: Annotated[str | None, Option(help="Python interpreter in the image.")] = "python3"
@@ -185,7 +186,7 @@ def slurm(
     """
     from paceline.launch.targets.slurm import SlurmOptions, batch_script
 
-    job = script.job(hosts=hosts, gpus_per_rank=gpus, memory=memory, time=time, name=name)
+    job = script.job(hosts=hosts, gpus=gpus, memory=memory, time=time, name=name)
     text = batch_script(job, SlurmOptions(partition, account, tuple(option or ()), warn))
     if submit or watch:
         from paceline.tools.cli.launch_submit import submit_to_slurm
@@ -217,7 +218,7 @@ def ray(
     """
     from paceline.launch.targets.ray_job import ray_driver
 
-    job = script.job(hosts=hosts, min_hosts=min_hosts, gpus_per_rank=gpus, memory=memory, name=name)
+    job = script.job(hosts=hosts, min_hosts=min_hosts, gpus=gpus, memory=memory, name=name)
     seconds = parse_seconds(wait)
     script.write(ray_driver(job), submitted=submit)
     if submit:
@@ -279,7 +280,7 @@ def kubernetes(
     job = script.job(
         hosts=hosts,
         min_hosts=min_hosts,
-        gpus_per_rank=gpus,
+        gpus=gpus,
         memory=memory,
         time=time,
         port=port,

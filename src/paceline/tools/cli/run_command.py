@@ -26,7 +26,7 @@ def run(
     ranks: Annotated[int, Option(help="Processes on this host (torchrun: --nproc-per-node).")] = 1,
     hosts: Annotated[int, Option(help="Maximum number of hosts (torchrun: --nnodes).")] = 1,
     rendezvous: Annotated[
-        str | None, Option(metavar="HOST:PORT", help="Rendezvous, the same on all hosts.")
+        str | None, Option(metavar="HOST:PORT", help="Rendezvous of several hosts, the same on each.")
     ] = None,
     min_ranks: Annotated[
         int | None, Option(help="Fewest ranks, over all hosts, to continue with; default all.")
@@ -38,7 +38,7 @@ def run(
     ] = None,
     module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module, as for python -m.")] = False,
     last_call: Annotated[
-        str, Option(help="How long a sufficient world waits for others.")
+        str, Option(help="How long a large enough world waits for missing hosts.")
     ] = f"{DEFAULT.last_call:g}s",
     wait: Annotated[str, Option(help="How long to wait for enough hosts.")] = f"{DEFAULT.join:g}s",
     grace: Annotated[str, Option(help="From SIGTERM to SIGKILL when ranks must end.")] = f"{DEFAULT.end:g}s",

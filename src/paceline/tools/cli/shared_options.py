@@ -66,12 +66,14 @@ OuterMomentumOption = Annotated[float, Option(help="Outer momentum.")]
 OuterWarmupOption = Annotated[int, Option(help="Rounds of plain averaging before momentum starts.")]
 UnstableOption = Annotated[bool, Option("--unstable", help="Allow Nesterov per arrival, which diverges.")]
 StalenessOption = Annotated[str, Option(help="Stale updates: accept, down-weight, drop, wait.")]
-BoundOption = Annotated[float, Option(help="Staleness bound in rounds.")]
-DownOption = Annotated[str, Option(help="Encoding for workers: bf16, fp16, fp32, int8.")]
+BoundOption = Annotated[float, Option(help="Rounds beyond which an update is too stale.")]
+DownOption = Annotated[str, Option(help="Encoding of parameters for workers: bf16, fp16, fp32, int8.")]
 PopulationOption = Annotated[
-    int | None, Option(metavar="STEPS", help="Steps of independent training between adoptions.")
+    int | None, Option(metavar="STEPS", help="Train independently for this many steps; the best are adopted.")
 ]
-MarginOption = Annotated[float, Option(help="Population: gap to the best at which to replace.")]
+MarginOption = Annotated[
+    float, Option(help="Population: share behind the best at which the worst is replaced.")
+]
 
 
 def hub_optimizer(name: str, lr: float | None, momentum: float, warmup: int, unstable: bool) -> HubOptimizer:

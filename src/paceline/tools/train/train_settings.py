@@ -86,9 +86,9 @@ class TrainSettings:
         int | None,
         Option(metavar="H", help="Synchronise parameters every H steps, not gradients every step."),
     ] = None
-    outer: Annotated[str | None, Option(help=f"With --every: {', '.join(OUTER_NAMES)}; default average.")] = (
-        None
-    )
+    outer: Annotated[
+        str | None, Option(help=f"With --every: outer optimizer: {', '.join(OUTER_NAMES)}; default average.")
+    ] = None
     outer_lr: Annotated[
         float | None, Option(help="Outer learning rate; default 0.7 (diloco), 1 (slowmo).")
     ] = None
@@ -107,7 +107,7 @@ class TrainSettings:
     seed: Annotated[int, Option(help="Seed of the initial weights and of the data order.")] = 0
     eval_every: Annotated[int, Option(help="Steps between evaluations; 0: first and last.")] = 100
     checkpoint_every: Annotated[int, Option(help="Steps between checkpoints; 0: only at the end.")] = 200
-    threads: Annotated[int | None, Option(help="Threads per rank; default its share of cores.")] = None
+    threads: Annotated[int | None, Option(help="Threads per rank; default its share of the cores.")] = None
     device: Annotated[str | None, Option(help="cpu or cuda; default cuda if there is a GPU.")] = None
     out: Annotated[str, Option(metavar="PATH", help="Folder for log, checkpoints and report.")] = "runs/train"
     existing: ExistingRun = "refuse"
