@@ -128,7 +128,7 @@ class HubLiveTable:
                 format_bytes(member.sent_nbytes),
                 str(member.refused),
             )
-        parts = [table]
+        parts: list[Table | Text] = [table]
         if len(members) > _MAX_ROWS:
             parts.append(Text(f"… and {len(members) - _MAX_ROWS} more", style="dim"))
         parts.append(Text(self._summary(), style="dim"))

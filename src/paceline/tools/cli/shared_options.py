@@ -159,7 +159,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         *declared.values(),
         *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others),
     ]
-    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    expanded.__signature__ = inspect.Signature(parameters)
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     del expanded.__wrapped__  # type: ignore[attr-defined]
     return expanded

@@ -138,23 +138,18 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
     torch.manual_seed(settings.seed)
     sync = AUTO if choice is not None and choice.sends_all else settings.plan
     model = DataParallel(GPT(size).to(world.device), sync=sync)
-    optimizer = ShardedOptimizer(
-        model,
-        torch.optim.AdamW,
-        lr=settings.lr,
-        betas=(0.9, 0.95),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    adamw = {"lr": settings.lr, "betas": (0.9, 0.95), "weight_decay": settings.weight_decay, "fused": True}
+    optimizer = ShardedOptimizer(model, torch.optim.AdamW, **adamw)
     folder = RunFolder(settings.out)
     local_sgd = settings.local_sgd
     loop = None if local_sgd is None else local_sgd.build_loop(model, optimizer)
+    stateful: dict[str, Any] = {} if loop is None else {"loop": loop}
     checkpoint = Checkpoint(
         folder.checkpoint,
         model,
         optimizer,
         facts=checkpoint_facts(settings, size, corpus, windows),
-        **({} if loop is None else {"loop": loop}),
+        **stateful,
     )
     sent_bytes = SentBytes(interface_start=interface_nbytes())
     if settings.existing == "resume" and (found := checkpoint.load()):
