@@ -1,4 +1,4 @@
-"""``paceline launch``: prints, or submits, what runs a script by torchrun, Slurm, Ray, MPI or Kubernetes."""
+"""``paceline launch``: prints or submits the command or file that runs a script on a cluster."""
 
 from __future__ import annotations
 

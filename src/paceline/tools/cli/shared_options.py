@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 from typer import Option
 
-from paceline._core.units import parse_count, parse_list
+from paceline._core.units import parse_count
 from paceline.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -126,8 +126,20 @@ def parse_model_parameters(model: str | None, parameters: str | None) -> int:
 
 
 def numbers_of(option: str, text: str, kind: type, example: str, mark: str = ",") -> list:
-    """Return the numbers that an option lists; as `parse_list`, which new code should call."""
-    return list(parse_list(option, text, kind, example=example, separator=mark))
+    """Return the numbers that an option lists; new code calls `paceline._core.units.parse_list`.
+
+    Raises:
+        UsageError: there is none, or one is not valid.
+    """
+    parts = [part.strip() for part in text.split(mark) if part.strip()]
+    try:
+        numbers = [kind(part) for part in parts]
+    except ValueError as error:
+        valid = ("whole numbers" if kind is int else "numbers") + " by commas" * (mark == ",")
+        raise UsageError(f"{option} {text}: {error}", remedy=f"pass {valid}: {example}") from error
+    if not numbers:
+        raise UsageError(f"{option} names none", remedy=f"pass for example {example}")
+    return numbers
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -58,8 +58,8 @@ class AutoChoice:
     facts: Mapping[str, Any]
 
     @property
-    def sends_all(self) -> bool:
-        """Whether gradients are sent uncompressed every step; how is then tuned while training."""
+    def sends_full_gradients(self) -> bool:
+        """True if gradients are sent uncompressed every step; timing and buckets are then tuned while training."""
         return self.settings.local_sgd is None and self.settings.plan.compression is None
 
 

@@ -1,9 +1,9 @@
 """Bytes that a training has sent, compared with float32 gradients every step.
 
-`sent_nbytes` is what this rank handed to the network, as far as each exchange is known, without headers. It is compared
-with float32 gradients every step: 2(N−1)/N × 4 bytes × parameters × steps. On Linux the kernel's counters of all
-interfaces but the loopback are reported too: they include headers, acknowledgements, and other traffic of the host.
-Ranks on one host that exchange over shared memory send nothing through an interface.
+`sent_nbytes` counts the bytes that this rank handed to the network, without headers. It is compared with float32
+gradients every step: 2(N−1)/N × 4 bytes × parameters × steps. On Linux the kernel's counters of all interfaces but the
+loopback are reported too: they include headers, acknowledgements, and other traffic of the host. Ranks on one host that
+exchange over shared memory send nothing through an interface.
 """
 
 from __future__ import annotations

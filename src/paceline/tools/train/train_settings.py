@@ -44,7 +44,7 @@ class TrainSettings:
             and with `compression`, since the parameters that a sharded optimizer gathers are not compressed.
         compression: of gradients, or with `every` of pseudo-gradients. None: uncompressed gradients, and the default
             compression of `outer` for pseudo-gradients; ``"none"``: uncompressed.
-        existing: what to do if `out` holds a run already.
+        existing: treatment of a run that `out` holds already.
         weight_decay: of AdamW.
         log_every: steps between two lines of the log.
         eval_windows: number of held-out windows that are evaluated, spread evenly; 0: all.
@@ -147,7 +147,7 @@ class TrainSettings:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the strategy is to be chosen by measuring."""
+        """True if the strategy is chosen by measuring."""
         return self.sync == AUTO
 
     @property

@@ -136,9 +136,14 @@ def build_job(settings: TrainSettings, world: World) -> TrainingJob:
         settings = choice.settings
 
     torch.manual_seed(settings.seed)
-    sync = AUTO if choice is not None and choice.sends_all else settings.plan
+    sync = AUTO if choice is not None and choice.sends_full_gradients else settings.plan
     model = DataParallel(GPT(size).to(world.device), sync=sync)
-    adamw = {"lr": settings.lr, "betas": (0.9, 0.95), "weight_decay": settings.weight_decay, "fused": True}
+    adamw: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": (0.9, 0.95),
+        "weight_decay": settings.weight_decay,
+        "fused": True,
+    }
     optimizer = ShardedOptimizer(model, torch.optim.AdamW, **adamw)
     folder = RunFolder(settings.out)
     local_sgd = settings.local_sgd
