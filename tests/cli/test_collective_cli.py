@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from paceline.tools.cli import app as module
-
 
 @pytest.fixture
-def paceline(monkeypatch, capsys, tmp_path):
-    """Return a function that runs `paceline collective` in this process: (exit code, out, err)."""
+def paceline(command, monkeypatch, tmp_path):
+    """Run `paceline collective` in an empty folder; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "collective", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
+    return lambda *arguments: command("collective", *arguments)
 
 
 TEXTBOOK = ["--ranks", 8, "--bytes", "5MB", "--link", "1MB/s"]

@@ -14,7 +14,6 @@ import pytest
 import mpi_worlds
 from paceline.errors import RankFailed, UsageError, WorldError
 from paceline.launch.targets import mpiexec_command as starting
-from paceline.tools.cli import app as module
 from paceline.transport.mpi_exchange.exchange_measurement import Slices, overlap
 from paceline.transport.mpi_exchange.exchange_settings import ExchangeSettings, check_memory
 from paceline.world.mpi_world import find_mpiexec, under_mpi
@@ -24,15 +23,12 @@ PACELINE = [sys.executable, "-m", "paceline"]
 
 
 @pytest.fixture
-def paceline(monkeypatch, capsys):
-    """Return a function that runs `paceline exchange` in this process: (exit code, output)."""
+def paceline(command):
+    """Run `paceline exchange` in this process; return exit code and output."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "exchange", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, " ".join((shown.out + shown.err).split())
+        code, out, err = command("exchange", *arguments)
+        return code, " ".join((out + err).split())
 
     return run
 

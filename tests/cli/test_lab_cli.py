@@ -11,23 +11,14 @@ import pytest
 from paceline.errors import UsageError
 from paceline.testing.netlab import lab as making
 from paceline.testing.netlab import lab_requirements
-from paceline.tools.cli import app as module
 from paceline.tools.cli.lab_command import parse_slow_hosts
 
 
 @pytest.fixture
-def paceline(monkeypatch, capsys, tmp_path):
-    """Return a function that runs `paceline lab` in this process, in an empty folder: (exit code, out, err)."""
+def paceline(command, monkeypatch, tmp_path):
+    """Run `paceline lab` in an empty folder; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["paceline", "lab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as caught:
-            module.main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
+    return lambda *arguments: command("lab", *arguments)
 
 
 @pytest.fixture(autouse=True)

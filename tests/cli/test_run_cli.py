@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from paceline.errors import RankFailed
 from paceline.tools.cli import run_command as module
-from paceline.tools.cli.app import main
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Run the command line in this process and return exit code and error output."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["paceline", "run", *map(str, words)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        return caught.value.code, capsys.readouterr().err
-
-    return run
+def call(command):
+    """Run `paceline run` in this process; return exit code and stderr."""
+    return lambda *words: command("run", *words)[::2]
 
 
 @pytest.fixture

@@ -96,7 +96,8 @@ def _after_step(
         record["val_loss"] = val_loss = _evaluate(job, progress)
     if "val_loss" in record or _is_due(job.step, job.settings.log_every):
         record |= _global_measurements(job, measured)
-        _log(job, record)
+        if job.world.rank == 0:
+            job.metrics.add(job.step, {name: value for name, value in record.items() if name != "step"})
     progress.step(record, watchdog.slowest() if watchdog is not None and progress.live else None)
     if last or _is_due(job.step, job.settings.checkpoint_every):
         _check_finite(job)
@@ -190,8 +191,3 @@ def _divergence(job: TrainingJob, cause: str) -> PacelineError:
         step=job.step,
         remedy="use a smaller --lr, or clip the gradient with --clip 1",
     )
-
-
-def _log(job: TrainingJob, record: dict[str, Any]) -> None:
-    if job.world.rank == 0:
-        job.metrics.add(record["step"], {name: value for name, value in record.items() if name != "step"})
