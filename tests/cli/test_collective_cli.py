@@ -24,7 +24,7 @@ def test_one_algorithm_is_proven_priced_and_explained(paceline):
     assert "proven   every input is in every result exactly once: 14 rounds, 112 messages" in out
     assert "priced   8.75 s for 5 MB (star, 8 ranks)" in out
     assert "14·α + 1.75·βn + 0.875·γn" in out
-    assert "busy 100% of the time" in out
+    assert "busy 100 % of the time" in out
     assert out.count("round ") == 14
     assert "done: 8 of 8 ranks" in out.splitlines()[-1]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from paceline._core.format import format_seconds, format_size
+from paceline._core.format import format_percent, format_seconds, format_size
 from paceline.collectives.closed_form_cost import CLOSED_FORMS, closed_form
 from paceline.collectives.describe import describe
 from paceline.collectives.prove import prove
@@ -44,7 +44,7 @@ def print_algorithm(priced: Priced, net: Topology, nbytes: int, *, as_priced: bo
         carried = price.nbytes_of_link[price.busiest.name]
         busy = carried / price.busiest.bandwidth / price.seconds
         console.print(
-            f"busiest  link {price.busiest.name!r}: {format_size(carried)}, busy {busy:.0%} of the time; "
+            f"busiest  link {price.busiest.name!r}: {format_size(carried)}, busy {format_percent(busy)} of the time; "
             f"all messages together {format_size(price.nbytes)}"
         )
     if priced.measured is not None:

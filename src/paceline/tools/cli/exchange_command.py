@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 from paceline._core.files import write_json
-from paceline._core.format import format_count, format_seconds, format_size, plural
+from paceline._core.format import format_count, format_percent, format_seconds, format_size, plural
 from paceline._core.units import parse_bytes, parse_seconds
 from paceline.errors import EnvelopeError, UsageError
 from paceline.tools.cli.shared_options import JsonOption
@@ -215,7 +215,7 @@ def _cells(row: Row) -> list[str]:
         format_seconds(row.seconds),
         f"{format_count(row.nbytes_per_second)}B/s",
         "" if row.overlap is None else f"{row.overlap:.2f}",
-        "" if row.under_way is None else f"{row.under_way:.0%}",
+        "" if row.under_way is None else format_percent(row.under_way),
     ]
 
 

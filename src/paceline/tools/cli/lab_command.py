@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from paceline._core.files import write_json
-from paceline._core.format import format_bytes, format_count, format_seconds, plural
+from paceline._core.format import format_bytes, format_count, format_percent, format_seconds, plural
 from paceline._core.units import parse_seconds
 from paceline.errors import UsageError
 from paceline.tools.cli.shared_options import JsonOption
@@ -188,7 +188,7 @@ def _print_totals(totals: Sequence[HostTotals], monitor: LinkMonitor, console: C
 
 
 def _format_utilisation(rate: float, limit: float | None) -> str:
-    return _format_rate(rate) if limit is None else f"{_format_rate(rate)} ({rate / limit:.0%})"
+    return _format_rate(rate) if limit is None else f"{_format_rate(rate)} ({format_percent(rate / limit)})"
 
 
 def _format_rate(rate: float | None) -> str:
