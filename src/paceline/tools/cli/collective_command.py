@@ -201,7 +201,7 @@ def _cases(options: CollectiveOptions, net: Topology) -> list[Case]:
     per_node = max(2, net.per_node) if algorithm == "two-level" else None
 
     def case(segments: int) -> Case:
-        return Case(op, algorithm, net.ranks, options.root, segments, per_node)
+        return Case(op, algorithm, net.ranks, root=options.root, segments=segments, per_node=per_node)
 
     text = options.segments
     if text == "auto":

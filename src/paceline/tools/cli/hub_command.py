@@ -104,7 +104,9 @@ def hub(
         outer=hub_optimizer(outer, outer_lr, outer_momentum, outer_warmup, unstable),
         staleness=Staleness(staleness, bound),
         screen=ScreeningRules(exploding, worse, strikes, 10, parse_seconds(quarantine)),
-        population=None if population is None else PopulationRules(population, margin, 1, perturb, gap),
+        population=None
+        if population is None
+        else PopulationRules(population, margin, perturb=perturb, gap=gap),
         down=down,
         shard=HubShard(*_parse_shard(shard)),
         bandwidth=share_of_link(bandwidth, None),
