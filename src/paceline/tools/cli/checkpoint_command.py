@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 
 from paceline._core.files import write_json
@@ -17,6 +16,7 @@ from paceline.checkpoint.format.checkpoint_folder import CheckpointFolder
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.errors import DamagedCheckpoint, UsageError
 from paceline.tools.cli.shared_options import JsonOption
+from paceline.tools.console_table import make_table, print_wide
 from paceline.tools.result_files import check_writable
 
 __all__ = ["checkpoint"]
@@ -68,7 +68,7 @@ def checkpoint(
         check_writable(export, "--export")
     rows = [_read_row(path, verify) for path in complete]
     console = Console()
-    console.print(_table(rows))
+    _print_table(rows)
     for row in rows:
         if row.problem:
             console.print(f"{row.path.name}: {row.problem}", style="red", highlight=False, soft_wrap=True)
@@ -95,8 +95,8 @@ def _read_row(path: Path, verify: bool) -> CheckpointRow:
     return CheckpointRow(path, manifest, find_problem(path))
 
 
-def _table(rows: list[CheckpointRow]) -> Table:
-    table = Table("checkpoint", "step", "ranks", "size", "written", "state", box=None, header_style="bold")
+def _print_table(rows: list[CheckpointRow]) -> None:
+    table = make_table(("checkpoint", "step", "ranks", "size", "written", "state"), [])
     for row in rows:
         state = "not read" if row.problem is None else "DAMAGED" if row.problem else "intact"
         manifest = row.manifest
@@ -105,4 +105,4 @@ def _table(rows: list[CheckpointRow]) -> Table:
         else:
             numbers = str(manifest.step), str(manifest.ranks), format_bytes(manifest.nbytes)
             table.add_row(row.path.name, *numbers, manifest.written.get("at", ""), state)
-    return table
+    print_wide(table)

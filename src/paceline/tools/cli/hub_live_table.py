@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline._core.format import format_bytes, format_count, format_seconds
+from paceline.tools.console_table import make_table
 
 if TYPE_CHECKING:
     from paceline.async_dp.hub.hub import Hub
@@ -25,8 +26,7 @@ _MAX_ROWS = 40
 _REFRESH_SECONDS = 0.5
 _RATE_SECONDS = 2.0
 _PLAIN_LINE_SECONDS = 30.0
-_TEXT_COLUMNS = ("worker", "")
-_NUMBER_COLUMNS = ("steps", "per s", "k, d", "updates", "stale", "score", "in", "out", "refused")
+_COLUMNS = ("worker", "", "steps", "per s", "k, d", "updates", "stale", "score", "in", "out", "refused")
 
 
 class HubLiveTable:
@@ -107,9 +107,7 @@ class HubLiveTable:
 
     def _render(self) -> Group:
         hub = self._hub
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in (*_TEXT_COLUMNS, *_NUMBER_COLUMNS):
-            table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
+        table = make_table(_COLUMNS, [], left=2)
         members = sorted(
             hub.members, key=lambda member: (member.number not in hub.members.alive, member.name)
         )
