@@ -171,7 +171,7 @@ def expand_options(command: Callable[..., None]) -> Callable[..., None]:
         *declared.values(),
         *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in others),
     ]
-    expanded.__signature__ = inspect.Signature(parameters)
+    expanded.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     expanded.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del expanded.__wrapped__  # type: ignore[attr-defined]
+    del expanded.__wrapped__
     return expanded
