@@ -153,7 +153,10 @@ def test_parameters_every_few_steps(tmp_path, text, here):
     small += ["--out", out, "--resume", "--ranks", 1, "--steps", 9]
     for other, message in (
         ([], "of a run with every=4, but the settings have no --every"),
-        (["--every", 4, "--outer", "diloco"], "of a run with outer='average', but the settings have 'diloco'"),
+        (
+            ["--every", 4, "--outer", "diloco"],
+            "of a run with outer='average', but the settings have 'diloco'",
+        ),
         (["--every", 4, "--fragments", 2], "of a run with fragments=1, but the settings have 2"),
     ):
         refused = here(*small, *other)
@@ -216,7 +219,9 @@ def test_token_file(tmp_path, here):
     ],
 )
 def test_bad_input_is_one_clear_message(tmp_path, here, monkeypatch, arguments, message):
-    monkeypatch.setattr("paceline.tools.train.start_training._run", lambda *_: pytest.fail("the training began"))
+    monkeypatch.setattr(
+        "paceline.tools.train.start_training._run", lambda *_: pytest.fail("the training began")
+    )
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("a short text. " * 50)
     (tmp_path / "odd.bin").write_bytes(b"123")

@@ -136,7 +136,10 @@ def test_compressed_gradients_learn_and_resume_to_the_bit(pool, settings, compre
 def slow(rank, size, settings, seconds):
     """Train with --sync auto where every exchange seems to take `seconds`."""
     real = auto_strategy._exchange_seconds
-    auto_strategy._exchange_seconds = lambda comm, nbytes, device, tag: (real(comm, nbytes, device, tag), seconds)[1]
+    auto_strategy._exchange_seconds = lambda comm, nbytes, device, tag: (
+        real(comm, nbytes, device, tag),
+        seconds,
+    )[1]
     try:
         job = build_job(settings, paceline.init())
     finally:
@@ -148,7 +151,9 @@ def slow(rank, size, settings, seconds):
 
 
 def test_auto_chooses_a_plain_strategy_on_a_fast_network(pool, settings):
-    settings = replace(settings, batch_size=32, context=64, steps=3, clip=0.0)  # [Note: one norm for all plans]
+    settings = replace(
+        settings, batch_size=32, context=64, steps=3, clip=0.0
+    )  # [Note: one norm for all plans]
     named = pool(2).run(run, clean(replace(settings, sync="sharded"), "named"), timeout=120)
     measured = pool(2).run(slow, clean(replace(settings, sync="auto"), "auto"), 1e-9, timeout=120)
     chosen = measured[0][1]

@@ -192,10 +192,7 @@ def test_sent_bytes_are_compared_with_float32_gradients():
     for _ in range(10):
         traffic.add(100_000.0, float32_gradient_nbytes(1_000_000, ranks=4))
     assert traffic.state() == {"sent_nbytes": 1e6, "would_be_nbytes": 6e7}
-    assert (
-        traffic.summary()
-        == "sent 1 MB per rank; 60× less than float32 gradients every step (60 MB)"
-    )
+    assert traffic.summary() == "sent 1 MB per rank; 60× less than float32 gradients every step (60 MB)"
     traffic.add(None, 1.0)
     assert traffic.state()["sent_nbytes"] is None
     assert traffic.summary() == ""

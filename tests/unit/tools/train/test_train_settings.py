@@ -89,7 +89,9 @@ def test_bucket_size_is_refused_for_strategies_without_buckets(sync):
 
 def test_bucket_size_is_that_of_the_plan():
     assert TrainSettings(out="a", sync="bucketed", bucket_mib=4).plan == Sync(bucket_mib=4)
-    assert TrainSettings(out="a", sync="sharded", bucket_mib=math.inf).plan == Sync(math.inf, shard="optimizer")
+    assert TrainSettings(out="a", sync="sharded", bucket_mib=math.inf).plan == Sync(
+        math.inf, shard="optimizer"
+    )
 
 
 def test_folder_without_a_name():
@@ -137,7 +139,10 @@ def test_with_every_compression_is_of_pseudo_gradients():
     settings = TrainSettings(out="a", every=8, outer="diloco", fragments=2, delay=1)
     assert settings.plan.compression is None
     assert settings.sync_summary == "DiLoCo every 8 steps, 2 fragments, 1 step late, int4"
-    assert TrainSettings(out="a", every=8, compression="none").sync_summary == "averaged every 8 steps, not compressed"
+    assert (
+        TrainSettings(out="a", every=8, compression="none").sync_summary
+        == "averaged every 8 steps, not compressed"
+    )
     assert TrainSettings(out="a", every=8, compression="bf16").sync_summary == "averaged every 8 steps, bf16"
 
 
